@@ -1,0 +1,183 @@
+"""Base of every config: a frozen, keyword-only record that explains its own errors.
+
+Each config lives in the file of what it configures and derives from `Config`. YAML is one way to
+write one: `Config.parse(mapping)` and the constructor accept the same fields and raise the same
+`ConfigError`, which names every bad field, the value given, what is allowed and, for an unknown
+key, the nearest right one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from lezero.core.errors import ConfigError, Problem
+
+
+class Config(BaseModel):
+    """Frozen record; unknown keys, wrong types and non-finite numbers are errors."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=False,
+    )
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise explain(type(self), error) from None
+
+    @classmethod
+    def parse(cls, data: object, source: str = "config") -> Self:
+        """Builds the config from parsed YAML or JSON; `source` names it in errors."""
+        if not isinstance(data, Mapping):
+            raise ConfigError(
+                f"{source}: expected a mapping of keys to values, got {type(data).__name__}"
+            )
+        bad = [key for key in data if not isinstance(key, str)]
+        if bad:
+            raise ConfigError(f"{source}: keys must be text, got {bad[0]!r}")
+        try:
+            return cls(**data)
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {error}", error.problems) from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready values of every field, defaults included."""
+        return self.model_dump(mode="json")
+
+    @classmethod
+    def schema_dict(cls) -> dict[str, Any]:
+        """JSON schema for editors."""
+        return cls.model_json_schema()
+
+
+def explain(cls: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Turns pydantic's error into ours: field path, value, what is allowed, nearest key."""
+    problems: list[Problem] = []
+    for item in error.errors():
+        path = tuple(item["loc"])
+        nested = item.get("ctx", {}).get("error")
+        if isinstance(nested, ConfigError) and nested.problems:
+            problems += [Problem((*path, *p.path), p.value, p.reason) for p in nested.problems]
+        else:
+            problems.append(Problem(path, item["input"], _reason(cls, item)))
+    text = "; ".join(map(str, problems))
+    return ConfigError(text, tuple(problems))
+
+
+def _reason(cls: type[BaseModel], item: Any) -> str:
+    kind, value = item["type"], item["input"]
+    if kind == "extra_forbidden":
+        known = sorted(_model_at(cls, item["loc"][:-1]).model_fields)
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key; {hint}"
+    if kind == "missing":
+        return "required, but not given"
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:77] + "..."
+    message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    if kind == "value_error":
+        return f"{message} (got {shown})"
+    return f"got {shown}, allowed is {message}"
+
+
+def _model_at(cls: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
+    """The config class that `path` leads to; the last one found where the path leaves configs."""
+    for key in path:
+        field = cls.model_fields.get(str(key))
+        if field is None:
+            break
+        found = _config_in(field.annotation)
+        if found is None:
+            break
+        cls = found
+    return cls
+
+
+def _config_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _config_in(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def set_path(data: dict[str, Any], assignment: str) -> None:
+    """Applies one `--set a.b=value` to a nested mapping in place; the value is read as YAML.
+
+    Raises `ConfigError` when the assignment has no `=`, an empty key, or leads through a value
+    that is not a mapping.
+    """
+    import yaml
+
+    path, separator, text = assignment.partition("=")
+    keys = path.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"--set {assignment}: write it as section.key=value")
+    try:
+        value = _number(yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {assignment}: the value is not valid YAML ({error})") from None
+    node: Any = data
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if node is None or not isinstance(node, dict):
+            raise ConfigError(f"--set {assignment}: '{key}' is not a section")
+    node[keys[-1]] = value
+
+
+def read_yaml(path: str) -> dict[str, Any]:
+    """Reads a YAML mapping from a file (at most 1 MiB); errors name the file and the line."""
+    import os
+
+    import yaml
+
+    try:
+        if os.path.getsize(path) > 1 << 20:
+            raise ConfigError(f"{path}: larger than 1 MiB; that is no config file")
+        with open(path, encoding="utf-8") as file:
+            data = _floats(yaml.safe_load(file))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder; name the YAML file in it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of keys to values at the top level")
+    return data
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `3e-4` as text; people mean a number."""
+    if isinstance(value, str) and value[:1] in "+-.0123456789" and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _floats(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    return _number(value)

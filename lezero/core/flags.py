@@ -1,0 +1,49 @@
+"""Every environment variable that LeZero reads, typed, in one table.
+
+`flag("LEZERO_POOL")` is the only way the library looks at its environment, so `lz doctor` and the
+documentation can list what is set and what it means.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from lezero.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flag:
+    kind: type
+    default: Any
+    meaning: str
+
+
+FLAGS: dict[str, Flag] = {
+    "LEZERO_CACHE": Flag(str, "", "folder for measured ceilings and caches (default: the user's)"),
+    "LEZERO_DEBUG": Flag(bool, False, "show tracebacks of user errors, as --debug does"),
+    "LEZERO_LOG": Flag(str, "info", "lowest level that is logged: debug, info, warning, error"),
+    "LEZERO_POOL": Flag(bool, True, "keep large host blocks between steps (the host memory pool)"),
+}
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+
+
+def flag(name: str) -> Any:
+    """The value of one flag of the table; a value of the wrong type is a `ConfigError`."""
+    known = FLAGS[name]
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return known.default
+    if known.kind is bool:
+        lowered = text.strip().lower()
+        if lowered in _TRUE or lowered in _FALSE:
+            return lowered in _TRUE
+        raise ConfigError(f"{name}={text!r}: allowed is 1 or 0 ({known.meaning})")
+    try:
+        return known.kind(text)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={text!r}: allowed is {known.kind.__name__} ({known.meaning})"
+        ) from None
