@@ -1,0 +1,93 @@
+"""The one place that speaks to an accelerator, over `torch.accelerator`.
+
+Nothing here touches a device when imported. On a machine without one, every question has a CPU
+answer: memory figures are 0 and `synchronize` does nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def accelerator() -> str | None:
+    """The kind of accelerator ("cuda", "xpu", "mps", "npu", …) or None."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None else None
+
+
+def device(index: int | None = None) -> torch.device:
+    """Where this rank computes: its accelerator (`index` or the local rank), else the CPU."""
+    import torch
+
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    if index is None:
+        from lezero.core.groups import local_rank
+
+        index = local_rank() % torch.accelerator.device_count()
+    return torch.device(kind, index)
+
+
+def use(place: torch.device) -> None:
+    """Makes `place` the current device of this process."""
+    import torch
+
+    if place.type != "cpu":
+        torch.accelerator.set_device_index(place.index or 0)
+
+
+def synchronize() -> None:
+    """Waits for all work queued on the accelerator."""
+    import torch
+
+    if accelerator() is not None:
+        torch.accelerator.synchronize()
+
+
+def memory_allocated() -> int:
+    """Bytes held by tensors on the accelerator; 0 on CPU."""
+    import torch
+
+    return torch.accelerator.memory_allocated() if accelerator() else 0
+
+
+def max_memory_allocated() -> int:
+    """Highest `memory_allocated` since `reset_peak`, in bytes; 0 on CPU."""
+    import torch
+
+    return torch.accelerator.max_memory_allocated() if accelerator() else 0
+
+
+def reset_peak() -> None:
+    """Starts a new measurement for `max_memory_allocated`."""
+    import torch
+
+    if accelerator():
+        torch.accelerator.reset_peak_memory_stats()
+
+
+def memory_total() -> int:
+    """Bytes of memory on this rank's accelerator; 0 on CPU."""
+    import torch
+
+    return torch.accelerator.get_memory_info()[1] if accelerator() else 0
+
+
+def capability() -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA device, else None."""
+    import torch
+
+    return torch.cuda.get_device_capability() if accelerator() == "cuda" else None
+
+
+def backend_for(kind: str | None) -> str:
+    """The collective backend that belongs to a kind of accelerator."""
+    return {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(kind or "cpu", "gloo")

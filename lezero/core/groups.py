@@ -1,0 +1,156 @@
+"""Process groups are made and destroyed here, and nowhere else.
+
+Everything also works without a group: then the world is one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lezero.core.errors import DistributedError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def launched() -> bool:
+    """True when a launcher started this process as one rank of several."""
+    return all(key in os.environ for key in _KEYS) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
+    """Joins the group that the environment describes; without one, or twice, does nothing.
+
+    Raises `DistributedError` when the ranks cannot meet, with the address they tried.
+    """
+    import torch.distributed as dist
+
+    from lezero.core import device
+
+    if not launched() or dist.is_initialized():
+        return
+    kind = device.accelerator()
+    if kind is not None:
+        device.use(device.device())
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group(
+            backend or device.backend_for(kind), timeout=timedelta(seconds=timeout_s)
+        )
+    except Exception as error:
+        raise DistributedError(
+            f"rank {rank()} of {os.environ['WORLD_SIZE']} could not join the others at {where}: "
+            f"{str(error).splitlines()[0]}. Check that the port is free and that every rank "
+            "was started with the same address."
+        ) from error
+
+
+def leave() -> None:
+    """Leaves the group; safe to call when there is none."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def active() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    if active():
+        import torch.distributed as dist
+
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0") or 0) if launched() else 0
+
+
+def world_size() -> int:
+    if active():
+        import torch.distributed as dist
+
+        return dist.get_world_size()
+    return 1
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0") or 0)
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's `value` on every rank. Only plain data: it travels as JSON, not as pickle."""
+    if not active() or world_size() == 1:
+        return value
+    return _exchange(value if is_main() else None)[0]
+
+
+def gather_objects(value: T) -> list[T]:
+    """Every rank's `value`, in rank order, on every rank. Plain data only (JSON)."""
+    if not active() or world_size() == 1:
+        return [value]
+    return _exchange(value)
+
+
+def _exchange(value: Any) -> list[Any]:
+    import json
+
+    import torch
+    import torch.distributed as dist
+
+    place = _place()
+    body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(place)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(world_size())]
+    dist.all_gather(sizes, torch.tensor([body.numel()], device=place))
+    longest = int(max(size.item() for size in sizes))
+    padded = torch.zeros(longest, dtype=torch.uint8, device=place)
+    padded[: body.numel()] = body
+    bodies = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(bodies, padded)
+    return [
+        json.loads(bytes(b[: int(size.item())].cpu().numpy().tobytes()))
+        for b, size in zip(bodies, sizes, strict=True)
+    ]
+
+
+def _place() -> torch.device:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend() == "gloo":
+        return torch.device("cpu")
+    from lezero.core import device
+
+    return device.device()
+
+
+def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums `tensor` over the ranks in place and returns it."""
+    if active() and world_size() > 1:
+        import torch.distributed as dist
+
+        if dist.get_backend() != "gloo" and tensor.device.type == "cpu":
+            moved = tensor.to(_place())
+            dist.all_reduce(moved)
+            tensor.copy_(moved)
+        else:
+            dist.all_reduce(tensor)
+    return tensor
+
+
+def barrier() -> None:
+    """Returns when every rank has come here."""
+    if active() and world_size() > 1:
+        import torch.distributed as dist
+
+        dist.barrier()

@@ -1,0 +1,58 @@
+"""Logging that knows its rank: everything goes through `logger(name)`.
+
+Rank 0 logs from the level of `LEZERO_LOG` up; other ranks only from warnings up, with their rank in
+front, so that one message is not printed once a rank. Importing LeZero configures nothing: the
+handler is attached on the first message and only if the application has set up none of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any
+
+from lezero.core.flags import flag
+
+ROOT = "lezero"
+
+
+class _RankFilter(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        rank = int(os.environ.get("RANK", "0") or 0)
+        record.rank = f"[rank {rank}] " if rank else ""
+        return rank == 0 or record.levelno >= logging.WARNING
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to whatever `sys.stderr` is now, so that capturing and redirecting work."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+class _Logger(logging.LoggerAdapter[logging.Logger]):
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        _configure()
+        super().log(level, msg, *args, **kwargs)
+
+
+def logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
+    """The logger of one part of LeZero, for example `logger("checkpoint")`."""
+    return _Logger(logging.getLogger(f"{ROOT}.{name}"), {})
+
+
+def _configure() -> None:
+    root = logging.getLogger(ROOT)
+    if root.handlers or logging.getLogger().handlers:
+        return
+    handler = _StderrHandler()
+    handler.addFilter(_RankFilter())
+    handler.setFormatter(logging.Formatter("%(rank)slezero: %(message)s"))
+    root.addHandler(handler)
+    root.setLevel(str(flag("LEZERO_LOG")).upper())
+    root.propagate = False
