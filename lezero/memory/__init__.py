@@ -1,0 +1,5 @@
+"""Where bytes live: the host memory pool."""
+
+from lezero.memory.pool import HostPool, PoolStats
+
+__all__ = ["HostPool", "PoolStats"]

@@ -1,0 +1,142 @@
+"""Host memory pool: large blocks stay with the process between steps.
+
+glibc gives every large block back to the kernel as soon as it is freed, so each training step pays
+for page faults and zeroing again. `HostPool` tells the allocator to keep them (`mallopt` at run
+time) and asks the kernel for huge pages over the heap where `madvise` is allowed. What is kept
+stays within a share of the memory that this process may use: above it, free blocks are given back.
+
+The setting belongs to the whole process, not to one model. It costs resident memory (the peak of a
+step stays resident between steps; the forecast counts it) and never changes a computed value.
+`LEZERO_POOL=0` or `pool: false` switches it off. Without glibc it does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from dataclasses import dataclass
+
+from lezero.core.errors import ConfigError
+from lezero.core.flags import flag
+
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_LARGEST = 2**31 - 1  # mallopt takes an int: blocks above 2 GiB still go straight to the kernel
+_TOP_PAD = 64 << 20
+_MADV_HUGEPAGE = 14
+_HUGE = 2 << 20
+
+
+class _MallInfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    """glibc with the calls that the pool needs, or None on another C library."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.gnu_get_libc_version  # noqa: B018  (only glibc has it)
+        libc.mallinfo2.restype = _MallInfo2
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        return libc
+    except (OSError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Bytes that the C heap holds: in use by tensors and others, and free but kept."""
+
+    in_use: int
+    kept: int
+
+
+class HostPool:
+    """Keeps freed host blocks for reuse, up to `share` of `memory_limit` bytes.
+
+    Call `after_step()` once a training step: it extends huge pages over a grown heap and gives free
+    blocks back when more than the bound is kept.
+    """
+
+    def __init__(self, memory_limit: int, share: float = 0.25) -> None:
+        if not 0 < share <= 1:
+            raise ConfigError(f"pool share: got {share}, allowed is above 0 and at most 1")
+        self.bound = int(memory_limit * share)
+        self.enabled = False
+        self.huge_pages = False
+        self._heap_end = 0
+        self._steps = 0
+
+    def enable(self) -> bool:
+        """Starts keeping blocks; False where the flag, the platform or the C library forbids it."""
+        libc = _libc()
+        if libc is None or not flag("LEZERO_POOL"):
+            return False
+        self.enabled = bool(
+            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+            and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
+            and libc.mallopt(_M_TOP_PAD, _TOP_PAD)
+        )
+        return self.enabled
+
+    def disable(self) -> None:
+        """Back to glibc's own thresholds; free blocks return to the kernel."""
+        libc = _libc()
+        if libc is None or not self.enabled:
+            return
+        libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
+        libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
+        libc.mallopt(_M_TOP_PAD, 128 << 10)
+        libc.malloc_trim(0)
+        self.enabled = False
+
+    def after_step(self) -> None:
+        """Keeps the pool within its bound; about 20 µs, and only every eighth step after a while."""
+        self._steps += 1
+        if not self.enabled or (self._steps > 16 and self._steps % 8):
+            return
+        self._advise_huge()
+        if self.stats().kept > self.bound:
+            libc = _libc()
+            assert libc is not None
+            libc.malloc_trim(0)
+
+    def stats(self) -> PoolStats:
+        libc = _libc()
+        if libc is None:
+            return PoolStats(0, 0)
+        info = libc.mallinfo2()
+        return PoolStats(info.uordblks + info.hblkhd, info.fordblks)
+
+    def _advise_huge(self) -> None:
+        """Asks for huge pages over the part of the heap that is new since the last call."""
+        libc = _libc()
+        start, end = heap_range()
+        if libc is None or end - max(start, self._heap_end) < _HUGE:
+            return
+        begin = (max(start, self._heap_end) + _HUGE - 1) // _HUGE * _HUGE
+        size = (end - begin) // _HUGE * _HUGE
+        if size > 0:
+            self.huge_pages = libc.madvise(begin, size, _MADV_HUGEPAGE) == 0
+        self._heap_end = begin + max(size, 0)
+
+
+def heap_range() -> tuple[int, int]:
+    """Start and end address of the C heap; (0, 0) where it cannot be read."""
+    try:
+        with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+            spans = [line.split(maxsplit=1)[0] for line in maps if line.rstrip().endswith("[heap]")]
+    except OSError:
+        return 0, 0
+    if not spans:
+        return 0, 0
+    return int(spans[0].split("-")[0], 16), int(spans[-1].split("-")[1], 16)

@@ -1,0 +1,7 @@
+"""Optimizers, parameter groups and schedules."""
+
+from lezero.optim.adamw import AdamW
+from lezero.optim.groups import decayed_names, parameter_groups
+from lezero.optim.schedule import Schedule
+
+__all__ = ["AdamW", "Schedule", "decayed_names", "parameter_groups"]

@@ -1,0 +1,329 @@
+"""The engine: one optimizer step over micro-batches and ranks, for anyone's own loop.
+
+    engine = lz.Engine(model, optimizer, loss=lz.next_token_loss, accumulate=8)
+    for batch in loader:
+        result = engine.train_step(batch)
+
+The model stays a plain module and the optimizer a plain torch optimizer. What a step does, in
+order: learning rate of the step → counts of every micro-batch and rank → forward and backward of
+each, weighted by its count (gradients meet across ranks in the last) → unscale → norm → skip if
+anything is not finite → clip → optimizer step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError, NumericsError, OrderError
+from lezero.core.log import logger
+from lezero.memory import HostPool
+from lezero.optim import Schedule
+from lezero.train import engine_state, speed
+from lezero.train.loss import Batch, Count, LossFunction, counter, model_loss, split, to_device
+from lezero.train.nonfinite import Culprit, find_culprit
+from lezero.train.precision import Precision, resolve
+from lezero.train.randomness import seeded
+
+log = logger("train")
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `loss` is the mean over all counted units of all ranks, in nats for the
+    built-in loss; `tokens` the number of those units; `skipped` says why no update was made."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    seconds: float
+    skipped: str | None = None
+    stop: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+class Engine:
+    """Trains `model` with `optimizer`, one `train_step` a batch.
+
+    loss: `loss(model, batch) -> mean loss`; None: the model returns it (see `train/loss.py`).
+    counted: what the mean is over: "tokens", "samples", "auto" or a function of the batch.
+    precision: "auto", "fp32", "bf16" or "fp16". accumulate: micro-batches a step and rank.
+    clip: largest gradient norm (None: no clipping). schedule and total_steps: the learning rate.
+    compile: "auto" measures on the first batch whether compiling pays within `total_steps` (10,000
+    if not given); "off"; "blocks"; "step". pool: keep host memory blocks between steps.
+    max_skipped: non-finite steps in a row before `NumericsError` ends the run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: LossFunction | None = None,
+        counted: str | Count = "auto",
+        precision: str = "auto",
+        accumulate: int = 1,
+        clip: float | None = None,
+        schedule: Schedule | None = None,
+        total_steps: int | None = None,
+        compile: str = "auto",
+        pool: bool = True,
+        max_skipped: int = 10,
+        seed: int = 0,
+        decisions: Decisions | None = None,
+    ) -> None:
+        _check(model, optimizer, accumulate, clip, max_skipped, schedule, total_steps)
+        self.model, self.optimizer = model, optimizer
+        self.loss = loss or model_loss
+        self.count = counter(counted)
+        self.accumulate, self.clip, self.max_skipped = accumulate, clip, max_skipped
+        self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
+        self.decisions = decisions if decisions is not None else Decisions()
+        self.place = next(model.parameters()).device
+        self.precision = Precision(
+            resolve(precision, self.place, self.decisions), self.place
+        )
+        self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
+        self.step = 0
+        self._skipped_in_a_row = 0
+        self._stop = False
+        self._compile = compile
+        self._forms: speed.Forms | None = None
+        self._wrapped = _data_parallel(model)
+        self._base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+
+    def train_step(self, batch: Batch) -> StepResult:
+        """One optimizer step on this rank's part of the global batch.
+
+        Raises `ConfigError` when the batch cannot be split or nothing in it counts, and
+        `NumericsError` after `max_skipped` non-finite steps in a row.
+        """
+        started = time.perf_counter()
+        self.model.train()
+        micros = [to_device(micro, self.place) for micro in split(batch, self.accumulate)]
+        counts = [self.count(micro) for micro in micros]
+        total, stop = self._agree(sum(counts))
+        if total == 0:
+            raise ConfigError("nothing in this batch counts: every target is masked, on every rank")
+        if self._forms is None:
+            self._forms = self._choose_form(micros[0])
+            started = time.perf_counter()
+        lr = self._set_lr()
+        loss = self._backward(micros, counts, total)
+        norm = self._gradient_norm()
+        skipped = self._update(micros, loss, norm)
+        self.step += 1
+        if self.pool is not None:
+            self.pool.after_step()
+        seconds = time.perf_counter() - started
+        return StepResult(self.step, loss, norm, lr, total, seconds, skipped, stop)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """Mean loss over every counted unit of `batches` of all ranks, in evaluation mode.
+
+        Ranks may hold different numbers of batches. NaN when nothing counts.
+        """
+        training = self.model.training
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        try:
+            for batch in batches:
+                batch = to_device(batch, self.place)
+                count = self.count(batch)
+                if count:
+                    with self.precision.autocast():
+                        loss = self.loss(self.model, batch)
+                    sums += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+        finally:
+            self.model.train(training)
+        groups.all_reduce_sum(sums)
+        return float(sums[0] / sums[1])
+
+    def set_precision(self, name: str) -> None:
+        """Changes the precision from the next step on; parameters and optimizer state stay."""
+        resolved = resolve(name, self.place, self.decisions, self.step)
+        if resolved != self.precision.name:
+            self.precision = Precision(resolved, self.place)
+
+    def request_stop(self) -> None:
+        """Asks all ranks to stop after the next step: its `StepResult.stop` is True on each."""
+        self._stop = True
+
+    def save(self, root: str | Path, **documents: Any) -> Path:
+        """Writes a verified generation under `root` and waits for it; returns its folder."""
+        return engine_state.save(self, Path(root), documents)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Loads the newest good generation of a root, or the one named; returns its documents."""
+        return engine_state.load(self, Path(path))
+
+    # the parts of a step ---------------------------------------------------------------------
+
+    def _agree(self, count: int) -> tuple[int, bool]:
+        """The number of counted units over all ranks, and whether any rank wants to stop."""
+        if groups.world_size() == 1:
+            return count, self._stop
+        both = groups.all_reduce_sum(torch.tensor([count, int(self._stop)], dtype=torch.int64))
+        return int(both[0]), bool(both[1])
+
+    def _set_lr(self) -> float:
+        if self.schedule is not None:
+            factor = self.schedule.factor(self.step, self.total_steps or 1)
+            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+                group["lr"] = base * factor
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _backward(self, micros: list[Batch], counts: list[int], total: int) -> float:
+        """Gradients of the mean over all `total` units; returns that mean."""
+        assert self._forms is not None
+        world = groups.world_size()
+        summed = torch.zeros((), dtype=torch.float64, device=self.place)
+        for i, (micro, count) in enumerate(zip(micros, counts, strict=True)):
+            last = i == len(micros) - 1
+            if count == 0 and not (last and world > 1):
+                continue
+            with self._sync(last), seeded(self.seed, self.step, groups.rank() * len(micros) + i):
+                with self.precision.autocast():
+                    loss = self._forms.loss(self._wrapped, micro)
+                    scaled = loss * (count * world / total)
+                self.precision.scaler.scale(scaled).backward()
+            if count:
+                summed += loss.detach().double() * count
+        return float(groups.all_reduce_sum(summed)) / total
+
+    def _sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        if self._wrapped is self.model or last:
+            return contextlib.nullcontext()
+        return self._wrapped.no_sync()  # type: ignore[operator]
+
+    def _gradient_norm(self) -> float:
+        self.precision.scaler.unscale_(self.optimizer)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        if not gradients:
+            raise OrderError("the loss reached no parameter: nothing has a gradient")
+        return float(nn.utils.get_total_norm(gradients))
+
+    def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
+        """Steps the optimizer, or says why not."""
+        finite = _is_finite(loss) and _is_finite(norm)
+        skipped = None
+        if finite:
+            self._skipped_in_a_row = 0
+            if self.clip is not None and norm > self.clip:
+                torch._foreach_mul_(
+                    [p.grad for p in self.model.parameters() if p.grad is not None],
+                    self.clip / norm,
+                )
+            self.precision.scaler.step(self.optimizer)
+        elif _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
+            skipped = f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
+        else:
+            skipped = self._blame(micros, loss, norm)
+        self.precision.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return skipped
+
+    def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
+        self._skipped_in_a_row += 1
+        what = "loss" if not _is_finite(loss) else "gradient norm"
+        value = loss if what == "loss" else norm
+        culprit = self._culprit(micros)
+        text = f"step {self.step + 1}: {what} is {value}; first at the {culprit}"
+        if self._skipped_in_a_row >= self.max_skipped:
+            raise NumericsError(
+                f"{text}. That is the {self._skipped_in_a_row}th non-finite step in a row "
+                f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
+                "check the data of this step; the last checkpoint is unharmed."
+            )
+        log.warning("%s. The step is skipped.", text)
+        return text
+
+    def _culprit(self, micros: list[Batch]) -> Culprit | str:
+        """The culprit on the first rank that finds one."""
+        mine: Culprit | None = None
+        for i, micro in enumerate(micros):
+            if self.count(micro) == 0:
+                continue
+
+            def run(micro: Batch = micro) -> torch.Tensor:
+                with self.precision.autocast():
+                    return self.loss(self.model, micro) * self.precision.scale
+
+            with seeded(self.seed, self.step, groups.rank() * len(micros) + i):
+                mine = find_culprit(self.model, run)
+            if "does not repeat" not in mine.where:
+                break
+        texts = groups.gather_objects(str(mine) if mine else "")
+        named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]
+        real = [t for t in named if "does not repeat" not in t]
+        return (real or named or ["unknown place"])[0]
+
+    def _choose_form(self, micro: Batch) -> speed.Forms:
+        return speed.choose(
+            self.model, self.loss, micro, self.precision, self.decisions,
+            asked=self._compile, steps=self.total_steps, accumulate=self.accumulate,
+            seed=self.seed,
+        )  # fmt: skip
+
+
+def _is_finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _data_parallel(model: nn.Module) -> nn.Module:
+    """The model under torch DDP when there are several ranks.
+
+    `find_unused_parameters` keeps DDP from re-ordering its buckets after the first step, which
+    would make a resumed run sum in another order than one that was never interrupted.
+    """
+    if groups.world_size() == 1:
+        return model
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(
+        model, find_unused_parameters=True, gradient_as_bucket_view=True
+    )
+
+
+def _check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accumulate: int,
+    clip: float | None,
+    max_skipped: int,
+    schedule: Schedule | None,
+    total_steps: int | None,
+) -> None:
+    if accumulate < 1:
+        raise ConfigError(f"accumulate: got {accumulate}, allowed is 1 or more")
+    if clip is not None and not clip > 0:
+        raise ConfigError(f"clip: got {clip}, allowed is above 0, or None for no clipping")
+    if max_skipped < 1:
+        raise ConfigError(f"max_skipped: got {max_skipped}, allowed is 1 or more")
+    if schedule is not None and schedule.kind != "constant" and not total_steps:
+        raise ConfigError(f"schedule '{schedule.kind}' needs total_steps to know where it ends")
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(id(p) not in own for p in held)
+    if strangers:
+        raise OrderError(
+            f"the optimizer holds {strangers} of {len(held)} parameters that the model does not "
+            "have: build the optimizer after the model has its final parameters"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise OrderError("the model has parameters on meta: load or initialise them first")

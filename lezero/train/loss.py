@@ -1,0 +1,144 @@
+"""The loss contract, and what a loss is counted in.
+
+A loss comes from one of two places:
+
+- `loss(model, batch)` returns the *mean* loss over the counted units of `batch`, a scalar;
+- without it, the model is called as `model(**batch)` (a dict batch) or `model(batch)` and returns
+  the scalar, or something with a `loss` attribute or key, as Hugging Face models do.
+
+"Counted units" are tokens or samples. The engine weights every micro-batch and every rank by its
+number of units, so that accumulation over unequal batches equals one big batch exactly. It counts
+from the batch alone, before the forward pass: `tokens` counts `targets` other than -100, or
+`labels` other than -100 after the shift by one that Hugging Face models make; `samples` counts the
+first dim; anything else is a function `count(batch) -> int`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lezero.core.errors import ConfigError
+
+IGNORED = -100
+Batch = Any
+LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
+Count = Callable[[Batch], int]
+
+
+def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross-entropy, in nats a token, of `model(tokens_BT) -> logits_BTV` on `targets_BT`.
+
+    Computed in fp32 (fp64 for fp64 logits). Zero when no token counts, so that a fully masked
+    micro-batch contributes nothing instead of NaN.
+    """
+    return token_cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The arithmetic of `next_token_loss`: logits (B,T,V), targets (B,T) with -100 ignored."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    flat = targets.flatten()
+    total = F.cross_entropy(logits.flatten(0, -2), flat, ignore_index=IGNORED, reduction="sum")
+    return total / (flat != IGNORED).sum().clamp(min=1)
+
+
+def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss that the model itself returns."""
+    output = model(**batch) if isinstance(batch, Mapping) else model(batch)
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif not isinstance(output, torch.Tensor):
+        output = getattr(output, "loss", None)
+    if not isinstance(output, torch.Tensor) or output.numel() != 1:
+        raise ConfigError(
+            "the model returned no scalar loss: return one (or an object with .loss), or give the "
+            "Engine loss=function(model, batch)"
+        )
+    return output.squeeze()
+
+
+def counter(counted: str | Count) -> Count:
+    """The function that counts the units of a batch, from its name or the user's own."""
+    if callable(counted):
+        return counted
+    known: dict[str, Count] = {"auto": _auto, "tokens": _tokens, "samples": _samples}
+    if counted not in known:
+        raise ConfigError(f"counted: got '{counted}', allowed is {', '.join(known)} or a function")
+    return known[counted]
+
+
+def _auto(batch: Batch) -> int:
+    if isinstance(batch, Mapping) and ("targets" in batch or "labels" in batch):
+        return _tokens(batch)
+    return _samples(batch)
+
+
+def _tokens(batch: Batch) -> int:
+    if isinstance(batch, Mapping) and "targets" in batch:
+        return int((batch["targets"] != IGNORED).sum())
+    if isinstance(batch, Mapping) and "labels" in batch:
+        labels = batch["labels"]
+        return int(((labels[:, 1:] if labels.ndim > 1 else labels) != IGNORED).sum())
+    raise ConfigError(
+        "counted in tokens, but the batch has neither 'targets' nor 'labels'; "
+        "use counted='samples' or give a function count(batch) -> int"
+    )
+
+
+def _samples(batch: Batch) -> int:
+    tensors = list(batch.values()) if isinstance(batch, Mapping) else batch
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    for item in tensors:
+        if isinstance(item, torch.Tensor) and item.ndim:
+            return item.shape[0]
+    raise ConfigError("the batch has no tensor with a batch dim to count samples in")
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """`parts` micro-batches along the first dim, as even as possible; none is empty.
+
+    A list is taken as ready-made micro-batches and must have `parts` members.
+    """
+    if isinstance(batch, list):
+        if len(batch) != parts:
+            raise ConfigError(
+                f"a list of {len(batch)} micro-batches was given, but accumulate={parts}"
+            )
+        return batch
+    if parts == 1:
+        return [batch]
+    size = _samples(batch)
+    if size < parts:
+        raise ConfigError(
+            f"a batch of {size} samples cannot be split into accumulate={parts} micro-batches"
+        )
+    bounds = [size * i // parts for i in range(parts + 1)]
+    return [_slice(batch, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _slice(batch: Batch, begin: int, end: int) -> Batch:
+    if isinstance(batch, torch.Tensor):
+        return batch[begin:end] if batch.ndim else batch
+    if isinstance(batch, Mapping):
+        return {key: _slice(value, begin, end) for key, value in batch.items()}
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return type(batch)(_slice(value, begin, end) for value in batch)  # type: ignore[call-arg]
+    return batch
+
+
+def to_device(batch: Batch, place: torch.device) -> Batch:
+    """The batch with every tensor on `place`."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(place, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, place) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, place) for value in batch)
+    return batch

@@ -1,0 +1,116 @@
+"""Finds what made a loss or a gradient non-finite, by running the bad micro-batch again with hooks.
+
+Costs nothing until it is needed: the hooks exist only during the second run. Compiled blocks run
+eagerly there, so that every module can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The first place where a value left the finite numbers."""
+
+    module: str
+    parameter: str
+    where: str
+
+    def __str__(self) -> str:
+        parameter = f", parameter '{self.parameter}'" if self.parameter else ""
+        return f"{self.where} of module '{self.module or '(the model)'}'{parameter}"
+
+
+def find_culprit(model: nn.Module, run: Callable[[], torch.Tensor]) -> Culprit:
+    """Runs `run` (forward, returning the loss) and its backward once more and says what broke.
+
+    In order: a parameter that is not finite already; the first module whose output is not finite
+    while its inputs are; the last module in forward order whose gradient is not finite, which is
+    the first that backward reached. The model's gradients are left empty.
+    """
+    for name, parameter in model.named_parameters():
+        if not _finite(parameter):
+            module, _, short = name.rpartition(".")
+            return Culprit(module, short, "weights")
+    found: list[Culprit] = []
+    try:
+        with _hooked(model, found), torch.compiler.set_stance("force_eager"):
+            loss = run()
+            if not found and _finite(loss):
+                loss.backward()
+        if found:
+            return found[0]
+        if not _finite(loss):
+            return Culprit("", "", "loss function (the model's output is finite), outside")
+        return _bad_gradient(model)
+    finally:
+        model.zero_grad(set_to_none=True)
+
+
+def _bad_gradient(model: nn.Module) -> Culprit:
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not _finite(parameter.grad):
+            module, _, short = name.rpartition(".")
+            return Culprit(module, short, "gradient")
+    return Culprit("", "", "gradient (finite when run again: a fault that does not repeat)")
+
+
+@contextmanager
+def _hooked(model: nn.Module, found: list[Culprit]) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_hook(_output_hook(name, found)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _output_hook(name: str, found: list[Culprit]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        if found:
+            return
+        outputs = list(_tensors(output))
+        if not all(map(_finite, outputs)):
+            own = [n for n, _ in module.named_parameters(recurse=False)]
+            found.append(Culprit(name, own[0] if own else "", "output"))
+            return
+        for tensor in outputs:
+            if tensor.requires_grad:
+                tensor.register_hook(_gradient_hook(name, module, found))
+
+    return hook
+
+
+def _gradient_hook(name: str, module: nn.Module, found: list[Culprit]) -> Callable[..., None]:
+    def hook(gradient: torch.Tensor) -> None:
+        if not found and not _finite(gradient):
+            own = [n for n, _ in module.named_parameters(recurse=False)]
+            found.append(Culprit(name, own[0] if own else "", "gradient at the output"))
+
+    return hook
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    return bool(torch.isfinite(tensor.detach()).all())

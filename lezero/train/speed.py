@@ -1,0 +1,172 @@
+"""What makes a step faster, taken only where it was measured to: compiled forms and the host pool.
+
+On the first batch, rank 0 times forward and backward of one micro-batch in each form, eager first.
+The figure compared is the predicted time of the whole run, compilation included, so a short run
+stays eager. Nothing of the trial remains: gradients, buffers and generators are as before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError
+from lezero.core.facts import memory_limit
+from lezero.memory import HostPool
+from lezero.train.loss import Batch, LossFunction
+from lezero.train.precision import Precision
+from lezero.train.randomness import seeded
+
+FORMS = ("eager", "blocks", "step")
+_HORIZON = 10_000
+_ROUNDS = 3
+_TYPICAL_GAIN = 0.35
+_TYPICAL_COMPILE_S = 40.0
+
+
+class Forms:
+    """The form in which the model runs. `loss` is what the engine calls."""
+
+    def __init__(self, name: str, model: nn.Module, loss: LossFunction) -> None:
+        self.name, self.model = name, model
+        self.loss = torch.compile(loss) if name == "step" else loss
+        self._blocks = repeated_blocks(model) if name == "blocks" else []
+        for block in self._blocks:
+            block.compile()
+
+    def undo(self) -> None:
+        for block in self._blocks:
+            block._compiled_call_impl = None
+        self._blocks = []
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """The layers that a model stacks: members of the longest `ModuleList` or `Sequential` of one
+    class; compiled one by one they share their code. Empty when nothing repeats."""
+    best: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            members = list(module)
+            if len(members) > max(1, len(best)) and len({type(m) for m in members}) == 1:
+                best = members
+    return best
+
+
+def choose(
+    model: nn.Module,
+    loss: LossFunction,
+    micro: Batch,
+    precision: Precision,
+    decisions: Decisions,
+    *,
+    asked: str,
+    steps: int | None,
+    accumulate: int,
+    seed: int,
+) -> Forms:
+    """The form to run in. Raises `ConfigError` when the user asked for one that cannot be."""
+    if asked not in ("auto", "off", *FORMS):
+        allowed = ", ".join(("auto", "off", *FORMS[1:]))
+        raise ConfigError(f"compile: got '{asked}', allowed is {allowed}")
+    override = {"auto": None, "off": "eager"}.get(asked, asked)
+    trial = _Trial(model, loss, micro, precision, (steps or _HORIZON) * accumulate, seed)
+    candidates: dict[str, Callable[[], float]] = {"eager": lambda: trial.run_seconds("eager")}
+    if repeated_blocks(model):
+        candidates["blocks"] = lambda: trial.run_seconds("blocks")
+    if groups.world_size() == 1:
+        candidates["step"] = lambda: trial.run_seconds("step")
+    chosen = decisions.choose(
+        "compile",
+        candidates,
+        override=override,
+        unit="predicted s for the run",
+        why=f"forward and backward timed, compilation added, {trial.steps} micro-batches ahead",
+        keep="eager",
+        margin=0.02,
+    )
+    return Forms(chosen, model, loss)
+
+
+class _Trial:
+    """Times one micro-batch in a form, leaving nothing behind."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        micro: Batch,
+        precision: Precision,
+        steps: int,
+        seed: int,
+    ) -> None:
+        self.model, self.loss, self.micro = model, loss, micro
+        self.precision, self.steps, self.seed = precision, steps, seed
+        self._eager: float | None = None
+
+    def run_seconds(self, name: str) -> float:
+        """Predicted seconds of all micro-batches in this form, its compilation included."""
+        if name != "eager" and self._eager is not None:
+            saved = self.steps * self._eager * _TYPICAL_GAIN
+            if saved < _TYPICAL_COMPILE_S:
+                raise RuntimeError(
+                    f"not tried: the run takes about {self.steps * self._eager:.0f} s, too short "
+                    "to earn compilation back"
+                )
+        form = Forms(name, self.model, self.loss)
+        try:
+            with self._untouched():
+                first = self._once(form)
+                times = [self._once(form) for _ in range(_ROUNDS)]
+        finally:
+            form.undo()
+        each = statistics.median(times)
+        if name == "eager":
+            self._eager = each
+        return max(0.0, first - each) + self.steps * each
+
+    def _once(self, form: Forms) -> float:
+        started = time.perf_counter()
+        with seeded(self.seed, 0, 0):
+            with self.precision.autocast():
+                loss = form.loss(self.model, self.micro)
+            loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        if loss.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def _untouched(self) -> Any:
+        gradients = [(p, p.grad) for p in self.model.parameters()]
+        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        self.model.zero_grad(set_to_none=True)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, old in buffers:
+                    buffer.copy_(old)
+
+
+def host_pool(decisions: Decisions) -> HostPool | None:
+    """The host memory pool, switched on where the platform has it; a recorded decision."""
+    pool = HostPool(memory_limit())
+    on = pool.enable()
+    decisions.record(
+        "host memory pool",
+        "on" if on else "off",
+        reason=f"freed blocks are kept, up to {pool.bound / 2**30:.1f} GiB"
+        if on
+        else "LEZERO_POOL=0, or no glibc",
+    )
+    return pool if on else None
