@@ -1,0 +1,215 @@
+"""Folders that appear whole or not at all, and files that are what they say.
+
+[Note: how a folder becomes visible]
+A writer works in `.tmp-…` beside the target, holds an advisory lock on that folder while it lives,
+makes every file and the folder durable (fsync), and renames it. A reader therefore sees a complete
+folder or none. A folder whose lock is free belongs to a dead writer and is removed by the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from lezero.core.errors import CorruptError, FileError
+
+_TMP = ".tmp-"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_STALE_SECONDS = 24 * 3600.0
+_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+
+
+@contextmanager
+def aside(root: Path, label: str) -> Iterator[Path]:
+    """A fresh locked folder inside `root`, removed again unless it has been committed."""
+    make_folder(root)
+    remove_stale(root)
+    path, lock = _locked(root, label)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def commit(made: Path, target: Path) -> None:
+    """Makes the finished folder `made` visible as `target`, replacing one that stands there."""
+    sync_folder(made)
+    try:
+        os.rename(made, target)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+        _exchange(made, target)
+    sync_folder(target.parent)
+
+
+def discard(path: Path) -> None:
+    """Takes a folder out of sight in one step, then frees its space."""
+    hidden = path.with_name(f"{_TMP}gone-{path.name}-{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_stale(root: Path) -> list[Path]:
+    """Removes what dead writers left in `root`; returns the folders removed."""
+    removed = []
+    for entry in os.scandir(root):
+        if not entry.name.startswith(_TMP):
+            continue
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            if _abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+                removed.append(path)
+        elif _old(path):
+            path.unlink(missing_ok=True)
+            removed.append(path)
+    return removed
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a small file whole or not at all: aside, made durable, renamed."""
+    made = path.with_name(f"{_TMP}{path.name}-{secrets.token_hex(4)}")
+    try:
+        with open(made, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    except OSError as error:
+        with suppress(OSError):
+            made.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+    sync_folder(path.parent)
+
+
+def open_regular(name: str, where: str, folder: int | None = None) -> int:
+    """Opens a regular file for reading, never through a link; returns its descriptor.
+
+    `folder` is the descriptor that `name` is relative to, so that files keep belonging together
+    when a writer renames their folder meanwhile. Raises `CorruptError` when it is missing or not
+    a regular file and `FileError` when the system refuses to open it.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(name, flags, dir_fd=folder)
+    except FileNotFoundError:
+        raise CorruptError(f"{where}: missing") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CorruptError(f"{where}: a symbolic link, which is never followed") from None
+        raise FileError(f"{where}: cannot be opened ({error.strerror})") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptError(f"{where}: not a regular file")
+    return descriptor
+
+
+def read_small(name: str, where: str, limit: int, folder: int | None = None) -> bytes:
+    """The bytes of a regular file of at most `limit` bytes."""
+    descriptor = open_regular(name, where, folder)
+    with open(descriptor, "rb") as file:
+        try:
+            raw = file.read(limit + 1)
+        except OSError as error:
+            raise CorruptError(f"{where}: cannot be read ({error.strerror})") from None
+    if len(raw) > limit:
+        raise CorruptError(f"{where}: larger than {limit:,} bytes")
+    return raw
+
+
+def cannot_write(path: Path, error: OSError, needed: int = 0) -> FileError:
+    """The message for a write that failed; `needed` is in bytes."""
+    reason = _FULL.get(error.errno or 0, error.strerror or str(error))
+    size = f" of {needed:,} bytes" if needed else ""
+    return FileError(f"{path}: a write{size} failed: {reason}. What was there before is untouched.")
+
+
+def make_folder(path: Path) -> None:
+    """Creates a folder and its parents, durably; `FileError` when that is impossible."""
+    if path.is_dir():
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: this folder cannot be made ({error.strerror})") from None
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable; file systems that know no such thing are left alone."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _locked(root: Path, label: str) -> tuple[Path, int]:
+    """A new folder and its lock; tried again when another writer swept it away before the lock."""
+    for _ in range(100):
+        path = root / f"{_TMP}{label}-{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            path.mkdir()
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        with suppress(FileNotFoundError):
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.stat(path).st_ino == os.fstat(lock).st_ino:
+                    return path, lock
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    return path, lock
+            os.close(lock)
+    raise FileError(f"{root}: no temporary folder could be kept there")
+
+
+def _abandoned(path: Path) -> bool:
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        return error.errno in _NO_LOCKS and _old(path)
+    finally:
+        os.close(lock)
+
+
+def _old(path: Path) -> bool:
+    try:
+        return time.time() - path.lstat().st_mtime > _STALE_SECONDS
+    except OSError:
+        return False
+
+
+def _exchange(made: Path, target: Path) -> None:
+    """Swaps two folders in one step where the system can (renameat2), else in two."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call and call(here, os.fsencode(made), here, os.fsencode(target), exchange) == 0:
+        return
+    hidden = target.with_name(f"{_TMP}gone-{target.name}-{secrets.token_hex(4)}")
+    os.rename(target, hidden)
+    os.rename(made, target)
+    shutil.rmtree(hidden, ignore_errors=True)
