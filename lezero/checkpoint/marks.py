@@ -1,0 +1,42 @@
+"""Names for generations: `best.json` and `last.json` beside them say which step is meant."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lezero import __version__
+from lezero.core.errors import CorruptError, FileError
+from lezero.files import read_small, seal, step_path, unseal, write_file
+
+FORMAT = 1
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_LIMIT = 1 << 12
+
+
+def write_mark(root: Path, name: str, step: int) -> None:
+    """Points `name` at generation `step`, which must exist."""
+    if not _NAME.fullmatch(name):
+        raise FileError(f"mark {name!r}: allowed are small letters, digits and '-', as in 'best'")
+    if not step_path(root, step).is_dir():
+        raise FileError(f"{root}: there is no generation {step} to mark as '{name}'")
+    write_file(Path(root) / f"{name}.json", seal(FORMAT, {"mark": name, "step": step}))
+
+
+def read_mark(root: Path, name: str) -> int | None:
+    """The step that `name` points at; None when there is no such mark, an error when damaged."""
+    path = Path(root) / f"{name}.json"
+    if not _NAME.fullmatch(name) or not path.exists():
+        return None
+    raw = read_small(str(path), str(path), _LIMIT)
+    data = unseal(raw, str(path), FORMAT, __version__)
+    step = data.get("step")
+    if data.get("mark") != name or type(step) is not int or step < 0:
+        raise CorruptError(f"{path}: this is no mark '{name}'")
+    return step
+
+
+def marked_steps(root: Path) -> set[int]:
+    """Every step that some mark in `root` points at."""
+    steps = {read_mark(root, path.stem) for path in Path(root).glob("*.json")}
+    return {step for step in steps if step is not None}

@@ -1,0 +1,185 @@
+"""Optimizer state by parameter name, so that it survives another order or grouping of code.
+
+torch numbers parameters by their position; a model edited between save and resume then silently
+gets the momentum of another layer. Here each state tensor is called
+`optimizer/<parameter>/<state>`, and a name that does not fit is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lezero.core.errors import FileError, OrderError
+
+Packed = tuple[dict[str, Tensor], dict[str, Any]]
+
+
+def pack_optimizer(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], prefix: str = "optimizer/"
+) -> Packed:
+    """State tensors by name and a JSON document with groups, options and scalar state.
+
+    `parameters` is `dict(model.named_parameters())`. The tensors are the optimizer's own, not
+    copies. Raises `OrderError` when the optimizer holds a parameter that the model does not have,
+    and `FileError` for state that is neither a tensor nor a plain value.
+    """
+    names = _names(optimizer, parameters)
+    tensors: dict[str, Tensor] = {}
+    states: dict[str, Any] = {}
+    for name, parameter in names.items():
+        kept: dict[str, Any] = {}
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{prefix}{name}/{key}"] = value
+                kept[key] = {"tensor": True}
+            else:
+                kept[key] = _plain(value, f"state '{key}' of '{name}'")
+        states[name] = {"shape": list(parameter.shape), "state": kept}
+    by_id = {id(parameter): name for name, parameter in names.items()}
+    groups = [
+        {
+            "parameters": [by_id[id(parameter)] for parameter in group["params"]],
+            "options": {
+                key: _plain(value, f"option '{key}'")
+                for key, value in group.items()
+                if key not in ("params", "param_names")
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "parameters": states}
+
+
+def unpack_optimizer(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    prefix: str = "optimizer/",
+) -> None:
+    """Gives `optimizer` the state that `pack_optimizer` took, bit for bit, options included.
+
+    Everything is checked first: on an error the optimizer is as it was. Raises `FileError` when the
+    class, the parameters, their shapes or groups differ, or a state tensor is missing or left over.
+    """
+    names = _names(optimizer, parameters)
+    try:
+        _check_fit(optimizer, names, document)
+        wanted = {
+            f"{prefix}{name}/{key}"
+            for name, entry in document["parameters"].items()
+            for key, value in entry["state"].items()
+            if isinstance(value, dict)
+        }
+        _same_names({n for n in tensors if n.startswith(prefix)}, wanted, "state tensors")
+        groups = _matched(optimizer, names, document)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"the optimizer's record is damaged: {error!r}") from None
+    for group, saved in groups:
+        for key, value in saved["options"].items():
+            group[key] = _fitted(value, group.get(key))
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        by_id = {id(parameter): name for name, parameter in names.items()}
+        for parameter in group["params"]:
+            name = by_id[id(parameter)]
+            state: dict[str, Any] = {}
+            for key, value in document["parameters"][name]["state"].items():
+                if isinstance(value, dict):
+                    tensor = tensors[f"{prefix}{name}/{key}"]
+                    stays = key == "step" and not on_device
+                    place = "cpu" if stays else parameter.device
+                    value = tensor.detach().to(place, copy=True)
+                state[key] = value
+            if state:
+                optimizer.state[parameter] = state
+            else:
+                optimizer.state.pop(parameter, None)
+
+
+def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's parameters by the names that the model gives them."""
+    by_id: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        by_id.setdefault(id(parameter), name)
+    found: dict[str, Tensor] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in by_id:
+                raise OrderError(
+                    f"group {number} of the optimizer holds a parameter (number {index}, shape "
+                    f"{tuple(parameter.shape)}) that the model does not have; build the optimizer "
+                    "after everything that replaces parameters"
+                )
+            found[by_id[id(parameter)]] = parameter
+    return found
+
+
+def _check_fit(
+    optimizer: Optimizer, names: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> None:
+    if document["class"] != type(optimizer).__name__:
+        raise FileError(
+            f"the checkpoint holds the state of {document['class']}, this optimizer is "
+            f"{type(optimizer).__name__}"
+        )
+    _same_names(set(document["parameters"]), set(names), "optimizer parameters")
+    for name, parameter in names.items():
+        saved = document["parameters"][name]["shape"]
+        if saved != list(parameter.shape):
+            raise FileError(
+                f"parameter '{name}' has shape {tuple(parameter.shape)}; its optimizer state was "
+                f"saved for {tuple(saved)}"
+            )
+
+
+def _same_names(found: set[str], wanted: set[str], what: str) -> None:
+    missing, extra = sorted(wanted - found), sorted(found - wanted)
+    if missing or extra:
+        said = [
+            f"{word}: {', '.join(names[:5])}{f' and {len(names) - 5} more' * (len(names) > 5)}"
+            for word, names in (("missing", missing), ("not expected", extra))
+            if names
+        ]
+        raise FileError(f"{what} of the checkpoint do not fit; {'; '.join(said)}")
+
+
+def _matched(
+    optimizer: Optimizer, names: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each group of the optimizer with the saved group that has the same parameters."""
+    by_id = {id(parameter): name for name, parameter in names.items()}
+    saved = {frozenset(group["parameters"]): group for group in document["groups"]}
+    pairs = []
+    for number, group in enumerate(optimizer.param_groups):
+        members = frozenset(by_id[id(parameter)] for parameter in group["params"])
+        if members not in saved:
+            shown = ", ".join(sorted(members)[:5])
+            raise FileError(
+                f"group {number} of the optimizer ({shown}…) was not a group when it was saved"
+            )
+        pairs.append((group, saved[members]))
+    return pairs
+
+
+def _plain(value: Any, what: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item, what) for item in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise FileError(f"{what} of the optimizer is a {type(value).__name__}, which cannot be saved")
+
+
+def _fitted(saved: Any, current: Any) -> Any:
+    """A saved option in the form the optimizer holds it: tuples and tensors stay such."""
+    if isinstance(current, Tensor):
+        return current.fill_(saved)
+    if isinstance(current, tuple):
+        olds = current if len(current) == len(saved) else [None] * len(saved)
+        return tuple(_fitted(item, old) for item, old in zip(saved, olds, strict=True))
+    return saved

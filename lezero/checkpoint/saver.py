@@ -1,0 +1,187 @@
+"""Saving in the background: training stands still for a copy in memory, nothing else."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from lezero.checkpoint.buffers import HostBuffers
+from lezero.checkpoint.marks import marked_steps, write_mark
+from lezero.core.errors import ConfigError, FileError, LeZeroError
+from lezero.core.log import logger
+from lezero.files import check_json, discard, list_generations, step_of, write_generation
+
+_log = logger("checkpoint")
+
+
+class Saver:
+    """Writes generations under `root` and keeps the newest `keep` and every marked one.
+
+    Exactly one process may own a Saver for a root: in a distributed run, rank 0.
+
+    `save` copies and returns; a thread writes. A write that fails (disk full, for example) is
+    passed to `on_error`, by default logged, and kept in `error`; it never stops training, and
+    earlier generations stand. When a save comes while the one before is still being written,
+    `busy="wait"` waits for it (counted in `stall_seconds`) and `busy="skip"` lets this one pass.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        keep: int = 3,
+        *,
+        busy: Literal["wait", "skip"] = "wait",
+        on_error: Callable[[int, Exception], None] | None = None,
+    ) -> None:
+        if type(keep) is not int or keep < 1:
+            raise ConfigError(f"keep: got {keep!r}, allowed is an integer from 1")
+        if busy not in ("wait", "skip"):
+            raise ConfigError(f"busy: got {busy!r}, allowed is wait or skip")
+        self.root = Path(root)
+        self.keep = keep
+        self.busy = busy
+        self.stall_seconds = 0.0
+        """How long the last `save` held up its caller, in seconds."""
+        self.write_seconds = 0.0
+        """How long the last background write took, in seconds."""
+        self.error: Exception | None = None
+        """Why the last write failed; None when it succeeded."""
+        self._on_error = on_error or self._tell
+        self._buffers = HostBuffers()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._writing: int | None = None
+        self._marks: list[str] = []
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        """Allocates the host memory for such tensors now, so that the first save is fast too."""
+        self.wait()
+        self._buffers.reserve(tensors)
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], documents: Mapping[str, Any]) -> bool:
+        """Copies everything as it is now and writes it as generation `step` in the background.
+
+        Returns False when it was skipped (see `busy`) or when the copy does not fit in memory.
+        Raises `FileError` for tensors or documents that cannot be stored at all.
+        """
+        began = time.perf_counter()
+        try:
+            if self._busy() and self.busy == "skip":
+                _log.warning(f"generation {step} skipped: the one before is still being written")
+                return False
+            self.wait()
+            check_json(documents, "documents")
+            copied_documents = json.loads(json.dumps(documents))
+            try:
+                copied = self._buffers.copy(tensors)
+            except (MemoryError, OSError, RuntimeError) as error:
+                if isinstance(error, LeZeroError):
+                    raise
+                self._failed(step, error)
+                return False
+            self._writing = step
+            self._thread = threading.Thread(
+                target=self._write, args=(step, copied, copied_documents), name="lezero-save"
+            )
+            self._thread.start()
+            return True
+        finally:
+            self.stall_seconds = time.perf_counter() - began
+
+    def mark(self, name: str, step: int) -> None:
+        """Points `name` ("best", "last") at generation `step`, which retention then keeps.
+
+        For a generation that is still being written, this happens once it is complete.
+        """
+        with self._lock:
+            if self._writing == step:
+                self._marks.append(name)
+                return
+        write_mark(self.root, name, step)
+
+    def rewind(self, step: int) -> list[Path]:
+        """Moves generations newer than `step` out of the way, as `superseded-…`; returns them.
+
+        Call it when training goes on from an earlier generation than the newest one; otherwise a
+        later load would pick a newer one of the history that was left.
+        """
+        self.wait()
+        moved = []
+        for path in list_generations(self.root):
+            if (step_of(path) or 0) > step:
+                target = path.with_name(f"superseded-{path.name}-{time.time_ns():x}")
+                path.rename(target)
+                moved.append(target)
+        if moved:
+            _log.warning(f"{self.root}: moved aside {', '.join(path.name for path in moved)}")
+        return moved
+
+    def wait(self) -> Exception | None:
+        """Returns when nothing is being written any more: `error` of the last write."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+            self._thread = None
+        return self.error
+
+    def close(self) -> None:
+        """Waits for the last write and frees the host memory."""
+        self.wait()
+        self._buffers = HostBuffers()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _write(self, step: int, tensors: dict[str, Tensor], documents: dict[str, Any]) -> None:
+        began = time.perf_counter()
+        try:
+            write_generation(self.root, step, tensors=tensors, documents=documents)
+            self.error = None
+        except Exception as error:  # whatever it is, training goes on
+            self._failed(step, error)
+        finally:
+            self.write_seconds = time.perf_counter() - began
+            self._finish(step)
+
+    def _finish(self, step: int) -> None:
+        with self._lock:
+            marks, self._marks, self._writing = self._marks, [], None
+            if self.error is not None:
+                return
+            try:
+                for name in marks:
+                    write_mark(self.root, name, step)
+                self._prune()
+            except Exception as error:  # the generation itself is safe
+                _log.warning(f"{self.root}: {error}")
+
+    def _prune(self) -> None:
+        keep = marked_steps(self.root)
+        for path in list_generations(self.root)[: -self.keep]:
+            if step_of(path) not in keep:
+                discard(path)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self.error = error
+        try:
+            self._on_error(step, error)
+        except Exception as second:  # a broken callback must not take training down either
+            _log.error(f"the error callback itself failed: {second}")
+
+    def _tell(self, step: int, error: Exception) -> None:
+        stands = list_generations(self.root)
+        newest = f"the newest one is {stands[-1].name}" if stands else "there is none yet"
+        text = str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
+        _log.error(f"generation {step} was not saved, training goes on; {newest}. {text}")
