@@ -1,0 +1,1 @@
+"""Readable reference models and their plain generation."""

@@ -1,0 +1,211 @@
+"""Between `TransformerConfig` and the `config.json` of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lezero.core.errors import ConfigError, FileError
+from lezero.models.config import RopeScaling, TransformerConfig
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Name here → name there, for the fields that mean the same in every supported type.
+_FIELDS = {
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "context": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
+_SCALING = {
+    "factor": "factor",
+    "original_context": "original_max_position_embeddings",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "attention_factor": "attention_factor",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
+}
+# What transformers 5 assumes where config.json says nothing; `None` means required.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"context": 2048, "norm_eps": 1e-6},
+    "mistral": {"context": 131072, "norm_eps": 1e-6, "kv_heads": 8, "sliding_window": 4096},
+    "qwen2": {"context": 32768, "norm_eps": 1e-6, "kv_heads": 32, "sliding_window": 4096},
+    "qwen3": {
+        **{"context": 32768, "norm_eps": 1e-6, "kv_heads": 32, "sliding_window": 4096},
+        "head_dim": 128,
+    },
+}
+
+
+def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerConfig:
+    """The config of a Hugging Face model; what this family cannot express is a `FileError`."""
+    kind = data.get("model_type")
+    if kind not in SUPPORTED:
+        raise FileError(
+            f"{source}: model_type {kind!r} is not supported; supported are {', '.join(SUPPORTED)}"
+        )
+    _refuse_unknown_forms(data, source)
+    defaults = _DEFAULTS[kind]
+    fields: dict[str, Any] = {}
+    for ours, theirs in _FIELDS.items():
+        if data.get(theirs) is not None:
+            fields[ours] = data[theirs]
+        elif ours in defaults and theirs not in data:
+            fields[ours] = defaults[ours]
+    fields |= _rope(data, fields.get("context"), source)
+    fields["tied"] = bool(data.get("tie_word_embeddings", False))
+    if kind == "llama":
+        fields["mlp_bias"] = bool(data.get("mlp_bias", False))
+    if kind in ("llama", "qwen3"):
+        fields["attention_bias"] = "qkvo" if data.get("attention_bias") else "none"
+    if kind == "qwen2":
+        fields["attention_bias"] = "qkv"
+    fields["qk_norm"] = kind == "qwen3"
+    fields["sliding_window"] = _window(kind, data, source)
+    return TransformerConfig.parse(fields, source)
+
+
+def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
+    if data.get("quantization_config") is not None:
+        raise FileError(f"{source}: the weights are quantized; save them unquantized first")
+    act = data.get("hidden_act", "silu")
+    if act != "silu":
+        raise FileError(f"{source}: hidden_act {act!r} is not supported; supported is 'silu'")
+    if data.get("num_local_experts") or data.get("num_experts"):
+        raise FileError(f"{source}: mixtures of experts are not supported")
+
+
+def _rope(data: dict[str, Any], context: Any, source: str) -> dict[str, Any]:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
+    found = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+        raise FileError(f"{source}: rope_parameters by layer type are not supported")
+    rope = dict(found)
+    kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
+    rope.pop("type", None)
+    theta = rope.pop("rope_theta", None) or data.get("rope_theta") or 10_000.0
+    partial = rope.pop("partial_rotary_factor", None) or data.get("partial_rotary_factor")
+    if partial not in (None, 1, 1.0):
+        raise FileError(f"{source}: partial_rotary_factor {partial} is not supported; 1.0 is")
+    if kind == "default":
+        return {"rope_theta": theta}
+    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+        raise FileError(
+            f"{source}: rope_type {kind!r} is not supported; supported are default, linear, "
+            "dynamic, llama3, yarn"
+        )
+    scaling = {ours: rope[key] for ours, key in _SCALING.items() if rope.get(key) is not None}
+    taken = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor")}
+    if kind in ("llama3", "yarn"):  # transformers falls back to the context, or the config's own
+        outer = data.get("original_max_position_embeddings") or context
+        scaling.setdefault("original_context", outer)
+        if kind == "yarn" and "factor" not in scaling and scaling["original_context"]:
+            scaling["factor"] = context / scaling["original_context"]
+    if kind != "yarn":  # files in the wild carry keys that transformers ignores
+        keep = {"factor", *taken[kind], *(("original_context",) if kind == "llama3" else ())}
+        scaling = {key: value for key, value in scaling.items() if key in keep}
+    else:
+        scaling = {k: v for k, v in scaling.items() if k not in taken["llama3"]}
+    return {"rope_theta": theta, "rope_scaling": {"kind": kind, **scaling}}
+
+
+def _window(kind: str, data: dict[str, Any], source: str) -> int | None:
+    if kind == "llama":
+        return None
+    window = data.get("sliding_window", _DEFAULTS[kind]["sliding_window"])
+    if kind == "mistral" or window is None:
+        return window
+    if not data.get("use_sliding_window", False):
+        return None
+    layers = data.get("num_hidden_layers") or 0
+    types = data.get("layer_types")
+    if types is None:
+        full = min(data.get("max_window_layers", 28), layers)
+        types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if set(types) == {"full_attention"}:
+        return None
+    if set(types) == {"sliding_attention"}:
+        return window
+    raise FileError(f"{source}: layers of different attention (layer_types) are not supported")
+
+
+def to_hf(config: TransformerConfig, dtype: str) -> dict[str, Any]:
+    """The `config.json` that transformers (4 and 5) reads as this model.
+
+    The type is the plainest that can express it: llama, mistral (a sliding window), qwen2 (biases
+    on query, key and value alone) or qwen3 (norms on queries and keys). A combination that none of
+    them has is a `ConfigError`.
+    """
+    kind = _kind(config)
+    data: dict[str, Any] = {"architectures": [_ARCHITECTURES[kind]], "model_type": kind}
+    data |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
+    data |= {
+        "hidden_act": "silu",
+        "tie_word_embeddings": config.tied,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "rope_theta": config.rope_theta,
+    }
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {"rope_type": config.rope_scaling.kind} | {
+            theirs: getattr(config.rope_scaling, ours)
+            for ours, theirs in _SCALING.items()
+            if getattr(config.rope_scaling, ours) is not None
+        }
+        data["rope_scaling"] = dict(rope)
+    data["rope_parameters"] = {"rope_theta": config.rope_theta, **rope}
+    if kind == "llama":
+        data["mlp_bias"] = config.mlp_bias
+    if kind in ("llama", "qwen3"):
+        data["attention_bias"] = config.attention_bias == "qkvo"
+    if kind == "mistral":
+        data["sliding_window"] = config.sliding_window
+    if kind in ("qwen2", "qwen3"):
+        windowed = config.sliding_window is not None
+        data["use_sliding_window"] = windowed
+        data["sliding_window"] = config.sliding_window
+        data["max_window_layers"] = 0 if windowed else config.layers
+    return data
+
+
+def _kind(config: TransformerConfig) -> str:
+    if config.qk_norm:
+        kind, fits = "qwen3", config.attention_bias != "qkv" and not config.mlp_bias
+    elif config.attention_bias == "qkv":
+        kind, fits = "qwen2", not config.mlp_bias
+    elif config.sliding_window is not None:
+        kind, fits = "mistral", config.attention_bias == "none" and not config.mlp_bias
+    else:
+        kind, fits = "llama", True
+    if not fits:
+        raise ConfigError(
+            "no Hugging Face model type has this combination: "
+            f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
+            f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
+        )
+    return kind
+
+
+def scaling_kinds() -> tuple[str, ...]:
+    """The RoPE scalings that both sides know."""
+    return tuple(RopeScaling.model_fields["kind"].annotation.__args__)  # type: ignore[union-attr]

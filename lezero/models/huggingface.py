@@ -1,0 +1,286 @@
+"""Reads and writes the Hugging Face layout: `config.json` and safetensors, never pickle.
+
+A folder written here opens in transformers (`AutoModelForCausalLM`), and the folders of Llama,
+Mistral, Qwen2 and Qwen3 models load here, with equal logits. Parameter names differ only by the
+prefix `model.` there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.models.hf_config import from_hf, to_hf
+from lezero.models.transformer import Transformer
+
+_JSON_LIMIT = 64 << 20
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+)
+
+
+def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Transformer:
+    """The model in a Hugging Face folder, on the CPU.
+
+    `dtype` casts the weights; without it they keep the type they have in the file. Errors:
+    `FileError` for a missing file, an unsupported model type, or tensors that are missing,
+    unexpected or of another shape (each is named); `CorruptError` for a torn file. A folder with
+    pickled weights alone is refused, since reading them can run code.
+    """
+    root = Path(folder)
+    config = from_hf(read_json(root / "config.json"), str(root / "config.json"))
+    with torch.device("meta"):
+        model = Transformer(config)
+    files = _weight_files(root)
+    fill(model, _tensors(files), dtype, str(root))
+    return model
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of at most 64 MiB; `FileError` says what is wrong with it."""
+    try:
+        if path.stat().st_size > _JSON_LIMIT:
+            raise FileError(f"{path}: larger than {_JSON_LIMIT >> 20} MiB; not a JSON of a model")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "" if path.parent.is_dir() else " (there is no such folder)"
+        raise FileError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{path}: not readable JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{path}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _weight_files(root: Path) -> list[Path]:
+    if (root / _SINGLE).is_file():
+        return [root / _SINGLE]
+    if (root / _INDEX).is_file():
+        names = read_json(root / _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise FileError(f"{root / _INDEX}: has no weight_map")
+        files = sorted({str(name) for name in names.values()})
+        for name in files:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise FileError(f"{root / _INDEX}: {name!r} is not a safetensors file beside it")
+            if not (root / name).is_file():
+                raise FileError(f"{root / name}: named in {_INDEX}, but missing")
+        return [root / name for name in files]
+    pickled = [p.name for p in sorted(root.glob("*")) if p.suffix in (".bin", ".pt", ".pth")]
+    if pickled:
+        raise FileError(
+            f"{root}: holds only pickled weights ({pickled[0]}), and reading pickle can run code. "
+            "Convert it once where you trust it: in transformers, "
+            "model.save_pretrained(folder, safe_serialization=True)"
+        )
+    raise FileError(f"{root}: has neither {_SINGLE} nor {_INDEX}")
+
+
+Loader = Any  # (shape, read): the shape is known before a byte of the tensor is read
+
+
+def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
+    """(name here, shape, read) for each tensor; `read()` brings it into memory."""
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118
+                    shape = tuple(file.get_slice(name).get_shape())
+                    yield name.removeprefix("model."), shape, lambda n=name, f=file: f.get_tensor(n)
+        except SafetensorError as error:
+            raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read ({error})") from None
+
+
+def fill(
+    model: Transformer,
+    tensors: Iterable[tuple[str, tuple[int, ...], Any]],
+    dtype: torch.dtype | None,
+    source: str,
+) -> None:
+    """Gives a model built on meta its weights; names whatever is missing, unexpected or misshapen.
+
+    A stored head of a tied model is accepted when it equals the embedding.
+    """
+    wanted = dict(model.named_parameters())
+    loaded: dict[str, Tensor] = {}
+    problems: list[str] = []
+    head: Tensor | None = None
+    for name, shape, read in tensors:
+        if name.endswith("rotary_emb.inv_freq"):  # old files carry these; they are derived
+            continue
+        if name == "lm_head.weight" and model.config.tied:
+            head = read()
+        elif name not in wanted:
+            problems.append(f"unexpected {name} {shape}")
+        elif shape != tuple(wanted[name].shape):
+            expected = tuple(wanted[name].shape)
+            problems.append(f"{name} has shape {shape}, config.json says {expected}")
+        else:
+            tensor = read()
+            if not tensor.is_floating_point():
+                problems.append(f"{name} holds {tensor.dtype}, expected floating point")
+            loaded[name] = tensor.to(dtype or tensor.dtype, copy=True)
+    known = loaded.keys() | {p.split(" ")[0] for p in problems}
+    problems += [f"missing {name}" for name in wanted if name not in known]
+    if head is not None and "embed_tokens.weight" in loaded:
+        embedding = loaded["embed_tokens.weight"]
+        if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
+            problems.append("lm_head.weight differs from the embedding, but config.json ties them")
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise FileError(f"{source}: the weights do not fit: {'; '.join(problems[:8])}{more}")
+    model.load_state_dict(loaded, strict=True, assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model.rope.ready(1, torch.device("cpu"))
+
+
+def save_hf(
+    model: Transformer,
+    folder: str | os.PathLike[str],
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+    shard_bytes: int = 5 << 30,
+) -> Path:
+    """Writes `config.json` and safetensors that transformers opens with equal logits.
+
+    The weights keep the type they have in the model; more than `shard_bytes` are split over files
+    with an index. Files of a tokenizer are copied from `tokenizer_folder`, and its end token
+    becomes the model's. Everything is written to a folder aside first and then moved in,
+    `config.json` last, so a failed save leaves what was there. Returns the folder.
+    """
+    root = Path(folder)
+    if root.exists() and not root.is_dir():
+        raise FileError(f"{root}: is a file; name a folder")
+    state = {_name_there(name): tensor for name, tensor in export(model).items()}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
+    data = to_hf(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
+    copies = _tokenizer_files(tokenizer_folder)
+    if tokenizer_folder is not None:
+        data |= _special_tokens(Path(tokenizer_folder))
+    aside = root.parent / f".{root.name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        for path in copies:
+            shutil.copyfile(path, aside / path.name)
+        _write_weights(state, aside, shard_bytes)
+        _write_json(aside / "config.json", data)
+        _move_in(aside, root)
+    except OSError as error:
+        raise FileError(f"{root}: could not be written ({error})") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return root
+
+
+def _name_there(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def export(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters by name, whole, on the CPU. Meta tensors are a `ConfigError`."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{name} is on the meta device: the model has no weights to save yet")
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        state[name] = whole.detach().to("cpu").contiguous()
+    return state
+
+
+def _write_weights(state: Mapping[str, Tensor], root: Path, shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = [_SINGLE]
+    if len(shards) > 1:
+        total = f"{len(shards):05d}"
+        names = [f"model-{i:05d}-of-{total}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total_size = sum(tensor.nbytes for tensor in state.values())
+        _write_json(
+            root / _INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        )
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, root / name, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _move_in(aside: Path, root: Path) -> None:
+    """Replaces the weights in `root`; what neither side of the layout knows is left alone."""
+    root.mkdir(parents=True, exist_ok=True)
+    fresh = {path.name for path in aside.iterdir()}
+    (root / "config.json").unlink(missing_ok=True)  # a half-replaced folder must not open
+    for path in root.glob("model*.safetensors*"):
+        if path.name not in fresh:
+            path.unlink()
+    for name in sorted(fresh - {"config.json"}) + ["config.json"]:
+        with open(aside / name, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(aside / name, root / name)
+
+
+def _tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
+    if folder is None:
+        return []
+    found = [Path(folder) / name for name in _TOKENIZER_FILES]
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise FileError(f"{folder}: holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:2])})")
+    return found
+
+
+def _special_tokens(folder: Path) -> dict[str, int]:
+    """Ids of the tokenizer's begin, end and padding tokens, where it names any."""
+    ids: dict[str, int] = {}
+    if not all((folder / name).is_file() for name in _TOKENIZER_FILES[:2]):
+        return ids
+    tokenizer, settings = (read_json(folder / name) for name in _TOKENIZER_FILES[:2])
+    added = {
+        item.get("content"): item.get("id")
+        for item in tokenizer.get("added_tokens") or []
+        if isinstance(item, dict)
+    }
+    for kind in ("bos", "eos", "pad"):
+        token = settings.get(f"{kind}_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if text in added and isinstance(added[text], int):
+            ids[f"{kind}_token_id"] = added[text]
+    return ids
+
+
+def stop_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
+    """Token ids that end a generation, from `generation_config.json` or `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if isinstance(found, int):
+            return (found,)
+        if isinstance(found, list) and all(isinstance(item, int) for item in found):
+            return tuple(found)
+    return ()
