@@ -1,0 +1,247 @@
+"""The process between `lz launch` and the ranks: torch elastic's agent with our rules on top.
+
+It has a process of its own, so that its signal handlers, its environment and what torch keeps per
+process never reach the program that called `launch`.
+
+[Note: why a job comes back after kill -9]
+torch elastic by default lets the ranks share the launcher's own key-value store, where the keys of
+a dead round mislead the next one: half of the restarts hang. `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`
+(set by `launch` for this process tree alone) gives each round a fresh store on a fresh port.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import psutil
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from lezero.elastic.failure import Failure, explain, first_cause, read_record
+from lezero.elastic.output import Output, say
+from lezero.elastic.worker import ERROR_FILE, die_with_parent, python_command
+
+_MONITOR_S = 0.05
+_PEER_GRACE_S = 5.0
+_SUBREAPER = 36
+
+
+class _Logs(LogsSpecs):
+    """Tells torch where the streams and error records of each rank go."""
+
+    def __init__(self, folder: Path, output: Output) -> None:
+        super().__init__()
+        self._folder, self._output, self._round = folder, output, 0
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self._round += 1
+        errors = {r: str(self._folder / f"error-{self._round}-{r}.json") for r in envs}
+        for local, env in envs.items():
+            env[ERROR_FILE] = errors[local]
+        outs, errs = self._output.assign({r: int(env["RANK"]) for r, env in envs.items()})
+        return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
+
+
+class Agent(LocalElasticAgent):
+    """Names the first cause of a failure, stops whole process trees and restarts what may heal."""
+
+    def __init__(
+        self, spec: WorkerSpec, logs: LogsSpecs, output: Output, grace_s: float, debug: bool
+    ) -> None:
+        super().__init__(spec, logs_specs=logs, exit_barrier_timeout=300)
+        self._output, self._grace_s, self._debug = output, grace_s, debug
+        self._hurry = False
+        self._spent = 0
+        self.message = ""
+        self.status = 0
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._failures(worker_group):
+            time.sleep(_MONITOR_S)  # the ranks of one accident are not gone at the same instant
+            cause = first_cause(self._failures(worker_group))
+            self._stop(signal.SIGTERM, _PEER_GRACE_S)
+            self._judge(worker_group, cause)
+        return super()._monitor_workers(worker_group)
+
+    def _failures(self, worker_group: WorkerGroup) -> list[Failure]:
+        found = []
+        for local, handler in self._handlers().items():
+            code = handler.proc.poll()
+            if code:
+                rank = worker_group.workers[local].global_rank
+                record = read_record(self._pcontext.error_files[local])  # type: ignore[union-attr]
+                found.append(Failure(rank, code, record))
+        return found
+
+    def _judge(self, worker_group: WorkerGroup, cause: Failure) -> None:
+        """Says what happened; leaves torch no restart where none can help."""
+        most = worker_group.spec.max_restarts
+        if self._remaining_restarts > 0 and not cause.final:
+            self._spent += 1
+            again = f"restarting all ranks ({self._spent} of {most})"
+            say(f"lezero: rank {cause.rank} {cause.short()}; {again}")
+            return
+        self._remaining_restarts = 0
+        local = next(w.local_rank for w in worker_group.workers if w.global_rank == cause.rank)
+        spent = f"; no restart is left of {most}" if most and not cause.final else ""
+        tail = self._output.tail(local)
+        self.status = cause.status
+        self.message = explain(cause, tail, spent, shown=cause.rank == 0, debug=self._debug)
+
+    def _shutdown(
+        self,
+        death_sig: signal.Signals = signal.SIGTERM,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        alive = any(handler.proc.poll() is None for handler in self._handlers().values())
+        if alive:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self._second_signal)
+            say(
+                f"lezero: stopping; the ranks have {self._grace_s:g} s to save "
+                "(the same signal again kills them now)"
+            )
+        self._stop(death_sig, self._grace_s)
+        super()._shutdown(signal.SIGKILL)
+
+    def _second_signal(self, number: int, frame: FrameType | None) -> None:
+        self._hurry = True
+
+    def _handlers(self) -> dict[int, Any]:
+        return getattr(self._pcontext, "subprocess_handlers", {})
+
+    def _stop(self, number: signal.Signals, grace_s: float) -> None:
+        """Signals the ranks, waits, then kills all that is left of their process trees."""
+        ranks = [handler.proc for handler in self._handlers().values()]
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.send_signal(number)
+        end = time.monotonic() + grace_s
+        while any(r.poll() is None for r in ranks) and time.monotonic() < end and not self._hurry:
+            time.sleep(0.01)
+        rest = psutil.Process().children(recursive=True)
+        for process in rest:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        for rank in ranks:
+            rank.wait()
+        own = {rank.pid for rank in ranks}
+        psutil.wait_procs([process for process in rest if process.pid not in own], timeout=5)
+
+
+def main() -> NoReturn:
+    """Runs one launcher from the JSON in `argv[1]` and exits with the job's status."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda got, _: os._exit(128 + got))
+    job = json.loads(sys.argv[1])
+    die_with_parent(job["parent"], signal.SIGTERM)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # orphans of a rank come to us
+    if not job["debug"]:
+        logging.disable(logging.CRITICAL)
+    folder = Path(tempfile.mkdtemp(prefix="lezero-launch-"))
+    output = Output(folder, job["ranks"], job["show_all"])
+    try:
+        status = _run(job, folder, output)
+    finally:
+        output.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(status)  # torch's store threads would hold a normal exit back
+
+
+def _run(job: dict[str, Any], folder: Path, output: Output) -> int:
+    agent: Agent | None = None
+    handler: RendezvousHandler | None = None
+    try:
+        handler = get_rendezvous_handler(_rendezvous(job))
+        agent = Agent(_spec(job, handler), _Logs(folder, output), output, *_manners(job))
+        agent.run()
+        handler.shutdown()
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    except RendezvousConnectionError as error:
+        return _fail(job, error, f"no launcher answers at {job['endpoint']}")
+    except RendezvousError as error:
+        where, few = job["endpoint"], job["nodes"][0]
+        return _fail(job, error, f"fewer than {few} machines met at {where}: {error}")
+    except Exception as error:
+        if agent is not None and agent.status:  # the job's own failure is the news
+            return _tell(agent)
+        return _fail(job, error, f"the launcher failed: {error}")
+    return _tell(agent)
+
+
+def _tell(agent: Agent) -> int:
+    if agent.message:
+        say(agent.message)
+    return agent.status
+
+
+def _fail(job: dict[str, Any], error: Exception, text: str) -> int:
+    if job["debug"]:
+        import traceback
+
+        traceback.print_exception(error)
+    say(f"error: {text}")
+    return 1
+
+
+def _manners(job: dict[str, Any]) -> tuple[float, bool]:
+    return job["grace_s"], job["debug"]
+
+
+def _rendezvous(job: dict[str, Any]) -> RendezvousParameters:
+    least, most = job["nodes"]
+    return RendezvousParameters(
+        backend="c10d",
+        endpoint=job["endpoint"],
+        run_id=job["id"],
+        min_nodes=least,
+        max_nodes=most,
+        local_addr="127.0.0.1" if most == 1 else None,
+        timeout=job["join_timeout_s"],
+    )
+
+
+def _spec(job: dict[str, Any], handler: RendezvousHandler) -> WorkerSpec:
+    program, *start = python_command("worker")
+    words = [*start, str(os.getpid()), *job["command"]]
+    return WorkerSpec(
+        role="rank",
+        local_world_size=job["ranks"],
+        rdzv_handler=handler,
+        entrypoint=program,
+        # torch replaces `${local_rank}` in arguments; the user's dollar signs stay as they are.
+        args=tuple(word.replace("$", "$$") for word in words),
+        max_restarts=job["max_restarts"],
+        monitor_interval=_MONITOR_S,
+        local_addr="127.0.0.1" if job["nodes"][1] == 1 else None,
+    )

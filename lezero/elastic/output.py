@@ -1,0 +1,115 @@
+"""What the ranks print: rank 0 untouched, the others' stderr line by line with their rank in front.
+
+Rank 0 keeps the terminal, so a live view works there. Every other rank writes into a named pipe
+that one thread here reads; nothing piles up on disk, and the end of each rank's stderr is kept for
+the message about a rank that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+_LINE = 8192
+_KEPT = 15
+
+
+class Output:
+    """The pipes of one launcher. `folder` must exist and be private to it."""
+
+    def __init__(self, folder: Path, ranks: int, show_all: bool) -> None:
+        self._tags = dict.fromkeys(range(ranks), "")
+        self._tails: dict[int, deque[str]] = {r: deque(maxlen=_KEPT) for r in range(ranks)}
+        self._rest: dict[tuple[int, str], bytes] = {}
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+        self._paths: dict[tuple[int, str], str] = {}
+        for rank in range(ranks):
+            for stream in ("out", "err") if show_all else ("err",):
+                path = folder / f"{rank}.{stream}"
+                os.mkfifo(path, 0o600)
+                # Open for writing too: the pipe then outlives each writer and never ends.
+                reader = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._selector.register(reader, selectors.EVENT_READ, (rank, stream))
+                self._paths[rank, stream] = str(path)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lezero-output", daemon=True)
+        self._thread.start()
+
+    def assign(self, ranks: dict[int, int]) -> tuple[dict[int, str], dict[int, str]]:
+        """Begins a round: local rank → global rank. Returns the files for stdout and stderr.
+
+        An empty name leaves the stream as it is.
+        """
+        for local, rank in ranks.items():
+            self._tags[local] = f"[rank {rank}] "
+            self._tails[local].clear()
+        first = {local for local, rank in ranks.items() if rank == 0}
+        outs = {r: "" if r in first else self._paths.get((r, "out"), os.devnull) for r in ranks}
+        errs = {r: "" if r in first else self._paths[r, "err"] for r in ranks}
+        return outs, errs
+
+    def tail(self, local: int) -> list[str]:
+        """The last lines that a rank wrote to its stderr in this round (none for rank 0)."""
+        self._drain()
+        with self._lock:
+            rest = self._rest.pop((local, "err"), b"")
+            if rest:
+                self._line(local, "err", rest)
+            return list(self._tails[local])
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._drain()
+        for (local, stream), rest in self._rest.items():
+            if rest:
+                self._line(local, stream, rest)
+        for key in list(self._selector.get_map().values()):
+            os.close(key.fd)
+        self._selector.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._drain(0.1)
+
+    def _drain(self, wait: float = 0.0) -> None:
+        """Reads what is there. `wait` bounds the time spent on waiting for something."""
+        ready = self._selector.select(wait)
+        while ready:
+            with self._lock:
+                got = [self._read(key.fd, *key.data) for key, _ in ready]
+            ready = self._selector.select(0) if any(got) else []
+
+    def _read(self, fd: int, local: int, stream: str) -> bool:
+        data = b""
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(fd, 1 << 16)
+        *lines, rest = (self._rest.get((local, stream), b"") + data).split(b"\n")
+        for line in lines:
+            self._line(local, stream, line)
+        if len(rest) > _LINE:
+            self._line(local, stream, rest)
+            rest = b""
+        self._rest[local, stream] = rest
+        return bool(data)
+
+    def _line(self, local: int, stream: str, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip("\r")
+        if stream == "err":
+            self._tails[local].append(text)
+            if text.startswith("error: "):
+                return  # every rank explains a common error; it is told once, at the end
+        say(self._tags[local] + text, sys.stdout if stream == "out" else sys.stderr)
+
+
+def say(text: str, stream: IO[str] | None = None) -> None:
+    """Prints for the user; a reader that went away is no reason to stop the ranks."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=stream or sys.stderr, flush=True)

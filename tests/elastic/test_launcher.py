@@ -1,0 +1,261 @@
+"""Real launches of tiny programs: what the user sees, the exit status, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lezero.core.errors import CapacityError, ConfigError, DistributedError
+from lezero.elastic import LaunchConfig, launch, restarts
+
+LZ = [sys.executable, "-c", "import sys; from lezero.cli.main import main; sys.exit(main())"]
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "program.py"
+    path.write_text("import os, sys, time, signal\nrank = os.environ['RANK']\n" + text)
+    return str(path)
+
+
+def run(script: str, *arguments: str, **config: object) -> int:
+    settings = {"ranks": 2, "oversubscribe": True, "quiet": True, **config}
+    return launch(LaunchConfig(**settings), [script, *arguments])
+
+
+def left(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and any(marker in word for word in process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_output_arguments_and_environment(tmp_path, capfd):
+    script = write(
+        tmp_path,
+        "print(rank, sys.argv[1:], __name__, os.environ['OMP_NUM_THREADS'], flush=True)\n"
+        "print('from stderr', file=sys.stderr, flush=True)\n"
+        "assert os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'\n"
+        "assert os.environ['EXTRA'] == 'x'\n"
+        "assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))\n",
+    )
+    before = dict(os.environ)
+    config = LaunchConfig(ranks=2, threads=3, oversubscribe=True)
+    assert launch(config, [script, "a$b", "${local_rank}", "--n=1"], env={"EXTRA": "x"}) == 0
+    assert dict(os.environ) == before
+    out, err = capfd.readouterr()
+    assert out == "0 ['a$b', '${local_rank}', '--n=1'] __main__ 3\n"  # rank 0 alone, untouched
+    assert sorted(err.splitlines()) == [
+        "[rank 1] from stderr",
+        "from stderr",
+        "lezero: 2 ranks, 3 threads each (OMP_NUM_THREADS)",
+    ]
+    assert not left(script)
+
+
+def test_show_all_shows_the_stdout_of_every_rank(tmp_path, capfd):
+    assert run(write(tmp_path, "print('hello', rank)"), show_all=True) == 0
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] hello 1", "hello 0"]
+
+
+def test_two_gloo_ranks_survive_sigkill(tmp_path, capfd):
+    script = write(
+        tmp_path,
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "from lezero.core import groups\n"
+        "groups.join(timeout_s=60)\n"
+        "restarts = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "for step in range(50):\n"
+        "    total = groups.all_reduce_sum(torch.ones(1))\n"
+        "    if step == 5 and restarts < 2 and rank == str(restarts):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "groups.leave()\n"
+        "print('done', rank, int(total), restarts)\n",
+    )
+    start = time.monotonic()
+    assert run(script) == 0
+    seconds = time.monotonic() - start
+    out, err = capfd.readouterr()
+    assert out == "done 0 2 2\n"
+    assert err.count("restarting all ranks") == 2, err  # two kills, two restarts, no other try
+    assert "rank 0 was killed by SIGKILL" in err
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "Traceback" not in err
+    print(f"2 kills, 2 restarts, 3 starts of torch in {seconds:.1f} s")
+    assert seconds < 60
+    assert not left(script)
+
+
+def test_restarts_spent_names_rank_signal_and_last_lines(tmp_path, capfd):
+    script = write(
+        tmp_path,
+        "print('last words of', rank, file=sys.stderr, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSEGV) if rank == '1' else time.sleep(60)\n",
+    )
+    assert run(script, max_restarts=1) == 128 + signal.SIGSEGV
+    err = capfd.readouterr().err
+    assert "rank 1 was killed by SIGSEGV (a crash in native code); restarting all ranks (1 of 1)"
+    assert "error: rank 1 was killed by SIGSEGV" in err
+    assert "no restart is left of 1" in err
+    assert err.rstrip().endswith("the last lines of its stderr:\n  last words of 1")
+
+
+def test_exception_is_shown_once_without_frames_of_the_launcher(tmp_path, capfd):
+    script = write(tmp_path, "def work():\n    raise ArithmeticError('bad sum')\nwork()\n")
+    assert run(script, max_restarts=0) == 1
+    err = capfd.readouterr().err
+    assert err.count("bad sum") == 2  # the line of code and the message, from one rank
+    assert "program.py" in err
+    assert "lezero/elastic" not in err
+    assert "torch" not in err
+    assert "failed: ArithmeticError: bad sum" in err
+
+
+def test_debug_shows_the_whole_traceback(tmp_path, capfd):
+    assert run(write(tmp_path, "1 / 0"), max_restarts=0, debug=True, ranks=1) == 1
+    assert "Traceback (most recent call last)" in capfd.readouterr().err
+
+
+def test_user_errors_are_told_once_and_never_restarted(tmp_path, capfd):
+    script = write(
+        tmp_path,
+        "from lezero.core.errors import ConfigError\nraise ConfigError('train.lr: got -1')\n",
+    )
+    assert run(script) == 2
+    assert capfd.readouterr().err == "error: train.lr: got -1\n"
+
+
+def test_commands_that_explain_themselves_are_not_repeated(tmp_path, capfd):
+    script = write(tmp_path, "print('error: no such file', file=sys.stderr)\nsys.exit(2)\n")
+    assert run(script) == 2
+    assert capfd.readouterr().err.strip() == "error: no such file"
+
+
+def test_module_and_program(tmp_path, capfd, monkeypatch):
+    (tmp_path / "launched_module.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    monkeypatch.chdir(tmp_path)
+    config = LaunchConfig(ranks=1, quiet=True)
+    assert launch(config, ["-m", "launched_module", "x"]) == 0
+    assert launch(config, ["sh", "-c", "echo $RANK-$WORLD_SIZE; exit 7"]) == 7
+    out, err = capfd.readouterr()
+    assert out.startswith("__main__ ['x']\n0-1\n")
+    assert "rank 0 ended with exit status 7" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+def test_signal_gives_the_ranks_time_to_save(tmp_path, number, status):
+    script = write(
+        tmp_path,
+        "def save(*_):\n"
+        "    time.sleep(0.3)\n"
+        f"    open({str(tmp_path)!r} + '/saved' + rank, 'w').close()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); signal.signal(signal.SIGINT, save)\n"
+        "child = os.fork()\n"
+        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close() if child else None\n"
+        "time.sleep(60)\n",
+    )
+    process = subprocess.Popen([*LZ, "launch", "-n", "2", "--oversubscribe", script])
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    process.send_signal(number)
+    assert process.wait(30) == status
+    assert (tmp_path / "saved0").exists()
+    assert (tmp_path / "saved1").exists()
+    assert not left(script)  # the forked children, deaf to the signal, are gone too
+
+
+def test_second_signal_does_not_wait(tmp_path):
+    script = write(
+        tmp_path,
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close()\n"
+        "time.sleep(60)\n",
+    )
+    process = subprocess.Popen([*LZ, "launch", script], stderr=subprocess.PIPE, text=True)
+    wait_for(tmp_path / "ready0")
+    process.terminate()
+    assert process.stderr is not None
+    while "stopping" not in process.stderr.readline():
+        pass
+    process.terminate()
+    assert process.wait(10) == 143
+    process.stderr.close()
+    assert not left(script)
+
+
+def test_nothing_survives_a_killed_launcher(tmp_path):
+    script = write(
+        tmp_path,
+        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close()\ntime.sleep(60)\n",
+    )
+    process = subprocess.Popen([*LZ, "launch", script], stderr=subprocess.DEVNULL)
+    wait_for(tmp_path / "ready0")
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 10
+    while left(script) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left(script)
+
+
+def wait_for(*paths: Path) -> None:
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def test_refusals_come_before_anything_starts(tmp_path):
+    script = write(tmp_path, "")
+    with pytest.raises(CapacityError, match=r"4000 ranks are more than the \d+ usable cores"):
+        launch(LaunchConfig(ranks=4000), [script])
+    with pytest.raises(ConfigError, match=r"missing\.py: no such file"):
+        launch(LaunchConfig(), ["missing.py"])
+    with pytest.raises(ConfigError, match="no such program"):
+        launch(LaunchConfig(), ["no-such-program-here"])
+    with pytest.raises(ConfigError, match="nothing to launch"):
+        launch(LaunchConfig(), [])
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(DistributedError, match=f"port {port} cannot be used"):
+            launch(LaunchConfig(port=port), [script])
+
+
+def test_config_names_what_is_wrong():
+    with pytest.raises(ConfigError, match="ranks"):
+        LaunchConfig(ranks=0)
+    with pytest.raises(ConfigError, match="nodes"):
+        LaunchConfig(nodes="two")
+    with pytest.raises(ConfigError, match="--address and --port"):
+        LaunchConfig(nodes="2")
+
+
+def test_command_line_reports_errors_in_one_line(tmp_path):
+    done = subprocess.run(
+        [*LZ, "launch", "-n", "4000", write(tmp_path, "")], capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: 4000 ranks are more than")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_restarts_reads_the_environment(monkeypatch):
+    assert restarts() == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert restarts() == 2
