@@ -1,0 +1,212 @@
+"""`lz`: finds the command, runs it, and turns every failure into one message and an exit status.
+
+Commands are known from the table `COMMANDS` alone; the module of a command is imported when that
+command is run, so `lz --help` never waits for torch. A command module holds a function that typer
+understands, named as the command (or a `typer.Typer` called `app` for one with subcommands), and
+optionally `CONTEXT_SETTINGS`, typer's settings for that command.
+
+Exit statuses: 0 done, 1 a failure that the message explains, 2 wrong usage or config,
+70 a bug in LeZero, 130 interrupted, 141 the reader of our output went away. A `LeZeroError`
+brings its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lezero.core.errors import LeZeroError
+from lezero.core.flags import flag
+
+BUG, INTERRUPTED, READER_GONE = 70, 130, 141
+DEBUG = "LEZERO_DEBUG"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a command lives (`module:attribute`) and the line that `lz --help` shows for it."""
+
+    target: str
+    help: str
+
+    @property
+    def module(self) -> str:
+        return self.target.partition(":")[0]
+
+
+COMMANDS: dict[str, Entry] = {
+    "demo": Entry("lezero.cli.demo:demo", "Forecast, train, survive a kill, generate, report."),
+    "doctor": Entry("lezero.cli.doctor:doctor", "Check this machine and installation."),
+    "plan": Entry("lezero.cli.plan:plan", "Forecast the memory and time of a run."),
+    "train": Entry("lezero.cli.train:train", "Train a model from a config file."),
+    "launch": Entry("lezero.cli.launch:launch", "Train on several processes, resumed if one dies."),
+    "verify": Entry("lezero.cli.verify:verify", "Compare a run with plain PyTorch, step by step."),
+    "generate": Entry("lezero.cli.generate:generate", "Write text with a trained model."),
+    "report": Entry("lezero.cli.report:report", "Write the report page of a run."),
+    "why": Entry("lezero.cli.why:why", "Show what LeZero decided in a run, and why."),
+    "config": Entry("lezero.cli.config:app", "Show a run config, or its schema for editors."),
+}
+
+
+def available() -> dict[str, Entry]:
+    """The commands of this installation, in the order of the help."""
+    return {
+        name: entry
+        for name, entry in COMMANDS.items()
+        if importlib.util.find_spec(entry.module) is not None
+    }
+
+
+def load(name: str) -> Any:
+    """Imports one command and returns typer's object for it, ready to be called."""
+    import typer
+
+    entry = COMMANDS[name]
+    module = importlib.import_module(entry.module)
+    target = getattr(module, entry.target.partition(":")[2])
+    if not isinstance(target, typer.Typer):
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        settings = getattr(module, "CONTEXT_SETTINGS", None)
+        app.command(name, context_settings=settings, help=None)(target)
+        target = app
+    return typer.main.get_command(target)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line (default: the process's own) and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug, arguments = _take_debug(arguments)
+    with _debug_flag(debug):
+        try:
+            status = _run(arguments)
+            sys.stdout.flush()
+        except BaseException as error:
+            status = _explain(error)
+    return status
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        print(_help())
+        return 0
+    name, *rest = arguments
+    if name in ("--version", "-V"):
+        from lezero import __version__
+
+        print(f"lezero {__version__}")
+        return 0
+    known = available()
+    if name not in known:
+        what = "option" if name.startswith("-") else "command"
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+        _say(f"error: there is no {what} '{name}'; {hint}")
+        return 2
+    result = load(name).main(args=rest, prog_name=f"lz {name}", standalone_mode=False)
+    return result if isinstance(result, int) and not isinstance(result, bool) else 0
+
+
+def _help() -> str:
+    lines = [
+        "Usage: lz [--debug] COMMAND ...",
+        "",
+        "Train PyTorch models with zero surprise: forecast, proven, never slower.",
+        "",
+        "Commands (lz COMMAND --help tells more):",
+    ]
+    lines += [f"  {name:<10} {entry.help}" for name, entry in available().items()]
+    lines += [
+        "",
+        "Options:",
+        "  --debug    Show the traceback of an error (LEZERO_DEBUG=1 does the same).",
+        "  --version  Show the version.",
+        "  --help     Show this text.",
+    ]
+    return "\n".join(lines)
+
+
+def _explain(error: BaseException) -> int:
+    """Writes one message about `error` to stderr and returns the exit status that belongs to it."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, BrokenPipeError):
+        _drop_stdout()
+        return READER_GONE
+    if flag(DEBUG):
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+        _say("interrupted")
+        return INTERRUPTED
+    if isinstance(error, LeZeroError):
+        _say(f"error: {error}")
+        return error.exit_status
+    if hasattr(error, "format_message"):
+        _say(f"error: {error.format_message().rstrip('.')}{_usage_hint(error)}")
+        return int(getattr(error, "exit_code", 2))
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _say(f"error: {where}{error.strerror or error}")
+        return 1
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        _say(f"error: out of memory ({_first_line(error)}); `lz plan` tells what would fit")
+        return 1
+    _say(f"error: a bug in LeZero: {type(error).__name__}: {_first_line(error)}")
+    if not flag(DEBUG):
+        _say("please report it with its traceback, which the same command shows with --debug")
+    return BUG
+
+
+def _usage_hint(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f" (see {context.command_path} --help)" if context is not None else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "no message")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _drop_stdout() -> None:
+    """Leaves nothing in the buffer that the interpreter would try to write when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _take_debug(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Takes `--debug` out of a command line, wherever it stands.
+
+    What follows `--` stays as it is, and so does what follows the script that `lz launch` starts:
+    those words belong to another program.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if "launch" in arguments[:end]:
+        scripts = [at for at, word in enumerate(arguments[:end]) if word.endswith(".py")]
+        end = min([end, *scripts])
+    ours = [word for word in arguments[:end] if word != "--debug"]
+    return len(ours) < end, ours + arguments[end:]
+
+
+@contextlib.contextmanager
+def _debug_flag(debug: bool) -> Iterator[None]:
+    """Sets the flag for this command and the processes it starts."""
+    before = os.environ.get(DEBUG)
+    if debug:
+        os.environ[DEBUG] = "1"
+    try:
+        yield
+    finally:
+        if debug and before is None:
+            os.environ.pop(DEBUG, None)
+        elif debug and before is not None:
+            os.environ[DEBUG] = before

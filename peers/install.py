@@ -1,0 +1,67 @@
+"""Sets up `.peers`, an environment apart from `.venv` with what the benchmarks compare with.
+
+Each peer is installed on its own. One that cannot be installed or imported is a row that says so,
+here and in the benchmarks, and the others go on. torch is the version of `.venv` for all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".peers"
+PYTHON = FOLDER / "bin" / "python"
+FIRST = ("setuptools", "torch", "numpy", "psutil")
+
+
+def peers() -> list[tuple[str, str]]:
+    """(package, module) of each peer of `peers.txt`."""
+    lines = (ROOT / "peers" / "peers.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if line.strip() and not line.startswith("#")]
+    return [(package, module) for package, module in rows]
+
+
+def pip_install(*packages: str) -> str:
+    """Installs packages in their tested versions; returns "" or the reason it failed."""
+    constraints = ROOT / "peers" / "constraints.txt"
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
+    command += ["-c", str(constraints), "--no-build-isolation", *packages]
+    # DeepSpeed would otherwise look for a CUDA compiler while it is installed.
+    return _run(command, {"DS_BUILD_OPS": "0"})
+
+
+def _run(command: list[str], env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        env={**os.environ, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+    errors = [line for line in lines if "error" in line.lower()] or lines or ["no message"]
+    return "" if done.returncode == 0 else errors[-1].strip()
+
+
+def main() -> int:
+    if not PYTHON.exists():
+        venv.create(FOLDER, with_pip=True)
+    print("setting up .peers (a few minutes the first time)", flush=True)
+    failed = pip_install(*FIRST)
+    if failed:
+        print(f"error: .peers cannot hold torch: {failed}", file=sys.stderr)
+        return 1
+    for package, module in peers():
+        reason = pip_install(package, "torch")
+        if not reason:
+            reason = _run([str(PYTHON), "-c", f"import {module}"])
+        print(f"{package:<12} {'ready' if not reason else 'missing: ' + reason}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
