@@ -64,7 +64,7 @@ class HostBuffers:
 
 
 def _block(size: int, pinned: bool) -> Tensor:
-    """Pinned memory takes device copies at full speed; where it cannot be had, plain memory does."""
+    """Pinned memory takes device copies at full speed; plain memory where there is none."""
     if pinned:
         with suppress(RuntimeError):
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)

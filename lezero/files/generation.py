@@ -113,7 +113,8 @@ def write_generation(
                 entries |= _entries(file, group, written)
             created = datetime.now(UTC).isoformat(timespec="seconds")
             writer = f"lezero {_version()}"
-            manifest = Manifest(step, created, writer, CHUNK, files, entries, documents)
+            ordered = {name: entries[name] for name in tensors}
+            manifest = Manifest(step, created, writer, CHUNK, files, ordered, documents)
             folder.write_file(made / NAME, manifest.to_bytes())
             folder.commit(made, target)
     except OSError as error:

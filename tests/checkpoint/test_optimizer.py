@@ -1,0 +1,183 @@
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.checkpoint import pack_optimizer, unpack_optimizer
+from lezero.core.errors import FileError, OrderError
+from lezero.files import read_generation, write_generation
+
+
+def model(seed=0, dtype=torch.float32):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to(dtype)
+
+
+def grouped(module, kind, turned=False, **options):
+    weights = [p for n, p in module.named_parameters() if "weight" in n]
+    biases = [p for n, p in module.named_parameters() if "bias" in n]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0}]
+    return kind(groups[::-1] if turned else groups, lr=0.01, **options)
+
+
+def train(module, optimizer, count, seed):
+    torch.manual_seed(seed)
+    dtype = next(module.parameters()).dtype
+    for _ in range(count):
+        optimizer.zero_grad()
+        module(torch.randn(5, 4, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+
+
+KINDS = [
+    (torch.optim.AdamW, {"betas": (0.8, 0.95)}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"amsgrad": True, "foreach": False}),
+    (torch.optim.SGD, {}),
+    (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_comes_back_bit_for_bit(tmp_path, kind, options, dtype):
+    first = model(dtype=dtype)
+    optimizer = grouped(first, kind, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+    train(first, optimizer, 3, seed=1)
+    scheduler.step()
+    tensors, document = pack_optimizer(optimizer, dict(first.named_parameters()))
+    path = write_generation(tmp_path, 1, tensors=tensors, documents={"optimizer": document})
+    second = model(seed=5, dtype=dtype)
+    second.load_state_dict(first.state_dict())
+    train(first, optimizer, 3, seed=2)
+
+    again = grouped(second, kind, turned=True)
+    train(copy.deepcopy(second), again, 0, seed=0)
+    read = read_generation(path)
+    unpack_optimizer(
+        again, dict(second.named_parameters()), read.tensors, read.documents["optimizer"]
+    )
+    assert {g["lr"] for g in again.param_groups} == {0.01 * 0.7}
+    if "betas" in options:
+        assert again.param_groups[0]["betas"] == (0.8, 0.95)
+    train(second, again, 3, seed=2)
+    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def packed(**options):
+    module = model()
+    optimizer = grouped(module, torch.optim.AdamW, **options)
+    train(module, optimizer, 1, seed=0)
+    return module, optimizer, *pack_optimizer(optimizer, dict(module.named_parameters()))
+
+
+def test_names_say_what_is_meant():
+    _, _, tensors, document = packed()
+    assert "optimizer/0.weight/exp_avg" in tensors
+    assert tensors["optimizer/2.bias/step"].shape == ()
+    assert document["class"] == "AdamW"
+    assert document["groups"][1]["parameters"] == ["0.bias", "2.bias"]
+    json.dumps(document, allow_nan=False)
+
+
+def test_a_tensor_learning_rate_stays_the_same_tensor():
+    module, _, _, _ = packed()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=torch.tensor(0.25))
+    tensors, document = pack_optimizer(optimizer, dict(module.named_parameters()))
+    rate = optimizer.param_groups[0]["lr"]
+    rate.fill_(9)
+    unpack_optimizer(optimizer, dict(module.named_parameters()), tensors, document)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.25
+
+
+def test_state_is_copied_and_old_state_goes():
+    module, optimizer, tensors, document = packed()
+    unpack_optimizer(optimizer, dict(module.named_parameters()), tensors, document)
+    state = optimizer.state[module[0].weight]["exp_avg"]
+    assert state.data_ptr() != tensors["optimizer/0.weight/exp_avg"].data_ptr()
+    fresh = grouped(module, torch.optim.AdamW)
+    unpack_optimizer(
+        optimizer,
+        dict(module.named_parameters()),
+        *pack_optimizer(fresh, dict(module.named_parameters())),
+    )
+    assert not optimizer.state
+
+
+def broken(change):
+    module, optimizer, tensors, document = packed()
+    before = copy.deepcopy(optimizer.state_dict())
+    change(tensors, document)
+    try:
+        unpack_optimizer(optimizer, dict(module.named_parameters()), tensors, document)
+    finally:
+        after = optimizer.state_dict()
+        assert before["param_groups"] == after["param_groups"]
+        assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
+
+
+BREAKS = {
+    "missing tensor": (
+        lambda t, d: t.pop("optimizer/0.bias/exp_avg"),
+        "state tensors .* missing: optimizer/0.bias/exp_avg",
+    ),
+    "extra tensor": (
+        lambda t, d: t.update({"optimizer/x/exp_avg": torch.zeros(1)}),
+        "not expected: optimizer/x/exp_avg",
+    ),
+    "missing parameter": (
+        lambda t, d: d["parameters"].pop("2.bias"),
+        "optimizer parameters .* missing: 2.bias",
+    ),
+    "extra parameter": (
+        lambda t, d: d["parameters"].update(y=d["parameters"]["2.bias"]),
+        "not expected: y",
+    ),
+    "shape": (
+        lambda t, d: d["parameters"]["2.bias"].update(shape=[3]),
+        r"'2.bias' has shape \(2,\); its optimizer state was saved for \(3,\)",
+    ),
+    "class": (lambda t, d: d.update({"class": "SGD"}), "state of SGD, this optimizer is AdamW"),
+    "groups": (
+        lambda t, d: d["groups"][0]["parameters"].append(d["groups"][1]["parameters"].pop()),
+        "was not a group",
+    ),
+    "record": (lambda t, d: d.pop("groups"), "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_does_not_fit_is_named_and_changes_nothing(name):
+    change, text = BREAKS[name]
+    with pytest.raises(FileError, match=text):
+        broken(change)
+
+
+def test_an_optimizer_of_another_model_is_an_error():
+    module = model()
+    optimizer = torch.optim.AdamW(model().parameters())
+    with pytest.raises(OrderError, match=r"group 0 .* \(number 0, shape \(8, 4\)\)"):
+        pack_optimizer(optimizer, dict(module.named_parameters()))
+
+
+def test_state_that_is_no_tensor_and_no_value_is_refused():
+    module = model()
+    optimizer = torch.optim.LBFGS(module.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = module(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(FileError, match="cannot be saved"):
+        pack_optimizer(optimizer, dict(module.named_parameters()))

@@ -1,0 +1,232 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+
+from lezero.checkpoint import Saver, load, read_mark
+from lezero.core.errors import ConfigError, FileError
+from lezero.files import list_generations, read_generation
+
+
+def steps(root):
+    return [int(path.name[5:]) for path in list_generations(root)]
+
+
+def test_save_copies_now_and_writes_later(tmp_path):
+    weight = torch.arange(6.0)
+    document = {"lr": [0.1]}
+    with Saver(tmp_path) as saver:
+        assert saver.save(1, {"model/w": weight, "model/tied": weight}, {"state": document})
+        weight.add_(100)
+        document["lr"].append(0.2)
+        assert saver.wait() is None
+        assert saver.stall_seconds > 0
+        assert saver.write_seconds > 0
+    loaded = load(tmp_path)
+    assert loaded.step == 1
+    assert torch.equal(loaded.tensors["model/w"], torch.arange(6.0))
+    assert loaded.tensors["model/tied"].data_ptr() == loaded.tensors["model/w"].data_ptr()
+    assert loaded.documents == {"state": {"lr": [0.1]}}
+    assert list(loaded.section("model")) == ["w", "tied"]
+
+
+def test_buffers_are_reused_and_follow_a_new_shape(tmp_path):
+    with Saver(tmp_path) as saver:
+        saver.prepare({"w": torch.zeros(4)})
+        block = saver._buffers._views["w"].data_ptr()
+        for step in (1, 2):
+            saver.save(step, {"w": torch.full((4,), float(step))}, {})
+            assert saver._buffers._views["w"].data_ptr() == block
+        saver.save(3, {"w": torch.ones(2, 2).t(), "e": torch.empty(0, dtype=torch.int8)}, {})
+    assert torch.equal(
+        read_generation(tmp_path / "step-00000002").tensors["w"], torch.full((4,), 2)
+    )
+    assert load(tmp_path).tensors["e"].dtype == torch.int8
+
+
+def test_retention_keeps_newest_and_marked(tmp_path):
+    with Saver(tmp_path, keep=2) as saver:
+        for step in range(1, 7):
+            saver.save(step, {"w": torch.zeros(3)}, {})
+            if step in (2, 4):
+                saver.mark("best", step)
+        saver.wait()
+        assert steps(tmp_path) == [4, 5, 6]
+        assert read_mark(tmp_path, "best") == 4
+        assert load(tmp_path, mark="best").step == 4
+        saver.mark("last", 6)
+        assert load(tmp_path, mark="last").step == 6
+        with pytest.raises(FileError, match="no generation 1 to mark"):
+            saver.mark("best", 1)
+        with pytest.raises(FileError, match=r"'\.\./x'"):
+            saver.mark("../x", 6)
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
+
+
+def test_a_damaged_mark_is_told_and_stops_pruning(tmp_path):
+    with Saver(tmp_path, keep=1) as saver:
+        saver.save(1, {}, {})
+        saver.mark("best", 1)
+        saver.wait()
+        (tmp_path / "best.json").write_text(
+            (tmp_path / "best.json").read_text().replace("1}", "7}")
+        )
+        saver.save(2, {}, {})
+        saver.wait()
+        assert steps(tmp_path) == [1, 2]
+    with pytest.raises(FileError, match=r"best\.json"):
+        load(tmp_path, mark="best")
+    with pytest.raises(FileError, match="no generation is marked 'worst'"):
+        load(tmp_path, mark="worst")
+
+
+def test_a_failed_write_is_told_and_the_next_one_works(tmp_path, monkeypatch):
+    told = []
+    saver = Saver(tmp_path, on_error=lambda step, error: told.append((step, str(error))))
+    saver.save(1, {"w": torch.ones(3)}, {})
+    saver.wait()
+    real = os.write
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    assert saver.save(2, {"w": torch.ones(3)}, {})
+    saver.mark("best", 2)
+    assert isinstance(saver.wait(), FileError)
+    assert told[0][0] == 2
+    assert "disk is full" in told[0][1]
+    monkeypatch.setattr(os, "write", real)
+    assert (load(tmp_path).step, read_mark(tmp_path, "best")) == (1, None)
+    saver.save(3, {"w": torch.ones(3)}, {})
+    assert saver.wait() is None
+    assert steps(tmp_path) == [1, 3]
+    saver.close()
+
+
+def test_the_default_report_is_one_message_and_a_broken_callback_does_no_harm(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("in the way")
+    with Saver(tmp_path / "file") as saver:
+        saver.save(1, {}, {})
+        assert "cannot be made" in str(saver.wait())
+
+    def broken(step, error):
+        raise ValueError("oops")
+
+    with Saver(tmp_path / "file", on_error=broken) as saver:
+        saver.save(1, {}, {})
+        assert saver.wait() is not None
+
+
+def test_busy_policies(tmp_path, monkeypatch):
+    from lezero.checkpoint import saver as module
+
+    go = threading.Event()
+    real = module.write_generation
+
+    def slow(*args, **kwargs):
+        go.wait(5)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "write_generation", slow)
+    with Saver(tmp_path, busy="skip") as saver:
+        assert saver.save(1, {}, {})
+        assert not saver.save(2, {}, {})
+        go.set()
+    assert steps(tmp_path) == [1]
+    go.clear()
+    with Saver(tmp_path) as saver:
+        assert saver.save(3, {}, {})
+        threading.Timer(0.2, go.set).start()
+        assert saver.save(4, {}, {})
+        assert saver.stall_seconds > 0.1
+    assert steps(tmp_path) == [1, 3, 4]
+
+
+def test_bad_arguments_raise_at_once(tmp_path):
+    with pytest.raises(ConfigError, match="keep: got 0"):
+        Saver(tmp_path, keep=0)
+    with pytest.raises(ConfigError, match="busy: got 'never'"):
+        Saver(tmp_path, busy="never")
+    with Saver(tmp_path) as saver:
+        with pytest.raises(FileError, match=r"documents\.state\.x: nan"):
+            saver.save(1, {}, {"state": {"x": float("nan")}})
+        with pytest.raises(FileError, match=r"tensor 'w'.*meta"):
+            saver.save(1, {"w": torch.empty(1, device="meta")}, {})
+    assert steps(tmp_path) == []
+
+
+def test_rewind_moves_the_left_history_aside(tmp_path):
+    with Saver(tmp_path) as saver:
+        for step in (1, 2, 3):
+            saver.save(step, {}, {})
+        moved = saver.rewind(1)
+        assert len(moved) == 2
+        assert all(path.is_dir() for path in moved)
+        assert load(tmp_path).step == 1
+
+
+WRITER = """
+import sys, torch
+from lezero.checkpoint import Saver
+saver = Saver(sys.argv[1], keep=2)
+step = int(sys.argv[2])
+weight = torch.empty(200_000)
+print("ready", flush=True)
+while True:
+    step += 1
+    weight.fill_(step)
+    saver.save(step, {"a": weight, "b": torch.full((3,), float(step))}, {"state": {"step": step}})
+    saver.mark("best", step)
+"""
+
+
+def test_killed_at_any_moment_a_good_generation_stands(tmp_path):
+    chance = random.Random(3)
+    newest = 0
+    with_leftovers = 0
+    for _ in range(6):
+        command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path), str(newest)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            first = newest
+            while not steps(tmp_path) or max(steps(tmp_path)) <= first:
+                time.sleep(0.002)
+            seen = set()
+            end = time.monotonic() + chance.uniform(0, 0.3)
+            while time.monotonic() < end:  # a reader beside a writer that prunes
+                loaded = load(tmp_path)
+                assert not loaded.rejected
+                check(loaded)
+                seen.add(loaded.step)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+        loaded = load(tmp_path)
+        assert not loaded.rejected
+        assert loaded.step > first
+        check(loaded)
+        for path in list_generations(tmp_path):
+            read_generation(path)
+        newest = loaded.step
+        with_leftovers += any(name.startswith(".tmp") for name in os.listdir(tmp_path))
+    with Saver(tmp_path) as saver:
+        saver.save(newest + 1, {}, {})
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
+
+
+def check(loaded):
+    assert loaded.documents["state"]["step"] == loaded.step
+    assert torch.equal(loaded.tensors["a"], torch.full((200_000,), float(loaded.step)))
+    assert torch.equal(loaded.tensors["b"], torch.full((3,), float(loaded.step)))
