@@ -43,6 +43,7 @@ from lezero.elastic.worker import ERROR_FILE, die_with_parent, python_command
 
 _MONITOR_S = 0.05
 _PEER_GRACE_S = 5.0
+_TWIN_S = 1.0
 _SUBREAPER = 36
 
 
@@ -82,7 +83,9 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._failures(worker_group):
             time.sleep(_MONITOR_S)  # the ranks of one accident are not gone at the same instant
-            cause = first_cause(self._failures(worker_group))
+            cause = self._told_by_first_rank(
+                first_cause(self._failures(worker_group)), worker_group
+            )
             self._stop(signal.SIGTERM, _PEER_GRACE_S)
             self._judge(worker_group, cause)
         return super()._monitor_workers(worker_group)
@@ -96,6 +99,21 @@ class Agent(LocalElasticAgent):
                 record = read_record(self._pcontext.error_files[local])  # type: ignore[union-attr]
                 found.append(Failure(rank, code, record))
         return found
+
+    def _told_by_first_rank(self, cause: Failure, worker_group: WorkerGroup) -> Failure:
+        """Rank 0's failure instead of `cause` when it is the same one, explained by the command.
+
+        Every rank then explains it, and rank 0, which has the terminal, is about to or just did.
+        """
+        end = time.monotonic() + _TWIN_S
+        while cause.rank and cause.final and cause.record.get("kind") == "exit":
+            for other in self._failures(worker_group):
+                if other.rank == 0 and other.code == cause.code:
+                    return other
+            if time.monotonic() > end:
+                break
+            time.sleep(_MONITOR_S)
+        return cause
 
     def _judge(self, worker_group: WorkerGroup, cause: Failure) -> None:
         """Says what happened; leaves torch no restart where none can help."""
