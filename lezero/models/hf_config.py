@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
-from lezero.models.config import RopeScaling, TransformerConfig
+from lezero.models.config import TransformerConfig
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -204,8 +204,3 @@ def _kind(config: TransformerConfig) -> str:
             f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
         )
     return kind
-
-
-def scaling_kinds() -> tuple[str, ...]:
-    """The RoPE scalings that both sides know."""
-    return tuple(RopeScaling.model_fields["kind"].annotation.__args__)  # type: ignore[union-attr]

@@ -7,10 +7,11 @@ prefix `model.` there.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +92,18 @@ def _weight_files(root: Path) -> list[Path]:
     raise FileError(f"{root}: has neither {_SINGLE} nor {_INDEX}")
 
 
-Loader = Any  # (shape, read): the shape is known before a byte of the tensor is read
+# One stored tensor: its name here, its shape, and what brings it into memory.
+Stored = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 
 
-def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...], Any]]:
-    """(name here, shape, read) for each tensor; `read()` brings it into memory."""
+def _tensors(files: Iterable[Path]) -> Iterator[Stored]:
     for path in files:
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118
                     shape = tuple(file.get_slice(name).get_shape())
-                    yield name.removeprefix("model."), shape, lambda n=name, f=file: f.get_tensor(n)
+                    read = functools.partial(file.get_tensor, name)
+                    yield name.removeprefix("model."), shape, read
         except SafetensorError as error:
             raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
         except OSError as error:
@@ -110,7 +112,7 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, tuple[int, ...], Any]
 
 def fill(
     model: Transformer,
-    tensors: Iterable[tuple[str, tuple[int, ...], Any]],
+    tensors: Iterable[Stored],
     dtype: torch.dtype | None,
     source: str,
 ) -> None:
@@ -165,7 +167,7 @@ def save_hf(
     becomes the model's. Everything is written to a folder aside first and then moved in,
     `config.json` last, so a failed save leaves what was there. Returns the folder.
     """
-    root = Path(folder)
+    root = Path(folder).absolute()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
     state = {_name_there(name): tensor for name, tensor in export(model).items()}
@@ -239,7 +241,7 @@ def _move_in(aside: Path, root: Path) -> None:
     for path in root.glob("model*.safetensors*"):
         if path.name not in fresh:
             path.unlink()
-    for name in sorted(fresh - {"config.json"}) + ["config.json"]:
+    for name in [*sorted(fresh - {"config.json"}), "config.json"]:
         with open(aside / name, "rb") as file:
             os.fsync(file.fileno())
         os.replace(aside / name, root / name)
@@ -269,8 +271,9 @@ def _special_tokens(folder: Path) -> dict[str, int]:
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
-        if text in added and isinstance(added[text], int):
-            ids[f"{kind}_token_id"] = added[text]
+        number = added.get(text)
+        if isinstance(text, str) and isinstance(number, int):
+            ids[f"{kind}_token_id"] = number
     return ids
 
 
