@@ -1,0 +1,164 @@
+"""`from_pytorch`: takes a PyTorch module into use, with its weights, and checks both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lezero.core.errors import LeZeroError, NumericsError
+from lezero.hub.load import load_into
+from lezero.hub.weights import read_weights
+
+
+class NotAModuleError(LeZeroError, TypeError):
+    """What was given is no `torch.nn.Module` that LeZero can work on."""
+
+
+def from_pytorch(
+    module: nn.Module,
+    state_dict_path: str | os.PathLike[str] | None = None,
+    *,
+    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any] | None = None,
+    strict: bool = True,
+) -> nn.Module:
+    """Returns `module` itself, checked and, where a path is given, with the weights of that file.
+
+    LeZero works on plain modules, so nothing is converted: the parameters are the ones you had
+    and so are their names, and every verb also takes a module that never came through here. What
+    this adds is safe loading and checks.
+
+    - It refuses what the verbs cannot work on: something that is no module, a TorchScript module,
+      a module already wrapped by torch.compile, DDP or DataParallel (their names differ).
+    - With `state_dict_path`: a `.safetensors` file, or a `.pt`/`.pth` file read with
+      `weights_only=True`. Names, shapes and kinds are checked before anything is copied, so a
+      failed load leaves the module as it was. Tied weights stay tied; a module on the meta device
+      gets the tensors (in its own dtype) in place of its placeholders. Weights that are not
+      finite, or that lose precision in the module's dtype, are named in a warning.
+    - With `example_inputs` (a tensor, a sequence of positional or a mapping of keyword
+      arguments): the module is run in eval mode without gradients, and its outputs must equal,
+      within `torch.testing.assert_close`'s tolerance, those of a reference: with a path,
+      PyTorch's own `functional_call` on the tensors of the file; without one, there is nothing
+      to compare with but a second run, which finds a module whose outputs do not repeat. Both
+      runs start from the same random state of the CPU. Training flags, buffers and that random
+      state are as before afterwards.
+
+    Args:
+        module: any `torch.nn.Module`.
+        state_dict_path: file of weights, or None.
+        example_inputs: as above, or None for no check.
+        strict: False lets keys be missing or left over (they are named in a warning); shapes
+            must agree all the same, as in torch.
+
+    Errors: `NotAModuleError` (also a `TypeError`); `FileError` for a file that cannot be read,
+    is refused or does not fit the module; `NumericsError` where outputs differ.
+    """
+    _check_module(module)
+    loaded: dict[str, Any] | None = None
+    if state_dict_path is not None:
+        loaded = load_into(module, read_weights(state_dict_path), str(state_dict_path), strict)
+    if example_inputs is not None:
+        _check_outputs(module, loaded, example_inputs)
+    return module
+
+
+def _check_module(module: object) -> None:
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise NotAModuleError(f"got the class {module.__name__}; make one first: "
+                              f"from_pytorch({module.__name__}(...))")  # fmt: skip
+    if isinstance(module, (str, os.PathLike)):
+        raise NotAModuleError(
+            f"got the path '{os.fspath(module)}' as the module; a file of weights holds no "
+            "architecture: from_pytorch(module, path)"
+        )
+    if isinstance(module, Mapping):
+        raise NotAModuleError(
+            f"got a {type(module).__name__} (a state dict?) as the module; build the module and "
+            "call module.load_state_dict(...), or save it to a file: from_pytorch(module, path)"
+        )
+    if not isinstance(module, nn.Module):
+        raise NotAModuleError(f"got a {type(module).__name__}; allowed is a torch.nn.Module")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotAModuleError(
+            "got a TorchScript module, whose layers cannot be changed; give the module it was "
+            "scripted or traced from"
+        )
+    wrapped = {"_orig_mod": "torch.compile", "module": "DistributedDataParallel or DataParallel"}
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for name, wrapper in wrapped.items():
+        if name in module._modules and (name == "_orig_mod" or isinstance(module, wrappers)):
+            raise NotAModuleError(
+                f"got a module wrapped by {wrapper}, which renames every parameter; give the "
+                f"module inside it (wrapped.{name}) and wrap or compile afterwards"
+            )
+
+
+def _check_outputs(module: nn.Module, loaded: dict[str, Any] | None, example_inputs: Any) -> None:
+    args, kwargs = _arguments(example_inputs)
+    with _quiet(module):
+        ours = _tensors(module(*args, **kwargs))
+    with _quiet(module):
+        if loaded is None:
+            wanted, against = module(*args, **kwargs), "a second run of the same module"
+        else:
+            given = _reference(module, loaded)
+            wanted = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+            against = "PyTorch's functional_call on the tensors of the file"
+        theirs = _tensors(wanted)
+    if len(ours) != len(theirs):
+        raise NumericsError(
+            f"the module gives {len(ours)} output tensors and {against} gives {len(theirs)}"
+        )
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        try:
+            torch.testing.assert_close(mine, other, equal_nan=True)
+        except AssertionError as error:
+            detail = "; ".join(line for line in str(error).splitlines() if line)
+            raise NumericsError(
+                f"output {index} of the module on example_inputs differs from {against}: {detail}"
+            ) from None
+
+
+def _reference(module: nn.Module, loaded: dict[str, Any]) -> dict[str, Tensor]:
+    """The file's own tensors in the module's dtypes, where a name of the file is one of it."""
+    state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    state.update(module.named_buffers(remove_duplicate=False))
+    return {
+        name: value.detach().to(state[name].device, state[name].dtype, copy=True)
+        for name, value in loaded.items()
+        if name in state and isinstance(value, Tensor)
+    }
+
+
+def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return tuple(given), {}
+    return (given,), {}
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def _quiet(module: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients, one random state; all of it and the buffers put back afterwards."""
+    flags = [(part, part.training) for part in module.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for part, training in flags:
+            part.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

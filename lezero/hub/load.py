@@ -1,0 +1,257 @@
+"""Puts named tensors into a module: everything is checked before the first value is copied.
+
+[Note: The rehearsal] What a module accepts is decided by its own load hooks (renamed keys of old
+files, lazily sized layers), so key lists alone cannot tell. The load is therefore rehearsed on a
+twin without memory: a deep copy whose parameters and buffers are on the meta device. Only a load
+that the twin accepts is made on the module.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.core.errors import FileError
+from lezero.nn.unsized import UnsizedParameter
+
+_SHOWN = 5
+
+
+def load_into(
+    module: nn.Module, tensors: dict[str, Any], source: str, strict: bool
+) -> dict[str, Any]:
+    """Loads `tensors` in place; `source` names them in errors. Returns them by name, those that
+    ties complete included.
+
+    Raises `FileError` naming missing, left-over, misshapen and mistyped keys; the module is then
+    as it was.
+    """
+    tied = _complete_ties(module, tensors, source)
+    given = tensors | tied
+    missing, unexpected = _rehearse(module, given, source)
+    _check_keys(missing, unexpected, given, source, strict)
+    state = _state(module)
+    _check_kinds(state, given, source)
+    _check_finite(tensors, source)
+    meta = any(tensor.is_meta for tensor in state.values())
+    if meta:
+        _check_meta(module, state, given, missing, source)
+    values = _assignable(module, given) if meta else given
+    module.load_state_dict(values, strict=False, assign=meta)
+    return given
+
+
+def _state(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by every name it has, those not saved included."""
+    found: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    found.update(module.named_buffers(remove_duplicate=False))
+    return found
+
+
+def _complete_ties(module: nn.Module, tensors: dict[str, Any], source: str) -> dict[str, Any]:
+    """Keys that the file leaves out because the module ties them to one that it holds."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in _state(module).items():
+        groups.setdefault(id(tensor), []).append(name)
+    added: dict[str, Any] = {}
+    for names in groups.values():
+        held = [name for name in names if name in tensors]
+        for name in held[1:]:
+            if not _same(tensors[held[0]], tensors[name]):
+                raise FileError(
+                    f"{source}: '{held[0]}' and '{name}' differ in the file, but the module ties "
+                    "them, so it can hold only one. Build the module without the tie, or remove "
+                    "the wrong one from the file"
+                )
+        if held:
+            added |= {name: tensors[held[0]] for name in names if name not in tensors}
+    return added
+
+
+def _same(a: object, b: object) -> bool:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _rehearse(module: nn.Module, given: dict[str, Any], source: str) -> tuple[list[str], list[str]]:
+    """Missing and unexpected keys as the module's own loading sees them; shapes must agree."""
+    memo: dict[int, Any] = {}
+    for tensor in _state(module).values():
+        if isinstance(tensor, UnsizedParameter):
+            memo[id(tensor)] = tensor.again(torch.empty(0, device="meta", dtype=tensor.dtype))
+        elif not nn.parameter.is_lazy(tensor):
+            twin: Tensor = torch.empty_like(tensor, device="meta")
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = twin
+    try:
+        twin_module = copy.deepcopy(module, memo)
+        shapes = {k: v.to("meta") if isinstance(v, Tensor) else v for k, v in given.items()}
+    except Exception:  # a module that holds a lock or a file cannot be copied: compare names
+        state = dict.fromkeys(module.state_dict(keep_vars=True))
+        _check_shapes(_state(module), given, source)
+        return [k for k in state if k not in given], [k for k in given if k not in state]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # copying into meta tensors is a no-op: intended
+            result = twin_module.load_state_dict(shapes, strict=False)
+    except RuntimeError as error:
+        _check_shapes(_state(module), given, source)
+        text = " ".join(str(error).split())
+        raise FileError(f"{source}: does not fit the module: {text}") from None
+    return list(result.missing_keys), list(result.unexpected_keys)
+
+
+def _check_shapes(state: dict[str, Tensor], given: dict[str, Any], source: str) -> None:
+    wrong = []
+    for name, value in given.items():
+        wanted = state.get(name)
+        if wanted is None or nn.parameter.is_lazy(wanted) or not isinstance(value, Tensor):
+            continue
+        if wanted.shape != value.shape:
+            wrong.append(f"'{name}' is {tuple(value.shape)}, the module's {tuple(wanted.shape)}")
+    if wrong:
+        raise FileError(
+            f"{source}: {len(wrong)} of {len(given)} tensors have another shape than the module: "
+            f"{_some(wrong)}. The file is of another size of this model, or the module was built "
+            "with other settings"
+        )
+
+
+def _check_keys(
+    missing: list[str], unexpected: list[str], given: dict[str, Any], source: str, strict: bool
+) -> None:
+    if not missing and not unexpected:
+        return
+    parts = []
+    if missing:
+        parts.append(f"missing in the file: {_some(_nearest(missing, unexpected))}")
+    if unexpected:
+        parts.append(f"not in the module: {_some(_nearest(unexpected, missing))}")
+    text = f"{source}: {'; '.join(parts)}"
+    if missing and len(unexpected) == len(given):
+        raise FileError(f"{text}. No key of the file fits.{_prefix(missing, unexpected)}")
+    if strict:
+        raise FileError(f"{text}. Use strict=False to load the rest anyway")
+    warnings.warn(text, stacklevel=4)
+
+
+def _nearest(keys: list[str], others: list[str]) -> Iterable[str]:
+    for index, key in enumerate(keys):
+        near = difflib.get_close_matches(key, others, n=1) if index < _SHOWN else []
+        yield f"'{key}' (nearest there: '{near[0]}')" if near else f"'{key}'"
+
+
+def _prefix(missing: list[str], unexpected: list[str]) -> str:
+    for key in missing[:1]:
+        for other in unexpected:
+            if other.endswith("." + key):
+                prefix = other.removesuffix(key)
+                return (
+                    f" Its keys start with '{prefix}', as a wrapper's do: save the state dict of "
+                    f"the module inside it, or rename: {{k.removeprefix({prefix!r}): v for k, v "
+                    "in state.items()}"
+                )
+            if key.endswith("." + other):
+                prefix = key.removesuffix(other)
+                return (
+                    f" The module's keys start with '{prefix}': load into "
+                    f"module.{prefix.removesuffix('.')} instead"
+                )
+    return ""
+
+
+def _check_finite(tensors: dict[str, Any], source: str) -> None:
+    bad = []
+    for name, tensor in tensors.items():
+        floating = isinstance(tensor, Tensor) and tensor.is_floating_point()
+        if floating and tensor.dtype.itemsize > 1 and tensor.layout == torch.strided:
+            count = tensor.numel() - int(torch.isfinite(tensor).sum())
+            if count:
+                bad.append(f"'{name}' ({count} of {tensor.numel()})")
+    if bad:
+        warnings.warn(
+            f"{source}: {len(bad)} tensors hold NaN or infinite values: {_some(bad)}; "
+            "the model will most likely give NaN",
+            stacklevel=4,
+        )
+
+
+def _check_kinds(state: dict[str, Tensor], given: dict[str, Any], source: str) -> None:
+    """Integers must not turn into floats unseen, and rounding is said."""
+    wrong, rounded = [], []
+    for name, value in given.items():
+        wanted = state.get(name)
+        if wanted is None or not isinstance(value, Tensor) or wanted.dtype == value.dtype:
+            continue
+        kinds = f"'{name}' is {value.dtype}, the module's {wanted.dtype}"
+        if wanted.is_floating_point() != value.is_floating_point():
+            wrong.append(kinds)
+        elif torch.promote_types(wanted.dtype, value.dtype) != wanted.dtype:
+            rounded.append(kinds)
+    if wrong:
+        raise FileError(
+            f"{source}: {_some(wrong)}: integers and floating-point numbers are not converted into "
+            "each other. If the file is quantized, dequantize it first"
+        )
+    if rounded:
+        warnings.warn(
+            f"{source}: {len(rounded)} tensors are rounded to the module's type: {_some(rounded)}",
+            stacklevel=4,
+        )
+
+
+def _assignable(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """Values to put in place of a module's own tensors: its dtype, copies of their own (the file
+    may be mapped, and may be replaced later), one object where the module ties names."""
+    state, made = _state(module), {}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        old = state.get(name)
+        if old is None or not isinstance(value, Tensor) or nn.parameter.is_lazy(old):
+            values[name] = value
+            continue
+        if id(old) not in made:
+            device = "cpu" if old.is_meta else old.device
+            new = value.detach().to(device, old.dtype, copy=True)
+            if isinstance(old, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=old.requires_grad)
+            made[id(old)] = new
+        values[name] = made[id(old)]
+    return values
+
+
+def _check_meta(
+    module: nn.Module,
+    state: dict[str, Tensor],
+    given: dict[str, Any],
+    missing: list[str],
+    source: str,
+) -> None:
+    saved = module.state_dict(keep_vars=True)
+    left = [
+        name
+        for name, tensor in state.items()
+        if tensor.is_meta and name not in given and (name in missing or name not in saved)
+    ]
+    if left:
+        raise FileError(
+            f"{source}: the module is on the meta device, and the file does not hold "
+            f"{_some(map(repr, left))}, which would stay without values. Build the module on the "
+            "CPU, or fill these yourself before the call"
+        )
+
+
+def _some(items: Iterable[str]) -> str:
+    listed = list(items)
+    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + more
