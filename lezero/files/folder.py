@@ -68,30 +68,29 @@ def remove_stale(root: Path) -> list[Path]:
         if not entry.name.startswith(_TMP):
             continue
         path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False):
-            if _abandoned(path):
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path)
-        elif _old(path):
-            path.unlink(missing_ok=True)
+        if entry.is_dir(follow_symlinks=False) and _abandoned(path):
+            shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
 
 
 def write_file(path: Path, data: bytes) -> None:
     """Writes a small file whole or not at all: aside, made durable, renamed."""
-    made = path.with_name(f"{_TMP}{path.name}-{secrets.token_hex(4)}")
     try:
-        with open(made, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
+        with aside(path.absolute().parent, path.name) as made:
+            write_durable(made / path.name, data)
+            os.replace(made / path.name, path)
+            sync_folder(path.absolute().parent)
     except OSError as error:
-        with suppress(OSError):
-            made.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
-    sync_folder(path.parent)
+
+
+def write_durable(path: Path, data: bytes) -> None:
+    """Writes a new file that is on the disk when this returns."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def open_regular(name: str, where: str, folder: int | None = None) -> int:

@@ -115,7 +115,7 @@ def write_generation(
             writer = f"lezero {_version()}"
             ordered = {name: entries[name] for name in tensors}
             manifest = Manifest(step, created, writer, CHUNK, files, ordered, documents)
-            folder.write_file(made / NAME, manifest.to_bytes())
+            folder.write_durable(made / NAME, manifest.to_bytes())
             folder.commit(made, target)
     except OSError as error:
         raise folder.cannot_write(target, error, needed) from error

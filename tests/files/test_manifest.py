@@ -1,7 +1,6 @@
 """Manifests made by a stranger: the digest is right, what they say is not."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -94,14 +93,14 @@ def test_unknown_fields_are_left_alone(forge):
     assert read_generation(forge(lambda b: b.update(signature="x"))).step == 1
 
 
-def test_too_many_tensors_are_refused_at_once(forge):
-    def change(body):
-        body["tensors"] = {str(i): None for i in range((1 << 20) + 1)}
+def test_too_many_tensors_are_refused_at_once(forge, monkeypatch):
+    monkeypatch.setattr("lezero.files.manifest._MAX_TENSORS", 1000)
 
-    began = time.monotonic()
-    with pytest.raises(CorruptError, match="more than 1,048,576 tensors"):
+    def change(body):
+        body["tensors"] = {str(i): None for i in range(1001)}
+
+    with pytest.raises(CorruptError, match="more than 1,000 tensors"):
         read_generation(forge(change))
-    assert time.monotonic() - began < 20
 
 
 def test_a_claimed_terabyte_is_refused_without_allocating(forge):
