@@ -1,1 +1,31 @@
 """Readable reference models and their plain generation."""
+
+from lezero.models.cache import KVCache
+from lezero.models.config import RopeScaling, TransformerConfig, count_parameters
+from lezero.models.generate import generate, generate_stream
+from lezero.models.gguf import gguf_tokenizer, load_gguf, packaged_gguf
+from lezero.models.huggingface import load_hf, save_hf, stop_tokens
+from lezero.models.presets import PRESETS, preset
+from lezero.models.sampling import Sampling
+from lezero.models.transformer import Attention, Transformer, TransformerBlock
+
+__all__ = [
+    "PRESETS",
+    "Attention",
+    "KVCache",
+    "RopeScaling",
+    "Sampling",
+    "Transformer",
+    "TransformerBlock",
+    "TransformerConfig",
+    "count_parameters",
+    "generate",
+    "generate_stream",
+    "gguf_tokenizer",
+    "load_gguf",
+    "load_hf",
+    "packaged_gguf",
+    "preset",
+    "save_hf",
+    "stop_tokens",
+]

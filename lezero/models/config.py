@@ -76,7 +76,7 @@ class RopeScaling(Config):
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and high <= low:
             raise _refuse(
-                "high_freq_factor", high, f"got {high}, must exceed low_freq_factor {low}"
+                "high_freq_factor", high, f"got {high}, must be above {low}"
             )
         return self
 
