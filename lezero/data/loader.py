@@ -1,0 +1,161 @@
+"""Rows to batches. A cursor counts samples over all ranks, so a resume repeats and skips none.
+
+Sample s is row `Order(seed, rows).at(s)`. One step takes the samples cursor .. cursor + batch; rank
+r of w takes the r-th of w equal, contiguous parts. The same global batch therefore comes at any
+world size and any accumulation. Reading is a copy from mapped memory (microseconds a row), so there
+is no background thread to feed, stop or resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from lezero.core.errors import ConfigError
+from lezero.data import order
+from lezero.data.order import Order
+
+if TYPE_CHECKING:
+    import torch
+
+    Batch = dict[str, torch.Tensor]
+
+IGNORED = -100
+
+
+class Rows(Protocol):
+    """A data set: rows of equal length, reachable by number.
+
+    The loader asks for `len`, then for single rows in any order, from one thread. `digest` names
+    the content: a resume refuses data of another digest.
+    """
+
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """tokens (T,) and targets (T,) as int64; a target of -100 carries no loss."""
+        ...
+
+
+class Loader:
+    """An endless iterator over this rank's part of each global batch.
+
+    rows: the data. batch: sequences of one step over all ranks. seed: of the order.
+    rank, world: this process and how many there are.
+    """
+
+    def __init__(
+        self, rows: Rows, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1
+    ) -> None:
+        if batch < 1 or batch % world:
+            raise ConfigError(
+                f"batch: got {batch}, which {world} rank(s) cannot share evenly; "
+                f"use a multiple of {world}"
+            )
+        if not 0 <= rank < world:
+            raise ConfigError(f"rank: got {rank}, allowed is 0 to {world - 1}")
+        if len(rows) < 1:
+            raise ConfigError("the data has no row")
+        self.rows, self.batch, self.rank, self.world = rows, batch, rank, world
+        self.order = Order(seed, len(rows))
+        self.samples = 0
+        """Samples taken so far by all ranks together."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        indices = [self.order.at(sample) for sample in self.mine(self.samples)]
+        self.samples += self.batch
+        return _collate([self.rows.row(index) for index in indices])
+
+    def mine(self, start: int) -> range:
+        """The samples of the step that starts at `start` which belong to this rank."""
+        part = self.batch // self.world
+        return range(start + self.rank * part, start + (self.rank + 1) * part)
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far, fractions included."""
+        return self.samples / len(self.rows)
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader is; the same on every rank and at every world size."""
+        return {
+            "format": order.FORMAT,
+            "samples": self.samples,
+            "seed": self.order.seed,
+            "rows": len(self.rows),
+            "digest": self.rows.digest,
+        }
+
+    def seek(self, state: dict[str, Any]) -> None:
+        """Goes where `state` was taken. `ConfigError` when data, seed or order differ."""
+        now = self.state()
+        if set(state) != set(now):
+            raise ConfigError(f"not a loader's state: it has {sorted(state)}")
+        if state["format"] != now["format"]:
+            raise ConfigError(
+                f"the checkpoint's data order has format {state['format']}, "
+                f"this version has {now['format']}"
+            )
+        for name, what in (("digest", "text, tokenizer or sequence"), ("rows", "rows"), ("seed", "seed")):
+            if state[name] != now[name]:
+                raise ConfigError(
+                    f"data: the {what} of the checkpoint ({state[name]}) and of this run "
+                    f"({now[name]}) differ, so samples would repeat or be skipped; "
+                    "use the same data, or start a new run"
+                )
+        samples = state["samples"]
+        if not isinstance(samples, int) or isinstance(samples, bool) or samples < 0:
+            raise ConfigError(f"samples: got {samples!r}, allowed is a count")
+        self.samples = samples
+
+
+class EvalLoader:
+    """Every row once, in order, split over the ranks; iterate it again for the same batches.
+
+    batch: sequences of one step over all ranks. limit: at most this many steps. All ranks get the
+    same number of batches of the same shape: what is missing at the end are rows without loss, so a
+    mean weighted by counted tokens over all ranks is the mean over the data.
+    """
+
+    def __init__(
+        self, rows: Rows, batch: int, *, rank: int = 0, world: int = 1, limit: int | None = None
+    ) -> None:
+        if batch < 1 or batch % world:
+            raise ConfigError(
+                f"batch: got {batch}, which {world} rank(s) cannot share evenly; "
+                f"use a multiple of {world}"
+            )
+        self.rows, self.batch, self.rank, self.world = rows, batch, rank, world
+        steps = -(-len(rows) // batch)
+        self.steps = steps if limit is None else min(steps, limit)
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        part = self.batch // self.world
+        for step in range(self.steps):
+            first = step * self.batch + self.rank * part
+            indices = range(first, first + part)
+            yield _collate([self._row(index) for index in indices])
+
+    def _row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if index < len(self.rows):
+            return self.rows.row(index)
+        tokens, targets = self.rows.row(0)
+        return tokens, np.full_like(targets, IGNORED)
+
+
+def _collate(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+    import torch
+
+    tokens_BT = np.stack([tokens for tokens, _ in rows]).astype(np.int64, copy=False)
+    targets_BT = np.stack([targets for _, targets in rows]).astype(np.int64, copy=False)
+    return {"tokens": torch.from_numpy(tokens_BT), "targets": torch.from_numpy(targets_BT)}
