@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def _libc() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Bytes that the C heap holds: in use by tensors and others, and free but kept."""
+    """Bytes that the C heap holds: in use by tensors and others, and free but still resident."""
 
     in_use: int
     kept: int
@@ -75,12 +76,14 @@ class HostPool:
         self.huge_pages = False
         self._heap_end = 0
         self._steps = 0
+        self._other = 0  # resident bytes that are not the heap's: libraries, stacks
 
     def enable(self) -> bool:
         """Starts keeping blocks; False where the flag, the platform or the C library forbids it."""
         libc = _libc()
         if libc is None or not flag("LEZERO_POOL"):
             return False
+        self._other = max(0, _resident() - _in_use(libc))
         self.enabled = bool(
             libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
             and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
@@ -114,8 +117,8 @@ class HostPool:
         libc = _libc()
         if libc is None:
             return PoolStats(0, 0)
-        info = libc.mallinfo2()
-        return PoolStats(info.uordblks + info.hblkhd, info.fordblks)
+        in_use = _in_use(libc)
+        return PoolStats(in_use, max(0, _resident() - self._other - in_use))
 
     def _advise_huge(self) -> None:
         """Asks for huge pages over the part of the heap that is new since the last call."""
@@ -128,6 +131,21 @@ class HostPool:
         if size > 0:
             self.huge_pages = libc.madvise(begin, size, _MADV_HUGEPAGE) == 0
         self._heap_end = begin + max(size, 0)
+
+
+def _in_use(libc: ctypes.CDLL) -> int:
+    info = libc.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def _resident() -> int:
+    """Resident bytes of this process. Free blocks that were given back count as free in malloc's
+    own books for ever, so only the kernel knows what is really kept."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def heap_range() -> tuple[int, int]:

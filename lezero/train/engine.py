@@ -99,7 +99,7 @@ class Engine:
         )
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self._stop = False
         self._compile = compile
         self._forms: speed.Forms | None = None
@@ -223,11 +223,11 @@ class Engine:
         finite = _is_finite(loss) and _is_finite(norm)
         skipped = None
         if finite:
-            self._skipped_in_a_row = 0
+            self.skipped_in_a_row = 0
             if self.clip is not None and norm > self.clip:
                 torch._foreach_mul_(
                     [p.grad for p in self.model.parameters() if p.grad is not None],
-                    self.clip / norm,
+                    self.clip / (norm + 1e-6),  # as torch's clip_grad_norm_
                 )
             self.precision.scaler.step(self.optimizer)
         elif _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
@@ -239,14 +239,14 @@ class Engine:
         return skipped
 
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
-        self._skipped_in_a_row += 1
+        self.skipped_in_a_row += 1
         what = "loss" if not _is_finite(loss) else "gradient norm"
         value = loss if what == "loss" else norm
         culprit = self._culprit(micros)
         text = f"step {self.step + 1}: {what} is {value}; first at the {culprit}"
-        if self._skipped_in_a_row >= self.max_skipped:
+        if self.skipped_in_a_row >= self.max_skipped:
             raise NumericsError(
-                f"{text}. That is the {self._skipped_in_a_row}th non-finite step in a row "
+                f"{text}. That is the {self.skipped_in_a_row}th non-finite step in a row "
                 f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
                 "check the data of this step; the last checkpoint is unharmed."
             )

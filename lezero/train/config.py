@@ -1,0 +1,153 @@
+"""The config of a training run: one YAML file, one section a concern.
+
+    run: runs/first
+    model: {layers: 8, dim: 512, heads: 8}
+    data: {train: [corpus.txt], tokenizer: {train: 2048}, sequence: 256}
+    train: {steps: 1000, batch: 8, lr: 3e-4}
+
+`lz config show FILE` prints every value with its default, `lz config schema` a schema for editors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lezero.core.config import Config, read_yaml, set_path
+from lezero.core.errors import ConfigError
+from lezero.data import DataConfig
+from lezero.models import TransformerConfig
+from lezero.models.config import RopeScaling
+from lezero.optim import Schedule
+
+
+class ModelConfig(Config):
+    """The model: a new transformer of the Llama family, or one that is loaded from `folder`."""
+
+    folder: str | None = None
+    """A Hugging Face folder to start from; then no other key of this section may be given."""
+    layers: int = Field(8, ge=1)
+    dim: int = Field(512, ge=2)
+    heads: int = Field(8, ge=1)
+    kv_heads: int | None = Field(None, ge=1)
+    """Key and value heads; as many as `heads` if not given."""
+    head_dim: int | None = Field(None, ge=2)
+    """Width of one head; dim / heads if not given."""
+    ffn: int | None = Field(None, ge=1)
+    """Width inside SwiGLU; 8/3 of `dim`, to the nearest multiple of 64, if not given."""
+    vocab: int | None = Field(None, ge=2)
+    """Vocabulary; the tokenizer's, rounded up to a multiple of 64, if not given."""
+    context: int | None = Field(None, ge=1)
+    """Longest sequence that the model knows; `data.sequence` if not given."""
+    rope_theta: float | None = Field(None, gt=0)
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float | None = Field(None, gt=0)
+    tied: bool = True
+    """The head shares the embedding's weights."""
+    qk_norm: bool = False
+    sliding_window: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        others = self.model_fields_set - {"folder"}
+        if self.folder is not None and others:
+            raise ValueError(f"folder brings its own shape: remove {', '.join(sorted(others))}")
+        return self
+
+    def transformer(self, vocab: int, sequence: int) -> TransformerConfig:
+        """The full model config for a tokenizer of `vocab` entries."""
+        size = self.vocab or -(-vocab // 64) * 64
+        if size < vocab:
+            raise ConfigError(
+                f"model.vocab: got {size}, but the tokenizer has {vocab} entries; "
+                "leave model.vocab out or raise it"
+            )
+        own = self.model_dump(exclude={"folder", "vocab", "context"}, exclude_none=True)
+        return TransformerConfig(vocab=size, context=self.context or sequence, **own)
+
+
+class TrainConfig(Config):
+    """The loop. `batch` counts sequences of one optimizer step over all ranks."""
+
+    steps: int = Field(1000, ge=1)
+    batch: int = Field(8, ge=1)
+    accumulate: int = Field(1, ge=1)
+    """Micro-batches that a rank's part of the batch is cut into."""
+    lr: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    """Not applied to norms, biases and embeddings."""
+    clip: float | None = Field(1.0, gt=0)
+    schedule: Schedule = Schedule()
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    compile: Literal["auto", "off", "blocks", "step"] = "auto"
+    """auto measures on the first batch whether compiling earns its time back in this run."""
+    pool: bool = True
+    """Keep host memory blocks between steps."""
+    seed: int = Field(0, ge=0, lt=2**31)
+    max_skipped: int = Field(10, ge=1)
+    """Non-finite steps in a row that end the run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError("betas must be at least 0 and below 1")
+        return self
+
+
+class ValidationConfig(Config):
+    every: int = Field(100, ge=0)
+    """Steps between validations; 0 for none."""
+    batches: int | None = Field(None, ge=1)
+    """Batches of `train.batch` sequences a validation; all if not given."""
+
+
+class CheckpointConfig(Config):
+    every: int = Field(100, ge=0)
+    """Steps between generations; 0 for the last one only."""
+    keep: int = Field(3, ge=1)
+    resume: bool = True
+    """Go on from the newest good generation of the run's folder where there is one."""
+
+
+class ReportConfig(Config):
+    tensorboard: bool = False
+    """Write TensorBoard events into the run's folder (extra `tensorboard`)."""
+    samples: tuple[str, ...] = ("The ",)
+    """Prompts that the trained model continues for the report."""
+    sample_tokens: int = Field(64, ge=0)
+
+
+class RunConfig(Config):
+    """Everything about one run."""
+
+    run: str = "runs/latest"
+    """Folder of the run: config, metrics, decisions, checkpoints, report."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    validation: ValidationConfig = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: list[str] | None = None) -> Self:
+        """Reads a YAML file and applies `a.b=value` overrides; `ConfigError` explains problems."""
+        data: dict[str, Any] = read_yaml(str(path))
+        for assignment in overrides or []:
+            set_path(data, assignment)
+        return cls.parse(data, str(path))
+
+    def micro_batch(self, world: int) -> int:
+        """Sequences of one micro-batch on one of `world` ranks."""
+        parts = world * self.train.accumulate
+        if self.train.batch % parts:
+            raise ConfigError(
+                f"train.batch: got {self.train.batch}, which {world} rank(s) of "
+                f"accumulate={self.train.accumulate} cannot share evenly; "
+                f"use a multiple of {parts}"
+            )
+        return self.train.batch // parts

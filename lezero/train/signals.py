@@ -1,0 +1,47 @@
+"""SIGTERM and Ctrl-C end a run in order: the current step finishes and a last generation is saved.
+
+A second Ctrl-C gives up at once. Handlers are put back when the block ends; outside the main thread
+nothing is installed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequest:
+    """Which signal arrived, if any."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """0, or 128 + the signal's number, as shells count."""
+        return 0 if self.signal is None else 128 + int(self.signal)
+
+
+@contextmanager
+def graceful_stop(ask: Callable[[], None]) -> Iterator[StopRequest]:
+    """Calls `ask` on the first SIGTERM or SIGINT within the block."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if request.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        request.signal = signal.Signals(number)
+        ask()
+
+    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

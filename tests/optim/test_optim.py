@@ -1,0 +1,74 @@
+"""Parameter groups, AdamW and schedules."""
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError
+from lezero.optim import AdamW, Schedule, decayed_names, parameter_groups
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.LayerNorm(4)
+        self.line = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen = nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+
+
+def test_norms_biases_embeddings_and_tied_heads_are_not_decayed():
+    model = Model()
+    assert decayed_names(model) == {"line.weight"}
+    groups = parameter_groups(model, 0.1)
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    held = [p for g in groups for p in g["params"]]
+    assert len(held) == 5
+    assert all(p.requires_grad for p in held)
+
+
+def test_adamw_equals_torch():
+    torch.manual_seed(0)
+    a = nn.Linear(5, 3)
+    b = nn.Linear(5, 3)
+    b.load_state_dict(a.state_dict())
+    mine, theirs = AdamW(a.parameters(), lr=0.1), torch.optim.AdamW(b.parameters(), lr=0.1, foreach=False)
+    x = torch.randn(4, 5)
+    for _ in range(5):
+        for model, optimizer in ((a, mine), (b, theirs)):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert mine.defaults["fused"]
+    torch.testing.assert_close(a.weight, b.weight)
+
+
+def test_nothing_to_train():
+    model = Model()
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        AdamW(model)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_schedules_warm_up_stay_in_range_and_end_at_final(kind):
+    schedule = Schedule(kind=kind, warmup=10, final=0.05)
+    factors = [schedule.factor(step, 100) for step in range(100)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[-1] == pytest.approx(1.0 if kind == "constant" else 0.05)
+    assert all(b <= a + 1e-12 for a, b in zip(factors[10:], factors[11:], strict=False))
+    if kind == "wsd":
+        assert factors[10:80] == [1.0] * 70
+        assert factors[80] < 1
+
+
+def test_schedule_bad_values():
+    with pytest.raises(ConfigError, match="kind: got 'cosin'"):
+        Schedule(kind="cosin")
+    with pytest.raises(ConfigError, match="belongs to kind 'wsd'"):
+        Schedule(kind="linear", decay=0.5)
+    with pytest.raises(ConfigError, match="warmup"):
+        Schedule(warmup=-1)
