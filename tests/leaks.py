@@ -33,6 +33,9 @@ ALLOWED_VARIABLES = ("PYTEST_", "COV_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "CU
 ALLOWED_FILES = ("torchinductor_", "pytest-of-", "pymp-", ".git", ".venv", ".peers", "runs", "site")
 ALLOWED_CACHES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
 
+# Processes of somebody else, which need no second look.
+_foreign: set[int] = set()
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -133,7 +136,7 @@ def _processes() -> frozenset[int]:
     mark = f"{MARK}={me}\0".encode()
     found = set()
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == me:
+        if not name.isdigit() or int(name) == me or int(name) in _foreign:
             continue
         with contextlib.suppress(OSError):
             stat = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -141,7 +144,9 @@ def _processes() -> frozenset[int]:
             if state in "ZX":
                 continue
             ours = parent == me or mark in Path(f"/proc/{name}/environ").read_bytes() + b"\0"
-            if ours and not any(part in _command(int(name)) for part in ALLOWED_COMMANDS):
+            if not ours:
+                _foreign.add(int(name))
+            elif not any(part in _command(int(name)) for part in ALLOWED_COMMANDS):
                 found.add(int(name))
     return frozenset(found)
 

@@ -290,7 +290,6 @@ def _free_port() -> int:
     """A free port below the range that the system gives to outgoing connections."""
     while True:
         port = random.randrange(20000, 32000)
-        with socket.socket() as probe:
-            with contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

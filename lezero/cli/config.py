@@ -53,21 +53,32 @@ def schema() -> None:
 
 
 def _as_yaml(values: dict[str, Any], given: Any, indent: int = 0) -> str:
-    """YAML of nested `values`; a leaf whose key is in `given` is marked as set by the user."""
-    import yaml
-
+    """YAML of nested `values`, one line a leaf; a leaf whose key is in `given` is marked as set."""
     lines: list[str] = []
     for key, value in values.items():
         was_given = isinstance(given, dict) and key in given
         below = given[key] if was_given else None
-        if isinstance(value, dict) and value and not (was_given and not isinstance(below, dict)):
+        if isinstance(value, dict) and value and (isinstance(below, dict) or not was_given):
             lines.append(f"{' ' * indent}{key}:\n" + _as_yaml(value, below, indent + 2))
-            continue
-        text = yaml.safe_dump({key: value}, default_flow_style=None, sort_keys=False, width=1000)
-        body = text.rstrip("\n").split("\n")
-        if was_given and len(body) == 1:
-            body[0] += "  # set"
-        elif was_given:
-            body.insert(0, "# set")
-        lines += [f"{' ' * indent}{line}\n" for line in body]
+        else:
+            mark = "  # set" if was_given else ""
+            lines.append(f"{' ' * indent}{key}: {_on_one_line(value)}{mark}\n")
     return "".join(lines)
+
+
+def _on_one_line(value: Any) -> str:
+    """One value as YAML in flow style; line breaks inside texts are written as \\n."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = '"' if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    written = yaml.dump(
+        value, Dumper=Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True
+    )
+    return str(written).removesuffix("...\n").strip()

@@ -180,19 +180,19 @@ def _say(text: str) -> None:
 def _drop_stdout() -> None:
     """Leaves nothing in the buffer that the interpreter would try to write when it exits."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stdout = sys.stdout.fileno()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)
 
 
 def _take_debug(arguments: list[str]) -> tuple[bool, list[str]]:
     """Takes `--debug` out of a command line, wherever it stands.
 
-    What follows `--` stays as it is, and so does what follows the script that `lz launch` starts:
-    those words belong to another program.
+    What follows `--` stays as it is. After `lz launch` only the next word is looked at: those
+    behind it may belong to the program that is launched.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    if "launch" in arguments[:end]:
-        scripts = [at for at, word in enumerate(arguments[:end]) if word.endswith(".py")]
-        end = min([end, *scripts])
+    if "launch" in arguments[:2]:
+        end = min(end, arguments.index("launch") + 2)
     ours = [word for word in arguments[:end] if word != "--debug"]
     return len(ours) < end, ours + arguments[end:]
 

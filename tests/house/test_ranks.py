@@ -87,5 +87,5 @@ def test_a_hang_is_ended_in_time(ranks: RankPool) -> None:
 
 
 def test_a_result_that_cannot_travel_is_said(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match="rank 0.*cannot send"):
+    with pytest.raises(RankError, match=r"rank 0.*cannot send"):
         ranks(1, not_sendable)

@@ -1,0 +1,233 @@
+"""The shared frame of the benchmarks: sides in their own processes, interleaved, in one run.
+
+A benchmark is one file with one claim. It names its sides, each a command whose last line on stdout
+is one JSON object of figures:
+
+    sides = [side(__file__, "lezero"), side(__file__, "torch")]
+    result = compare(sides, rounds=5)
+    result.ratio("step_s", "lezero", "torch")
+    finish(result.table(["step_s"]), {"my_ratio": …})
+
+and starts with `options = arguments(__doc__)`; when `options.side` is set, the process is one side:
+it measures, prints with `emit` and returns.
+
+[Note: what makes the figures comparable]
+Rounds are interleaved (a b, b a, a b …), so that a drifting machine touches all sides alike. Each
+side is a fresh process with the same number of threads. A figure of a side is the median over its
+rounds, and a ratio is the ratio of two medians. A side that fails is a row that says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS_PYTHON = ROOT / ".peers" / "bin" / "python"
+
+
+def arguments(
+    about: str | None, parser: argparse.ArgumentParser | None = None
+) -> argparse.Namespace:
+    """The options that every benchmark has: --quick, --rounds, --threads, --side."""
+    parser = parser or argparse.ArgumentParser()
+    parser.description = (about or "").strip().split("\n")[0]
+    parser.add_argument("--quick", action="store_true", help="a short form that CI runs")
+    parser.add_argument("--rounds", type=int, help="rounds of every side")
+    parser.add_argument("--threads", type=int, help="threads of a side (default: usable cores)")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.threads is None:
+        options.threads = len(os.sched_getaffinity(0))
+    return options
+
+
+@dataclass(frozen=True)
+class Side:
+    """One row: a command that prints its figures as one JSON object on its last line."""
+
+    name: str
+    command: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+    missing: str = ""
+    """Why this side cannot run here; then it is a row that says so."""
+
+
+def side(
+    file: str,
+    name: str,
+    *extra: str,
+    python: str | Path = sys.executable,
+    env: dict[str, str] | None = None,
+    missing: str = "",
+) -> Side:
+    """This benchmark's own file run as one side, by any interpreter."""
+    return Side(name, (str(python), file, "--side", name, *extra), env or {}, missing)
+
+
+def peer(file: str, name: str, module: str, *extra: str) -> Side:
+    """A side that runs in `.peers`; missing where `make peers` has not installed `module`."""
+    if not PEERS_PYTHON.exists():
+        return side(file, name, *extra, missing="run `make peers` first")
+    probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({module!r}) is None)"
+    found = subprocess.run([PEERS_PYTHON, "-c", probe], capture_output=True).returncode == 0
+    reason = "" if found else f"{module} is not in .peers"
+    return side(file, name, *extra, python=PEERS_PYTHON, missing=reason)
+
+
+@dataclass
+class Result:
+    """Figures of every side and round."""
+
+    figures: dict[str, list[dict[str, Any]]]
+    failed: dict[str, str]
+
+    def median(self, name: str, key: str) -> float:
+        return statistics.median(float(row[key]) for row in self.figures[name])
+
+    def ratio(self, key: str, one: str, other: str) -> float:
+        """Median of `key` on side `one` divided by that on side `other`."""
+        return self.median(one, key) / self.median(other, key)
+
+    def table(self, keys: Sequence[str], base: str | None = None) -> str:
+        """A table for people: medians of `keys`, and the ratio of the first key to side `base`."""
+        head = ["side", *keys, *([f"× {base}"] if base else []), "rounds"]
+        rows = [head]
+        for name, found in self.figures.items():
+            if name in self.failed:
+                rows.append([name, self.failed[name]])
+                continue
+            cells = [_shown(self.median(name, key)) if key in found[0] else "–" for key in keys]
+            if base:
+                both = base not in self.failed and keys[0] in found[0]
+                cells.append(f"{self.ratio(keys[0], name, base):.3f}" if both else "–")
+            rows.append([name, *cells, str(len(found))])
+        return columns(rows)
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned text: the first column to the left, the others to the right."""
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(len(row[at]) for row in full) for at in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    lines = []
+    for row in rows:
+        rest = (
+            row[1:]
+            if row not in full
+            else [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        )
+        lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+
+
+def compare(
+    sides: Sequence[Side], *, rounds: int, threads: int | None = None, timeout_s: float = 1200
+) -> Result:
+    """Runs every side `rounds` times, interleaved, each run in its own process."""
+    result = Result({one.name: [] for one in sides}, {})
+    for one in sides:
+        if one.missing:
+            result.failed[one.name] = f"missing: {one.missing}"
+    for number in range(rounds):
+        for one in sides if number % 2 == 0 else list(reversed(sides)):
+            if one.name in result.failed:
+                continue
+            try:
+                result.figures[one.name].append(run(one, threads, timeout_s))
+            except RuntimeError as error:
+                result.failed[one.name] = f"failed: {error}"
+    return result
+
+
+def run(one: Side, threads: int | None = None, timeout_s: float = 1200) -> dict[str, Any]:
+    """Runs one side once; `RuntimeError` says why it gave no figures."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    if threads:
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    # A side of another environment must see its own packages only.
+    if one.command[0] != sys.executable:
+        del env["PYTHONPATH"]
+    try:
+        done = subprocess.run(
+            one.command,
+            env=env | one.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"not done in {timeout_s:g} s") from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise RuntimeError(f"status {done.returncode}: {said[-1].strip()[:200]}")
+    try:
+        figures = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        raise RuntimeError("printed no JSON object as its last line") from None
+    if not isinstance(figures, dict):
+        raise RuntimeError("printed no JSON object as its last line")
+    return figures
+
+
+def emit(**figures: Any) -> None:
+    """What a side prints at its end."""
+    print(json.dumps(figures), flush=True)
+
+
+def finish(table: str, figures: dict[str, Any]) -> None:
+    """What a benchmark prints at its end: the table, then one JSON object as the last line."""
+    print(table)
+    print(json.dumps({key: _plain(value) for key, value in figures.items()}), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+class Memory:
+    """Resident memory of this process above what it held when this was made, in bytes.
+
+    Make it after the imports. `steady()` is now; with `shared=True` it counts pages shared with
+    other processes in part (PSS), as ranks on one machine need it.
+    """
+
+    def __init__(self, shared: bool = False) -> None:
+        self._shared = shared
+        self._base = self._now()
+
+    def steady(self) -> int:
+        return self._now() - self._base
+
+    def _now(self) -> int:
+        name, key = ("smaps_rollup", "Pss:") if self._shared else ("status", "VmRSS:")
+        for line in Path(f"/proc/self/{name}").read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/self/{name} has no {key}")
+
+
+def best_of(function: Any, repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls of `function`, after one call that does not count."""
+    import time
+
+    function()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    return times

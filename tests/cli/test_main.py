@@ -1,0 +1,218 @@
+"""`lz` itself: it lists what is there, and every failure is one message and a status."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lezero.cli import main as cli
+from lezero.cli.main import COMMANDS, Entry, available, main
+
+FAILING = '''
+import os
+from typing import Annotated
+import typer
+from lezero.core.errors import CapacityError, ConfigError
+
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+def fail(
+    how: Annotated[str, typer.Argument(help="How to fail.")],
+    number: Annotated[int, typer.Option("--number", help="A number.")] = 1,
+) -> int | None:
+    """Fail in one way or another."""
+    if how == "config":
+        raise ConfigError("train.lr: got 'x', allowed is a number")
+    if how == "capacity":
+        raise CapacityError("needs 9 GiB, 4 GiB are there")
+    if how == "bug":
+        raise ZeroDivisionError("division by zero")
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "exit":
+        raise typer.Exit(7)
+    if how == "system-exit":
+        raise SystemExit("text")
+    if how == "missing":
+        open("/no/such/file")
+    if how == "memory":
+        raise MemoryError("could not allocate")
+    if how == "pipe":
+        raise BrokenPipeError
+    if how == "status":
+        return number
+    print("LEZERO_DEBUG", os.environ.get("LEZERO_DEBUG"))
+'''
+
+
+@pytest.fixture(autouse=True)
+def fail_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Adds a command `fail` to the table for one test."""
+    (tmp_path / "lz_failing_command.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("LEZERO_DEBUG", raising=False)
+    monkeypatch.setitem(COMMANDS, "fail", Entry("lz_failing_command:fail", "Fail."))
+    yield
+    sys.modules.pop("lz_failing_command", None)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "text"),
+    [
+        ("config", 2, "error: train.lr: got 'x', allowed is a number\n"),
+        ("capacity", 1, "error: needs 9 GiB, 4 GiB are there\n"),
+        ("missing", 1, "error: /no/such/file: No such file or directory\n"),
+        ("interrupt", 130, ""),
+        ("system-exit", 1, ""),
+        ("exit", 7, ""),
+    ],
+)
+def test_a_failure_is_one_message_and_a_status(
+    how: str, status: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fail", how]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == text
+
+
+def test_a_bug_says_so_and_how_to_see_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "bug"]) == 70
+    err = capsys.readouterr().err
+    assert err.startswith("error: a bug in LeZero: ZeroDivisionError: division by zero\n")
+    assert "--debug" in err
+    assert "Traceback" not in err
+
+
+def test_memory_running_out_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "memory"]) == 1
+    assert "error: out of memory (could not allocate)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [["--debug", "fail", "bug"], ["fail", "bug", "--debug"]])
+def test_debug_shows_the_traceback(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "in fail" in err
+    assert "LEZERO_DEBUG" not in os.environ
+
+
+def test_the_flag_in_the_environment_does_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEZERO_DEBUG", "1")
+    assert main(["fail", "config"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith("error: train.lr: got 'x', allowed is a number\n")
+
+
+def test_debug_reaches_processes_that_a_command_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["fail", "nothing", "--debug"]) == 0
+    assert "LEZERO_DEBUG 1" in capsys.readouterr().out
+
+
+def test_debug_of_another_program_stays_with_it() -> None:
+    line = ["launch", "-n", "2", "-m", "a", "--debug"]
+    assert cli._take_debug(line) == (False, line)
+    assert cli._take_debug(["--debug", *line]) == (True, line)
+    assert cli._take_debug(["launch", "--debug", "a.py"]) == (True, ["launch", "a.py"])
+    assert cli._take_debug(["fail", "--", "--debug"]) == (False, ["fail", "--", "--debug"])
+
+
+def test_a_command_may_return_its_status() -> None:
+    assert main(["fail", "status", "--number", "3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (["fial"], "error: there is no command 'fial'; did you mean 'fail'?"),
+        (["--nope"], "error: there is no option '--nope'"),
+        (["fail"], "error: Missing argument"),
+        (["fail", "status", "--number", "x"], "--number"),
+    ],
+)
+def test_wrong_usage_is_status_2(
+    line: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(line) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in ([], ["--help"], ["-h"]):
+        assert main(line) == 0
+        out = capsys.readouterr().out
+        assert all(f"  {name} " in out for name in available())
+        assert "--debug" in out
+
+
+def test_a_command_without_its_module_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "ghost", Entry("lezero.cli.ghost:ghost", "Nothing."))
+    assert "ghost" not in available()
+    assert main(["ghost"]) == 2
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_loads_and_explains_itself(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name not in available():
+        pytest.skip(f"lz {name} is not written yet")
+    assert main([name, "--help"]) == 0
+    assert "Usage: " in capsys.readouterr().out
+    assert cli.load(name).help
+
+
+def test_version_and_both_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    ours = capsys.readouterr().out
+    assert ours.startswith("lezero 0.")
+    folder = Path(sys.executable).parent
+    for command in ([folder / "lz"], [folder / "lezero"], [sys.executable, "-m", "lezero"]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout == ours
+
+
+def test_help_is_quick_and_loads_no_torch() -> None:
+    code = (
+        "import sys; from lezero.cli.main import main; main(['--help']); "
+        "assert 'torch' not in sys.modules, 'torch was loaded'"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    print(f"lz --help: {time.perf_counter() - began:.2f} s")
+
+
+def test_a_reader_that_goes_away_is_quiet() -> None:
+    code = "import sys; from lezero.cli.main import main; sys.exit(main(['--help']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 141
+
+
+def test_a_command_whose_reader_goes_away_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail", "pipe"]) == 141
+    assert capsys.readouterr().err == ""
