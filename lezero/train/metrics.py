@@ -1,0 +1,311 @@
+"""What a run measures, one JSON object a line in `metrics.jsonl`.
+
+    {"step": 412, "loss": 2.0312, "lr": 0.0003, "tokens": 2048, …, "time": 1764000000.123}
+    {"event": "resume", "step": 400, "text": "resumed from step 400", "time": …}
+
+[Note: a file that a kill cannot spoil]
+Each line is one `write` to the end of the file. A kill can tear the last line only; the next writer
+starts a new line after it, and the reader skips what it cannot read and counts it. After a resume
+at step s the steps above s run again: the reader drops the old ones at the resume event, and where
+a step still stands twice the last one counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from array import array
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lezero.core.errors import FileError, need_extra
+from lezero.core.log import logger
+
+RESUME = "resume"
+_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_OLD_NAMES = {"memory": "memory_bytes"}
+_MAX_LINE, _MAX_COLUMNS = 1 << 20, 64
+
+log = logger("metrics")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step as it is shown and stored; what is not known is None.
+
+    `tokens` are those of this step over all ranks, `seconds` its wall time, `memory_bytes` the
+    resident memory of this rank above imports now, `forecast_bytes` the forecast peak of it,
+    `share_of_ceiling` the model's FLOP/s over the measured GEMM ceiling (0 to 1), `skipped` why no
+    update was made, `validation_loss` the loss of a validation that followed this step.
+    """
+
+    step: int
+    total_steps: int
+    loss: float
+    lr: float | None = None
+    grad_norm: float | None = None
+    tokens: int | None = None
+    tokens_per_s: float | None = None
+    seconds: float | None = None
+    memory_bytes: int | None = None
+    forecast_bytes: int | None = None
+    share_of_ceiling: float | None = None
+    skipped: str | None = None
+    validation_loss: float | None = None
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl`. For one process only: the caller opens it on rank 0.
+
+    A disk that is full or gone never ends a training: the first failure is reported, `error` holds
+    the last one, and writing goes on with the next line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.error: OSError | None = None
+        try:
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise FileError(f"{self.path}: cannot be written ({error.strerror})") from error
+        self._torn = not _ends_whole(self._file)
+
+    def step(self, record: StepRecord) -> None:
+        """Appends one step. A loss that is not finite becomes null, named in "nonfinite"."""
+        line = {k: v for k, v in asdict(record).items() if v is not None}
+        self._append(line)
+
+    def event(
+        self, event: str, *, step: int | None = None, text: str | None = None, **more: object
+    ) -> None:
+        """Appends something that happened: "resume", "checkpoint", "skipped", "validation", …
+
+        `resume` needs its step: what the file holds above that step is void from here on.
+        """
+        if event == RESUME and step is None:
+            raise ValueError("a resume event needs the step that the run goes on from")
+        line = {"event": event, "step": step, "text": text, **more}
+        self._append({k: v for k, v in line.items() if v is not None})
+
+    def close(self) -> None:
+        """Makes the file durable and closes it. A second call does nothing."""
+        if self._file >= 0:
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self._failed(error)
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, line: dict[str, Any]) -> None:
+        line["time"] = round(time.time(), 3)
+        start = "\n" if self._torn else ""
+        data = f"{start}{_encode(line)}\n".encode()
+        try:
+            written = os.write(self._file, data)
+            self._torn = written < len(data)
+        except OSError as error:
+            self._torn = True
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        if self.error is None:
+            log.warning(
+                "%s: cannot be written (%s); training goes on, but lines of it are missing",
+                self.path,
+                error.strerror,
+            )
+        self.error = error
+
+
+@dataclass
+class Metrics:
+    """What a `metrics.jsonl` holds: one row a step in order of steps, and the events in order.
+
+    `torn` counts the lines that could not be read. A figure that a step lacks is NaN.
+    """
+
+    columns: dict[str, array[float]] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    skipped: dict[int, str] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    torn: int = 0
+
+    def column(self, name: str) -> array[float]:
+        """The figure `name` of each step."""
+        return self.columns.get(name) or array("d", [math.nan]) * len(self.steps)
+
+    def known(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps that have the figure `name`, and it."""
+        pairs = [
+            (step, value)
+            for step, value in zip(self.steps, self.column(name), strict=True)
+            if not math.isnan(value)
+        ]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+    def happened(self, event: str) -> list[dict[str, Any]]:
+        """The events of one kind."""
+        return [item for item in self.events if item.get("event") == event]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> Metrics:
+    """Reads a `metrics.jsonl`, also while a run writes it.
+
+    Raises `FileError` when the file is missing or unreadable.
+    """
+    reader = _Reader()
+    try:
+        with open(path, "rb") as file:
+            for line in iter(lambda: file.readline(_MAX_LINE), b""):
+                reader.take(line)
+    except OSError as error:
+        raise FileError(f"{os.fspath(path)}: cannot be read ({error.strerror})") from error
+    return reader.finish()
+
+
+class _Reader:
+    """Rows as they come, in columns, so that a long run fits in memory."""
+
+    def __init__(self) -> None:
+        self.made = Metrics()
+        self.row_of: dict[int, int] = {}
+
+    def take(self, line: bytes) -> None:
+        if not line.strip():
+            return
+        if not line.endswith(b"\n"):  # still being written, or torn by a kill
+            self.made.torn += 1
+            return
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError):
+            data = None
+        if not isinstance(data, dict) or not self._kept(data):
+            self.made.torn += 1
+
+    def _kept(self, data: dict[str, Any]) -> bool:
+        step = data.get("step")
+        whole = isinstance(step, int) and not isinstance(step, bool)
+        if "event" in data:
+            if not isinstance(data["event"], str) or not (whole or step is None):
+                return False
+            if data["event"] == RESUME and isinstance(step, int):
+                self.row_of = {s: row for s, row in self.row_of.items() if s <= step}
+            self.made.events.append(data)
+            return True
+        if not whole:
+            return False
+        assert isinstance(step, int)
+        self._row(step, data)
+        return True
+
+    def _row(self, step: int, data: dict[str, Any]) -> None:
+        rows = len(self.made.steps)
+        self.made.steps.append(step)
+        self.row_of[step] = rows
+        self.made.skipped.pop(step, None)
+        odd = data.get("nonfinite")
+        for name, value in data.items():
+            if value is None and isinstance(odd, dict):
+                value = _NONFINITE.get(str(odd.get(name)))
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+                self._put(_OLD_NAMES.get(name, name), rows, _float(value))
+        if isinstance(data.get("skipped"), str):
+            self.made.skipped[step] = data["skipped"]
+
+    def _put(self, name: str, row: int, value: float) -> None:
+        columns = self.made.columns
+        if name not in columns and len(columns) >= _MAX_COLUMNS:
+            return
+        column = columns.setdefault(name, array("d"))
+        column.extend([math.nan] * (row + 1 - len(column)))
+        column[row] = value
+
+    def finish(self) -> Metrics:
+        made, count = self.made, len(self.made.steps)
+        for column in made.columns.values():
+            column.extend([math.nan] * (count - len(column)))
+        order = [self.row_of[step] for step in sorted(self.row_of)]
+        if order != list(range(count)):
+            made.columns = {
+                name: array("d", (column[row] for row in order))
+                for name, column in made.columns.items()
+            }
+            made.steps = [made.steps[row] for row in order]
+        made.skipped = {s: why for s, why in made.skipped.items() if s in self.row_of}
+        return made
+
+
+class TensorBoardSink:
+    """Writes the same records for TensorBoard. Needs the extra "tensorboard"; rank 0 only.
+
+    `resumed_at` hides what an earlier process wrote above that step.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], resumed_at: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise need_extra("tensorboard", "tensorboard", "TensorBoard output") from error
+        purge = None if resumed_at is None else resumed_at + 1
+        self._writer: Any = SummaryWriter(os.fspath(folder), purge_step=purge)
+
+    def step(self, record: StepRecord) -> None:
+        for name, figure in _BOARD.items():
+            value = getattr(record, figure)
+            if value is not None:
+                self._writer.add_scalar(name, value, record.step)
+
+    def event(self, text: str, step: int) -> None:
+        self._writer.add_text("events", text, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+_BOARD = {
+    "loss/train": "loss",
+    "loss/validation": "validation_loss",
+    "step/learning rate": "lr",
+    "step/gradient norm": "grad_norm",
+    "step/seconds": "seconds",
+    "speed/tokens per second": "tokens_per_s",
+    "speed/share of ceiling": "share_of_ceiling",
+    "memory/bytes": "memory_bytes",
+}
+
+
+def _encode(line: dict[str, Any]) -> str:
+    """JSON that every parser reads: NaN and infinities become null, named in "nonfinite"."""
+    odd = {k: str(v) for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
+    if odd:
+        line = {**line, **dict.fromkeys(odd), "nonfinite": odd}
+    try:
+        return json.dumps(line, separators=(",", ":"), allow_nan=False, default=str)
+    except (ValueError, TypeError):  # something odd deep inside an event
+        return json.dumps({k: v if isinstance(v, int | float) else str(v) for k, v in line.items()})
+
+
+def _float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _ends_whole(file: int) -> bool:
+    end = os.lseek(file, 0, os.SEEK_END)
+    return end == 0 or os.pread(file, 1, end - 1) == b"\n"
