@@ -75,9 +75,7 @@ class RopeScaling(Config):
             raise _refuse(name, getattr(self, name), reason)
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and high <= low:
-            raise _refuse(
-                "high_freq_factor", high, f"got {high}, must be above {low}"
-            )
+            raise _refuse("high_freq_factor", high, f"got {high}, must be above {low}")
         return self
 
 

@@ -281,6 +281,9 @@ def _config(header: GGUFHeader, path: Path) -> TransformerConfig:
         "llama.rope.dimension_count", 0
     )
     fields["rope_theta"] = found.get("llama.rope.freq_base", 10_000.0)
+    for key in ("rope_theta", "norm_eps"):  # stored as fp32: 1e-5 reads as 9.999999747e-06
+        if isinstance(fields[key], float):
+            fields[key] = float(f"{fields[key]:.7g}")
     fields["rope_scaling"] = _scaling(found, path)
     embedding = next((t for t in header.tensors if t.name == "token_embd.weight"), None)
     if embedding is None or len(embedding.shape) != 2:

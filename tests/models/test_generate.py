@@ -1,0 +1,137 @@
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.core.errors import ConfigError
+from lezero.models import Transformer, TransformerConfig, generate, generate_stream, save_hf
+
+SHAPE = {"vocab": 40, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32}
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [12, 13]]
+
+
+def build(**change: Any) -> Transformer:
+    model = Transformer(TransformerConfig(**{**SHAPE, **change}), seed=2)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            parameter.data.mul_(8)
+    return model
+
+
+SAMPLED = {"temperature": 1.0, "top_k": 12, "top_p": 0.95, "seed": 4}
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("change", [{}, {"sliding_window": 4}, {"qk_norm": True}])
+def test_cache_and_no_cache_give_the_same_tokens(
+    how: dict[str, Any], change: dict[str, Any]
+) -> None:
+    model = build(**change)
+    found = generate(model, PROMPTS, 12, **how)
+    assert generate(model, PROMPTS, 12, use_cache=False, **how) == found
+    assert [len(row) for row in found] == [12] * 4
+
+
+def test_a_prompt_gives_the_same_tokens_alone_and_in_a_ragged_batch() -> None:
+    model = build()
+    together = generate(model, PROMPTS, 10)
+    assert together == [generate(model, prompt, 10)[0] for prompt in PROMPTS]
+    assert len({tuple(row) for row in together}) == 4
+    sampled = generate(model, PROMPTS, 10, **SAMPLED)
+    assert sampled[0] == generate(model, PROMPTS[0], 10, **SAMPLED)[0]
+
+
+def test_greedy_equals_the_definition() -> None:
+    model, tokens = build(), list(PROMPTS[2])
+    for _ in range(8):
+        with torch.no_grad():
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    assert generate(model, PROMPTS[2], 8) == [tokens[7:]]
+
+
+@pytest.mark.parametrize("change", [{}, {"sliding_window": 5}])
+def test_greedy_equals_transformers(change: dict[str, Any], tmp_path: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = build(**change)
+    save_hf(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for prompt, found in zip(PROMPTS, generate(model, PROMPTS, 12), strict=True):
+        inputs = torch.tensor([prompt])
+        wanted = theirs.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=12, do_sample=False
+        )
+        assert wanted[0, len(prompt) :].tolist() == found
+
+
+def test_the_seed_decides_and_no_global_generator_is_touched() -> None:
+    model = build()
+    torch.manual_seed(0)
+    state = torch.random.get_rng_state()
+    first = generate(model, PROMPTS, 10, **SAMPLED)
+    torch.manual_seed(9)
+    assert generate(model, PROMPTS, 10, **SAMPLED) == first
+    torch.manual_seed(0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert generate(model, PROMPTS, 10, **{**SAMPLED, "seed": 5}) != first
+    same = generate(model, [PROMPTS[0]] * 3, 10, **SAMPLED)
+    assert len({tuple(row) for row in same}) == 3
+
+
+def test_a_stop_token_ends_its_row_only() -> None:
+    model = build()
+    free = generate(model, PROMPTS, 10)
+    stop = free[0][3]
+    wanted = [row[: row.index(stop) + 1] if stop in row else row for row in free]
+    assert generate(model, PROMPTS, 10, stop=[stop]) == wanted
+    assert len(wanted[0]) <= 4
+
+
+def test_the_stream_yields_what_generate_returns() -> None:
+    model = build()
+    stream = generate_stream(model, PROMPTS[0], 8, **SAMPLED)
+    first = next(stream)
+    assert torch.is_grad_enabled()  # nothing leaks between tokens
+    assert [first, *stream] == generate(model, PROMPTS[0], 8, **SAMPLED)[0]
+
+
+def test_tensors_are_prompts_too() -> None:
+    model = build()
+    assert generate(model, torch.tensor([1, 2, 3]), 4) == generate(model, [1, 2, 3], 4)
+    pair = torch.tensor([[1, 2], [3, 4]])
+    assert generate(model, pair, 4) == generate(model, pair.tolist(), 4)
+
+
+def test_the_context_may_be_filled_to_its_last_token() -> None:
+    assert len(generate(build(), [1, 2], 30)[0]) == 30
+
+
+def test_dynamic_scaling_generates_beyond_the_context_without_a_cache() -> None:
+    model = build(context=8, rope_scaling={"kind": "dynamic", "factor": 2.0})
+    assert len(generate(model, [1, 2], 12, use_cache=False)[0]) == 12
+    with pytest.raises(ConfigError, match="use_cache=False"):
+        generate(model, [1, 2], 12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "says"),
+    [
+        ([1, 2], 31, "more than the model's context of 32; .* at most 30"),
+        (list(range(33)), 1, "ask for at most 0"),
+        ([[1], []], 4, "prompt 1 is empty"),
+        ([], 4, "prompt 0 is empty"),
+        ([1, 40], 4, "prompt 0 holds token 40; the vocabulary is 0 to 39"),
+        ([-1], 4, "holds token -1"),
+        ([1.5], 4, "holds 1.5; tokens are whole numbers"),
+        ([1], 0, "max_new_tokens: got 0"),
+    ],
+)
+def test_bad_prompts_are_named(tokens: Any, new: int, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        generate(build(), tokens, new)
+
+
+def test_a_stream_is_checked_before_its_first_token() -> None:
+    with pytest.raises(ConfigError, match="takes one prompt, got 2"):
+        generate_stream(build(), [[1], [2]], 3)
+    with pytest.raises(ConfigError, match="top_k: got 0"):
+        generate_stream(build(), [1], 3, top_k=0)
