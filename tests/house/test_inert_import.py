@@ -62,7 +62,7 @@ print(json.dumps({
 EXTRAS = {
     *("tokenizers", "transformers", "gguf", "tensorboard", "starlette", "uvicorn", "optuna"),
     *("onnx", "onnxscript", "onnxruntime", "openvino", "nncf", "ray", "kubernetes"),
-    *("cryptography", "timm", "sklearn", "matplotlib", "deepspeed", "triton"),
+    *("cryptography", "timm", "sklearn", "matplotlib", "deepspeed"),
 }
 
 

@@ -1,0 +1,93 @@
+"""The frame that the benchmarks share, and what every benchmark has."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.house.floors import ROOT
+
+FILES = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
+
+
+@pytest.fixture(scope="module")
+def frame() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_table", ROOT / "benchmarks/_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["_table"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def python(frame: ModuleType, name: str, code: str, **keywords: str) -> object:
+    return frame.Side(name, (sys.executable, "-c", code), **keywords)
+
+
+def test_rounds_are_interleaved_and_turn_round(frame: ModuleType, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = "import json; open({!r}, 'a').write({!r}); print('noise'); print(json.dumps(dict(s={})))"
+    sides = [
+        python(frame, name, code.format(str(log), name, s)) for name, s in (("a", 3), ("b", 2))
+    ]
+    result = frame.compare(sides, rounds=3)
+    assert log.read_text() == "abbaab"
+    assert result.ratio("s", "a", "b") == 1.5
+    head, _, first, second = result.table(["s"], base="b").splitlines()
+    assert head.split() == ["side", "s", "×", "b", "rounds"]
+    assert first.split() == ["a", "3", "1.500", "3"]
+    assert second.split() == ["b", "2", "1.000", "3"]
+
+
+def test_a_side_that_fails_or_is_missing_is_a_row_that_says_so(frame: ModuleType) -> None:
+    sides = [
+        python(frame, "good", "print('{\"s\": 1.0}')"),
+        python(frame, "bad", "raise ValueError('no such thing')"),
+        python(frame, "silent", "pass"),
+        python(frame, "absent", "", missing="run `make peers` first"),
+    ]
+    result = frame.compare(sides, rounds=2)
+    table = result.table(["s"], base="good")
+    assert "failed: status 1: ValueError: no such thing" in table
+    assert "failed: printed no JSON object as its last line" in table
+    assert "missing: run `make peers` first" in table
+    assert len(result.figures["good"]) == 2
+
+
+def test_sides_see_the_number_of_threads(frame: ModuleType) -> None:
+    code = "import json, os; print(json.dumps(dict(n=int(os.environ['OMP_NUM_THREADS']))))"
+    assert frame.compare([python(frame, "a", code)], rounds=1, threads=2).median("a", "n") == 2
+
+
+def test_the_last_line_is_one_json_object(
+    frame: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frame.finish("a table", {"ratio": 1.23456789, "count": 3, "good": True})
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "ratio": 1.235,
+        "count": 3,
+        "good": True,
+    }
+
+
+def test_memory_counts_what_is_held(frame: ModuleType) -> None:
+    for shared in (False, True):
+        memory = frame.Memory(shared)
+        held = bytearray(64 << 20)
+        held[::4096] = b"x" * len(held[::4096])
+        assert memory.steady() > 60 << 20
+        del held
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_benchmark_says_its_claim_and_has_a_quick_form(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert ast.get_docstring(ast.parse(source))
+    assert "--quick" in source or "arguments(__doc__" in source
