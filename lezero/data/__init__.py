@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from lezero.core.lazy import lazy
 
 if TYPE_CHECKING:
+    from lezero.data.build import Data, prepare
     from lezero.data.config import DataConfig, TokenizerConfig
     from lezero.data.loader import EvalLoader, Loader, Rows
     from lezero.data.order import Order
-    from lezero.data.prepare import Data, prepare
     from lezero.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
 __getattr__, __dir__ = lazy(
     "lezero.data",
     {
-        "Data": "lezero.data.prepare",
+        "Data": "lezero.data.build",
         "DataConfig": "lezero.data.config",
         "EvalLoader": "lezero.data.loader",
         "Loader": "lezero.data.loader",
@@ -38,6 +38,6 @@ __getattr__, __dir__ = lazy(
         "Tokenizer": "lezero.data.tokenizer",
         "TokenizerConfig": "lezero.data.config",
         "load_tokenizer": "lezero.data.tokenizer",
-        "prepare": "lezero.data.prepare",
+        "prepare": "lezero.data.build",
     },
 )

@@ -1,10 +1,10 @@
 """The `data` section of a config: which text, which tokenizer, which shape.
 
-    data:
-      train: [books/, "more/*.jsonl"]      # or python-docs, the text that every Python ships
-      validation: 0.05                     # a held-out share of the documents, or files
-      tokenizer: {train: 4096}             # or {folder: path}, or bytes
-      sequence: 256
+data:
+  train: [books/, "more/*.jsonl"]      # or python-docs, the text that every Python ships
+  validation: 0.05                     # a held-out share of the documents, or files
+  tokenizer: {train: 4096}             # or {folder: path}, or bytes
+  sequence: 256
 """
 
 from __future__ import annotations

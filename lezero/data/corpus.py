@@ -7,6 +7,7 @@ same documents in the same order for one Python version.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import sys
@@ -24,8 +25,20 @@ def identity() -> str:
     return f"{NAME} of Python {sys.version}"
 
 
-def python_docs() -> Iterator[tuple[str, str]]:
-    """(source, text) of each document: help topics first, then one document a module."""
+@functools.lru_cache(maxsize=1)
+def python_docs() -> tuple[tuple[str, str], ...]:
+    """(source, text) of each document: help topics first, then one document a module.
+
+    Texts that occur twice are given once. Parsing takes seconds, so the result (2 MB) is kept until
+    `python_docs.cache_clear()`.
+    """
+    unique: dict[str, str] = {}
+    for source, text in _gather():
+        unique.setdefault(text, source)
+    return tuple((source, text) for text, source in unique.items())
+
+
+def _gather() -> Iterator[tuple[str, str]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     yield from _topics(root / "pydoc_data" / "topics.py")
     for path in _modules(root):

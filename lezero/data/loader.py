@@ -103,7 +103,11 @@ class Loader:
                 f"the checkpoint's data order has format {state['format']}, "
                 f"this version has {now['format']}"
             )
-        for name, what in (("digest", "text, tokenizer or sequence"), ("rows", "rows"), ("seed", "seed")):
+        for name, what in (
+            ("digest", "text, tokenizer or sequence"),
+            ("rows", "rows"),
+            ("seed", "seed"),
+        ):
             if state[name] != now[name]:
                 raise ConfigError(
                     f"data: the {what} of the checkpoint ({state[name]}) and of this run "

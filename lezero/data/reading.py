@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
@@ -98,6 +97,9 @@ def find_files(names: Iterable[str], what: str) -> list[str]:
 def _walk(root: str) -> Iterator[str]:
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if not name.startswith(".")]
+        if "train.index" in files:  # token files of an earlier run, in a cache among the texts
+            names.clear()
+            continue
         for name in files:
             if not name.startswith(".") and name.lower().endswith(TEXT_ENDINGS + LINE_ENDINGS):
                 yield os.path.join(folder, name)
@@ -173,9 +175,7 @@ def _lines(path: str, config: DataConfig, findings: Findings) -> Iterator[Docume
         findings.bad(path, "empty file", refuse=refuse)
 
 
-def _record(
-    line: bytes, where: str, config: DataConfig, findings: Findings
-) -> Document | None:
+def _record(line: bytes, where: str, config: DataConfig, findings: Findings) -> Document | None:
     refuse = config.on_bad_file == "refuse"
     text = _decode(line, where, findings, refuse=refuse)
     if text is None:

@@ -1,0 +1,269 @@
+"""From a config to rows: read, split, train the tokenizer, tokenize once, map.
+
+The result lies in a cache folder under a name that is a digest of everything it depends on, so the
+next run with the same files, tokenizer and settings only maps it. Deleting the cache costs time,
+never data. With several ranks, rank 0 builds and the others wait for as long as it takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lezero.core import errors, groups
+from lezero.core.errors import FileError, LeZeroError, OrderError
+from lezero.core.flags import flag
+from lezero.core.log import logger
+from lezero.data import corpus, store
+from lezero.data.config import DataConfig
+from lezero.data.reading import Document, Findings, find_files, nothing_usable, read
+from lezero.data.store import TokenRows, Writer
+from lezero.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from lezero.files.folder import aside, commit, make_folder
+
+_TRAIN, _HELD, _DROPPED = 0, 1, 2
+_NEWS_S = 20.0
+_log = logger("data")
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on. `findings` tells what was read and what was left out."""
+
+    train: TokenRows
+    validation: TokenRows | None
+    tokenizer: Tokenizer
+    findings: dict[str, Any]
+    folder: Path
+
+
+def default_cache() -> Path:
+    """Where token files lie when a run names no folder: LEZERO_CACHE, else the user's cache."""
+    base = flag("LEZERO_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    named = Path(base).expanduser()
+    return (named if flag("LEZERO_CACHE") else named / "lezero") / "data"
+
+
+def prepare(config: DataConfig, cache: str | Path | None = None) -> Data:
+    """The rows and the tokenizer that `config` asks for, made or found in `cache`.
+
+    Call it on every rank; rank 0 builds. Raises, on all ranks alike, `FileError` (a file is missing
+    or refused), `ConfigError` (nothing usable) and `MissingExtraError`.
+    """
+    root = Path(cache) if cache is not None else default_cache()
+    if groups.launched() and not groups.active():
+        raise OrderError("join the other ranks (lezero.core.groups.join) before preparing data")
+    folder = Path(_on_first_rank(lambda: str(_find_or_build(config, root))))
+    if not folder.is_dir():
+        raise FileError(
+            f"{folder}: rank 0 prepared the data there, but rank {groups.rank()} cannot see it; "
+            "name a cache folder that all machines share"
+        )
+    return _open(folder, config)
+
+
+def _open(folder: Path, config: DataConfig) -> Data:
+    manifest = store.read_manifest(folder)
+    train = store.open_rows(folder, manifest, "train", config.sequence)
+    held = store.open_rows(folder, manifest, "validation", config.sequence)
+    findings = manifest["findings"]
+    if findings["left_out"] and groups.is_main():
+        counts = ", ".join(f"{n} x {reason}" for reason, n in findings["left_out"].items())
+        _log.warning("data: left out: %s (%s)", counts, "; ".join(findings["named"][:3]))
+    if train.cut and groups.is_main():
+        _log.warning("data: %d pairs are longer than a row and are cut", train.cut)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    return Data(train, held if len(held) else None, tokenizer, findings, folder)
+
+
+def _find_or_build(config: DataConfig, root: Path) -> Path:
+    train = find_files(config.train, "data.train")
+    held = find_files(_held_names(config), "data.validation")
+    folder = root / f"tokens-{_key(config, train, held)[:24]}"
+    if folder.is_dir():
+        try:
+            store.read_manifest(folder)
+            return folder
+        except FileError as error:
+            _log.warning("data: %s; the token files are made again", error)
+    make_folder(root)
+    with aside(root, "tokens") as made:
+        try:
+            _build(config, train, held, made)
+        finally:
+            corpus.python_docs.cache_clear()
+        commit(made, folder)
+    return folder
+
+
+def _held_names(config: DataConfig) -> tuple[str, ...]:
+    return config.validation if isinstance(config.validation, tuple) else ()
+
+
+def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
+    """Digest of all that the token files depend on; files count by path, length and time."""
+    settings = config.model_dump(mode="json", exclude={"train", "sequence", "on_bad_file"})
+    if isinstance(config.validation, tuple):
+        settings["validation"] = "files"
+    parts: list[object] = [store.FORMAT, sorted(settings.items()), config.on_bad_file]
+    for paths in (train, held, _tokenizer_files(config)):
+        parts.append(len(paths))
+        for path in paths:
+            parts.append(corpus.identity() if path == corpus.NAME else _stamp(path))
+    return store.digest_of(parts)
+
+
+def _tokenizer_files(config: DataConfig) -> list[str]:
+    if config.tokenizer.folder is None:
+        return []
+    place = Path(config.tokenizer.folder).expanduser()
+    if not place.exists():
+        raise FileError(f"data.tokenizer.folder: {place}: no such file or folder")
+    return [str(place)] if place.is_file() else sorted(map(str, place.glob("*.*")))
+
+
+def _stamp(path: str) -> tuple[object, ...]:
+    try:
+        found = os.stat(path)
+    except OSError as error:  # a broken link, for example: reading will say so
+        return (os.path.abspath(path), error.errno)
+    return (os.path.realpath(path), found.st_size, found.st_mtime_ns)
+
+
+def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) -> None:
+    findings = Findings()
+    parts = _Parts(config)
+    held_documents = list(parts.scan(held, _HELD, findings))
+    documents = list(parts.scan(train, None, findings))
+    cut_one = parts.settle(documents)
+    if not documents.count(_TRAIN):
+        raise nothing_usable("data.train", findings)
+    if held and not held_documents.count(_HELD):
+        raise nothing_usable("data.validation", findings)
+
+    def chosen(part: int) -> Iterator[Document]:
+        yield from _select(read(train, config, Findings()), documents, part, cut_one)
+        yield from _select(read(held, config, Findings()), held_documents, part, 0.0)
+
+    texts = (text for d in chosen(_TRAIN) for text in (d.prompt, d.text) if text)
+    tokenizer = build_tokenizer(config.tokenizer, texts)
+    files: dict[str, Any] = {}
+    for name, part in zip(store.PARTS, (_TRAIN, _HELD), strict=True):
+        with Writer(folder, name, tokenizer) as writer:
+            for document in chosen(part):
+                if document.prompt is None:
+                    writer.add_text(document.text)
+                else:
+                    writer.add_pair(document.prompt, document.text)
+        files |= writer.files()
+    tokenizer.save(folder / "tokenizer")
+    body = {
+        "files": files,
+        "dtype": writer.dtype.str,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+        "tokenizer": load_tokenizer(folder / "tokenizer").digest,
+        "findings": findings.to_json(),
+    }
+    store.write_manifest(folder, body)
+
+
+class _Parts:
+    """Decides for each document: training, held out or dropped. Depends on its words alone."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.share = config.validation if isinstance(config.validation, float) else 0.0
+        self.seen: set[int] = set()
+        self.smallest = (2.0, -1)
+
+    def scan(self, paths: list[str], part: int | None, findings: Findings) -> Iterator[int]:
+        """The part of each document of `paths`; `part` None divides by share."""
+        for at, document in enumerate(read(paths, self.config, findings)):
+            words = f"{self.config.seed}\0{document.prompt}\0{document.text}"
+            number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
+            again = number in self.seen and self.config.duplicates != "keep"
+            self.seen.add(number)
+            if again:
+                refuse = self.config.duplicates == "refuse"
+                findings.bad(document.source, "duplicate", "occurred before", refuse=refuse)
+                yield _DROPPED
+                continue
+            place = number / 2**64
+            if part is None:
+                self.smallest = min(self.smallest, (place, at))
+            yield part if part is not None else (_HELD if place < self.share else _TRAIN)
+
+    def settle(self, documents: list[int]) -> float:
+        """Sees to it that a share above 0 holds something out, and that something is left.
+
+        A single document is divided near its end; the share to cut off is returned.
+        """
+        usable = len(documents) - documents.count(_DROPPED)
+        if self.share <= 0 or usable == 0:
+            return 0.0
+        if usable == 1:
+            documents[self.smallest[1]] = _TRAIN
+            return self.share
+        if not documents.count(_HELD):
+            documents[self.smallest[1]] = _HELD
+        elif not documents.count(_TRAIN):
+            documents[documents.index(_HELD)] = _TRAIN
+        return 0.0
+
+
+def _select(
+    documents: Iterator[Document], parts: list[int], part: int, cut: float
+) -> Iterator[Document]:
+    count = 0
+    for document, belongs in zip(documents, parts, strict=False):
+        count += 1
+        if cut and belongs == _TRAIN and document.prompt is None:
+            at = document.text.rfind("\n", 0, int(len(document.text) * (1 - cut))) + 1
+            at = at or int(len(document.text) * (1 - cut))
+            text = document.text[:at] if part == _TRAIN else document.text[at:]
+            if text:
+                yield Document(text, document.source)
+        elif belongs == part:
+            yield document
+    if count != len(parts):
+        raise FileError("data: the files changed while they were read; start again")
+
+
+def _on_first_rank(work: Callable[[], str]) -> str:
+    """`work()` of rank 0 on every rank; what it raises is raised on all of them."""
+    outcome: dict[str, str] = {}
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome["value"] = work()
+        except BaseException as error:
+            caught.append(error)
+            outcome.update(error=type(error).__name__, text=str(error))
+
+    if groups.world_size() == 1:
+        return work()
+    if not groups.is_main():
+        while not outcome:
+            outcome = groups.broadcast_object(outcome)
+    else:
+        # A collective waits for minutes, tokenizing may take hours: news keeps the others waiting.
+        thread = threading.Thread(target=run, name="lezero-data")
+        thread.start()
+        done = False
+        while not done:
+            thread.join(_NEWS_S)
+            done = not thread.is_alive()
+            groups.broadcast_object(dict(outcome) if done else {})
+    if caught:
+        raise caught[0]
+    if "error" in outcome:
+        kind = getattr(errors, outcome["error"], LeZeroError)
+        raise kind(outcome["text"])
+    return outcome["value"]

@@ -1,0 +1,288 @@
+"""Tokenizers: bytes (built in), byte-level BPE trained here, or any Hugging Face tokenizer folder.
+
+All of them save in the Hugging Face layout, so that `transformers.AutoTokenizer` opens the folder
+with equal encodings. No token is added to a text by itself; an end-of-text token written out in a
+text is read as that token, as transformers does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lezero.core.errors import FileError, LeZeroError, need_extra
+from lezero.data.config import TokenizerConfig
+from lezero.files.folder import make_folder, write_file
+
+EOS = "<|endoftext|>"
+_PIECE = 1 << 20
+_TRAINED_ON = 1 << 28
+_LIMIT = 256 << 20
+_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
+)
+
+
+class Tokenizer:
+    """Text to token ids and back.
+
+    vocab_size: ids are below it. eos: id of the end-of-text token. digest: of what decides the
+    encoding. Made by `bytes_tokenizer`, `train_tokenizer` or `load_tokenizer`.
+    """
+
+    vocab_size: int
+    eos: int
+    digest: str
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`. A text above 1 MiB is encoded in pieces that end with a line."""
+        if len(text) <= _PIECE:
+            return self._encode(text)
+        return [token for piece in _pieces(text) for token in self._encode(piece)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; end-of-text and other special tokens leave nothing behind."""
+        raise NotImplementedError
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the tokenizer's files in the Hugging Face layout into `folder`."""
+        raise NotImplementedError
+
+    def _encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+
+class _Bytes(Tokenizer):
+    """One token a byte of UTF-8 (ids 0 to 255), then the end-of-text token."""
+
+    vocab_size, eos, digest = 257, 256, "bytes-1"
+
+    def _encode(self, text: str) -> list[int]:
+        first, *rest = (list(part.encode("utf-8")) for part in text.split(EOS))
+        for part in rest:
+            first += [self.eos, *part]
+        return first
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+
+    def save(self, folder: str | Path) -> None:
+        alphabet = _byte_letters()
+        vocab = {alphabet[byte]: byte for byte in range(256)} | {EOS: self.eos}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+        special = {"content": EOS, "single_word": False, "lstrip": False, "rstrip": False}
+        content = {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": self.eos, **special, "normalized": False, "special": True}],
+            "normalizer": None,
+            "pre_tokenizer": {**level, "use_regex": False},
+            "post_processor": None,
+            "decoder": {**level, "use_regex": False},
+            "model": {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab}
+            | {"fuse_unk": False, "byte_fallback": False, "merges": []},
+        }
+        _save(Path(folder), json.dumps(content, ensure_ascii=False), {"lezero": "bytes"})
+
+
+class _Backed(Tokenizer):
+    """A tokenizer of the package `tokenizers`; `origin` is the folder that its files came from."""
+
+    def __init__(self, inner: Any, eos: int, origin: Path | None) -> None:
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner, self.eos, self._origin = inner, eos, origin
+        self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        text = f"{eos}\n{inner.to_str()}"
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return str(self._inner.decode(list(tokens), skip_special_tokens=True))
+
+    def save(self, folder: str | Path) -> None:
+        if self._origin is None:
+            _save(Path(folder), self._inner.to_str(), {})
+            return
+        make_folder(Path(folder))
+        for name in _FILES:
+            if (self._origin / name).is_file():
+                shutil.copyfile(self._origin / name, Path(folder) / name)
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """The built-in tokenizer: needs no extra and no training."""
+    return _Bytes()
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """Byte-level BPE of at most `vocab` entries (fewer where the text has no more pairs).
+
+    Deterministic: equal texts give an equal tokenizer. The first 256 Mi characters are used.
+    """
+    library = _library("training a tokenizer")
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[EOS],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator(_first(texts), trainer)
+    return _Backed(inner, inner.token_to_id(EOS), None)
+
+
+def load_tokenizer(place: str | Path) -> Tokenizer:
+    """Opens a Hugging Face tokenizer folder, or a tokenizer.json.
+
+    A folder without tokenizer.json is opened by transformers (extra `hf`). Raises `FileError` when
+    there is none, it cannot be read, or it names no end-of-text token.
+    """
+    path = Path(place).expanduser()
+    folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
+    if not path.exists():
+        raise FileError(f"tokenizer {place}: no such file or folder")
+    settings = _settings(folder)
+    if settings.get("lezero") == "bytes":
+        return _Bytes()
+    if not file.is_file():
+        inner, origin = _converted(folder), None
+    elif file.stat().st_size > _LIMIT:
+        raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
+    else:
+        library, origin = _library("this tokenizer"), folder
+        try:
+            inner = library.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises plain Exception
+            raise FileError(f"{file}: not a tokenizer file ({error})") from None
+    return _Backed(inner, _end(inner, settings, folder), origin)
+
+
+def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that `config` asks for; `texts` are read only to train one."""
+    if config.train is not None:
+        return train_tokenizer(texts, config.train)
+    return load_tokenizer(config.folder) if config.folder is not None else bytes_tokenizer()
+
+
+def _first(texts: Iterable[str]) -> Iterator[str]:
+    left = _TRAINED_ON
+    for text in texts:
+        for piece in _pieces(text):
+            if left <= 0:
+                return
+            left -= len(piece)
+            yield piece
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cuts where byte-level BPE never joins: after a line, else before a space between words."""
+    start = 0
+    while len(text) - start > _PIECE:
+        end = _cut(text, start, start + _PIECE)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _cut(text: str, start: int, end: int) -> int:
+    at = end
+    while (at := text.rfind("\n", start, at) + 1) > start:
+        if not text[at].isspace():
+            return at
+        at -= 1
+    at = end
+    while (at := text.rfind(" ", start + 1, at)) > start:
+        if not text[at - 1].isspace() and not text[at + 1].isspace():
+            return at
+    return end
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise FileError(f"{path}: cannot be read ({error})") from None
+        if isinstance(data, dict):
+            found |= data
+    return found
+
+
+def _end(inner: Any, settings: dict[str, Any], folder: Path) -> int:
+    named = settings.get("eos_token")
+    if isinstance(named, dict):
+        named = named.get("content")
+    for text in (named, EOS):
+        found = inner.token_to_id(text) if isinstance(text, str) else None
+        if found is not None:
+            return int(found)
+    raise FileError(
+        f"tokenizer {folder}: names no end-of-text token; "
+        'write "eos_token" into its tokenizer_config.json'
+    )
+
+
+def _converted(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        what = f"the tokenizer {folder} (it has no tokenizer.json)"
+        raise need_extra("hf", "transformers", what) from error
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise FileError(f"tokenizer {folder}: no tokenizer that can be read ({first})") from None
+
+
+def _library(what: str) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise need_extra("text", "tokenizers", what) from error
+    return tokenizers
+
+
+def _save(folder: Path, content: str, extra: dict[str, Any]) -> None:
+    make_folder(folder)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        **extra,
+    }
+    files = {
+        "tokenizer.json": content,
+        "tokenizer_config.json": json.dumps(settings, indent=1) + "\n",
+        "special_tokens_map.json": json.dumps({"eos_token": EOS}, indent=1) + "\n",
+    }
+    try:
+        for name, text in files.items():
+            write_file(folder / name, text.encode("utf-8"))
+    except LeZeroError as error:
+        raise FileError(f"the tokenizer could not be saved: {error}") from error
+
+
+def _byte_letters() -> list[str]:
+    """The visible letter that byte-level BPE writes for each byte (Radford et al. 2019, GPT-2).
+
+    Printable bytes stand for themselves; the others take the letters from U+0100 on, in order.
+    """
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in own else next(others)) for byte in range(256)]

@@ -1,0 +1,134 @@
+"""Files to documents: what is used, what is named and counted, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lezero.core.errors import ConfigError, FileError
+from lezero.data.config import DataConfig
+from lezero.data.reading import Findings, find_files, read
+
+
+def documents(folder, **settings):
+    config = DataConfig(train=[str(folder)], **settings)
+    findings = Findings()
+    return list(read(find_files(config.train, "data.train"), config, findings)), findings
+
+
+def jsonl(path, *lines):
+    path.write_bytes(
+        b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines)
+    )
+
+
+def test_text_and_jsonl_of_a_folder_in_order(tmp_path):
+    (tmp_path / "b.txt").write_text("second", encoding="utf-8")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.md").write_bytes(b"\xef\xbb\xbffirst")  # a byte order mark is no text
+    (tmp_path / "ignored.png").write_bytes(b"\x89PNG")
+    (tmp_path / ".hidden.txt").write_text("no")
+    jsonl(tmp_path / "c.jsonl", {"text": "third"}, {"prompt": "p", "response": "r", "id": 1}, b"")
+    found, findings = documents(tmp_path)
+    assert [(d.prompt, d.text) for d in found] == [
+        (None, "first"),
+        (None, "second"),
+        (None, "third"),
+        ("p", "r"),
+    ]
+    assert findings.documents == 4
+    assert findings.files == 3
+    assert not findings.reasons
+
+
+def test_field_names_and_formats_are_configurable(tmp_path):
+    jsonl(tmp_path / "data.txt", {"body": "text"}, {"q": "ask", "a": "answer"})
+    found, _ = documents(
+        tmp_path, format="jsonl", text_field="body", prompt_field="q", response_field="a"
+    )
+    assert [(d.prompt, d.text) for d in found] == [(None, "text"), ("ask", "answer")]
+
+
+BAD_LINES = {
+    "bad JSON": b"{not json",
+    "no JSON object": b"[1]",
+    "missing field": b'{"other": "x"}',
+    "field is not text": b'{"text": 3}',
+    "empty text": b'{"text": "  "}',
+    "not UTF-8": b'{"text": "\xff"}',
+    "broken Unicode": b'{"text": "\\ud800"}',
+    "line too long": b'{"text": "' + b"x" * 3000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("reason", BAD_LINES)
+def test_bad_lines_are_named_counted_and_skipped_or_refused(tmp_path, reason):
+    path = tmp_path / "data.jsonl"
+    jsonl(path, {"text": "good"}, BAD_LINES[reason], {"text": "also good"})
+    found, findings = documents(tmp_path, max_line_bytes=2000)
+    assert [d.text for d in found] == ["good", "also good"]
+    assert findings.reasons == {reason: 1}
+    assert f"{path}, line 2" in findings.named[0]
+    with pytest.raises(FileError, match="line 2"):
+        documents(tmp_path, max_line_bytes=2000, on_bad_file="refuse")
+
+
+BAD_FILES = {
+    "empty file": b" \n",
+    "not UTF-8": "text".encode("utf-16"),
+    "file too large": b"x" * 2000,
+}
+
+
+@pytest.mark.parametrize("reason", BAD_FILES)
+def test_bad_files_are_named_counted_and_skipped_or_refused(tmp_path, reason):
+    (tmp_path / "bad.txt").write_bytes(BAD_FILES[reason])
+    (tmp_path / "good.txt").write_text("good")
+    found, findings = documents(tmp_path, max_file_bytes=1000)
+    assert [d.text for d in found] == ["good"]
+    assert findings.reasons == {reason: 1}
+    assert "bad.txt" in findings.named[0]
+    with pytest.raises(FileError, match=r"bad\.txt"):
+        documents(tmp_path, max_file_bytes=1000, on_bad_file="refuse")
+
+
+def test_unreadable_files_and_empty_jsonl(tmp_path):
+    (tmp_path / "broken.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    found, findings = documents(tmp_path)
+    assert found == []
+    assert findings.reasons == {"unreadable file": 1, "empty file": 1}
+    assert "broken.txt: cannot be read" in findings.named[0]
+
+
+def test_names_that_stand_for_nothing_are_errors(tmp_path):
+    for name, text in (
+        (str(tmp_path), "holds no file that ends in"),
+        (str(tmp_path / "*.txt"), "no file matches"),
+        (str(tmp_path / "missing.txt"), "no such file or folder"),
+    ):
+        with pytest.raises(FileError, match=text):
+            find_files([name], "data.train")
+
+
+def test_a_file_named_twice_is_read_once(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    assert find_files([str(path), str(tmp_path), str(tmp_path / "*.txt")], "t") == [str(path)]
+
+
+def test_config_explains_itself():
+    with pytest.raises(ConfigError, match="did you mean 'sequence'"):
+        DataConfig(train="x", sequnce=4)
+    with pytest.raises(ConfigError, match="at least 0 and below 1"):
+        DataConfig(train="x", validation=1.0)
+    with pytest.raises(ConfigError, match="allowed is bytes"):
+        DataConfig(train="x", tokenizer="bpe")
+    with pytest.raises(ConfigError, match="not both"):
+        DataConfig(train="x", tokenizer={"train": 300, "folder": "y"})
+    with pytest.raises(ConfigError, match="train"):
+        DataConfig(train=[])
+    for tokenizer in ("bytes", {"train": 300}, {"folder": "y"}):
+        config = DataConfig(train="x", validation=["v"], tokenizer=tokenizer)
+        assert DataConfig.parse(config.to_dict()) == config

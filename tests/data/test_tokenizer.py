@@ -1,0 +1,131 @@
+"""Tokenizers: encode and decode, the Hugging Face layout, determinism."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lezero.core.errors import FileError, MissingExtraError
+from lezero.data import load_tokenizer
+from lezero.data.tokenizer import bytes_tokenizer, train_tokenizer
+
+TEXTS = ["The quick brown fox. " * 20, "def f(x):\n    return x\n" * 20, "äöü 中文 🙂 " * 5]
+ODD = [
+    "",
+    " ",
+    "\n\n  x\t",
+    "The fox\r\n",
+    "🙂中文é",
+    "a<|endoftext|>b",
+    "\x00\x7f",
+    "  def g(): pass",
+]
+
+
+def trained():
+    return train_tokenizer(TEXTS, 400)
+
+
+@given(st.text())
+def test_bytes_come_back(text):
+    tokenizer = bytes_tokenizer()
+    if "<|endoftext|>" not in text:
+        assert tokenizer.decode([*tokenizer.encode(text), tokenizer.eos]) == text
+
+
+@pytest.mark.parametrize("make", [bytes_tokenizer, trained])
+def test_round_trip_and_save(make, tmp_path):
+    tokenizer = make()
+    for text in ODD:
+        tokens = tokenizer.encode(text)
+        assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+        assert tokenizer.decode(tokens) == text.replace("<|endoftext|>", "")
+    assert tokenizer.encode("a<|endoftext|>b")[1] == tokenizer.eos
+    tokenizer.save(tmp_path / "t")
+    again = load_tokenizer(tmp_path / "t")
+    assert (again.digest, again.eos, again.vocab_size) == (
+        tokenizer.digest,
+        tokenizer.eos,
+        tokenizer.vocab_size,
+    )
+    assert [again.encode(text) for text in ODD] == [tokenizer.encode(text) for text in ODD]
+    again.save(tmp_path / "again")
+    assert load_tokenizer(tmp_path / "again" / "tokenizer.json").digest == tokenizer.digest
+
+
+@pytest.mark.parametrize("make", [bytes_tokenizer, trained])
+def test_transformers_opens_it_with_equal_encodings(make, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = make()
+    tokenizer.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert theirs.eos_token_id == tokenizer.eos
+    assert len(theirs) == tokenizer.vocab_size
+    for text in ODD + TEXTS:
+        ours = tokenizer.encode(text)
+        assert theirs(text)["input_ids"] == ours
+        assert theirs.decode(ours, skip_special_tokens=True) == tokenizer.decode(ours)
+
+
+def test_training_is_deterministic_across_processes(tmp_path):
+    code = (
+        "import sys; from lezero.data.tokenizer import train_tokenizer\n"
+        "from tests.data.test_tokenizer import TEXTS\n"
+        "print(train_tokenizer(TEXTS, 400).digest)"
+    )
+    digests = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip()
+        for _ in range(2)
+    }
+    assert digests == {trained().digest}
+
+
+def test_long_texts_are_encoded_in_pieces_as_a_whole(monkeypatch):
+    tokenizer = trained()
+    text = "\n\n".join(TEXTS * 3) + "\n  \n\n indented\nplain\n" * 50
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("lezero.data.tokenizer._PIECE", 100)
+    assert tokenizer.encode(text) == whole
+    assert bytes_tokenizer().decode(bytes_tokenizer().encode("x" * 1000)) == "x" * 1000
+
+
+def test_bad_folders_are_explained(tmp_path):
+    with pytest.raises(FileError, match="no such file or folder"):
+        load_tokenizer(tmp_path / "missing")
+    trained().save(tmp_path / "t")
+    (tmp_path / "t" / "tokenizer.json").write_text("{broken")
+    with pytest.raises(FileError, match="not a tokenizer file"):
+        load_tokenizer(tmp_path / "t")
+    trained().save(tmp_path / "u")
+    content = (tmp_path / "u" / "tokenizer.json").read_text().replace("<|endoftext|>", "<odd>")
+    (tmp_path / "u" / "tokenizer.json").write_text(content)
+    with pytest.raises(FileError, match="no end-of-text token"):
+        load_tokenizer(tmp_path / "u")
+    (tmp_path / "u" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<odd>"}))
+    assert load_tokenizer(tmp_path / "u").eos == trained().eos
+    (tmp_path / "empty").mkdir()
+    with pytest.raises((FileError, MissingExtraError)):
+        load_tokenizer(tmp_path / "empty")
+
+
+def test_truncation_in_a_tokenizer_file_is_not_applied(tmp_path):
+    trained().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst"}
+    content["truncation"]["stride"] = 0
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(tmp_path).encode(TEXTS[0]) == trained().encode(TEXTS[0])
+    shutil.rmtree(tmp_path)
+
+
+def test_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match=r"lezero\[text\]"):
+        trained()
