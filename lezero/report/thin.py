@@ -47,15 +47,19 @@ def _extremes(y: Sequence[float], low: int, high: int) -> list[int]:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """An exponential mean over about `span` values, free of bias at the start; gaps stay gaps."""
-    decay = 1 - 2 / (span + 1)
-    total = weight = 0.0
-    out = []
+    """The mean over `span` values around each one, fewer towards the ends; gaps stay gaps.
+
+    The window is centred, so that a curve which falls steeply is not drawn late.
+    """
+    total, known = [0.0], [0]
     for value in values:
-        if not math.isfinite(value):
-            out.append(math.nan)
-            continue
-        total = decay * total + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        out.append(total / weight)
+        finite = math.isfinite(value)
+        total.append(total[-1] + (value if finite else 0.0))
+        known.append(known[-1] + finite)
+    out = []
+    for i, value in enumerate(values):
+        reach = min(span // 2, i, len(values) - 1 - i)
+        low, high = i - reach, i + reach + 1
+        count = known[high] - known[low]
+        out.append((total[high] - total[low]) / count if math.isfinite(value) else math.nan)
     return out

@@ -5,9 +5,8 @@
 
 [Note: a file that a kill cannot spoil]
 Each line is one `write` to the end of the file. A kill can tear the last line only; the next writer
-starts a new line after it, and the reader skips what it cannot read and counts it. After a resume
-at step s the steps above s run again: the reader drops the old ones at the resume event, and where
-a step still stands twice the last one counts.
+starts a new line after it, and the reader skips what it cannot read and counts it. When a run goes
+back (a resume event, or a step number that does not rise) the reader drops the old rows above.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import math
 import os
 import time
 from array import array
+from bisect import bisect_left
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,11 +177,10 @@ def read_metrics(path: str | os.PathLike[str]) -> Metrics:
 
 
 class _Reader:
-    """Rows as they come, in columns, so that a long run fits in memory."""
+    """Rows as they come, in columns, so that a long run fits in memory; steps only ever rise."""
 
     def __init__(self) -> None:
         self.made = Metrics()
-        self.row_of: dict[int, int] = {}
 
     def take(self, line: bytes) -> None:
         if not line.strip():
@@ -203,26 +202,35 @@ class _Reader:
             if not isinstance(data["event"], str) or not (whole or step is None):
                 return False
             if data["event"] == RESUME and isinstance(step, int):
-                self.row_of = {s: row for s, row in self.row_of.items() if s <= step}
+                self._void(step + 1)
             self.made.events.append(data)
-            return True
-        if not whole:
+        elif isinstance(step, int) and whole:
+            self._void(step)
+            self._row(step, data)
+        else:
             return False
-        assert isinstance(step, int)
-        self._row(step, data)
         return True
 
+    def _void(self, step: int) -> None:
+        """Forgets the rows from `step` on: the run went back."""
+        made = self.made
+        if not made.steps or made.steps[-1] < step:
+            return
+        cut = bisect_left(made.steps, step)
+        del made.steps[cut:]
+        for column in made.columns.values():
+            del column[cut:]
+        made.skipped = {s: why for s, why in made.skipped.items() if s < step}
+
     def _row(self, step: int, data: dict[str, Any]) -> None:
-        rows = len(self.made.steps)
+        row = len(self.made.steps)
         self.made.steps.append(step)
-        self.row_of[step] = rows
-        self.made.skipped.pop(step, None)
         odd = data.get("nonfinite")
         for name, value in data.items():
             if value is None and isinstance(odd, dict):
                 value = _NONFINITE.get(str(odd.get(name)))
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
-                self._put(_OLD_NAMES.get(name, name), rows, _float(value))
+                self._put(_OLD_NAMES.get(name, name), row, _float(value))
         if isinstance(data.get("skipped"), str):
             self.made.skipped[step] = data["skipped"]
 
@@ -235,18 +243,9 @@ class _Reader:
         column[row] = value
 
     def finish(self) -> Metrics:
-        made, count = self.made, len(self.made.steps)
-        for column in made.columns.values():
-            column.extend([math.nan] * (count - len(column)))
-        order = [self.row_of[step] for step in sorted(self.row_of)]
-        if order != list(range(count)):
-            made.columns = {
-                name: array("d", (column[row] for row in order))
-                for name, column in made.columns.items()
-            }
-            made.steps = [made.steps[row] for row in order]
-        made.skipped = {s: why for s, why in made.skipped.items() if s in self.row_of}
-        return made
+        for column in self.made.columns.values():
+            column.extend([math.nan] * (len(self.made.steps) - len(column)))
+        return self.made
 
 
 class TensorBoardSink:
