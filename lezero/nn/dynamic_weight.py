@@ -307,7 +307,13 @@ def mix_weights(x_BCS: Tensor, pi_BK: Tensor, w_KCC: Tensor, b_KC: Tensor | None
     B, C = x_BCS.shape[:2]
     w = (pi_BK @ w_KCC.flatten(1)).unflatten(1, w_KCC.shape[1:]).flatten(0, 1)
     b = None if b_KC is None else (pi_BK @ b_KC).flatten()
-    y = _conv(x_BCS.reshape(1, B * C, *x_BCS.shape[2:]), w, b, groups=B)
+    folded = x_BCS.reshape(1, B * C, *x_BCS.shape[2:])
+    if torch.compiler.is_compiling():
+        # Inductor (torch 2.13) cannot order the strides of this view when batch and space are
+        # both dynamic ("cannot determine truth value of Relational"); of a computed copy it can
+        # (a bare clone is folded away).
+        folded = (folded * 1).clone()
+    y = _conv(folded, w, b, groups=B)
     return y.reshape(x_BCS.shape)
 
 
