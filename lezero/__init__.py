@@ -1,3 +1,74 @@
-"""LeZero: train, shrink and serve PyTorch models with zero surprise."""
+"""LeZero: train, shrink and serve PyTorch models with zero surprise.
+
+Importing this package is inert and cheap: names are imported when they are first used.
+"""
+
+from typing import TYPE_CHECKING
+
+from lezero.core.lazy import lazy as _lazy
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "CapacityError": "lezero.core.errors",
+    "Config": "lezero.core.config",
+    "ConfigError": "lezero.core.errors",
+    "CorruptError": "lezero.core.errors",
+    "DataConfig": "lezero.data",
+    "Decisions": "lezero.core.decisions",
+    "DistributedError": "lezero.core.errors",
+    "Engine": "lezero.train",
+    "FileError": "lezero.core.errors",
+    "LeZeroError": "lezero.core.errors",
+    "MissingExtraError": "lezero.core.errors",
+    "NumericsError": "lezero.core.errors",
+    "OrderError": "lezero.core.errors",
+    "RunConfig": "lezero.train",
+    "StepResult": "lezero.train",
+    "Trainer": "lezero.train",
+    "checkpoint": "lezero.checkpoint",
+    "data": "lezero.data",
+    "forecast": "lezero.plan",
+    "from_pytorch": "lezero.hub",
+    "hardware": "lezero.profiler",
+    "memory": "lezero.memory",
+    "models": "lezero.models",
+    "next_token_loss": "lezero.train",
+    "nn": "lezero.nn",
+    "optim": "lezero.optim",
+    "profiler": "lezero.profiler",
+    "train": "lezero.train",
+}
+
+__all__ = ["__version__", *_NAMES]
+__getattr__, __dir__ = _lazy(__name__, _NAMES)
+
+if TYPE_CHECKING:
+    from lezero import checkpoint as checkpoint
+    from lezero import data as data
+    from lezero import memory as memory
+    from lezero import models as models
+    from lezero import nn as nn
+    from lezero import optim as optim
+    from lezero import profiler as profiler
+    from lezero import train as train
+    from lezero.core.config import Config as Config
+    from lezero.core.decisions import Decisions as Decisions
+    from lezero.core.errors import CapacityError as CapacityError
+    from lezero.core.errors import ConfigError as ConfigError
+    from lezero.core.errors import CorruptError as CorruptError
+    from lezero.core.errors import DistributedError as DistributedError
+    from lezero.core.errors import FileError as FileError
+    from lezero.core.errors import LeZeroError as LeZeroError
+    from lezero.core.errors import MissingExtraError as MissingExtraError
+    from lezero.core.errors import NumericsError as NumericsError
+    from lezero.core.errors import OrderError as OrderError
+    from lezero.data import DataConfig as DataConfig
+    from lezero.hub import from_pytorch as from_pytorch
+    from lezero.plan import forecast as forecast
+    from lezero.profiler import hardware as hardware
+    from lezero.train import Engine as Engine
+    from lezero.train import RunConfig as RunConfig
+    from lezero.train import StepResult as StepResult
+    from lezero.train import Trainer as Trainer
+    from lezero.train import next_token_loss as next_token_loss

@@ -103,7 +103,7 @@ class HostPool:
         self.enabled = False
 
     def after_step(self) -> None:
-        """Keeps the pool within its bound; about 20 µs, and only every eighth step after a while."""
+        """Keeps the pool within its bound; about 20 µs, later every eighth step only."""
         self._steps += 1
         if not self.enabled or (self._steps > 16 and self._steps % 8):
             return

@@ -27,7 +27,8 @@ class Schedule(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if "decay" in self.model_fields_set and self.kind != "wsd":
+        default = type(self).model_fields["decay"].default
+        if self.decay != default and self.kind != "wsd":
             raise ValueError(f"decay belongs to kind 'wsd'; this schedule is '{self.kind}'")
         return self
 

@@ -13,7 +13,7 @@ _NAMES = {
     "Trainer": "lezero.train.trainer",
     "next_token_loss": "lezero.train.loss",
 }
-__all__ = list(_NAMES)  # noqa: PLE0604
+__all__ = list(_NAMES)
 __getattr__, __dir__ = lazy(__name__, _NAMES)
 
 if TYPE_CHECKING:

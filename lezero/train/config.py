@@ -51,9 +51,10 @@ class ModelConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        others = self.model_fields_set - {"folder"}
+        fields = type(self).model_fields
+        others = [k for k in fields if k != "folder" and getattr(self, k) != fields[k].default]
         if self.folder is not None and others:
-            raise ValueError(f"folder brings its own shape: remove {', '.join(sorted(others))}")
+            raise ValueError(f"folder brings its own shape: remove {', '.join(others)}")
         return self
 
     def transformer(self, vocab: int, sequence: int) -> TransformerConfig:

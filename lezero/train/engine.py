@@ -26,7 +26,6 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.log import logger
-from lezero.memory import HostPool
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.loss import Batch, Count, LossFunction, counter, model_loss, split, to_device
@@ -94,9 +93,7 @@ class Engine:
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()
         self.place = next(model.parameters()).device
-        self.precision = Precision(
-            resolve(precision, self.place, self.decisions), self.place
-        )
+        self.precision = Precision(resolve(precision, self.place, self.decisions), self.place)
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0
         self.skipped_in_a_row = 0
@@ -104,7 +101,9 @@ class Engine:
         self._compile = compile
         self._forms: speed.Forms | None = None
         self._wrapped = _data_parallel(model)
-        self._base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._base_lrs = [
+            group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
+        ]
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of the global batch.
@@ -295,9 +294,7 @@ def _data_parallel(model: nn.Module) -> nn.Module:
         return model
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(
-        model, find_unused_parameters=True, gradient_as_bucket_view=True
-    )
+    return DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
 def _check(

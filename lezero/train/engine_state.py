@@ -35,9 +35,8 @@ def pack(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {_MODEL + name: value for name, value in engine.model.state_dict().items()}
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
     tensors |= found
-    random_tensors, random_document = checkpoint.pack_random()
+    random_tensors, everyone = _pack_random()
     tensors |= random_tensors
-    everyone = groups.gather_objects(random_document)
     documents = {
         "state": {
             "step": engine.step,
@@ -51,6 +50,24 @@ def pack(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "environment": checkpoint.environment(),
     }
     return tensors, documents
+
+
+def _random_prefix(rank: int) -> str:
+    return f"random/{rank}/"
+
+
+def _pack_random() -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The generators of every rank. A step draws from (seed, step) and needs none of them; they
+    are the caller's, whose own code may."""
+    tensors, document = checkpoint.pack_random(prefix="")
+    mine = {"tensors": {k: [str(v.dtype)[6:], v.tolist()] for k, v in tensors.items()}}
+    everyone = groups.gather_objects({**mine, "document": document})
+    packed = {
+        _random_prefix(rank) + name: torch.tensor(values, dtype=getattr(torch, dtype))
+        for rank, one in enumerate(everyone)
+        for name, (dtype, values) in one["tensors"].items()
+    }
+    return packed, [one["document"] for one in everyone]
 
 
 def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
@@ -73,12 +90,21 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     engine.model.load_state_dict(saved)
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
-    engine.precision.load_state(state["precision"])
+    _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
-    documents = loaded.documents["random"]
-    if len(documents) == groups.world_size():
-        checkpoint.unpack_random(loaded.tensors, documents[groups.rank()])
+    everyone = loaded.documents["random"]
+    if len(everyone) == groups.world_size():
+        rank = groups.rank()
+        checkpoint.unpack_random(loaded.tensors, everyone[rank], prefix=_random_prefix(rank))
     return loaded.documents
+
+
+def _restore_precision(engine: Engine, state: dict[str, Any]) -> None:
+    """What was chosen automatically stays; what the user asked for now wins."""
+    now = engine.decisions.records["precision"]
+    if not now.overridden and engine.precision.name != state["name"]:
+        engine.set_precision(state["name"])
+    engine.precision.load_state(state)
 
 
 def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
@@ -119,9 +145,7 @@ def load_together(path: Path) -> checkpoint.Loaded:
     return loaded or checkpoint.load(Path(answer["path"]))
 
 
-def _check_model(
-    path: Path, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]
-) -> None:
+def _check_model(path: Path, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     shapes = [
         f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here"

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from lezero.core.errors import ConfigError
+from lezero.ops.cross_entropy import cross_entropy_sum
+from lezero.ops.cross_entropy.reference import IGNORED
 
-IGNORED = -100
 Batch = Any
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
 Count = Callable[[Batch], int]
@@ -41,10 +41,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torc
 
 def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """The arithmetic of `next_token_loss`: logits (B,T,V), targets (B,T) with -100 ignored."""
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
     flat = targets.flatten()
-    total = F.cross_entropy(logits.flatten(0, -2), flat, ignore_index=IGNORED, reduction="sum")
+    total = cross_entropy_sum(logits.flatten(0, -2), flat)
     return total / (flat != IGNORED).sum().clamp(min=1)
 
 

@@ -34,7 +34,9 @@ def resolve(name: str, place: torch.device, decisions: Decisions, step: int = 0)
         return decisions.record("precision", name, overridden=True, reason="given", step=step)
     if place.type == "cpu":
         native = sorted(_NATIVE_BF16 & set(instruction_sets()))
-        found, reason = ("bf16", f"native bf16: {native[0]}") if native else ("fp32", "no bf16 unit")
+        found, reason = (
+            ("bf16", f"native bf16: {native[0]}") if native else ("fp32", "no bf16 unit")
+        )
     else:
         version = device.capability()
         if version is None or version >= (8, 0):

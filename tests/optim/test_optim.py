@@ -35,7 +35,10 @@ def test_adamw_equals_torch():
     a = nn.Linear(5, 3)
     b = nn.Linear(5, 3)
     b.load_state_dict(a.state_dict())
-    mine, theirs = AdamW(a.parameters(), lr=0.1), torch.optim.AdamW(b.parameters(), lr=0.1, foreach=False)
+    mine, theirs = (
+        AdamW(a.parameters(), lr=0.1),
+        torch.optim.AdamW(b.parameters(), lr=0.1, foreach=False),
+    )
     x = torch.randn(4, 5)
     for _ in range(5):
         for model, optimizer in ((a, mine), (b, theirs)):

@@ -1,0 +1,1 @@
+"""Numeric kernels, each with a plain reference that it is held to."""

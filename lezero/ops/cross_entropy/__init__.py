@@ -1,0 +1,105 @@
+"""Cross-entropy of next tokens, summed, in one pass over the logits each way.
+
+`F.cross_entropy` keeps the log-probabilities of every token in fp32 and walks over the whole matrix
+several times. This op works through it in pieces that stay in cache, keeps one number a row, and
+rounds the gradient to the logits' dtype once. See `reference.py` for the formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+from lezero.ops.cross_entropy.reference import IGNORED
+
+_PIECE = 1 << 18  # elements of a piece: 1 MiB in fp32
+
+_library = torch.library.Library("lezero", "FRAGMENT")
+_library.define("cross_entropy_sum(Tensor logits, Tensor targets) -> (Tensor, Tensor)")
+_library.define(
+    "cross_entropy_sum_backward(Tensor grad, Tensor logits, Tensor targets, Tensor lse) -> Tensor"
+)
+
+
+def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Summed cross-entropy in nats of `logits_NV` against `targets_N` (int64; -100 is ignored).
+
+    Returns a scalar in fp32 (fp64 for fp64 logits). Raises `ConfigError` for other shapes and, on
+    the CPU, for a target outside the vocabulary.
+    """
+    if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
+        raise ConfigError(
+            f"cross_entropy_sum: got logits {tuple(logits_NV.shape)} and targets "
+            f"{tuple(targets_N.shape)}, allowed is (N, V) and (N,)"
+        )
+    return torch.ops.lezero.cross_entropy_sum(logits_NV, targets_N)[0]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rows(logits_NV: Tensor) -> int:
+    """Rows of a piece: small on the CPU for its cache, larger where launches cost."""
+    per_piece = _PIECE if logits_NV.device.type == "cpu" else _PIECE * 64
+    return max(1, per_piece // max(1, logits_NV.shape[1]))
+
+
+def _forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    N, V = logits_NV.shape
+    wide = _wide(logits_NV.dtype)
+    if targets_N.device.type == "cpu" and N:
+        bad_N = (targets_N >= V) | ((targets_N < 0) & (targets_N != IGNORED))
+        if bool(bad_N.any()):
+            first = int(targets_N[bad_N][0])
+            raise ConfigError(f"target {first} is outside the vocabulary of {V} and not {IGNORED}")
+    lse_N = torch.empty(N, dtype=wide, device=logits_NV.device)
+    step = _rows(logits_NV)
+    for i in range(0, N, step):
+        torch.logsumexp(logits_NV[i : i + step].to(wide), 1, out=lse_N[i : i + step])
+    picked_N = logits_NV.gather(1, targets_N.clamp(min=0)[:, None])[:, 0].to(wide)
+    return torch.where(targets_N != IGNORED, lse_N - picked_N, 0.0).sum(), lse_N
+
+
+def _backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor) -> Tensor:
+    out_NV = torch.empty_like(logits_NV)
+    counted_N = targets_N != IGNORED
+    scale_N = torch.where(counted_N, grad.to(lse_N.dtype), 0.0)
+    index_N = targets_N.clamp(min=0)
+    step = _rows(logits_NV)
+    for i in range(0, logits_NV.shape[0], step):
+        rows = slice(i, i + step)
+        p_NV = logits_NV[rows].to(lse_N.dtype, copy=True).sub_(lse_N[rows, None]).exp_()
+        p_NV.scatter_add_(1, index_N[rows, None], -torch.ones_like(lse_N[rows, None]))
+        out_NV[rows] = p_NV.mul_(scale_N[rows, None])
+    return out_NV
+
+
+def _fake_forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    wide = _wide(logits_NV.dtype)
+    return logits_NV.new_empty((), dtype=wide), logits_NV.new_empty(logits_NV.shape[:1], dtype=wide)
+
+
+def _fake_backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor) -> Tensor:
+    return torch.empty_like(logits_NV)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    logits_NV, targets_N, lse_N = ctx.saved_tensors
+    return torch.ops.lezero.cross_entropy_sum_backward(grad, logits_NV, targets_N, lse_N), None
+
+
+_library.impl("cross_entropy_sum", _forward, "CompositeExplicitAutograd")
+_library.impl("cross_entropy_sum_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("lezero::cross_entropy_sum", _fake_forward, lib=_library)
+torch.library.register_fake("lezero::cross_entropy_sum_backward", _fake_backward, lib=_library)
+torch.library.register_autograd(
+    "lezero::cross_entropy_sum", _differentiate, setup_context=_save, lib=_library
+)

@@ -1,0 +1,52 @@
+"""The forecast of a run, made before its model is allocated, and what is measured against it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lezero.core import groups
+from lezero.core.errors import CapacityError
+from lezero.plan import forecast
+from lezero.profiler import hardware
+from lezero.train import recipe
+from lezero.train.config import RunConfig
+from lezero.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What was forecast for one rank; FLOPs and ceiling are of all ranks on this machine."""
+
+    memory_bytes: int
+    step_seconds: float
+    flops: float
+    ceiling: float | None
+
+    def share_of_ceiling(self, seconds: float) -> float | None:
+        """Share (0 to 1) of the measured GEMM ceiling that a step of `seconds` reached."""
+        if not self.ceiling or seconds <= 0:
+            return None
+        return self.flops / seconds / self.ceiling
+
+
+def foresee(config: RunConfig, vocab: int, folder: RunFolder) -> Prospect:
+    """Forecasts on rank 0, writes `forecast.json` and `hardware.json`, tells every rank.
+
+    Raises `CapacityError` on every rank, before anything is allocated, when it does not fit.
+    """
+    answer: dict[str, object] = {}
+    if groups.is_main():
+        machine = hardware()
+        folder.write_json("hardware.json", machine.to_dict())
+        build, spec = recipe.plan_inputs(config, vocab)
+        made = forecast(build, spec, machine)
+        folder.write_json("forecast.json", made.to_dict())
+        try:
+            made.require_fit()
+            answer = vars(Prospect(made.memory_bytes, made.step_seconds, made.flops, made.ceiling))
+        except CapacityError as error:
+            answer = {"error": str(error)}
+    answer = groups.broadcast_object(answer)
+    if "error" in answer:
+        raise CapacityError(str(answer["error"]))
+    return Prospect(**answer)  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""From a run config to the pieces of a run, in the order in which they can be composed.
+
+build (on meta, then materialised) → data-parallel wrap and compile (in the engine) → optimizer →
+resume. What comes later in LeZero's life keeps to the same order: module swaps before the split,
+the split before recompute, recompute before compile, compile before sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lezero.core import device, groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError
+from lezero.data import Data, EvalLoader, Loader, prepare
+from lezero.models import Transformer, TransformerConfig, load_hf, read_config
+from lezero.optim import AdamW
+from lezero.plan import StepSpec
+from lezero.train.config import RunConfig
+from lezero.train.engine import Engine
+from lezero.train.loss import next_token_loss
+from lezero.train.precision import resolve
+
+
+def model_config(config: RunConfig, vocab: int) -> TransformerConfig:
+    """The model's full shape; checks that it can read the run's sequences."""
+    if config.model.folder is not None:
+        shape = read_config(config.model.folder)
+        if shape.vocab < vocab:
+            raise ConfigError(
+                f"model.folder: the model has {shape.vocab} tokens and the tokenizer {vocab}; "
+                f"use the model's own: data.tokenizer={{folder: {config.model.folder}}}"
+            )
+    else:
+        shape = config.model.transformer(vocab, config.data.sequence)
+    if shape.longest < config.data.sequence:
+        raise ConfigError(
+            f"data.sequence: got {config.data.sequence}, the model reads at most {shape.longest}"
+        )
+    return shape
+
+
+def build_model(config: RunConfig, vocab: int) -> Transformer:
+    """The model with its first weights, on this rank's device, in fp32."""
+    place = device.device()
+    if config.model.folder is not None:
+        model_config(config, vocab)
+        return load_hf(config.model.folder, dtype=torch.float32).to(place)
+    with torch.device(place):
+        return Transformer(model_config(config, vocab), seed=config.train.seed)
+
+
+def build_optimizer(config: RunConfig, model: nn.Module) -> AdamW:
+    train = config.train
+    return AdamW(
+        model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
+    )
+
+
+def build_engine(config: RunConfig, model: nn.Module, decisions: Decisions) -> Engine:
+    """The engine of the run, its optimizer built last."""
+    train = config.train
+    return Engine(
+        model,
+        build_optimizer(config, model),
+        loss=next_token_loss,
+        counted="tokens",
+        precision=train.precision,
+        accumulate=train.accumulate,
+        clip=train.clip,
+        schedule=train.schedule,
+        total_steps=train.steps,
+        compile=train.compile,
+        pool=train.pool,
+        max_skipped=train.max_skipped,
+        seed=train.seed,
+        decisions=decisions,
+    )
+
+
+def build_data(config: RunConfig, folder: Path) -> Data:
+    """Tokenizer and token files of the run; rank 0 makes them, the others wait."""
+    return prepare(config.data, folder)
+
+
+def loaders(config: RunConfig, data: Data) -> tuple[Loader, EvalLoader | None]:
+    """Training and validation batches of this rank."""
+    rank, world = groups.rank(), groups.world_size()
+    config.micro_batch(world)
+    train = Loader(data.train, config.train.batch, seed=config.data.seed, rank=rank, world=world)
+    if data.validation is None or not config.validation.every:
+        return train, None
+    limit = config.validation.batches
+    return train, EvalLoader(
+        data.validation, config.train.batch, rank=rank, world=world, limit=limit
+    )
+
+
+def plan_inputs(
+    config: RunConfig, vocab: int | None = None, world: int | None = None
+) -> tuple[Callable[[], nn.Module], StepSpec]:
+    """What the forecast needs: a builder of the model (call it in a fake mode) and the step.
+
+    Without `vocab` the tokenizer's size is taken from the config, as if training reached it.
+    """
+    world = groups.world_size() if world is None else world
+    shape = model_config(config, planned_vocab(config) if vocab is None else vocab)
+    place = device.device()
+    precision = resolve(config.train.precision, place, Decisions())
+    spec = StepSpec(
+        batch=config.micro_batch(world),
+        tokens=config.data.sequence,
+        accumulate=config.train.accumulate,
+        precision=precision,
+        form={"auto": "eager", "off": "eager"}.get(config.train.compile, config.train.compile),
+        ranks=world,
+        pool=config.train.pool and place.type == "cpu",
+        clip=config.train.clip is not None,
+        optimizer=lambda model: build_optimizer(config, model),
+        loss=next_token_loss,
+        steps=config.train.steps,
+        device=place.type,
+    )
+    return lambda: Transformer(shape), spec
+
+
+def planned_vocab(config: RunConfig) -> int:
+    """The tokenizer's size before there is one: what training it may reach at most."""
+    tokenizer = config.data.tokenizer
+    if tokenizer.train is not None:
+        return tokenizer.train
+    if tokenizer.folder is not None:
+        from lezero.data import load_tokenizer
+
+        return load_tokenizer(tokenizer.folder).vocab_size
+    return 257

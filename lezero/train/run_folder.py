@@ -1,0 +1,92 @@
+"""The folder of a run: what lies in it, written by rank 0 alone.
+
+config.yaml  decisions.json  metrics.jsonl  forecast.json  hardware.json  sample.json
+report.html  data/ (token files)  checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import FileError
+from lezero.models import generate
+
+if TYPE_CHECKING:
+    from lezero.data import Tokenizer
+    from lezero.models import Transformer
+    from lezero.train.config import ReportConfig, RunConfig
+
+
+class RunFolder:
+    """Paths and small files of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.data = path / "data"
+        self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer"
+        self.metrics = path / "metrics.jsonl"
+        self.report = path / "report.html"
+
+    def create(self, config: RunConfig) -> None:
+        """Makes the folder and writes the resolved config; `FileError` when that cannot be."""
+        import yaml
+
+        problem = ""
+        if groups.is_main():
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+                write_aside(self.path / "config.yaml", text)
+            except OSError as error:
+                problem = f"run: {self.path} cannot be written ({error.strerror or error})"
+        problem = groups.broadcast_object(problem)
+        if problem:
+            raise FileError(problem)
+
+    def write_json(self, name: str, data: Any) -> None:
+        if groups.is_main():
+            write_aside(self.path / name, json.dumps(data, indent=1) + "\n")
+
+    def write_decisions(self, decisions: Decisions) -> None:
+        self.write_json("decisions.json", decisions.to_json())
+
+    def write_samples(self, model: Transformer, tokenizer: Tokenizer, config: ReportConfig) -> None:
+        """Lets the trained model continue the prompts of the config."""
+        samples = []
+        model.eval()
+        for prompt in config.samples if config.sample_tokens else ():
+            tokens = tokenizer.encode(prompt)[-max(1, model.config.longest // 2) :]
+            room = min(config.sample_tokens, model.config.longest - len(tokens))
+            if tokens and room > 0:
+                new = generate(model, tokens, room, temperature=0.8, top_k=50)[0]
+                samples.append({"prompt": prompt, "text": tokenizer.decode(new)})
+        self.write_json("sample.json", samples)
+
+    @staticmethod
+    def changes(saved: dict[str, Any], now: RunConfig) -> list[str]:
+        """Values of the config that differ from the checkpoint's, the run's folder apart."""
+        old, new = _flat(saved), _flat(now.to_dict())
+        return [
+            f"{key}: {old.get(key)!r} → {new.get(key)!r}"
+            for key in sorted(old.keys() | new.keys())
+            if old.get(key) != new.get(key) and key != "run"
+        ]
+
+
+def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(data, dict):
+        return {prefix.rstrip("."): data}
+    return {k: v for key in data for k, v in _flat(data[key], f"{prefix}{key}.").items()}
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Writes a small text file in one step: whoever reads sees the old one or the new one."""
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)

@@ -1,0 +1,127 @@
+"""The built-in callback: what a run shows and writes down as it goes. Works on rank 0 only."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from lezero.core import groups
+from lezero.profiler import rss
+from lezero.train.callbacks import Callback
+from lezero.train.live import LiveView, RunInfo
+from lezero.train.metrics import MetricsWriter, StepRecord, TensorBoardSink
+from lezero.train.run_folder import RunFolder
+from lezero.train.run_report import write_report
+
+if TYPE_CHECKING:
+    from lezero.train.engine import StepResult
+    from lezero.train.trainer import Trainer
+
+
+class RunLog(Callback):
+    """Live view, `metrics.jsonl`, TensorBoard and, at the end, the report."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.view = LiveView()
+        self.metrics: MetricsWriter | None = None
+        self.board: TensorBoardSink | None = None
+        self.baseline = 0
+        self.peak = 0
+        self._pending: StepRecord | None = None
+        self._early: list[tuple[str, str]] = []
+        self._started = False
+        self._began = time.perf_counter()
+
+    def open(self) -> None:
+        """Before anything of the run is allocated: the memory baseline and the metrics file."""
+        self.baseline = rss()
+        if groups.is_main():
+            self.metrics = MetricsWriter(self.folder.metrics)
+
+    def on_start(self, trainer: Trainer) -> None:
+        if self.metrics is None:
+            return
+        config, engine = trainer.config, trainer.engine
+        if config.report.tensorboard:
+            self.board = TensorBoardSink(self.folder.path / "tensorboard", trainer.resumed_from)
+        parameters = sum(p.numel() for p in engine.model.parameters())
+        self.view.start(
+            RunInfo(
+                name=self.folder.path.name,
+                total_steps=config.train.steps,
+                first_step=engine.step,
+                model=f"{parameters / 1e6:.1f}M parameters",
+                precision=engine.precision.name,
+                device=engine.place.type,
+                ranks=groups.world_size(),
+                forecast_bytes=trainer.prospect.memory_bytes,
+                forecast_seconds=trainer.prospect.step_seconds,
+            )
+        )
+        self._started = True
+        if trainer.resumed_from is not None:
+            text = f"resumed from step {trainer.resumed_from}"
+            self.metrics.event("resume", step=trainer.resumed_from, text=text)
+            self.view.event(text, "good")
+        for text, level in self._early:
+            self.on_event(trainer, text, level)
+
+    def on_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._flush()
+        now = max(0, rss() - self.baseline)
+        self.peak = max(self.peak, now)
+        self._pending = StepRecord(
+            step=result.step,
+            total_steps=trainer.config.train.steps,
+            loss=result.loss,
+            lr=result.lr,
+            grad_norm=result.grad_norm,
+            tokens=result.tokens,
+            tokens_per_s=result.tokens_per_s,
+            seconds=result.seconds,
+            memory_bytes=now,
+            forecast_bytes=trainer.prospect.memory_bytes,
+            share_of_ceiling=trainer.prospect.share_of_ceiling(result.seconds),
+            skipped=result.skipped,
+        )
+        if result.skipped and self.metrics is not None:
+            self.metrics.event("skipped", step=result.step, text=result.skipped)
+
+    def on_validation(self, trainer: Trainer, loss: float) -> None:
+        if self._pending is not None:
+            self._pending = StepRecord(**{**vars(self._pending), "validation_loss": loss})
+
+    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+        if self.metrics is not None and trainer.saver is not None:
+            stall = trainer.saver.stall_seconds
+            self.metrics.event("checkpoint", step=step, stall_seconds=round(stall, 4))
+
+    def on_event(self, trainer: Trainer, text: str, level: str) -> None:
+        if not self._started:
+            self._early.append((text, level))
+            return
+        self._flush()
+        if self.metrics is not None:
+            self.metrics.event("note", step=trainer.engine.step, text=text, level=level)
+            self.view.event(text, level)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self._flush()
+        if self.metrics is not None:
+            self.metrics.close()
+            self.metrics = None
+            if self.board is not None:
+                self.board.close()
+            if self._started:
+                path = write_report(self.folder.path)
+                self.view.stop(f"report: {path}")
+
+    def _flush(self) -> None:
+        """A step is written once its validation, if any, is known."""
+        if self._pending is not None and self.metrics is not None:
+            self.metrics.step(self._pending)
+            self.view.step(self._pending)
+            if self.board is not None:
+                self.board.step(self._pending)
+        self._pending = None

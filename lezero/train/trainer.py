@@ -1,0 +1,201 @@
+"""The trainer: a config file's run from data to report, over the same engine as one's own loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lezero import checkpoint
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import FileError
+from lezero.data import EvalLoader, Loader
+from lezero.files import list_generations
+from lezero.train import engine_state, recipe
+from lezero.train.callbacks import Callback
+from lezero.train.config import RunConfig
+from lezero.train.engine import Engine, StepResult
+from lezero.train.prospect import Prospect, foresee
+from lezero.train.run_folder import RunFolder
+from lezero.train.run_log import RunLog
+from lezero.train.signals import StopRequest, graceful_stop
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended. `exit_status` is 0, or 128 + the signal that asked it to stop."""
+
+    run: Path
+    step: int
+    loss: float
+    validation_loss: float | None
+    exit_status: int
+
+
+class Trainer:
+    """Runs `config`: forecast, data, model, resume, steps, validation, checkpoints, report.
+
+    Every rank makes one and calls `run`. `callbacks` are called after the built-in log. While it
+    runs, `engine`, `loader`, `data`, `prospect` and `folder` are the parts of the run.
+    """
+
+    engine: Engine
+    loader: Loader
+    prospect: Prospect
+
+    def __init__(self, config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
+        self.config = config
+        self.folder = RunFolder(Path(config.run))
+        self.log = RunLog(self.folder)
+        self.callbacks: list[Callback] = [self.log, *callbacks]
+        self.saver: checkpoint.Saver | None = None
+        self.validation: EvalLoader | None = None
+        self.best: float | None = None
+        self.last_validation: float | None = None
+        self.resumed_from: int | None = None
+        self._saved_step = -1
+
+    def run(self) -> TrainResult:
+        """Trains to `train.steps` (or a signal) and returns how it ended.
+
+        Raises `LeZeroError` subclasses: bad data or config, a model too large for this machine,
+        checkpoints that are all damaged, too many non-finite steps in a row.
+        """
+        groups.join()
+        try:
+            self._prepare()
+            with graceful_stop(self.engine.request_stop) as request:
+                self._tell("on_start")
+                result = self._steps(request)
+            self._finish(result)
+            return result
+        finally:
+            if self.saver is not None:
+                self.saver.close()
+            self._tell("on_end")
+            groups.leave()
+
+    # before the first step ---------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        config = self.config
+        self.folder.create(config)
+        self.log.open()
+        self.data = recipe.build_data(config, self.folder.data)
+        self.loader, self.validation = recipe.loaders(config, self.data)
+        self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
+        loaded = self._find_checkpoint()
+        decisions = Decisions()
+        if loaded is not None:
+            decisions = Decisions.from_json(loaded.documents["decisions"])
+        model = recipe.build_model(config, self.data.tokenizer.vocab_size)
+        self.engine = recipe.build_engine(config, model, decisions)
+        if groups.is_main():
+            self.saver = checkpoint.Saver(
+                self.folder.checkpoints, config.checkpoint.keep, on_error=self._save_failed
+            )
+        if loaded is not None:
+            self._resume(loaded)
+
+    def _find_checkpoint(self) -> checkpoint.Loaded | None:
+        """The newest good generation of this run. That all are damaged is an error."""
+        there = bool(list_generations(self.folder.checkpoints)) if groups.is_main() else None
+        if not self.config.checkpoint.resume or not groups.broadcast_object(there):
+            return None
+        return engine_state.load_together(self.folder.checkpoints)
+
+    def _resume(self, loaded: checkpoint.Loaded) -> None:
+        documents = engine_state.restore(self.engine, loaded)
+        try:
+            cursor, progress = documents["cursor"], documents["progress"]
+        except KeyError as error:
+            raise FileError(
+                f"{loaded.path} was not written by a run of the trainer (no {error}); "
+                "name another run folder, or set checkpoint.resume=false"
+            ) from None
+        self.loader.seek(cursor)
+        self.best = progress["best"]
+        self.resumed_from = self._saved_step = loaded.step
+        if self.saver is not None:
+            self.saver.rewind(loaded.step)
+        for path, reason in loaded.rejected:
+            self.event(f"{path.name} is damaged and was not used: {reason}", "warning")
+        for change in self.folder.changes(documents["config"], self.config):
+            self.event(f"changed since the checkpoint: {change}", "warning")
+
+    # steps -------------------------------------------------------------------------------------
+
+    def _steps(self, request: StopRequest) -> TrainResult:
+        engine, config = self.engine, self.config
+        loss, stopped = math.nan, False
+        while engine.step < config.train.steps and not stopped:
+            result = engine.train_step(next(self.loader))
+            loss, stopped = result.loss, result.stop
+            self._tell("on_step", result)
+            if result.step == 1 or result.step == (self.resumed_from or 0) + 1:
+                self.folder.write_decisions(engine.decisions)
+            self._after(result)
+        status = 0
+        if stopped and engine.step < config.train.steps:
+            status = max(groups.gather_objects(request.exit_status)) or 1
+            self.event(
+                f"asked to stop: saving step {engine.step}, a later start resumes", "warning"
+            )
+        self.save("last")
+        if self.saver is not None:
+            self.saver.wait()
+        return TrainResult(self.folder.path, engine.step, loss, self.last_validation, status)
+
+    def _after(self, result: StepResult) -> None:
+        """Validation and checkpoint where they are due."""
+        step, config = result.step, self.config
+        last = step == config.train.steps
+        if self.validation is not None and (step % config.validation.every == 0 or last):
+            self.last_validation = self.engine.evaluate(self.validation)
+            self._tell("on_validation", self.last_validation)
+            if self.best is None or self.last_validation < self.best:
+                self.best = self.last_validation
+                if config.checkpoint.every:
+                    self.save("best")
+        if config.checkpoint.every and step % config.checkpoint.every == 0:
+            self.save()
+
+    def save(self, mark: str | None = None) -> None:
+        """Hands this step to the background writer, once; `mark` names it "best" or "last"."""
+        step = self.engine.step
+        if self._saved_step != step:
+            tensors, documents = engine_state.pack(self.engine)
+            documents |= {
+                "cursor": self.loader.state(),
+                "progress": {"best": self.best},
+                "config": self.config.to_dict(),
+            }
+            if self.saver is not None:
+                self.saver.save(step, tensors, documents)
+            self._saved_step = step
+            self._tell("on_checkpoint", step)
+        if mark is not None and self.saver is not None and self.saver.error is None:
+            try:
+                self.saver.mark(mark, step)
+            except FileError as error:
+                self.event(f"step {step} could not be marked '{mark}': {error}", "warning")
+
+    def _save_failed(self, step: int, error: Exception) -> None:
+        self.event(f"checkpoint of step {step} was not written, training goes on: {error}", "error")
+
+    # after the last step -----------------------------------------------------------------------
+
+    def _finish(self, result: TrainResult) -> None:
+        if groups.is_main() and result.exit_status == 0:
+            self.folder.write_samples(self.engine.model, self.data.tokenizer, self.config.report)
+
+    def event(self, text: str, level: str = "info") -> None:
+        """Tells every callback something that a person should see."""
+        self._tell("on_event", text, level)
+
+    def _tell(self, what: str, *values: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, what)(self, *values)

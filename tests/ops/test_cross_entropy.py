@@ -1,0 +1,97 @@
+"""The fused cross-entropy against its reference and torch's."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from lezero.core.errors import ConfigError
+from lezero.ops.cross_entropy import cross_entropy_sum, reference
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def case(rows, vocab, dtype, seed=0, masked=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, vocab, generator=generator) * 3).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab, (rows,), generator=generator)
+    targets[torch.rand(rows, generator=generator) < masked] = -100
+    return logits, targets
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 70), st.integers(1, 300), st.sampled_from(list(TOLERANCE)), st.integers(0, 99)
+)
+def test_value_and_gradient_equal_the_reference(rows, vocab, dtype, seed):
+    logits, targets = case(rows, vocab, dtype, seed)
+    twin = logits.detach().clone().requires_grad_()
+    mine, plain = cross_entropy_sum(logits, targets), reference.cross_entropy_sum(twin, targets)
+    torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+    (mine * 0.7).backward()
+    (plain * 0.7).backward()
+    assert logits.grad.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(logits.grad, twin.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_many_pieces_in_fp64_equal_torch():
+    logits, targets = case(700, 1111, torch.float64)
+    twin = logits.detach().clone().requires_grad_()
+    mine = cross_entropy_sum(logits, targets)
+    theirs = F.cross_entropy(twin, targets, reduction="sum")
+    assert abs(mine - theirs) / abs(theirs) < 1e-13
+    mine.backward()
+    theirs.backward()
+    assert (logits.grad - twin.grad).abs().max() < 1e-14
+
+
+def test_bf16_gradient_is_nearer_to_the_truth_than_torchs():
+    logits, targets = case(64, 500, torch.bfloat16)
+    twin, exact = (
+        logits.detach().clone().to(t).requires_grad_() for t in (torch.bfloat16, torch.float64)
+    )
+    cross_entropy_sum(logits, targets).backward()
+    F.cross_entropy(twin.float(), targets, reduction="sum").backward()
+    F.cross_entropy(exact, targets, reduction="sum").backward()
+    assert (logits.grad - exact.grad).norm() <= (twin.grad - exact.grad).norm() * 1.001
+
+
+def test_opcheck_and_gradcheck():
+    logits, targets = case(9, 13, torch.float64)
+    torch.library.opcheck(torch.ops.lezero.cross_entropy_sum.default, (logits, targets))
+    assert torch.autograd.gradcheck(lambda x: cross_entropy_sum(x, targets), (logits,))
+
+
+def test_nan_and_infinite_logits_are_not_hidden():
+    logits, targets = case(4, 5, torch.float32, masked=0)
+    with torch.no_grad():
+        logits[1, 2] = float("nan")
+    assert cross_entropy_sum(logits, targets).isnan()
+    with torch.no_grad():
+        logits[1, 2] = float("inf")
+    assert not cross_entropy_sum(logits, targets).isfinite()
+
+
+def test_non_contiguous_and_all_masked():
+    logits, targets = case(6, 8, torch.float32)
+    wide = torch.randn(8, 6).t()
+    torch.testing.assert_close(
+        cross_entropy_sum(wide, targets), reference.cross_entropy_sum(wide, targets)
+    )
+    masked = torch.full((6,), -100)
+    total = cross_entropy_sum(logits, masked)
+    total.backward()
+    assert total == 0
+    assert logits.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("bad", [8, -1, -101])
+def test_bad_targets(bad):
+    logits, targets = case(6, 8, torch.float32)
+    targets[3] = bad
+    with pytest.raises(ConfigError, match=f"target {bad} is outside"):
+        cross_entropy_sum(logits, targets)
+    with pytest.raises(ConfigError, match=r"allowed is \(N, V\) and \(N,\)"):
+        cross_entropy_sum(logits[None], targets)
