@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import numpy as np
 import pytest
 
+from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError
-from lezero.data import DataConfig, Loader, prepare
+from lezero.data import DataConfig, Loader, corpus, prepare
 from lezero.data.corpus import python_docs
 
 
@@ -215,5 +217,33 @@ def test_python_docs_are_real_text_in_a_fixed_order():
     assert sources[0].startswith("python-docs:topic assert")
     assert "python-docs:argparse.py" in sources
     python_docs.cache_clear()
-    assert python_docs() == texts
+
+
+def test_gathering_never_imports_and_repeats_itself(monkeypatch):
+    monkeypatch.setattr(
+        corpus, "_modules", lambda root: [root / "json" / "tool.py", root / "this.py"]
+    )
+    first = [python_docs(), python_docs.cache_clear(), python_docs()]
     python_docs.cache_clear()
+    assert first[0] == first[2]
+    assert "this" not in sys.modules
+
+
+def prepare_on_rank(folder):
+    """Runs in each rank: what this rank sees, and the error of a second, bad config."""
+    groups.join()
+    data = prepare(config(folder), f"{folder}/cache")
+    with pytest.raises(FileError) as caught:
+        prepare(config(f"{folder}/missing"), f"{folder}/cache")
+    first = next(Loader(data.train, 2, rank=groups.rank(), world=groups.world_size()))
+    return data.train.digest, str(caught.value), first["tokens"].tolist()
+
+
+def test_ranks_share_what_rank_0_made(tmp_path, ranks):
+    (tmp_path / "a.txt").write_text("some text that is long enough for several rows")
+    (one, error, first), (two, other, second) = ranks(2, prepare_on_rank, str(tmp_path))
+    assert one == two
+    assert error == other
+    assert "missing: no such file" in error
+    single = prepare(config(tmp_path), tmp_path / "cache")
+    assert first + second == next(Loader(single.train, 2))["tokens"].tolist()
