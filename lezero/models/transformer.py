@@ -142,7 +142,6 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        device = torch.get_default_device()
         with torch.device("meta"):  # torch's own initialisation would be drawn, then thrown away
             self.embed_tokens = nn.Embedding(config.vocab, config.dim)
             self.layers = nn.ModuleList(
@@ -150,10 +149,17 @@ class Transformer(nn.Module):
             )
             self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
             self.lm_head = None if config.tied else nn.Linear(config.dim, config.vocab, bias=False)
-            self.rope = Rope(config)
-        if device.type != "meta":
-            self.to_empty(device=device)
+        self.rope = Rope(config)
+        if torch.get_default_device().type != "meta":
+            self._allocate()
             self.init_weights(seed)
+
+    def _allocate(self) -> None:
+        """Memory on the default device, as `to_empty` gives; this works on fake tensors too."""
+        for module in self.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module.register_parameter(name, nn.Parameter(empty))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lezero.core.errors import ConfigError
 from lezero.models import KVCache, Transformer, TransformerBlock, TransformerConfig
@@ -131,6 +132,18 @@ def test_a_model_filled_from_a_state_dict_on_meta_runs() -> None:
     other.load_state_dict(model.state_dict(), assign=True)
     tokens = some_tokens(1, 5)
     assert torch.equal(other(tokens), model(tokens))
+
+
+def test_a_forecast_can_run_it_on_fake_tensors() -> None:
+    with FakeTensorMode():
+        model = build(kv_heads=2)
+        logits = model(torch.zeros(2, 7, dtype=torch.long))
+        logits.sum().backward()
+    assert logits.shape == (2, 7, 50)
+    assert all(isinstance(p, FakeTensor) for p in model.parameters())
+    with torch.device("meta"):
+        logits = Transformer(model.config)(torch.zeros(2, 7, dtype=torch.long))
+    assert logits.is_meta
 
 
 def test_bf16_is_near_fp32() -> None:
