@@ -29,11 +29,7 @@ def _card(decision: Shown) -> Markup:
 
 def _bars(decision: Shown) -> Markup:
     largest = max((abs(c.value) for c in decision.candidates if c.value is not None), default=0.0)
-    unit = (
-        tag("p", {"s": "seconds"}.get(decision.unit, decision.unit), class_="unit")
-        if decision.unit and largest
-        else ""
-    )
+    unit = tag("p", decision.heading, class_="unit") if decision.unit and largest else ""
     rows = []
     for candidate in decision.candidates:
         chosen = candidate.name == decision.chosen

@@ -55,6 +55,11 @@ class Shown:
             return units.size(candidate.value)
         return units.number(candidate.value)
 
+    @property
+    def heading(self) -> str:
+        """The unit in words."""
+        return {"s": "seconds"}.get(self.unit, self.unit)
+
     def times(self, candidate: Candidate) -> str:
         """How far a candidate is from the chosen one: `1.25×`."""
         chosen = next((c.value for c in self.candidates if c.name == self.chosen), None)

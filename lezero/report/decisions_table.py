@@ -52,7 +52,7 @@ def _table(decision: Shown) -> RenderableType:
     table.add_column("candidate")
     measured = any(c.value is not None for c in decision.candidates)
     if measured:
-        table.add_column(Text(decision.unit), justify="right")
+        table.add_column(Text(decision.heading), justify="right")
         table.add_column("")
     if any(c.rest for c in decision.candidates):
         table.add_column("")

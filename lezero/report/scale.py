@@ -42,8 +42,8 @@ def linear(
     zero: 0 is always shown. tight: ends at the data instead of at a tick. whole: integers only.
     """
     low, high = _ends(values, zero)
-    if low == high:
-        pad = abs(low) * 0.05 or 1.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-290):  # flat, as far as one can see
+        pad = abs(low) * 0.05 if abs(low) > 1e-280 else 1.0
         low, high = (low, high + pad) if tight or (zero and low == 0) else (low - pad, high + pad)
     step = _step((high - low) / max(1, ticks))
     if whole:

@@ -45,7 +45,7 @@ class RunFacts:
     def __init__(self, run: RunDocuments) -> None:
         self.run, self.metrics = run, run.metrics
         m = self.metrics
-        self.steps, self.losses = m.known("loss")
+        self.steps, self.losses = m.steps, m.column("loss")
         self.finite_losses = [v for v in self.losses if math.isfinite(v)]
         self.validation = self._validation()
         totals = m.known("total_steps")[1]

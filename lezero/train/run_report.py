@@ -50,7 +50,7 @@ def write_report(run_folder: str | Path) -> Path:
 
 def _tiles(facts: RunFacts) -> list[Tile]:
     m, tiles = facts.metrics, []
-    if facts.losses:
+    if m.steps:
         first = f"from {number(facts.finite_losses[0])}" if facts.finite_losses else ""
         tiles.append(Tile("Final training loss", number(_final(facts.losses)), first))
     steps, losses = facts.validation
@@ -233,7 +233,7 @@ def _learning(section: Section, facts: RunFacts) -> None:
     if _no_metrics(section, facts):
         return
     steps, rates = facts.metrics.known("lr")
-    norm_steps, norms = facts.metrics.known("grad_norm")
+    norm_steps, norms = facts.steps, facts.metrics.column("grad_norm")
     positive = [v for v in norms if v > 0 and math.isfinite(v)]
     wild = bool(positive) and max(positive) > 30 * statistics.median(positive)
     section.plots(
