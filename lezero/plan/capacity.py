@@ -1,0 +1,63 @@
+"""What would fit when a step does not: smaller micro-batches, another precision, less sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lezero.plan.spec import Build, StepSpec
+from lezero.plan.trace import trace_step
+
+
+def suggest(build: Build, spec: StepSpec, limit_bytes: int) -> tuple[str, ...]:
+    """Changes of the config that fit into `limit_bytes`, the least intrusive first.
+
+    Micro-batches keep the global batch, by accumulating. Each kind of change is named once, with
+    the largest value that fits; a change that alone does not help is tried with the ones before.
+    """
+    found: list[str] = []
+    for change, text in _one_change_each(spec):
+        smaller = _largest_micro_batch(build, change, limit_bytes)
+        if smaller is not None:
+            lines = [text] if text else []
+            if smaller.batch != change.batch:
+                lines.append(
+                    f"train.accumulate={smaller.accumulate} (micro-batches of {smaller.batch}; "
+                    "the same batch)"
+                )
+            found.append(" with ".join(lines))
+        if len(found) == 2:
+            break
+    return tuple(found)
+
+
+def _one_change_each(spec: StepSpec) -> Iterator[tuple[StepSpec, str]]:
+    yield spec, ""
+    if spec.precision == "fp32":
+        yield spec.with_(precision="bf16"), "train.precision=bf16"
+    if spec.pool and spec.device == "cpu":
+        yield spec.with_(pool=False), "train.pool=false"
+    tokens = spec.tokens // 2
+    while tokens >= 64:
+        yield spec.with_(tokens=tokens), f"data.sequence={tokens}"
+        tokens //= 2
+
+
+def _largest_micro_batch(build: Build, spec: StepSpec, limit: int) -> StepSpec | None:
+    """The step with the largest micro-batch that fits, the batch kept by accumulating."""
+    from lezero.plan.forecast import memory_of
+
+    def fits(batch: int) -> bool:
+        candidate = spec.with_(batch=batch, accumulate=spec.accumulate * spec.batch // batch)
+        trace = trace_step(build, candidate)
+        if trace.peak()[0] > limit:
+            return False
+        return memory_of(trace, candidate, limit)[0] <= limit
+
+    sizes = [b for b in range(1, spec.batch + 1) if spec.batch % b == 0]
+    if not fits(sizes[0]):
+        return None
+    low, high = 0, len(sizes) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(sizes[middle]) else (low, middle - 1)
+    return spec.with_(batch=sizes[low], accumulate=spec.accumulate * spec.batch // sizes[low])

@@ -1,0 +1,233 @@
+"""Memory and time of a training step, before its model is allocated.
+
+`forecast` runs two steps on fake tensors (`trace.py`), replays their allocations (`heap.py`) and
+prices each distinct operation with its measured seconds (`measure.py`).
+
+What the figures mean: memory is the peak of one rank above the libraries' own, with the host pool's
+kept blocks where it is on. Time is one optimizer step, all ranks of this machine computing at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from lezero.core import facts
+from lezero.core.errors import CapacityError
+from lezero.plan import trace as kinds
+from lezero.plan.heap import resident_bytes
+from lezero.plan.measure import OpTimes, as_in_a_step, attention_flops, flops
+from lezero.plan.spec import Build, StepSpec
+from lezero.plan.trace import Trace, trace_step
+
+STATED_ERROR = {"memory": 0.10, "time": 0.25}
+_HEAP_STEPS = 5
+_LIBRARY_BYTES = {"fp32": 18 << 20, "bf16": 32 << 20, "fp16": 32 << 20}
+"""What torch's CPU kernels keep besides tensors (code made at run time, scratch, threads),
+measured with a model of a few kilobytes on torch 2.13."""
+_LINK_BYTES_PER_S = 1.2e9
+_DISPATCH_S = 6e-6
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a step will take.
+
+    memory_bytes: peak of one rank above imports, in all; memory_parts: the same by what it is for,
+    at the moment of the peak. state_bytes: whole size of parameters, gradients, optimizer state and
+    buffers, whether or not all of it is there at the peak. step_seconds and time_parts: one
+    optimizer step. flops: of matrix products and attention, one step of all ranks here; ceiling:
+    the machine's measured rate for them in FLOP/s, where known. limit_bytes: what one rank may use.
+    """
+
+    memory_bytes: int
+    memory_parts: dict[str, int]
+    state_bytes: dict[str, int]
+    step_seconds: float
+    time_parts: dict[str, float]
+    flops: float
+    ceiling: float | None
+    limit_bytes: int
+    parameters: int
+    tokens_per_step: int
+    ranks: int
+    precision: str
+    form: str
+    steps: int | None = None
+    suggestions: tuple[str, ...] = ()
+    made_in_seconds: float = 0.0
+    stated_error: dict[str, float] = field(default_factory=lambda: dict(STATED_ERROR))
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second over all ranks."""
+        return self.tokens_per_step / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Time of the whole run's steps, where their number is known."""
+        return None if self.steps is None else self.steps * self.step_seconds
+
+    def require_fit(self) -> None:
+        """Raises `CapacityError` with what would fit when the step does not."""
+        if self.fits:
+            return
+        text = (
+            f"this run does not fit: it needs {size(self.memory_bytes)} a rank and "
+            f"{size(self.limit_bytes)} is free for one. "
+        )
+        if self.suggestions:
+            text += "What would fit: " + "; ".join(self.suggestions) + "."
+        else:
+            text += "No batch, sequence or precision of this model fits: take a smaller model."
+        raise CapacityError(text)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "memory_bytes": self.memory_bytes,
+            "memory_parts": self.memory_parts,
+            "state_bytes": self.state_bytes,
+            "limit_bytes": self.limit_bytes,
+            "fits": self.fits,
+            "suggestions": list(self.suggestions),
+            "step_seconds": self.step_seconds,
+            "time_parts": self.time_parts,
+            "tokens_per_s": self.tokens_per_s,
+            "run_seconds": self.run_seconds,
+            "flops": self.flops,
+            "ceiling": self.ceiling,
+            "parameters": self.parameters,
+            "tokens_per_step": self.tokens_per_step,
+            "ranks": self.ranks,
+            "precision": self.precision,
+            "form": self.form,
+            "steps": self.steps,
+            "stated_error": self.stated_error,
+            "made_in_seconds": self.made_in_seconds,
+        }
+
+
+def forecast(
+    build: Build,
+    spec: StepSpec,
+    hardware: Any = None,
+    *,
+    limit_bytes: int | None = None,
+    budget_s: float = 8.0,
+) -> Forecast:
+    """Forecasts one rank's training step of the model that `build()` returns.
+
+    hardware: `lezero.profiler.hardware()`, for the machine's ceilings. limit_bytes: memory that a
+    rank may use (default: what is free now, shared by the ranks here). budget_s: most seconds spent
+    on measuring operations. Nothing of the model is allocated.
+
+    Raises `ConfigError` when a step cannot be run on fake tensors.
+    """
+    started = time.perf_counter()
+    limit = free_bytes(spec) if limit_bytes is None else limit_bytes
+    trace = trace_step(build, spec)
+    memory, parts = memory_of(trace, spec, limit)
+    seconds, time_parts = _time_of(trace, spec, budget_s)
+    suggestions: tuple[str, ...] = ()
+    if memory > limit:
+        from lezero.plan.capacity import suggest
+
+        if sum(trace.state_bytes.values()) < limit:
+            suggestions = suggest(build, spec, limit)
+    return Forecast(
+        memory_bytes=memory,
+        memory_parts=parts,
+        state_bytes=dict(trace.state_bytes),
+        step_seconds=seconds,
+        time_parts=time_parts,
+        flops=_flops_of(trace, spec) * spec.neighbours,
+        ceiling=_ceiling(hardware, spec.precision),
+        limit_bytes=limit,
+        parameters=trace.parameters,
+        tokens_per_step=spec.tokens_per_step,
+        ranks=spec.ranks,
+        precision=spec.precision,
+        form=spec.form,
+        steps=spec.steps,
+        suggestions=suggestions,
+        made_in_seconds=time.perf_counter() - started,
+    )
+
+
+def free_bytes(spec: StepSpec) -> int:
+    """Memory that one rank may use: what is free on this machine now, shared by its ranks."""
+    if spec.device != "cpu":
+        from lezero.core import device
+
+        return device.memory_total()
+    memory = facts.memory()
+    return min(memory.available, memory.limit) // spec.neighbours
+
+
+def memory_of(trace: Trace, spec: StepSpec, limit: int) -> tuple[int, dict[str, int]]:
+    """Peak resident bytes of one rank and their parts."""
+    live, found = trace.peak()
+    names = (kinds.PARAMETER, kinds.GRADIENT, kinds.OPTIMIZER, kinds.ACTIVATION)
+    parts = {name: found.get(name, 0) for name in names}
+    parts[kinds.BUFFER] = live - sum(parts.values())
+    if spec.device != "cpu":
+        parts["allocator"] = live // 50
+    else:
+        resident = resident_bytes(
+            trace.steps(_HEAP_STEPS), live, keep=spec.pool, most=min(limit, live + 1)
+        )
+        parts["pool" if spec.pool else "allocator"] = resident - live
+        parts["libraries"] = _LIBRARY_BYTES[spec.precision]
+    return sum(parts.values()), parts
+
+
+def _time_of(trace: Trace, spec: StepSpec, budget_s: float) -> tuple[float, dict[str, float]]:
+    times = OpTimes.of_this_machine(spec)
+    with as_in_a_step(spec):
+        each = times.measure(trace.calls.values(), neighbours=spec.neighbours, budget_s=budget_s)
+    repeats = {"again": spec.accumulate - 1}
+    parts: Counter[str] = Counter()
+    operations = 0
+    for phase, counts in trace.counts.items():
+        which, _, name = phase.rpartition(" ")
+        repeat = repeats.get(which, 1)
+        parts[name] += repeat * sum(each[key] * count for key, count in counts.items())
+        operations += repeat * (sum(counts.values()) + trace.views[phase])
+    parts["dispatch"] = operations * _DISPATCH_S
+    if spec.ranks > 1:
+        moved = 2 * (spec.ranks - 1) / spec.ranks * trace.state_bytes[kinds.GRADIENT]
+        parts["communication"] = moved / _LINK_BYTES_PER_S
+    return sum(parts.values()), dict(parts)
+
+
+def _flops_of(trace: Trace, spec: StepSpec) -> float:
+    """Floating-point operations of one rank's step."""
+    total = 0.0
+    for phase, counts in trace.counts.items():
+        repeat = spec.accumulate - 1 if phase.startswith("again") else 1
+        for key, count in counts.items():
+            call = trace.calls[key]
+            total += repeat * count * (flops(call) + attention_flops(call))
+    return total
+
+
+def _ceiling(hardware: Any, precision: str) -> float | None:
+    ceilings = getattr(hardware, "ceilings", hardware)
+    found = getattr(ceilings, f"gemm_{precision}", None)
+    return float(found) if found else None
+
+
+def size(count: float) -> str:
+    """Bytes for people: 1.23 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB" if count < 1024 else f"{count / 1024:.2f} TiB"

@@ -1,0 +1,330 @@
+"""Seconds of single operations, measured on this machine at the shapes that a step really uses.
+
+A step repeats few distinct operations (a transformer of any depth: under a hundred). Each is run
+alone on made-up tensors for a few milliseconds, so the ceilings are those of this machine, at this
+shape, dtype and layout, the transposed products of backward included. What is too large to try is
+run smaller along one dim and scaled by its operations or bytes. Results are kept per machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lezero.core import facts
+from lezero.memory import HostPool
+from lezero.plan.spec import StepSpec
+from lezero.plan.trace import Call, TensorFact
+
+FORMAT = 1
+_MOST_BYTES = 192 << 20
+_MOST_FLOPS = 8e9
+_EACH_SECONDS = 0.06
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+
+
+class OpTimes:
+    """Measured seconds of operations, kept in a file of the cache folder.
+
+    identity: what the figures depend on (processor, torch, threads). path: the file, or None to
+    keep nothing.
+    """
+
+    def __init__(self, identity: str, path: Path | None) -> None:
+        self.identity, self.path = identity, path
+        self.seconds: dict[str, float] = {}
+        self.measured = 0
+        if path is not None and path.is_file():
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+                data = json.loads(path.read_text(encoding="utf-8"))
+                if data.get("format") == FORMAT and data.get("identity") == identity:
+                    self.seconds = {str(k): float(v) for k, v in data["seconds"].items()}
+
+    @classmethod
+    def of_this_machine(cls, spec: StepSpec) -> OpTimes:
+        """Figures of this machine for a step's threads and host pool, in the cache folder."""
+        identity = f"{facts.machine_id()} threads {threads_of(spec)} pool {spec.pool} {spec.device}"
+        name = hashlib.sha1(identity.encode()).hexdigest()[:12]
+        return cls(identity, facts.cache_folder() / f"operations-{name}.json")
+
+    def measure(
+        self, calls: Iterable[Call], *, neighbours: int = 1, budget_s: float = 8.0
+    ) -> dict[str, float]:
+        """Seconds of every call, keyed as they are. After `budget_s` the rest is estimated from
+        bytes at the rate of what was measured. neighbours: ranks that compute at the same time."""
+        started = time.perf_counter()
+        found: dict[str, float] = {}
+        late: list[Call] = []
+        for call in sorted(calls, key=lambda call: (-flops(call), -work_bytes(call))):
+            name = _short(call.key, neighbours)
+            if name not in self.seconds:
+                if time.perf_counter() - started > budget_s:
+                    late.append(call)
+                    continue
+                seconds = time_call(call, neighbours)
+                if seconds is None:
+                    late.append(call)
+                    continue
+                self.seconds[name] = seconds
+                self.measured += 1
+            found[call.key] = self.seconds[name]
+        if late:
+            rate = self._rate()
+            found |= {call.key: 2e-6 + work_bytes(call) / rate for call in late}
+        self._save()
+        return found
+
+    def _rate(self) -> float:
+        """Bytes/s of a plain elementwise operation; what a call that cannot be tried is given."""
+        fact = TensorFact((8 << 20,), (1,), torch.float32)
+        seconds = time_call(Call(torch.ops.aten.add.Tensor, (fact, fact), {}, "rate")) or 0.01
+        return 3 * (32 << 20) / seconds
+
+    def _save(self) -> None:
+        if self.path is None or not self.measured:
+            return
+        data = {"format": FORMAT, "identity": self.identity, "seconds": self.seconds}
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            aside = self.path.with_suffix(f".{os.getpid()}.tmp")
+            aside.write_text(json.dumps(data), encoding="utf-8")
+            aside.replace(self.path)
+
+
+def threads_of(spec: StepSpec) -> int:
+    """Threads that one rank computes with on this machine."""
+    if spec.ranks == 1:
+        return torch.get_num_threads()
+    return max(1, facts.usable_cores() // spec.neighbours)
+
+
+@contextlib.contextmanager
+def as_in_a_step(spec: StepSpec) -> Iterator[None]:
+    """Threads and host pool as the step will have them; as before afterwards."""
+    threads = torch.get_num_threads()
+    pool = HostPool(facts.memory_limit()) if spec.pool and spec.device == "cpu" else None
+    torch.set_num_threads(threads_of(spec))
+    try:
+        if pool is not None:
+            pool.enable()
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if pool is not None:
+            pool.disable()
+
+
+def time_call(call: Call, neighbours: int = 1) -> float | None:
+    """Seconds of one call on made-up tensors; None when it cannot run by itself."""
+    smaller, scale = shrink(call)
+    try:
+        with torch.no_grad(), _company(smaller, neighbours - 1):
+            args, kwargs = make_arguments(smaller)
+            return _time(lambda: smaller.op(*args, **kwargs)) * scale
+    except Exception:
+        return None
+
+
+def _time(run: Callable[[], Any]) -> float:
+    """Best of a few runs after one that warms up; fewer of slow ones, more of quick ones.
+
+    The best, because what other programs add is no property of this machine. While they took
+    processor time from the best run, it is tried again a few times.
+    """
+    begin = time.perf_counter()
+    run()
+    first = time.perf_counter() - begin
+    repeats = 2 if first > _EACH_SECONDS else 3 if first > _EACH_SECONDS / 8 else 7
+    inner = max(1, min(50, int(2e-4 / max(first, 1e-7))))
+    best, disturbed, tries = float("inf"), True, 0
+    while tries < repeats or (disturbed and tries < 3 * repeats):
+        busy, begin = time.process_time(), time.perf_counter()
+        for _ in range(inner):
+            run()
+        wall, busy = time.perf_counter() - begin, time.process_time() - busy
+        tries += 1
+        if wall / inner < best:
+            best, disturbed = wall / inner, busy < 0.8 * wall
+    return best
+
+
+@contextlib.contextmanager
+def _company(call: Call, others: int) -> Iterator[None]:
+    """Other ranks share memory and caches: they run the same call meanwhile, on own threads."""
+    if others < 1:
+        yield
+        return
+    stop = threading.Event()
+    threads = torch.get_num_threads()
+
+    def work() -> None:
+        torch.set_num_threads(threads)
+        with torch.no_grad(), contextlib.suppress(Exception):
+            args, kwargs = make_arguments(call)
+            while not stop.is_set():
+                call.op(*args, **kwargs)
+
+    workers = [threading.Thread(target=work, daemon=True) for _ in range(others)]
+    for worker in workers:
+        worker.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for worker in workers:
+            worker.join()
+
+
+def work_bytes(call: Call) -> int:
+    """Bytes that a call moves, roughly: its tensors, and one output like the largest."""
+    sizes = [fact.bytes for fact in _facts([call.args, list(call.kwargs.values())])]
+    return sum(sizes) + max(sizes, default=0)
+
+
+def flops(call: Call) -> float:
+    """Floating-point operations of a matrix product, 2·M·N·K; 0 for other calls."""
+    if not call.key.startswith(_PRODUCTS):
+        return 0.0
+    first, second = list(_facts(call.args))[-2:]
+    count = 2.0 * second.shape[-1]
+    for size in first.shape:
+        count *= size
+    return count
+
+
+def attention_flops(call: Call) -> float:
+    """Floating-point operations of fused attention: two products forward, five backward."""
+    if not call.key.startswith("aten._scaled_dot_product"):
+        return 0.0
+    facts_ = list(_facts(call.args))
+    backward = "backward" in call.key.split("(", 1)[0]
+    q, k = facts_[1:3] if backward else facts_[:2]
+    count = (5.0 if backward else 2.0) * 2 * k.shape[-2]
+    for extent in q.shape:
+        count *= extent
+    causal = any(value is True for value in (*call.args, *call.kwargs.values()))
+    return count / 2 if causal else count
+
+
+def shrink(call: Call) -> tuple[Call, float]:
+    """A call small enough to try, and what its seconds must be multiplied with."""
+    scale = 1.0
+    if call.key.startswith(_PRODUCTS):
+        while flops(call) > _MOST_FLOPS or work_bytes(call) > _MOST_BYTES:
+            before = flops(call)
+            call = _cut(call, _longest(call))
+            scale *= before / flops(call)
+        return call, scale
+    while work_bytes(call) > _MOST_BYTES:
+        lists = [
+            a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorFact)
+        ]
+        before = work_bytes(call)
+        if lists:
+            length = len(lists[0]) // 2
+            if length == 0:
+                break
+            args = tuple(a[:length] if isinstance(a, tuple) else a for a in call.args)
+            kwargs = {k: a[:length] if isinstance(a, tuple) else a for k, a in call.kwargs.items()}
+            call = replace(call, args=args, kwargs=kwargs)
+        else:
+            size = _leading(call)
+            if size < 2:
+                break
+            call = _cut(call, size)
+        if work_bytes(call) >= before:
+            break
+        scale *= before / work_bytes(call)
+    return call, scale
+
+
+def _longest(call: Call) -> int:
+    return max(size for fact in _facts(call.args) for size in fact.shape)
+
+
+def _leading(call: Call) -> int:
+    """The first dim above 1 of the largest tensor: samples, or rows."""
+    largest = max(_facts([call.args, list(call.kwargs.values())]), key=lambda fact: fact.bytes)
+    return next((size for size in largest.shape if size > 1), 1)
+
+
+def _cut(call: Call, size: int) -> Call:
+    """Halves every dim of length `size`, wherever it stands."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, TensorFact):
+            shape = tuple(s // 2 if s == size else s for s in value.shape)
+            order = sorted(range(len(shape)), key=lambda d: (value.stride[d], -d))
+            strides, step = [0] * len(shape), 1
+            for d in order:
+                if value.stride[d]:
+                    strides[d] = step
+                    step *= shape[d]
+            return replace(value, shape=shape, stride=tuple(strides))
+        if isinstance(value, tuple):
+            return tuple(cut(item) for item in value)
+        return size // 2 if value == size and type(value) is int else value
+
+    return replace(call, args=cut(call.args), kwargs={k: cut(v) for k, v in call.kwargs.items()})
+
+
+def make_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
+    """Real tensors for the call: small normal numbers, indices that are allowed."""
+    bound = _index_bound(call)
+
+    def make(value: Any) -> Any:
+        if isinstance(value, TensorFact):
+            return _tensor(value, bound)
+        if isinstance(value, tuple):
+            return [make(item) for item in value]
+        return value
+
+    return [make(a) for a in call.args], {k: make(v) for k, v in call.kwargs.items()}
+
+
+def _tensor(fact: TensorFact, bound: int) -> torch.Tensor:
+    tensor = torch.empty_strided(fact.shape, fact.stride, dtype=fact.dtype)
+    base = tensor.as_strided((tensor.untyped_storage().nbytes() // fact.dtype.itemsize,), (1,))
+    if fact.dtype.is_floating_point:
+        # a generator per call would cost more than most calls: a short pattern, repeated
+        pattern = torch.linspace(0.1, 0.9, 61).to(fact.dtype)
+        base.copy_(pattern.repeat(-(-base.numel() // 61))[: base.numel()])
+    elif fact.dtype == torch.int64 and bound > 1:
+        base.copy_(torch.arange(base.numel()) * 7919 % bound)
+    else:
+        base.zero_()
+    return tensor
+
+
+def _index_bound(call: Call) -> int:
+    """One more than the largest index that the integer tensors of this call may hold."""
+    facts = [a for a in call.args if isinstance(a, TensorFact)]
+    if call.key.startswith("aten.embedding."):
+        return facts[0].shape[0]
+    if call.key.startswith("aten.embedding_dense_backward"):
+        return int(call.args[2])
+    if call.key.startswith("aten.nll_loss"):
+        return max(fact.shape[-1] for fact in facts if len(fact.shape) == 2)
+    return 0
+
+
+def _facts(value: Any) -> Iterator[TensorFact]:
+    if isinstance(value, TensorFact):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _facts(item)
+
+
+def _short(key: str, neighbours: int) -> str:
+    return hashlib.sha1(f"{neighbours} {key}".encode()).hexdigest()[:20]

@@ -1,0 +1,90 @@
+"""The child process of `plan/heap.py`: makes allocations through the C library, touches none.
+
+Reads {"keep", "events"} as JSON from stdin and prints {"peaks": [...]}, one figure a mix of small
+objects. Uses the standard library alone, so that it starts quickly; each mix runs in a fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+LARGEST, TOP_PAD = 2**31 - 1, 64 << 20
+ALIGNMENT = 64
+SMALL = 4096  # below this a tensor counts as small: no autograd node of its own
+
+# (with every tensor, with every large tensor, made and freed at once), bytes each
+MIXES = (
+    ((16, 24, 96, 176), (488, 32, 312), (32,)),
+    ((16, 24, 96, 176, 16, 24, 56, 32, 40), (488,), (32, 56, 768)),
+    ((32, 48, 96, 176), (488, 48, 64, 40), ()),
+)
+
+
+class MallInfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def run(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -> int:
+    """Highest bytes of heap (its unused top apart) and of mapped blocks during `events`."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = MallInfo2
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    if keep:
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
+        libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
+        libc.mallopt(M_TOP_PAD, TOP_PAD)
+    always, large, passing = mix
+    pointer = ctypes.c_void_p()
+    held: dict[int, list[int]] = {}
+    start, peak = libc.mallinfo2(), 0
+    base = start.arena - start.keepcost + start.hblkhd
+    for block, size in events:
+        if size < 0:
+            for address in held.pop(block):
+                libc.free(address)
+            continue
+        if libc.posix_memalign(ctypes.byref(pointer), ALIGNMENT, max(size, 1)):
+            raise MemoryError
+        small = (*always, *large) if size >= SMALL else always
+        held[block] = [pointer.value or 0, *(libc.malloc(n) for n in small)]
+        for address in [libc.malloc(n) for n in passing]:
+            libc.free(address)
+        if size >= 1 << 18:
+            info = libc.mallinfo2()
+            peak = max(peak, info.arena - info.keepcost + info.hblkhd - base)
+    return peak
+
+
+def in_fork(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -> int:
+    """`run` on the untouched heap of a fork; -1 when it ran out of memory."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.write(write, str(run(events, keep, mix)).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return int(text or -1)
+
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    peaks = [in_fork(asked["events"], asked["keep"], mix) for mix in MIXES]
+    if min(peaks) < 0:
+        sys.exit(1)
+    print(json.dumps({"peaks": peaks}))

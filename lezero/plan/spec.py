@@ -1,0 +1,101 @@
+"""What one training step looks like, as far as a forecast has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError
+
+Build = Callable[[], nn.Module]
+Loss = Callable[[nn.Module, Any], torch.Tensor]
+Inputs = Callable[[int, int], Any]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+FORMS = ("eager", "blocks", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """One optimizer step of one rank.
+
+    batch: samples in a micro-batch of this rank. tokens: length of a sample. accumulate:
+    micro-batches a step. precision: "fp32", "bf16" or "fp16" (autocast; parameters stay fp32).
+    form: "eager", or what is compiled: "blocks" or "step". ranks: data-parallel ranks in all;
+    ranks_here: how many of them share this machine (default: all). pool: host memory pool on.
+    clip: whether gradients are clipped. optimizer: `model -> optimizer` (default: LeZero's AdamW).
+    loss: `(model, batch) -> mean loss` (default: next-token cross-entropy in fp32). inputs:
+    `(batch, tokens) -> batch` (default: {"tokens", "targets"} of int64 (B,T)). steps: how many the
+    run makes, where known. device: kind of device it runs on.
+
+    Raises `ConfigError` for a value that is not allowed.
+    """
+
+    batch: int
+    tokens: int
+    accumulate: int = 1
+    precision: str = "fp32"
+    form: str = "eager"
+    ranks: int = 1
+    ranks_here: int | None = None
+    pool: bool = True
+    clip: bool = True
+    optimizer: MakeOptimizer | None = None
+    loss: Loss | None = None
+    inputs: Inputs | None = None
+    steps: int | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "accumulate", "ranks", "ranks_here", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}: got {value!r}, allowed is a whole number above 0")
+        if self.precision not in PRECISIONS:
+            allowed = ", ".join(PRECISIONS)
+            raise ConfigError(f"precision: got '{self.precision}', allowed is {allowed}")
+        if self.form not in FORMS:
+            raise ConfigError(f"form: got '{self.form}', allowed is {', '.join(FORMS)}")
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this machine, this one included."""
+        return min(self.ranks, self.ranks_here or self.ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step over all ranks."""
+        return self.batch * self.tokens * self.accumulate * self.ranks
+
+    def with_(self, **changes: Any) -> StepSpec:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def make_batch(self) -> Any:
+        """A micro-batch of the right shapes; fake when called in a fake mode."""
+        if self.inputs is not None:
+            return self.inputs(self.batch, self.tokens)
+        tokens = torch.zeros(self.batch, self.tokens, dtype=torch.int64, device=self.device)
+        return {"tokens": tokens, "targets": torch.zeros_like(tokens)}
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer is not None:
+            return self.optimizer(model)
+        from lezero.optim import AdamW
+
+        return AdamW(model)
+
+    def mean_loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        if self.loss is not None:
+            return self.loss(model, batch)
+        logits_NV = model(batch["tokens"]).flatten(0, -2)
+        if logits_NV.dtype in (torch.bfloat16, torch.float16):
+            logits_NV = logits_NV.float()
+        targets = batch["targets"].flatten()
+        total = nn.functional.cross_entropy(logits_NV, targets, reduction="sum")
+        return total / (targets != -100).sum().clamp(min=1)

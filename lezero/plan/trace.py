@@ -1,0 +1,327 @@
+"""A training step run on fake tensors: which operations it makes and which blocks it holds when.
+
+Nothing is allocated: every tensor has a shape and a dtype but no bytes. The model, autograd, the
+autocast weight casts and the optimizer are the real ones, so what the forecast counts is what will
+run, for any model. Two steps are recorded: the optimizer's state appears at the end of the first.
+
+Note [Blocks and operations]
+A dispatch mode sees every operation that reaches a kernel. A storage not seen before is an
+allocation; a weak reference to it tells when its last tensor, saved ones included, is gone. A view
+makes neither a new storage nor work. Time counts the second step only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lezero.core.errors import ConfigError, LeZeroError
+from lezero.plan.spec import PRECISIONS, Build, StepSpec
+
+PARAMETER, GRADIENT, OPTIMIZER, BUFFER = "parameters", "gradients", "optimizer", "buffers"
+ACTIVATION, TEMPORARY = "activations", "temporaries"
+_SKIPPED = {"prim.device.default", "aten.detach.default"}
+_SILENT = ("profiler.", "prim.")
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """Shape, stride and dtype of a tensor argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that reading every element once moves (an expanded dim is read once)."""
+        count = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            count *= size if stride else 1
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Call:
+    """One distinct operation: tensors in `args` and `kwargs` are `TensorFact`s."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(hash=False)
+    key: str
+
+
+@dataclass
+class Trace:
+    """What two fake steps did. Events are (block, bytes): bytes > 0 allocates, -1 frees."""
+
+    events: list[tuple[int, int]] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    calls: dict[str, Call] = field(default_factory=dict)
+    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    views: Counter[str] = field(default_factory=Counter)
+    bounds: list[int] = field(default_factory=list)
+    """Events before the first step, the second, and the end."""
+
+    def steps(self, count: int) -> list[tuple[int, int]]:
+        """Events of `count` steps: the second one is repeated with blocks of its own."""
+        _, second, end = self.bounds
+        block_end = len(self.kinds)
+        again = self.events[second:end]
+        freed = {block for block, size in again if size < 0}
+        own = {block for block, size in again if size >= 0 and block in freed}
+        again = [event for event in again if event[0] in own]
+        events = self.events[:end]
+        for index in range(2, count):
+            shift = block_end * (index - 1)
+            events += [(block + shift, size) for block, size in again]
+        return events
+
+    def live(self) -> Iterator[tuple[int, int]]:
+        """(index of the event, live bytes after it)."""
+        sizes: dict[int, int] = {}
+        total = 0
+        for index, (block, size) in enumerate(self.events):
+            if size >= 0:
+                sizes[block] = size
+                total += size
+            else:
+                total -= sizes.pop(block)
+            yield index, total
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """Highest live bytes, and how they divide at that moment."""
+        at, highest = max(self.live(), key=lambda pair: pair[1], default=(-1, 0))
+        sizes: dict[int, int] = {}
+        for block, size in self.events[: at + 1]:
+            if size >= 0:
+                sizes[block] = size
+            else:
+                del sizes[block]
+        parts: Counter[str] = Counter()
+        for block, size in sizes.items():
+            parts[self.kinds[block]] += size
+        return highest, dict(parts)
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes allocations, frees and operations into a `Trace`."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self.trace = trace
+        self.kind = BUFFER
+        self.phase: str | None = None
+        self._blocks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._known: dict[int, tuple[Any, int]] = {}
+
+    def adopt(self, tensor: torch.Tensor, kind: str) -> bool:
+        """Counts the tensor's storage, or renames its kind; True when it is new."""
+        storage = tensor.untyped_storage()
+        found = self._known.get(storage._cdata)
+        if found is not None:
+            return False
+        block = len(self.trace.kinds)
+        self.trace.kinds.append(kind)
+        self.trace.events.append((block, storage.nbytes()))
+        cdata = storage._cdata
+
+        def gone(_: Any, cdata: int = cdata, block: int = block) -> None:
+            self._known.pop(cdata, None)
+            self.trace.events.append((block, -1))
+
+        self._known[cdata] = (weakref.ref(storage, gone), block)
+        return True
+
+    def rename(self, tensor: torch.Tensor, kind: str) -> None:
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            self.trace.kinds[found[1]] = kind
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name in _SKIPPED or name.startswith(_SILENT):
+            return func(*args, **kwargs)
+        call = self._describe(func, name, args, kwargs) if self.phase else None
+        result = func(*args, **kwargs)
+        new = [self.adopt(t, self.kind) for t in _tensors(result)]
+        if call is None or self.phase is None:
+            return result
+        if any(new) or func._schema.is_mutable:
+            self.trace.calls.setdefault(call.key, call)
+            self.trace.counts.setdefault(self.phase, Counter())[call.key] += 1
+        else:
+            self.trace.views[self.phase] += 1
+        return result
+
+    def _describe(self, func: Any, name: str, args: Any, kwargs: Any) -> Call:
+        plain = tuple(_plain(a) for a in args)
+        named = {key: _plain(value) for key, value in kwargs.items()}
+        return Call(func, plain, named, f"{name}{_text(plain)}{_text(sorted(named.items()))}")
+
+
+class _Buckets:
+    """Gradients as views of standing buckets, as torch's data-parallel wrapper keeps them.
+
+    In the last micro-batch of a step each gradient moves into its bucket as soon as it is whole.
+    """
+
+    def __init__(self, trainable: list[nn.Parameter], recorder: _Recorder) -> None:
+        self.meet = True
+        for parameter in trainable:
+            view = torch.empty_like(parameter, requires_grad=False)
+            recorder.adopt(view, GRADIENT)
+
+            def move(parameter: torch.Tensor, view: torch.Tensor = view) -> None:
+                if self.meet:
+                    parameter.grad = view
+
+            parameter.register_post_accumulate_grad_hook(move)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorFact(tuple(value.shape), tuple(value.stride()), value.dtype)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(item) for item in value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, TensorFact):
+        return f"{value.shape}{value.stride}{str(value.dtype)[6:]}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_text, value))})"
+    return str(value)
+
+
+def trace_step(build: Build, spec: StepSpec) -> Trace:
+    """Records two steps of the model that `build()` returns, on fake tensors.
+
+    Raises `ConfigError` when the step cannot run without real numbers, or nothing is trainable.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    trace = Trace()
+    recorder = _Recorder(trace)
+    with FakeTensorMode(allow_non_fake_inputs=True), _untouched_random():
+        try:
+            _run(build, spec, trace, recorder)
+        except LeZeroError:
+            raise
+        except Exception as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"no forecast: one step of this model does not run on tensors without values "
+                f"({type(error).__name__}: {first}). The model may read numbers while it runs, or "
+                "the batch may not fit it."
+            ) from error
+    return trace
+
+
+def _run(build: Build, spec: StepSpec, trace: Trace, recorder: _Recorder) -> None:
+    with torch.device(spec.device):
+        model = build()
+    model.train()
+    for parameter in model.parameters():
+        recorder.adopt(parameter, PARAMETER)
+    for buffer in model.buffers():
+        recorder.adopt(buffer, BUFFER)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if not trainable:
+        raise ConfigError("the model has no trainable parameter: nothing to train")
+    trace.parameters = sum(p.numel() for p in model.parameters())
+    trace.state_bytes = {
+        PARAMETER: sum(_nbytes(p) for p in model.parameters()),
+        GRADIENT: sum(_nbytes(p) for p in trainable),
+        BUFFER: sum(_nbytes(b) for b in model.buffers()),
+    }
+    buckets = _Buckets(trainable, recorder) if spec.ranks > 1 else None
+    optimizer = spec.make_optimizer(model)
+    for timed in (False, True):
+        trace.bounds.append(len(trace.events))
+        _one_step(model, optimizer, spec, recorder, timed, buckets)
+    trace.bounds.append(len(trace.events))
+    states = [s for state in optimizer.state.values() for s in _tensors(list(state.values()))]
+    trace.state_bytes[OPTIMIZER] = sum(_nbytes(s) for s in states)
+
+
+def _one_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    spec: StepSpec,
+    recorder: _Recorder,
+    timed: bool,
+    buckets: _Buckets | None,
+) -> None:
+    """One step in the engine's order. Micro-batches after the second repeat the second."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    dtype = PRECISIONS[spec.precision]
+    micros = min(spec.accumulate, 2)
+    for index in range(micros):
+        recorder.kind = BUFFER
+        if buckets is not None:
+            buckets.meet = index == micros - 1
+        with recorder:
+            recorder.phase = None
+            batch = spec.make_batch()
+            name = ("first", "again")[index] if timed else None
+            recorder.kind, recorder.phase = ACTIVATION, name and f"{name} forward"
+            with torch.autocast(spec.device, dtype=dtype) if dtype else nullcontext():
+                loss = spec.mean_loss(model, batch)
+                scaled = loss * 1.0
+            recorder.kind, recorder.phase = TEMPORARY, name and f"{name} backward"
+            scaled.backward()
+            recorder.phase = None
+            del loss, scaled, batch
+        for parameter in trainable:
+            if parameter.grad is not None:
+                recorder.rename(parameter.grad, GRADIENT)
+    with recorder, torch.no_grad():
+        recorder.kind, recorder.phase = TEMPORARY, "update" if timed else None
+        gradients = [p.grad for p in trainable if p.grad is not None]
+        if not gradients:
+            raise ConfigError("the loss reaches no parameter: nothing to train")
+        nn.utils.get_total_norm(gradients)
+        if spec.clip:
+            torch._foreach_mul_(gradients, 0.5)
+        recorder.kind = OPTIMIZER
+        optimizer.step()
+        recorder.phase = None
+        del gradients
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@contextmanager
+def _untouched_random() -> Iterator[None]:
+    """Drawing fake numbers must not move the generator of the run."""
+    state = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
