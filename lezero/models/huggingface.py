@@ -33,6 +33,12 @@ _TOKENIZER_FILES = (
 )
 
 
+def read_config(folder: str | os.PathLike[str]) -> TransformerConfig:
+    """The shape of the model in a Hugging Face folder, without its weights."""
+    path = Path(folder) / "config.json"
+    return from_hf(read_json(path), str(path))
+
+
 def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Transformer:
     """The model in a Hugging Face folder, on the CPU.
 
@@ -42,9 +48,8 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
     pickled weights alone is refused, since reading them can run code.
     """
     root = Path(folder)
-    config = from_hf(read_json(root / "config.json"), str(root / "config.json"))
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(read_config(root))
     files = _weight_files(root)
     fill(model, _tensors(files), dtype, str(root))
     return model
