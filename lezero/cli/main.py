@@ -145,6 +145,7 @@ def _explain(error: BaseException) -> int:
         _say("interrupted")
         return INTERRUPTED
     if isinstance(error, LeZeroError):
+        sys.last_value = error  # a launcher reads it: trying again cannot help
         _say(f"error: {error}")
         return error.exit_status
     if hasattr(error, "format_message"):

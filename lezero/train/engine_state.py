@@ -17,6 +17,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError, LeZeroError
 from lezero.core.log import logger
+from lezero.files import step_path
 
 if TYPE_CHECKING:
     from lezero.train.engine import Engine
@@ -119,7 +120,7 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
     error = groups.broadcast_object(error)
     if error:
         raise LeZeroError(f"the checkpoint of step {engine.step} was not written: {error}")
-    return checkpoint.generation_path(root, engine.step)
+    return step_path(root, engine.step)
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:

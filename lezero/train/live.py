@@ -225,7 +225,7 @@ class _State:
         self.info, self.clock = info, clock
         self.record: StepRecord | None = None
         self.unsaid = False
-        self.losses: deque[float] = deque(maxlen=256)
+        self.losses = _Trend()
         self.intervals: deque[float] = deque(maxlen=_WINDOW)
         self.skipped = 0
         self.validation: float | None = None
@@ -239,7 +239,7 @@ class _State:
             self.intervals.append(now - self._last_at)
         self._last_at = now
         self.record, self.unsaid = record, True
-        self.losses.append(record.loss)
+        self.losses.add(record.loss)
         self.skipped += record.skipped is not None
         loss = record.validation_loss
         if loss is not None:
@@ -307,7 +307,7 @@ class _State:
     def _loss(self, r: StepRecord, width: int) -> list[Piece]:
         style = "bold" if math.isfinite(r.loss) else "bold red"
         line = [("loss     ", "dim"), (f"{number(r.loss):<9}", style)]
-        line.append((sparkline(self.losses, min(32, max(0, width - 60))), "cyan"))
+        line.append((sparkline(self.losses.means, min(32, max(0, width - 60))), "cyan"))
         if self.validation is not None:
             line += [("  validation ", "dim"), (number(self.validation), "bold")]
             if self.best is not None and self.best < self.validation:
@@ -345,17 +345,42 @@ class _State:
         return given if given is not None else self.info.forecast_bytes
 
 
-def sparkline(values: deque[float] | list[float], cells: int) -> str:
-    """The newest values as `cells` small bars, each the mean of a stretch; gaps are spaces."""
+class _Trend:
+    """A whole run in at most 64 means of equal stretches; each doubles when there is no room."""
+
+    def __init__(self) -> None:
+        self.means: list[float] = []
+        self._each, self._sum, self._count, self._seen = 1, 0.0, 0, 0
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            self._sum, self._count = self._sum + value, self._count + 1
+        self._seen += 1
+        if self._seen < self._each:
+            return
+        self.means.append(self._sum / self._count if self._count else math.nan)
+        self._sum, self._count, self._seen = 0.0, 0, 0
+        if len(self.means) == 64:
+            pairs = zip(self.means[::2], self.means[1::2], strict=True)
+            self.means = [_mean([a, b]) for a, b in pairs]
+            self._each *= 2
+
+
+def _mean(values: list[float]) -> float:
+    finite = [v for v in values if math.isfinite(v)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def sparkline(values: list[float], cells: int) -> str:
+    """The values as `cells` small bars, each the mean of a stretch; gaps are spaces."""
     if cells <= 0 or not values:
         return ""
-    items = list(values)
-    cells = min(cells, len(items))
-    means: list[float] = []
-    for i in range(cells):
-        part = items[i * len(items) // cells : (i + 1) * len(items) // cells]
-        finite = [v for v in part if math.isfinite(v)]
-        means.append(sum(finite) / len(finite) if finite else math.nan)
+    n, cells = len(values), min(cells, len(values))
+    means = (
+        values
+        if n == cells
+        else [_mean(values[i * n // cells : (i + 1) * n // cells]) for i in range(cells)]
+    )
     shown = [v for v in means if math.isfinite(v)]
     if not shown:
         return " " * cells

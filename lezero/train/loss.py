@@ -15,6 +15,7 @@ first dim; anything else is a function `count(batch) -> int`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
             f"a batch of {size} samples cannot be split into accumulate={parts} micro-batches"
         )
     bounds = [size * i // parts for i in range(parts + 1)]
-    return [_slice(batch, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [_slice(batch, a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def _slice(batch: Batch, begin: int, end: int) -> Batch:

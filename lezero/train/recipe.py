@@ -8,7 +8,6 @@ the split before recompute, recompute before compile, compile before sharding.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -82,9 +81,9 @@ def build_engine(config: RunConfig, model: nn.Module, decisions: Decisions) -> E
     )
 
 
-def build_data(config: RunConfig, folder: Path) -> Data:
+def build_data(config: RunConfig) -> Data:
     """Tokenizer and token files of the run; rank 0 makes them, the others wait."""
-    return prepare(config.data, folder)
+    return prepare(config.data)
 
 
 def loaders(config: RunConfig, data: Data) -> tuple[Loader, EvalLoader | None]:
@@ -116,7 +115,7 @@ def plan_inputs(
         tokens=config.data.sequence,
         accumulate=config.train.accumulate,
         precision=precision,
-        form={"auto": "eager", "off": "eager"}.get(config.train.compile, config.train.compile),
+        form=_form(config),
         ranks=world,
         pool=config.train.pool and place.type == "cpu",
         clip=config.train.clip is not None,
@@ -138,3 +137,9 @@ def planned_vocab(config: RunConfig) -> int:
 
         return load_tokenizer(tokenizer.folder).vocab_size
     return 257
+
+
+def _form(config: RunConfig) -> str:
+    """What the forecast assumes of "auto": most runs on CPU stay eager."""
+    asked = config.train.compile
+    return "eager" if asked in ("auto", "off") else asked

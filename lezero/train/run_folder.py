@@ -27,7 +27,6 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data = path / "data"
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
         self.metrics = path / "metrics.jsonl"

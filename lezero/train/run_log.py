@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import TYPE_CHECKING
 
 from lezero.core import groups
-from lezero.profiler import rss
+from lezero.profiler.memory import rss
 from lezero.train.callbacks import Callback
 from lezero.train.live import LiveView, RunInfo
 from lezero.train.metrics import MetricsWriter, StepRecord, TensorBoardSink
@@ -34,10 +35,13 @@ class RunLog(Callback):
         self._began = time.perf_counter()
 
     def open(self) -> None:
-        """Before anything of the run is allocated: the memory baseline and the metrics file."""
-        self.baseline = rss()
         if groups.is_main():
             self.metrics = MetricsWriter(self.folder.metrics)
+
+    def measure_from_here(self) -> None:
+        """Takes the memory baseline: everything is imported, nothing of the model is there yet."""
+        gc.collect()
+        self.baseline = rss()
 
     def on_start(self, trainer: Trainer) -> None:
         if self.metrics is None:

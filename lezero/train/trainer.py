@@ -84,14 +84,17 @@ class Trainer:
         config = self.config
         self.folder.create(config)
         self.log.open()
-        self.data = recipe.build_data(config, self.folder.data)
+        self.data = recipe.build_data(config)
         self.loader, self.validation = recipe.loaders(config, self.data)
         self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
         loaded = self._find_checkpoint()
+        self.log.measure_from_here()
         decisions = Decisions()
         if loaded is not None:
             decisions = Decisions.from_json(loaded.documents["decisions"])
         model = recipe.build_model(config, self.data.tokenizer.vocab_size)
+        if groups.is_main():
+            self.data.tokenizer.save(self.folder.tokenizer)
         self.engine = recipe.build_engine(config, model, decisions)
         if groups.is_main():
             self.saver = checkpoint.Saver(
@@ -172,6 +175,7 @@ class Trainer:
                 "cursor": self.loader.state(),
                 "progress": {"best": self.best},
                 "config": self.config.to_dict(),
+                "model": self.engine.model.config.to_dict(),
             }
             if self.saver is not None:
                 self.saver.save(step, tensors, documents)

@@ -1,0 +1,101 @@
+"""A model and its tokenizer together, from wherever they lie: what `lz generate` uses.
+
+Plain generation, one prompt at a time; a serving engine is another thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from lezero import checkpoint
+from lezero.core.errors import ConfigError, FileError
+from lezero.models import (
+    Transformer,
+    TransformerConfig,
+    generate_stream,
+    gguf_tokenizer,
+    load_gguf,
+    load_hf,
+    stop_tokens,
+)
+
+
+class Coder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Any) -> str: ...
+
+
+class Writer:
+    """Continues prompts. `stop` are tokens that end a text."""
+
+    def __init__(self, model: Transformer, tokenizer: Coder, stop: tuple[int, ...]) -> None:
+        self.model, self.tokenizer, self.stop = model.eval(), tokenizer, stop
+
+    def write(self, prompt: str, tokens: int, **sampling: Any) -> Iterator[str]:
+        """The prompt, then pieces of text as they come; never half a character."""
+        if tokens < 1:
+            raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
+        start = self.tokenizer.encode(prompt) or [*self.stop[:1]]
+        if not start:
+            raise ConfigError("prompt: it is empty and the tokenizer has no token to start from")
+        new: list[int] = []
+        shown = ""
+        stream = generate_stream(self.model, start, tokens, stop=self.stop, **sampling)
+        yield prompt
+        for token in stream:
+            if token in self.stop:
+                break
+            new.append(token)
+            text = self.tokenizer.decode(new)
+            if not text.endswith("\ufffd") and text.startswith(shown):
+                yield text[len(shown) :]
+                shown = text
+
+
+def open_writer(place: str) -> Writer:
+    """Opens a run's newest good checkpoint, a Hugging Face folder or a GGUF file.
+
+    Raises `FileError` when `place` is none of them, or is damaged.
+    """
+    path = Path(place)
+    if path.is_file() and path.suffix == ".gguf":
+        found = gguf_tokenizer(path)
+        return Writer(load_gguf(path), found, _end_of(found))
+    if (path / "config.json").is_file():
+        from lezero.data import load_tokenizer
+
+        model = load_hf(path, dtype=torch.float32)
+        return Writer(model, load_tokenizer(path), stop_tokens(path))
+    if not path.exists():
+        raise FileError(f"{path}: no such file or folder")
+    return _from_run(path)
+
+
+def _from_run(path: Path) -> Writer:
+    from lezero.data import load_tokenizer
+
+    loaded = checkpoint.load(path)
+    shape = loaded.documents.get("model")
+    run = path if (path / "tokenizer").is_dir() else path.parent
+    run = run if (run / "tokenizer").is_dir() else run.parent
+    if shape is None or not (run / "tokenizer").is_dir():
+        raise FileError(
+            f"{path}: neither a run of the trainer, nor a Hugging Face folder, nor a .gguf file"
+        )
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig.parse(shape, f"{loaded.path}: model"))
+    model.load_state_dict(loaded.section("model"), assign=True)
+    tokenizer = load_tokenizer(run / "tokenizer")
+    return Writer(model, tokenizer, (tokenizer.eos,))
+
+
+def _end_of(tokenizer: Any) -> tuple[int, ...]:
+    end = getattr(tokenizer, "eos_token_id", None)
+    return (end,) if isinstance(end, int) else ()
