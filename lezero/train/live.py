@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lezero.report.markup import plain
 from lezero.report.units import count, number, percent, size, span
 from lezero.train.metrics import StepRecord
+from lezero.train.trend import Trend, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _REFRESH_S = 0.25
 _PLAIN_S = 10.0
 _WINDOW = 64
-_SPARKS = "▁▂▃▄▅▆▇█"
 _LEVELS = {
     "info": ("·", "dim"),
     "good": ("✓", "green"),
@@ -225,7 +225,7 @@ class _State:
         self.info, self.clock = info, clock
         self.record: StepRecord | None = None
         self.unsaid = False
-        self.losses = _Trend()
+        self.losses = Trend()
         self.intervals: deque[float] = deque(maxlen=_WINDOW)
         self.skipped = 0
         self.validation: float | None = None
@@ -343,50 +343,6 @@ class _State:
     def _forecast(self) -> int | None:
         given = self.record.forecast_bytes if self.record is not None else None
         return given if given is not None else self.info.forecast_bytes
-
-
-class _Trend:
-    """A whole run in at most 64 means of equal stretches; each doubles when there is no room."""
-
-    def __init__(self) -> None:
-        self.means: list[float] = []
-        self._each, self._sum, self._count, self._seen = 1, 0.0, 0, 0
-
-    def add(self, value: float) -> None:
-        if math.isfinite(value):
-            self._sum, self._count = self._sum + value, self._count + 1
-        self._seen += 1
-        if self._seen < self._each:
-            return
-        self.means.append(self._sum / self._count if self._count else math.nan)
-        self._sum, self._count, self._seen = 0.0, 0, 0
-        if len(self.means) == 64:
-            pairs = zip(self.means[::2], self.means[1::2], strict=True)
-            self.means = [_mean([a, b]) for a, b in pairs]
-            self._each *= 2
-
-
-def _mean(values: list[float]) -> float:
-    finite = [v for v in values if math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else math.nan
-
-
-def sparkline(values: list[float], cells: int) -> str:
-    """The values as `cells` small bars, each the mean of a stretch; gaps are spaces."""
-    if cells <= 0 or not values:
-        return ""
-    n, cells = len(values), min(cells, len(values))
-    means = (
-        values
-        if n == cells
-        else [_mean(values[i * n // cells : (i + 1) * n // cells]) for i in range(cells)]
-    )
-    shown = [v for v in means if math.isfinite(v)]
-    if not shown:
-        return " " * cells
-    low, high = min(shown), max(shown)
-    unit = (len(_SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_SPARKS[round((v - low) * unit)] if math.isfinite(v) else " " for v in means)
 
 
 def _rough(seconds: float) -> str:

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from lezero.train.live import LiveView, RunInfo, sparkline
+from lezero.train.live import LiveView, RunInfo
 from lezero.train.metrics import StepRecord
 
 INFO = RunInfo("runs/a", 1000, model="26M", precision="bf16", ranks=2, forecast_bytes=2 * 2**30)
@@ -196,15 +196,6 @@ def test_text_that_the_stream_cannot_encode_is_replaced():
     view.stop()
     stream.flush()
     assert b"runs/a ? 26M" in raw.getvalue()
-
-
-def test_sparkline():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1, math.nan, 2], 3) == "▁ █"
-    assert sparkline([5, 5], 9) == "▁▁"
-    assert sparkline([math.nan], 4) == " "
-    assert sparkline([], 4) == sparkline([1], 0) == ""
-    assert len(sparkline(list(range(1000)), 32)) == 32
 
 
 def test_an_update_costs_less_than_a_fifth_of_a_millisecond():
