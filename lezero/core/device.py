@@ -36,6 +36,13 @@ def device(index: int | None = None) -> torch.device:
     return torch.device(kind, index)
 
 
+def count() -> int:
+    """How many accelerators this process sees; 0 on CPU."""
+    import torch
+
+    return torch.accelerator.device_count() if accelerator() else 0
+
+
 def use(place: torch.device) -> None:
     """Makes `place` the current device of this process."""
     import torch

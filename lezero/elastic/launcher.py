@@ -27,6 +27,7 @@ from pydantic import Field, model_validator
 
 from lezero.core.config import Config
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
+from lezero.core.facts import usable_cores
 from lezero.elastic.worker import ERROR_FILE, python_command
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -163,17 +164,6 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
             "or a program that is on the PATH"
         )
     return ["program", name, *rest]
-
-
-def usable_cores() -> int:
-    """Cores this process may use: its affinity, bounded by the control group's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = min(cores or 1, max(1, -(-int(quota) // int(period))))
-    return cores or 1
 
 
 def _threads(config: LaunchConfig, env: Mapping[str, str]) -> int:

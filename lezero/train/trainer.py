@@ -14,6 +14,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
 from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
+from lezero.models import Transformer
 from lezero.train import engine_state, recipe
 from lezero.train.callbacks import Callback
 from lezero.train.config import RunConfig
@@ -42,6 +43,7 @@ class Trainer:
     runs, `engine`, `loader`, `data`, `prospect` and `folder` are the parts of the run.
     """
 
+    model: Transformer
     engine: Engine
     loader: Loader
     prospect: Prospect
@@ -92,10 +94,10 @@ class Trainer:
         decisions = Decisions()
         if loaded is not None:
             decisions = Decisions.from_json(loaded.documents["decisions"])
-        model = recipe.build_model(config, self.data.tokenizer.vocab_size)
+        self.model = recipe.build_model(config, self.data.tokenizer.vocab_size)
         if groups.is_main():
             self.data.tokenizer.save(self.folder.tokenizer)
-        self.engine = recipe.build_engine(config, model, decisions)
+        self.engine = recipe.build_engine(config, self.model, decisions)
         if groups.is_main():
             self.saver = checkpoint.Saver(
                 self.folder.checkpoints, config.checkpoint.keep, on_error=self._save_failed
@@ -175,7 +177,7 @@ class Trainer:
                 "cursor": self.loader.state(),
                 "progress": {"best": self.best},
                 "config": self.config.to_dict(),
-                "model": self.engine.model.config.to_dict(),
+                "model": self.model.config.to_dict(),
             }
             if self.saver is not None:
                 self.saver.save(step, tensors, documents)
@@ -194,7 +196,7 @@ class Trainer:
 
     def _finish(self, result: TrainResult) -> None:
         if groups.is_main() and result.exit_status == 0:
-            self.folder.write_samples(self.engine.model, self.data.tokenizer, self.config.report)
+            self.folder.write_samples(self.model, self.data.tokenizer, self.config.report)
 
     def event(self, text: str, level: str = "info") -> None:
         """Tells every callback something that a person should see."""

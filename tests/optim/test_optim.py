@@ -1,5 +1,7 @@
 """Parameter groups, AdamW and schedules."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -62,7 +64,7 @@ def test_schedules_warm_up_stay_in_range_and_end_at_final(kind):
     factors = [schedule.factor(step, 100) for step in range(100)]
     assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert factors[-1] == pytest.approx(1.0 if kind == "constant" else 0.05)
-    assert all(b <= a + 1e-12 for a, b in zip(factors[10:], factors[11:], strict=False))
+    assert all(b <= a + 1e-12 for a, b in itertools.pairwise(factors[10:]))
     if kind == "wsd":
         assert factors[10:80] == [1.0] * 70
         assert factors[80] < 1

@@ -1,0 +1,161 @@
+"""The demo: LeZero's main job from nothing to a report, with a crash on the way.
+
+Doctor's summary → forecast → training on every core or GPU → a real SIGKILL half-way, from which
+the run resumes by itself → generated text → what was forecast and what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import threading
+import time
+from importlib import resources
+from pathlib import Path
+
+import psutil
+import yaml
+
+from lezero.core import device
+from lezero.core.errors import LeZeroError
+from lezero.core.facts import usable_cores
+from lezero.data import prepare
+from lezero.elastic import LaunchConfig, launch
+from lezero.jobs.doctor import summary_lines
+from lezero.plan import forecast
+from lezero.plan.table import render
+from lezero.profiler.hardware import hardware
+from lezero.train import RunConfig
+from lezero.train.metrics import Metrics, read_metrics
+from lezero.train.recipe import plan_inputs
+from lezero.train.writer import open_writer
+
+_POLL_S = 0.1
+_PROMPT = "The function returns"
+
+
+def demo(folder: str | None = None) -> int:
+    """Runs the whole demo in `folder` (a new `runs/demo-N` if not given); returns its status."""
+    began = time.perf_counter()
+    run = Path(folder) if folder else _free_folder()
+    ranks = _ranks()
+    _title("1  This machine")
+    print("\n".join(summary_lines()))
+    config = _config(run)
+    _title("2  Forecast, before anything is allocated")
+    data = prepare(config.data)
+    build, spec = plan_inputs(config, data.tokenizer.vocab_size, world=ranks)
+    print(render(forecast(build, spec, hardware())))
+    _title(f"3  Training on {ranks} rank(s), with a SIGKILL half-way")
+    status = _train(run, ranks, config.train.steps // 2)
+    if status:
+        raise LeZeroError(f"the training of the demo ended with status {status}")
+    _title("4  What the model writes now")
+    for piece in open_writer(str(run)).write(_PROMPT, 60, temperature=0.7, top_k=40):
+        print(piece, end="", flush=True)
+    print()
+    _title("5  Forecast against measured")
+    print("\n".join(_comparison(run)))
+    print(f"\nreport      {run / 'report.html'}")
+    print(f"why         lz why {run}")
+    print(f"more text   lz generate {run} --prompt 'A class is'")
+    print(f"done in {time.perf_counter() - began:.0f} s")
+    return 0
+
+
+def _free_folder() -> Path:
+    for number in range(1, 10_000):
+        path = Path("runs") / (f"demo-{number}" if number > 1 else "demo")
+        if not path.exists():
+            return path
+    raise LeZeroError("runs/ holds 9,999 demos: delete some")
+
+
+def _ranks() -> int:
+    """A rank for each GPU, else two where there are two cores."""
+    kind = device.accelerator()
+    if kind is not None:
+        return device.count()
+    return min(2, usable_cores())
+
+
+def _config(run: Path) -> RunConfig:
+    """The demo's config, written to the run's folder so that every rank reads the same."""
+    text = resources.files("lezero.jobs").joinpath("demo.yaml").read_text(encoding="utf-8")
+    config = RunConfig.parse({**yaml.safe_load(text), "run": str(run)}, "demo.yaml")
+    run.mkdir(parents=True, exist_ok=True)
+    written = yaml.safe_dump(config.to_dict(), sort_keys=False)
+    (run / "demo.yaml").write_text(written, encoding="utf-8")
+    return config
+
+
+def _train(run: Path, ranks: int, half: int) -> int:
+    """Trains under the launcher while a second thread waits to kill one rank at step `half`."""
+    stop = threading.Event()
+    killer = threading.Thread(target=_kill_at, args=(run, half, ranks - 1, stop), name="killer")
+    killer.start()
+    try:
+        command = ["-m", "lezero", "train", str(run / "demo.yaml")]
+        return launch(LaunchConfig(ranks=ranks, max_restarts=2), command)
+    finally:
+        stop.set()
+        killer.join()
+
+
+def _kill_at(run: Path, half: int, rank: int, stop: threading.Event) -> None:
+    """Sends SIGKILL to one rank once the run has passed step `half`."""
+    while not stop.wait(_POLL_S):
+        path = run / "metrics.jsonl"
+        if not path.exists() or not read_metrics(path).steps:
+            continue
+        if read_metrics(path).steps[-1] < half:
+            continue
+        found = _process_of(rank)
+        if found is not None:
+            print(f"\n>>> kill -9 {found.pid}   (rank {rank}, after step {half})\n", flush=True)
+            os.kill(found.pid, signal.SIGKILL)
+            return
+
+
+def _process_of(rank: int) -> psutil.Process | None:
+    """The process below this one that is `rank` of the job."""
+    for process in psutil.Process().children(recursive=True):
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
+            return process
+    return None
+
+
+def _comparison(run: Path) -> list[str]:
+    made = json.loads((run / "forecast.json").read_text(encoding="utf-8"))
+    metrics = read_metrics(run / "metrics.jsonl")
+    seconds = statistics.median(metrics.known("seconds")[1])
+    memory = max(metrics.known("memory_bytes")[1])
+    mib = 2**20
+    lines = [
+        f"memory      forecast {made['memory_bytes'] / mib:.0f} MiB a rank, "
+        f"measured {memory / mib:.0f} MiB ({memory / made['memory_bytes'] - 1:+.0%})",
+        f"step        forecast {made['step_seconds']:.2f} s, "
+        f"measured {seconds:.2f} s ({seconds / made['step_seconds'] - 1:+.0%})",
+    ]
+    return [*lines, *_recovery(metrics)]
+
+
+def _recovery(metrics: Metrics) -> list[str]:
+    """What the crash cost, from the run's own record."""
+    losses = metrics.column("loss")
+    lines = [f"loss        {losses[0]:.2f} → {losses[-1]:.2f}"]
+    for event in metrics.happened("resume"):
+        lines.append(f"crash       killed, resumed by itself from step {event['step']}")
+    return lines
+
+
+def _title(text: str) -> None:
+    print(f"\n── {text} " + "─" * max(4, 76 - len(text)), flush=True)
+    sys.stdout.flush()
