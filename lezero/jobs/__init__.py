@@ -1,0 +1,1 @@
+"""Whole journeys over the floors below."""

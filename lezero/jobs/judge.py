@@ -1,0 +1,285 @@
+"""Compares one step of the engine with plain PyTorch, link by link.
+
+[Note: why each step is judged from the engine's own state]
+Two right loops that are left alone drift apart: AdamW's first update is the sign of the gradient,
+so a rounding error in a gradient near zero moves that parameter the other way, and every later
+gradient is taken elsewhere. A bound wide enough for that hides real faults. So before each step the
+plain loop takes over the engine's parameters (never its optimizer state), and each link of the step
+is judged by itself, from what the engine did in the link before:
+
+    samples → tokens → loss, gradients → norm → clipping → learning rate → update
+
+When every link of every step is right, so is the run, by induction.
+
+[Note: what is allowed]
+Loss and gradients depend on the precision, and how much is *measured*, not assumed. The plain loop
+runs once more with other rounding: in the run's precision (bf16 or fp16 autocast), or in fp64 when
+the run is in fp32. The distance between these two plain loops, both right, is what rounding does
+to this model on these samples, parameter by parameter; the engine may be `SLACK` times as far from
+the fp32 loop. The distance is the norm of the difference over a whole parameter. No parameter is
+held to less than the whole model's relative distance, since the distance of a few numbers can be
+small by chance. The loss is allowed `SLACK` times the mean distance of the losses of its tokens.
+
+Everything after the gradients is fp32 arithmetic in every precision and gets no slack of that kind:
+AdamW on the engine's gradients must give the engine's parameters to a few units in the last place.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lezero.jobs.plain_loop import PlainLoop, learning_rate
+from lezero.jobs.verification import Largest, Parting, StepFigures
+from lezero.train.config import TrainConfig
+from lezero.train.engine import Engine, StepResult
+
+SLACK = 4.0
+_EPS = torch.finfo(torch.float32).eps
+_DTYPES = {"fp32": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Watch:
+    """The gradients of the engine's last step: summed over ranks and unscaled, and then as the
+    optimizer got them. Empty where the step did not come that far."""
+
+    place: torch.device
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    clipped: dict[str, Tensor] = field(default_factory=dict)
+
+    def attach(self, engine: Engine) -> None:
+        """Looks at `engine` between its backward pass, its clipping and its optimizer."""
+        measure = engine._gradient_norm
+
+        def norm() -> float:
+            value = measure()
+            self.gradients = _gradients(engine.model, self.place)
+            return value
+
+        def before_update(*_: object) -> None:
+            self.clipped = _gradients(engine.model, self.place)
+
+        setattr(engine, "_gradient_norm", norm)  # noqa: B010
+        engine.optimizer.register_step_pre_hook(before_update)
+
+    def clear(self) -> None:
+        self.gradients, self.clipped = {}, {}
+
+
+class Judge:
+    """Holds the plain loops and what they found. Call `before` and `after` around each step.
+
+    `alone` starts as the engine does and is never corrected; `beside` takes over the engine's
+    parameters before each step; `other` does too, and rounds otherwise.
+    """
+
+    def __init__(self, model: nn.Module, train: TrainConfig, precision: str, at_once: int) -> None:
+        place = next(model.parameters()).device
+        if place.type == "mps":  # it has no fp64
+            place = torch.device("cpu")
+        self.train, self.precision, self.place = train, precision, place
+        self.alone = PlainLoop(model, train, place=place, at_once=at_once)
+        self.beside = PlainLoop(model, train, place=place, at_once=at_once)
+        self.other = PlainLoop(model, train, _DTYPES[precision], place, at_once)
+        self.partings: list[Parting] = []
+        self.figures: list[StepFigures] = []
+        self.loss, self.gradient, self.update = Largest(), Largest(), Largest()
+        self.equal = True
+        self._losses = (math.nan, math.nan, math.nan)
+
+    def before(self, model: nn.Module, tokens: Tensor, targets: Tensor, scale: float) -> None:
+        """Loss and gradients of the plain loops at the parameters that the engine starts from."""
+        self.tokens = int((targets != -100).sum())
+        self.beside.follow(model)
+        self.other.follow(model)
+        at_engine = self.beside.gradients(tokens, targets)
+        scale = scale if self.precision == "fp16" else 1.0
+        rounded = self.other.gradients(tokens, targets, scale)
+        self._losses = (at_engine, rounded, self.alone.gradients(tokens, targets))
+
+    def after(self, step: int, result: StepResult, model: nn.Module, watch: Watch) -> None:
+        """Judges what the engine did in `step` (from 0)."""
+        plain, _, alone = self._losses
+        self.equal &= result.loss == plain
+        if result.tokens != self.tokens:
+            text = f"{result.tokens} counted, plain PyTorch counts {self.tokens}"
+            self._part("tokens", step, text)
+        self._judge_loss(step, result.loss)
+        gradient = Largest(step=step + 1)
+        if result.skipped is None:
+            gradient = self._judge_gradients(step, result.loss, watch.gradients)
+            self._judge_norm(step, result.grad_norm, watch.gradients)
+            self._judge_clipping(step, watch)
+            self._judge_lr(step, result.lr)
+        else:
+            self._judge_skip(step, result)
+        update = self._judge_update(step, model)
+        if result.skipped is None and math.isfinite(alone):
+            self.alone.update(step)
+        self.figures.append(StepFigures(step + 1, result.loss, alone, gradient, update))
+
+    @torch.no_grad()
+    def drift(self, model: nn.Module) -> float:
+        """The largest distance, in any parameter, from the plain loop that was left alone."""
+        mine = dict(model.named_parameters())
+        return max(
+            float((parameter - mine[name].to(parameter.device)).abs().max())
+            for name, parameter in self.alone.parameters.items()
+        )
+
+    # the links -------------------------------------------------------------------------------
+
+    def _judge_loss(self, step: int, loss: float) -> None:
+        plain = self._losses[0]
+        rounding = (self.other.token_losses - self.beside.token_losses).abs().sum() / self.tokens
+        allowed = SLACK * float(rounding) + 8 * _EPS * abs(plain)
+        difference = abs(loss - plain)
+        self.loss = self.loss.of_two(
+            Largest(difference, allowed, _share(difference, allowed), step + 1)
+        )
+        if not (difference <= allowed or _same_nonfinite(loss, plain)):
+            text = f"{loss:.7g} here, {plain:.7g} in plain PyTorch; {allowed:.2g} is allowed"
+            self._part("loss", step, text)
+
+    def _judge_gradients(self, step: int, loss: float, found: dict[str, Tensor]) -> Largest:
+        plain, other = self.beside.found(), self.other.found()
+        spread = {name: _distance(other.get(name), value) for name, value in plain.items()}
+        size = {name: _norm(value) for name, value in plain.items()}
+        whole = math.hypot(*spread.values()) / max(math.hypot(*size.values()), 1e-30)
+        worst, beyond = Largest(), []
+        for name in self.beside.parameters:
+            self.equal &= _same(found.get(name), plain.get(name))
+            difference = _distance(found.get(name), plain.get(name))
+            length = size.get(name, 0.0)
+            allowed = SLACK * max(spread.get(name, 0.0), length * max(whole, _EPS))
+            share = _share(difference, allowed)
+            one = Largest(
+                *(value / length if length else value for value in (difference, allowed)),
+                share, step + 1, name,
+            )  # fmt: skip
+            worst = worst.of_two(one)
+            if not share <= 1:
+                beyond.append((name, one))
+        self.gradient = self.gradient.of_two(worst)
+        if beyond:
+            name, one = beyond[0]
+            mine = _norm(found[name]) if name in found else None
+            text = (
+                f"{one.difference:.2g} of its size away, {one.allowed:.2g} is allowed; its norm is "
+                f"{'missing' if mine is None else f'{mine:.6g}'} here and {size.get(name, 0):.6g} "
+                f"in plain PyTorch; loss difference {abs(loss - self._losses[0]):.2g}"
+            )
+            self._part("gradient", step, text, name, len(beyond) - 1)
+        return worst
+
+    def _judge_norm(self, step: int, norm: float, found: dict[str, Tensor]) -> None:
+        own = math.hypot(*(_norm(value) for value in found.values()))
+        if not abs(norm - own) <= 1e-4 * own:
+            self._part("gradient norm", step, f"{norm:.7g} is reported, but it is {own:.7g}")
+
+    def _judge_skip(self, step: int, result: StepResult) -> None:
+        plain = self._losses[0]
+        finite = math.isfinite(plain) and all(
+            bool(g.isfinite().all()) for g in self.beside.found().values()
+        )
+        if finite and self.precision != "fp16":
+            text = f"the engine skipped it ({result.skipped}), plain PyTorch is finite there"
+            self._part("skipped step", step, text)
+
+    def _judge_clipping(self, step: int, watch: Watch) -> None:
+        """Clipping and AdamW of the plain loop, on the gradients that the engine had."""
+        for name, parameter in self.beside.parameters.items():
+            found = watch.gradients.get(name)
+            parameter.grad = None if found is None else found.clone()
+        self.beside.update(step)
+        beyond = []
+        for name, expected in self.beside.found().items():
+            given = watch.clipped.get(name)
+            self.equal &= _same(given, expected)
+            if not _distance(given, expected) <= 1e-5 * _norm(expected):
+                beyond.append(name)
+        if beyond:
+            name = beyond[0]
+            mine = _norm(watch.clipped[name]) if name in watch.clipped else 0.0
+            expected = _norm(self.beside.found()[name])
+            text = f"the optimizer got a norm of {mine:.6g}, it should be {expected:.6g}"
+            self._part("clipping", step, text, name, len(beyond) - 1)
+
+    def _judge_lr(self, step: int, lr: float) -> None:
+        expected = learning_rate(self.train, step)
+        if not math.isclose(lr, expected, rel_tol=1e-9):
+            self._part("learning rate", step, f"{lr:.9g} here, {expected:.9g} by its formula")
+
+    @torch.no_grad()
+    def _judge_update(self, step: int, model: nn.Module) -> Largest:
+        """Parameters after the step: a few units in the last place of the parameter, and of the
+        update, which is at most some ten times the learning rate."""
+        moved = 640 * _EPS * learning_rate(self.train, step)
+        worst, beyond = Largest(), []
+        for name, parameter in model.named_parameters():
+            expected = self.beside.parameters[name]
+            found = parameter.to(expected.device)
+            self.equal &= torch.equal(found, expected)
+            difference = (found - expected).abs()
+            share = difference / (4 * _EPS * expected.abs() + moved)
+            at = int(share.argmax())
+            gap, part = float(difference.flatten()[at]), float(share.flatten()[at])
+            one = Largest(gap, gap / part if part else moved, part, step + 1, name)
+            worst = worst.of_two(one)
+            if not part <= 1:
+                beyond.append((name, one))
+        self.update = self.update.of_two(worst)
+        if beyond:
+            name, one = beyond[0]
+            text = (
+                f"after AdamW on the same gradients {one.difference:.2g} away, "
+                f"{one.allowed:.2g} is allowed"
+            )
+            self._part("update", step, text, name, len(beyond) - 1)
+        return worst
+
+    def _part(
+        self, check: str, step: int, text: str, parameter: str | None = None, others: int = 0
+    ) -> None:
+        if all(parting.check != check for parting in self.partings):
+            self.partings.append(Parting(check, step + 1, text, parameter, others))
+
+
+def _gradients(model: nn.Module, place: torch.device) -> dict[str, Tensor]:
+    return {
+        name: parameter.grad.detach().to(place, copy=True)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64)) if value.numel() else 0.0
+
+
+def _distance(a: Tensor | None, b: Tensor | None) -> float:
+    """Norm of the difference; a gradient that is not there is zero."""
+    if a is None or b is None:
+        present = a if a is not None else b
+        return 0.0 if present is None else _norm(present)
+    return _norm(a.to(torch.float64) - b.to(torch.float64))
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
+
+
+def _share(difference: float, allowed: float) -> float:
+    if difference == 0:
+        return 0.0
+    return difference / allowed if allowed > 0 else math.inf
+
+
+def _same_nonfinite(a: float, b: float) -> bool:
+    return not math.isfinite(a) and not math.isfinite(b)

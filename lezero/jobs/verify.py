@@ -1,0 +1,302 @@
+"""Holds the first steps of a configured run against plain PyTorch, and its resume against itself.
+
+The run is built as `lz train` builds it: data, loader, model, engine, on every rank. Rank 0 walks a
+plain loop beside it (`plain_loop.py`) and judges each link of each step (`judge.py`). Half-way the
+run saves; afterwards a second engine and loader resume from there and must go on exactly as the
+first ones did: the same samples, and on the CPU the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError
+from lezero.data import Data, Loader
+from lezero.jobs.judge import Judge, Watch
+from lezero.jobs.plain_loop import global_batch, learning_rate
+from lezero.jobs.verification import Largest, Parting, Verification, read
+from lezero.train import engine_state, recipe
+from lezero.train.config import RunConfig
+from lezero.train.engine import Engine, StepResult
+
+
+def verify(config: RunConfig, steps: int = 10, *, at_once: int = 0) -> Verification:
+    """Compares `steps` steps of the run with plain PyTorch in fp32; call it on every rank.
+
+    at_once: sequences that the plain loop takes in one forward pass; the whole global batch if 0.
+    The run's folder is not touched. Memory: the run's, and on rank 0 three more copies of the
+    model, two of them with optimizer state. Raises `ConfigError` for steps below 1, and whatever
+    the run itself would raise before its first step.
+    """
+    if steps < 1 or at_once < 0:
+        raise ConfigError(
+            f"steps: got {steps}, allowed is 1 or more; at_once: got {at_once}, allowed is 0 or more"
+        )
+    joined = groups.active()
+    groups.join()
+    try:
+        with _shared_folder() as root:
+            found = _Journey(config, min(steps, config.train.steps), root).run(at_once)
+        told = groups.broadcast_object(asdict(found) if found else None)
+        return found or read(told or {})
+    finally:
+        if not joined:
+            groups.leave()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step of the uninterrupted run took and gave on this rank."""
+
+    tokens: Tensor
+    targets: Tensor
+    result: StepResult
+    parameters: dict[str, str]
+    state: dict[str, str]
+
+
+class _Journey:
+    """The uninterrupted run, then the resumed one."""
+
+    def __init__(self, config: RunConfig, steps: int, root: Path) -> None:
+        self.config, self.steps, self.root = config, steps, root
+        self.half = steps // 2
+        self.data: Data = recipe.build_data(config)
+        self.recorded: list[_Step] = []
+        self.partings: list[Parting] = []
+        self.notes: list[str] = []
+
+    def run(self, at_once: int) -> Verification | None:
+        """The verification on rank 0, None elsewhere."""
+        loader, _ = recipe.loaders(self.config, self.data)
+        engine = self._engine(Decisions())
+        judge = None
+        if groups.is_main():
+            judge = Judge(engine.model, self.config.train, engine.precision.name, at_once)
+        self._uninterrupted(engine, loader, judge)
+        drift = judge.drift(engine.model) if judge else 0.0
+        precision = engine.precision.name
+        form = engine._forms.name if engine._forms else "eager"
+        del engine
+        resume = self._resume() if self.half else "Resume: not checked (it takes 2 steps or more)."
+        if judge is None:
+            return None
+        partings = sorted([*self.partings, *judge.partings], key=lambda parting: parting.place)
+        equal = judge.equal and not partings
+        return Verification(
+            verdict="parts" if partings else "equal" if equal else "within tolerance",
+            partings=tuple(partings),
+            steps=self.steps,
+            resumed_after=self.half or None,
+            resume=resume,
+            precision=precision,
+            form=form,
+            ranks=groups.world_size(),
+            loss=judge.loss,
+            gradient=judge.gradient,
+            update=judge.update,
+            drift=drift,
+            figures=tuple(judge.figures),
+            notes=tuple(self.notes),
+        )
+
+    def _engine(self, decisions: Decisions) -> Engine:
+        model = recipe.build_model(self.config, self.data.tokenizer.vocab_size)
+        return recipe.build_engine(self.config, model, decisions)
+
+    # the uninterrupted run -------------------------------------------------------------------
+
+    def _uninterrupted(self, engine: Engine, loader: Loader, judge: Judge | None) -> None:
+        watch = Watch(judge.place if judge else torch.device("cpu"))
+        if judge is not None:
+            watch.attach(engine)
+        for step in range(self.steps):
+            batch = next(loader)
+            tokens, targets = self._plain_batch(step)
+            self._part(self._other_samples(step, batch), "data order", step)
+            if judge is not None:
+                watch.clear()
+                judge.before(engine.model, tokens, targets, engine.precision.scale)
+            result = engine.train_step(batch)
+            if judge is not None:
+                judge.after(step, result, engine.model, watch)
+            self._record(step, batch, result, engine)
+            if step + 1 == self.half:
+                self._save(engine, loader)
+
+    def _record(self, step: int, batch: Any, result: StepResult, engine: Engine) -> None:
+        parameters = _digests(dict(engine.model.named_parameters()))
+        state = _digests(_optimizer_state(engine)) if step + 1 == self.half else {}
+        self.recorded.append(_Step(batch["tokens"], batch["targets"], result, parameters, state))
+        everyone = groups.gather_objects(parameters)
+        for rank, others in enumerate(everyone):
+            if others != everyone[0]:
+                name, more = _first_difference(others, everyone[0])
+                text = f"rank {rank} has other values than rank 0"
+                self._keep(Parting("ranks", step + 1, text, name, more))
+
+    def _save(self, engine: Engine, loader: Loader) -> None:
+        engine_state.save(engine, self.root, {"cursor": loader.state()})
+
+    # the resumed run -------------------------------------------------------------------------
+
+    def _resume(self) -> str:
+        """Resumes as a run does: decisions replayed, state restored, the loader put in place."""
+        loaded = engine_state.load_together(self.root)
+        engine = self._engine(Decisions.from_json(loaded.documents["decisions"]))
+        loader, _ = recipe.loaders(self.config, self.data)
+        documents = engine_state.restore(engine, loaded)
+        loader.seek(documents["cursor"])
+        self._judge_state(engine)
+        for step in range(self.half, self.steps):
+            batch, was = next(loader), self.recorded[step]
+            self._part(self._moved_samples(step, batch), "resume: data order", step)
+            result = engine.train_step(batch)
+            if result.lr != was.result.lr or abs(result.lr - self._lr(step)) > 1e-9 * result.lr:
+                text = f"{result.lr:.9g}, uninterrupted it was {was.result.lr:.9g}"
+                self._part(text, "resume: learning rate", step)
+            self._judge_bits(step, result, engine)
+        exact = not any(p.check.startswith("resume") for p in self.partings) and not self.notes
+        where = f"Resume: saved after step {self.half}, {self.steps - self.half} steps on"
+        return f"{where}, {'bit for bit as uninterrupted' if exact else 'see below'}."
+
+    def _lr(self, step: int) -> float:
+        return learning_rate(self.config.train, step)
+
+    def _judge_state(self, engine: Engine) -> None:
+        """Parameters and optimizer state right after loading."""
+        was = self.recorded[self.half - 1]
+        now = _digests(dict(engine.model.named_parameters())) | _digests(_optimizer_state(engine))
+        before = was.parameters | was.state
+        if now != before:
+            name, more = _first_difference(now, before)
+            text = "not what was saved"
+            self._keep(Parting("resume: state", self.half + 1, text, name, more))
+
+    def _judge_bits(self, step: int, result: StepResult, engine: Engine) -> None:
+        was = self.recorded[step]
+        now = _digests(dict(engine.model.named_parameters()))
+        if now == was.parameters and result.loss == was.result.loss:
+            return
+        if engine.place.type != "cpu" and not self.partings:
+            # Some kernels of accelerators add in an order that changes from call to call.
+            note = "after the resume the bits differ, from the same state and samples; kernels "
+            note += f"of {engine.place.type} need not repeat bit for bit"
+            self.notes = [note]
+            return
+        if result.loss != was.result.loss:
+            text = f"{result.loss:.9g}, uninterrupted it was {was.result.loss:.9g}"
+            self._keep(Parting("resume: loss", step + 1, text))
+        if now != was.parameters:
+            name, more = _first_difference(now, was.parameters)
+            text = "other bits than uninterrupted"
+            self._keep(Parting("resume: parameters", step + 1, text, name, more))
+
+    # samples ---------------------------------------------------------------------------------
+
+    def _plain_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        config = self.config
+        return global_batch(self.data.train, config.data.seed, config.train.batch, step)
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        part = len(whole) // groups.world_size()
+        return whole[groups.rank() * part : (groups.rank() + 1) * part]
+
+    def _other_samples(self, step: int, batch: Any) -> str:
+        """Where this rank's part of the batch is not that of the written rule; empty if nowhere."""
+        tokens, targets = self._plain_batch(step)
+        return self._difference(step, batch, self._mine(tokens), self._mine(targets))
+
+    def _moved_samples(self, step: int, batch: Any) -> str:
+        was = self.recorded[step]
+        return self._difference(step, batch, was.tokens, was.targets)
+
+    def _difference(self, step: int, batch: Any, tokens: Tensor, targets: Tensor) -> str:
+        if batch["tokens"].shape != tokens.shape:
+            return f"a batch of shape {tuple(batch['tokens'].shape)}, not {tuple(tokens.shape)}"
+        for i in range(len(tokens)):
+            if _is_row(batch, i, tokens[i], targets[i]):
+                continue
+            size = self.config.train.batch
+            sample = step * size + groups.rank() * len(tokens) + i
+            return f"where sample {sample} belongs, there is {self._name(batch, i)}"
+        return ""
+
+    def _name(self, batch: Any, i: int) -> str:
+        """Which sample row `i` of `batch` is, if it is one of those around."""
+        for step in range(self.steps + 1):
+            tokens, targets = self._plain_batch(step)
+            for j in range(len(tokens)):
+                if _is_row(batch, i, tokens[j], targets[j]):
+                    return f"sample {step * len(tokens) + j}"
+        return "a row of none of these steps"
+
+    # what was found --------------------------------------------------------------------------
+
+    def _part(self, text: str, check: str, step: int) -> None:
+        """Keeps what a rank found (empty: nothing); every rank must call this together."""
+        texts = groups.gather_objects(text)
+        for rank, said in enumerate(texts):
+            if said:
+                where = f" (rank {rank})" if len(texts) > 1 else ""
+                self._keep(Parting(check, step + 1, said + where))
+                return
+
+    def _keep(self, parting: Parting) -> None:
+        if all(kept.check != parting.check for kept in self.partings):
+            self.partings.append(parting)
+
+
+def _is_row(batch: Any, i: int, tokens: Tensor, targets: Tensor) -> bool:
+    same = torch.equal(batch["tokens"][i], tokens) and torch.equal(batch["targets"][i], targets)
+    return bool(same)
+
+
+def _digests(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, str]:
+    """A digest of the bits of each tensor."""
+    digests = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digests[name] = hashlib.blake2b(
+            flat.view(torch.uint8).numpy().data, digest_size=16
+        ).hexdigest()
+    return digests
+
+
+def _optimizer_state(engine: Engine) -> dict[str, Tensor]:
+    """Every tensor of the optimizer's state, under the parameter's name."""
+    return {
+        f"{name} ({key})": value
+        for name, parameter in engine.model.named_parameters()
+        for key, value in engine.optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _first_difference(now: dict[str, str], was: dict[str, str]) -> tuple[str, int]:
+    """The first name whose digest differs or is missing, and how many more there are."""
+    names = [n for n in [*was, *(n for n in now if n not in was)] if now.get(n) != was.get(n)]
+    return names[0], len(names) - 1
+
+
+@contextlib.contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A folder that every rank sees and that is gone afterwards."""
+    name = tempfile.mkdtemp(prefix="lezero-verify-") if groups.is_main() else ""
+    try:
+        yield Path(groups.broadcast_object(name))
+    finally:
+        if name:
+            shutil.rmtree(name, ignore_errors=True)
