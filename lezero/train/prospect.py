@@ -35,10 +35,10 @@ def foresee(config: RunConfig, vocab: int, folder: RunFolder) -> Prospect:
     Raises `CapacityError` on every rank, before anything is allocated, when it does not fit.
     """
     answer: dict[str, object] = {}
+    build, spec = recipe.plan_inputs(config, vocab)  # the ranks agree on the precision there
     if groups.is_main():
         machine = hardware()
         folder.write_json("hardware.json", machine.to_dict())
-        build, spec = recipe.plan_inputs(config, vocab)
         made = forecast(build, spec, machine)
         folder.write_json("forecast.json", made.to_dict())
         try:
