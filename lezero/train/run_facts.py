@@ -92,5 +92,9 @@ class RunFacts:
         tokens = sum(v for v in self.metrics.known("tokens")[1] if math.isfinite(v))
         parts = [f"{last:,}{of} steps", f"{count(tokens)} tokens" if tokens else ""]
         parts.append(f"{span(self.seconds)} in steps" if self.seconds else "")
-        parts.append(str(mapping(self.run.forecast).get("model") or ""))
+        forecast = mapping(self.run.forecast)
+        parameters, ranks = real(forecast, "parameters"), real(forecast, "ranks")
+        parts.append(f"{count(parameters)} parameters" if parameters else "")
+        parts.append(str(forecast.get("precision") or ""))
+        parts.append(f"{ranks:.0f} ranks" if ranks and ranks > 1 else "")
         return " · ".join(part for part in parts if part)

@@ -20,6 +20,8 @@ from lezero.train.run_facts import Compared, RunFacts
 
 FILE = "report.html"
 _SMOOTH_FROM = 60
+_BYTES = ("memory, ", "cpu, caches, ")
+_CURVES = {"losses": "this run", "plain_losses": "plain PyTorch"}
 
 
 def write_report(run_folder: str | Path) -> Path:
@@ -279,7 +281,17 @@ def _proof(section: Section, run: RunDocuments) -> None:
     if words is not None or told is not None:
         default = "Agrees with plain PyTorch." if told else "Differs from plain PyTorch."
         section.note(words or default, tone="" if told is None else "good" if told else "bad")
-    section.facts(_flat({k: v for k, v in data.items() if k not in ("verdict", "summary")}))
+    told_already = ("verdict", "summary", "format", *_CURVES)
+    section.facts(_flat({k: v for k, v in data.items() if k not in told_already and v != {}}))
+    curves = [Series(name, range(1, len(y) + 1), y) for key, name in _CURVES.items()
+              if len(y := _reals(data.get(key))) > 1]  # fmt: skip
+    if curves:
+        section.plots(LinePlot("Loss of the compared steps", curves))
+
+
+def _reals(values: object) -> list[float]:
+    items = values if isinstance(values, list) else []
+    return [v if (v := real({"": item}, "")) is not None else math.nan for item in items]
 
 
 def _events(section: Section, facts: RunFacts) -> None:
@@ -328,20 +340,27 @@ def _hardware(section: Section, run: RunDocuments) -> None:
         section.missing(run.say("hardware.json"))
         return
     if facts:
-        section.facts(_flat(facts))
+        section.facts(_flat({k: v for k, v in facts.items() if k != "machine_id"}))
     if ceilings:
         section.add(tag("h3", "Measured ceilings"))
-        section.facts({name.replace("_", " "): _ceiling(name, ceilings) for name in ceilings})
+        section.facts(_ceilings(ceilings))
 
 
-def _ceiling(name: str, ceilings: Mapping[str, Any]) -> str:
-    value = real(ceilings, name)
-    if value is None:
-        return "not measured"
-    if name.startswith("gemm"):
-        return rate(value, "OP/s" if "int" in name else "FLOP/s")
-    known = ("memory", "disk", "h2d", "d2h")
-    return rate(value, "B/s") if name.startswith(known) else number(value)
+def _ceilings(ceilings: Mapping[str, Any]) -> dict[str, str]:
+    """The single figures of the measured ceilings; curves and cost tables are left out."""
+    out = {}
+    for name in ceilings:
+        value, label = real(ceilings, name), name.replace("_", " ").replace("gemm", "GEMM")
+        if name.startswith("gemm") and not isinstance(ceilings[name], list):
+            unit = "OP/s" if "int" in name else "FLOP/s"
+            out[label] = "not measured" if value is None else rate(value, unit)
+        elif value is not None and name.startswith(("memory", "disk", "h2d", "d2h")):
+            out[label] = rate(value, "B/s")
+        elif value is not None and name in ("threads", "cpu_share"):
+            out[label] = number(value)
+        elif value is not None and name == "op_overhead":
+            out[label] = span(value)
+    return out
 
 
 def _flat(data: Mapping[str, Any], before: str = "") -> dict[str, str]:
@@ -354,13 +373,17 @@ def _flat(data: Mapping[str, Any], before: str = "") -> dict[str, str]:
         elif isinstance(value, bool):
             out[name] = "yes" if value else "no"
         elif isinstance(value, list):
-            out[name] = ", ".join(map(str, value)) or "none"
+            out[name] = ", ".join(map(_item, value)) or "none"
         elif isinstance(value, int | float):
-            is_bytes = name.endswith("bytes")
+            is_bytes = name.endswith("bytes") or name.startswith(_BYTES)
             out[name.removesuffix(" bytes")] = size(value) if is_bytes else number(value)
         else:
             out[name] = "n/a" if value is None else str(value)
     return out
+
+
+def _item(value: object) -> str:
+    return " ".join(map(str, value.values())) if isinstance(value, Mapping) else str(value)
 
 
 def _config(section: Section, run: RunDocuments) -> None:

@@ -14,8 +14,15 @@ FORECAST = {
     "time_parts": {"matrix products": 0.4}, "stated_error": {"memory": 0.1, "time": 0.25},
 }  # fmt: skip
 HARDWARE = {
-    "facts": {"cpu": EVIL, "usable_cores": 2, "memory_bytes": 2**34, "gpus": [], "amx": True},
-    "ceilings": {"gemm_bf16": 2.02e12, "gemm_int8": 1e12, "memory_read": 2.6e10, "gemm_fp16": None},
+    "facts": {"cpu": EVIL, "usable_cores": 2, "memory": {"total": 2**34}, "gpus": [], "amx": True},
+    "ceilings": {
+        "gemm_curve": [{"m": 1}],
+        "op_overhead": 2e-6,
+        "gemm_bf16": 2.02e12,
+        "gemm_int8": 1e12,
+        "memory_read": 2.6e10,
+        "gemm_fp16": None,
+    },
 }
 COMPILE = {
     "topic": "compile", "chosen": "eager", "unit": "s", "reason": f"timed {EVIL}",
@@ -26,7 +33,12 @@ DOCUMENTS = {
     "hardware": HARDWARE,
     "decisions": {"format": 1, "decisions": [COMPILE]},
     "sample": [{"prompt": "The ", "text": EVIL}],
-    "verify": {"equal": False, "verdict": "parts at step 3, blocks.0.w"},
+    "verify": {
+        "equal": False,
+        "verdict": "parts at step 3, blocks.0.w",
+        "losses": [3.0, 2.0, None],
+        "plain_losses": [3.0, 2.5, 2.0],
+    },
 }
 DAMAGED = ("", "{", "[]", "3", "null", '{"memory_bytes": "x"}', "[[1]]", '{"decisions": 4}',
            '{"facts": 1}', "[" * 9999, '[{"text": 1}]', '{"forecast": [NaN]}')  # fmt: skip
@@ -105,6 +117,8 @@ def test_documents_are_shown(run):
     assert "1.00 TOP/s" in words(found["Hardware"])
     assert "16.0 GiB" in words(found["Hardware"])
     assert "parts at step 3" in words(found["Proof"])
+    assert "plain PyTorch" in words(found["Proof"])
+    assert "curve" not in words(found["Hardware"])
     assert "resumed from step 50" in words(found["What happened"])
     assert "the loss is nan" in words(found["What happened"])
     assert "the last of 5" in words(found["What happened"])
