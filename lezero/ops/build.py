@@ -1,0 +1,162 @@
+"""Builds a native library on first use, with the compilers of this machine, and keeps it.
+
+    sources = [Source(folder / "kernel.c", ("-mavx512f",)), Source(folder / "registration.cpp")]
+    path = build("attention", sources)
+    torch.ops.load_library(path)
+
+[Note: one build for all]
+The library lies in the cache folder under a digest of its sources, the headers beside them, the
+flags, the compilers and torch. It is written aside and renamed, so that a reader never sees half of
+it; a lock lets one process build while the others of the machine wait and then find it. Nothing
+is built at import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lezero.core.errors import LeZeroError
+from lezero.core.facts import cache_folder
+from lezero.core.log import logger
+
+TORCH_TARGET = 0x020B000000000000  # 2.11: the oldest torch whose stable ABI is used
+_COMMON = ("-O3", "-fPIC", "-fno-strict-aliasing")
+_CPP = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}ULL")
+_SECONDS = 300
+
+
+class BuildError(LeZeroError):
+    """A native library could not be built or kept; the message says why."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, C or (`.cpp`) C++, and the flags that only it needs."""
+
+    path: Path
+    flags: tuple[str, ...] = ()
+
+    @property
+    def is_cpp(self) -> bool:
+        return self.path.suffix == ".cpp"
+
+
+def compilers() -> tuple[str, str]:
+    """The paths of a C and a C++ compiler; `BuildError` where one is missing."""
+    found = []
+    for language, names in (("C", ("cc", "gcc", "clang")), ("C++", ("c++", "g++", "clang++"))):
+        path = next(filter(None, map(shutil.which, names)), None)
+        if path is None:
+            raise BuildError(f"no {language} compiler found (looked for {', '.join(names)})")
+        found.append(path)
+    return found[0], found[1]
+
+
+def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> Path:
+    """The shared library of `sources`, built now if it is not in `folder` (default: the cache).
+
+    C++ files see torch's headers (stable ABI only) and the library is linked with torch. Raises
+    `BuildError` without a compiler, with a compiler's own first error, or for a folder that cannot
+    be written or belongs to another user.
+    """
+    tools = compilers()
+    folder = folder or cache_folder() / "native"
+    path = folder / f"{name}-{_digest(sources, tools)}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _refuse_strangers(folder)
+        if path.exists():
+            return path
+        with _lock(folder / f"{name}.lock"):
+            if not path.exists():
+                logger("ops").info("building %s for this machine, once", name)
+                with tempfile.TemporaryDirectory(dir=folder) as aside:
+                    built = _compile(sources, tools, Path(aside))
+                    os.replace(built, path)
+    except OSError as error:
+        raise BuildError(f"cannot keep the library {name} in {folder}: {error}") from None
+    return path
+
+
+def _digest(sources: Sequence[Source], tools: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    parts = [torch.__version__, platform.machine(), sys.platform, *_COMMON, *_CPP]
+    for tool in tools:
+        parts += [tool, _run([tool, "--version"]).partition("\n")[0]]
+    for source in sources:
+        parts += [source.path.name, *source.flags]
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    headers = {header for source in sources for header in source.path.parent.glob("*.h")}
+    for path in [source.path for source in sources] + sorted(headers):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> Path:
+    home = Path(torch.__file__).parent
+    include = ("-I", str(home / "include"))
+    commands, objects = [], []
+    for number, source in enumerate(sources):
+        tool, extra = (tools[1], (*_CPP, *include)) if source.is_cpp else (tools[0], ())
+        objects.append(str(aside / f"{number}.o"))
+        flags = (*_COMMON, *extra, *source.flags)
+        commands.append([tool, *flags, "-c", str(source.path), "-o", objects[-1]])
+    with ThreadPoolExecutor(len(commands)) as pool:
+        list(pool.map(_run, commands))
+    built = aside / "built.so"
+    torch_libraries = ("-L", str(home / "lib"), "-ltorch_cpu", "-ltorch", "-lm")
+    _run([tools[1], "-shared", "-o", str(built), *objects, *torch_libraries])
+    return built
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} was not done after {_SECONDS} s") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        first = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise BuildError(f"{command[0]} ended with status {done.returncode}: {first.strip()[:300]}")
+    return done.stdout
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """A library is code: it is not loaded from a folder that another user owns."""
+    owner = folder.stat().st_uid
+    if hasattr(os, "getuid") and owner not in (0, os.getuid()):
+        raise BuildError(f"{folder} belongs to another user (id {owner}); set LEZERO_CACHE")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process of the machine at a time; given back by the kernel if it dies."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
