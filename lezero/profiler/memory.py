@@ -68,8 +68,8 @@ class MemorySampler:
 
     baseline: bytes to subtract; by default what is resident on entry, so everything imported and
     allocated before does not count. interval_s: how often the thread looks; keep_samples: whether
-    `samples` gets (seconds since entry, bytes) of every look. `exact` tells whether the kernel's own
-    mark was used (see Note [Exact peaks]); if not, a peak between two looks can be missed. The
+    `samples` gets (seconds since entry, bytes) of every look. `exact` tells whether the kernel's
+    own mark was used (see Note [Exact peaks]); if not, a peak between two looks can be missed. The
     thread is joined on exit, also when the code inside raises.
     """
 

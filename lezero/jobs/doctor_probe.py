@@ -1,0 +1,103 @@
+"""What torch says of itself, asked in a process of its own.
+
+A broken torch may raise, hang, print, or end the process with a signal (an illegal instruction, a
+library that aborts). None of that reaches the doctor this way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+from lezero.core.facts import Accelerator
+
+_MARK = "lezero-probe:"
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`torch` is empty and `error` says why where torch cannot be used; `warnings` it printed."""
+
+    torch: dict[str, Any] = field(default_factory=dict)
+    accelerators: tuple[Accelerator, ...] = ()
+    error: str = ""
+    warnings: str = ""
+
+
+def probe(timeout_s: float = _TIMEOUT_S) -> Probe:
+    """Imports torch in a new process and asks it; never raises."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Probe(error=f"importing torch takes longer than {timeout_s:.0f} s")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Probe(error=f"Python cannot be started: {error}")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode != 0 or not lines:
+        return Probe(error=_ending(done.returncode, done.stderr))
+    try:
+        answer = json.loads(lines[-1].removeprefix(_MARK))
+        found = tuple(Accelerator(**item) for item in answer.pop("accelerators"))
+    except (ValueError, TypeError, KeyError) as error:
+        return Probe(error=f"torch's answer cannot be read: {error}")
+    return Probe(torch=answer, accelerators=found, warnings=done.stderr.strip())
+
+
+def main() -> None:
+    """The asking process: prints one line of JSON."""
+    import torch
+
+    from lezero.core.facts import find_accelerators
+
+    answer: dict[str, Any] = {
+        "version": str(torch.__version__),
+        "file": str(torch.__file__),
+        "cuda": getattr(torch.version, "cuda", None),
+        "hip": getattr(torch.version, "hip", None),
+        "threads": torch.get_num_threads(),
+        "accelerators": [vars(item) for item in find_accelerators()],
+        "backends": [],
+        "computes": False,
+        "numpy": False,
+    }
+    answer["accelerator"] = answer["accelerators"][0]["kind"] if answer["accelerators"] else "cpu"
+    answer["computes"] = bool((torch.ones(8, 8) @ torch.ones(8, 8)).sum().item() == 512)
+    try:
+        answer["numpy"] = int(torch.zeros(2).numpy().size) == 2
+    except Exception as error:
+        answer["numpy_error"] = str(error).splitlines()[0]
+    try:
+        import torch.distributed as dist
+
+        known = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+        answer["backends"] = [name for name, there in known.items() if there()]
+    except Exception as error:
+        answer["distributed_error"] = str(error).splitlines()[0]
+    print(_MARK + json.dumps(answer), flush=True)
+
+
+def _ending(status: int, stderr: str) -> str:
+    """The reason in one line: the exception, or the signal's name."""
+    if status < 0:
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:
+            name = f"signal {-status}"
+        return f"importing torch ended the process with {name}"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    return (lines or [f"importing torch ended the process with status {status}"])[-1][:400]
