@@ -122,8 +122,9 @@ class DynamicWeightGenerator(nn.Module):
         if x_BCS.numel() == 0 and x_BCS.shape[0] != 0:
             return x.clone()
         pi_BK = self.gate_values(x_BCS)
-        positions = math.prod(x_BCS.shape[2:])
-        mix = mix_outputs if positions <= self.kernels or x_BCS.shape[0] == 0 else mix_weights
+        B, positions = x_BCS.shape[0], math.prod(x_BCS.shape[2:])
+        few = x_BCS.ndim == 2 or B == 0 or (B > 1 and positions <= 4 * self.kernels)
+        mix = mix_outputs if few else mix_weights
         y_BCS = mix(x_BCS, pi_BK, self._kernel_view(x_BCS), self.bias)
         return y_BCS.movedim(1, -1) if self.layout == "last" else y_BCS
 
@@ -297,9 +298,10 @@ class DynamicWeightGenerator(nn.Module):
 
 # [Note: Two fast paths] Mixing the weights first runs one convolution with a group a sample
 # (CondConv, section 3) and moves B * C * R generated weights through memory; mixing the outputs of
-# the K kernels runs K dense convolutions and moves none. The second wins where a sample has about
-# as few positions as there are kernels: (B, C) is one GEMM against B matrix-vector products.
-# Measured against unfold + bmm too, which never won by more than noise: docs/dynamic-weights.md.
+# the K kernels runs K dense convolutions and moves none. The second wins where a sample has few
+# positions: (B, C) is one GEMM against B matrix-vector products. Measured, they meet at about 4 K
+# positions; one sample alone is best mixed first, which is what the loop does. Unfold + bmm was
+# measured too and is no third way: docs/dynamic-weights.md.
 
 
 def mix_weights(x_BCS: Tensor, pi_BK: Tensor, w_KCC: Tensor, b_KC: Tensor | None) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lezero as lz
-import lezero.nn
 from lezero.core.errors import ConfigError
 from lezero.nn.dynamic_weight import mix_outputs, mix_weights
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lezero as lz
-import lezero.nn
 from lezero.core.errors import OrderError
 
 Dynamic = lz.nn.DynamicWeightGenerator
