@@ -154,15 +154,15 @@ def _nearest(keys: list[str], others: list[str]) -> Iterable[str]:
 def _prefix(missing: list[str], unexpected: list[str]) -> str:
     for key in missing[:1]:
         for other in unexpected:
-            if other.endswith("." + key):
-                prefix = other.removesuffix(key)
+            prefix = other.removesuffix(key)
+            if other.endswith("." + key) and all(k.startswith(prefix) for k in unexpected):
                 return (
                     f" Its keys start with '{prefix}', as a wrapper's do: save the state dict of "
                     f"the module inside it, or rename: {{k.removeprefix({prefix!r}): v for k, v "
                     "in state.items()}"
                 )
-            if key.endswith("." + other):
-                prefix = key.removesuffix(other)
+            prefix = key.removesuffix(other)
+            if key.endswith("." + other) and all(k.startswith(prefix) for k in missing):
                 return (
                     f" The module's keys start with '{prefix}': load into "
                     f"module.{prefix.removesuffix('.')} instead"
