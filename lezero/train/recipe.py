@@ -25,6 +25,13 @@ from lezero.train.loss import next_token_loss
 from lezero.train.precision import resolve
 
 
+def check(config: RunConfig) -> None:
+    """Refuses what is wrong before anything is read, made or written."""
+    config.micro_batch(groups.world_size())
+    if config.model.folder is not None:
+        read_config(config.model.folder)
+
+
 def model_config(config: RunConfig, vocab: int) -> TransformerConfig:
     """The model's full shape; checks that it can read the run's sequences."""
     if config.model.folder is not None:

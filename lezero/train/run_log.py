@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from lezero.core import groups
+from lezero.core.errors import FileError
 from lezero.profiler.memory import rss
 from lezero.train.callbacks import Callback
 from lezero.train.live import LiveView, RunInfo
@@ -118,8 +119,11 @@ class RunLog(Callback):
             if self.board is not None:
                 self.board.close()
             if self._started:
-                path = write_report(self.folder.path)
-                self.view.stop(f"report: {path}")
+                try:
+                    said = f"report: {write_report(self.folder.path)}"
+                except (FileError, OSError) as error:
+                    said = f"the report was not written: {error}"
+                self.view.stop(said)
 
     def _flush(self) -> None:
         """A step is written once its validation, if any, is known."""

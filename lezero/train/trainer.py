@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,31 +61,45 @@ class Trainer:
         self.last_validation: float | None = None
         self.resumed_from: int | None = None
         self._saved_step = -1
+        self._failed: deque[tuple[int, Exception]] = deque()
+        self._notes: list[tuple[str, str]] = []
 
     def run(self) -> TrainResult:
         """Trains to `train.steps` (or a signal) and returns how it ended.
 
         Raises `LeZeroError` subclasses: bad data or config, a model too large for this machine,
-        checkpoints that are all damaged, too many non-finite steps in a row.
+        checkpoints that are all damaged, too many non-finite steps in a row, a last checkpoint
+        that could not be written.
         """
         groups.join()
         try:
             self._prepare()
             with graceful_stop(self.engine.request_stop) as request:
                 self._tell("on_start")
+                for text, level in self._notes:
+                    self.event(text, level)
                 result = self._steps(request)
+                problem = self._save_last()
             self._finish(result)
-            return result
         finally:
-            if self.saver is not None:
-                self.saver.close()
-            self._tell("on_end")
-            groups.leave()
+            try:
+                if self.saver is not None:
+                    self.saver.close()
+                self._tell("on_end")
+            finally:
+                groups.leave()
+        if problem:
+            raise FileError(
+                f"the last checkpoint (step {result.step}) could not be written: {problem}. Make "
+                "room and start the run again: it goes on from the newest checkpoint it has"
+            )
+        return result
 
     # before the first step ---------------------------------------------------------------------
 
     def _prepare(self) -> None:
         config = self.config
+        recipe.check(config)
         self.folder.create(config)
         self.log.open()
         self.data = recipe.build_data(config)
@@ -104,16 +120,25 @@ class Trainer:
             )
         if loaded is not None:
             self._resume(loaded)
+        elif self.saver is not None:
+            self._leave_history(self.saver, 0)
 
     def _find_checkpoint(self) -> checkpoint.Loaded | None:
         """The newest good generation of this run. That all are damaged is an error."""
         there = bool(list_generations(self.folder.checkpoints)) if groups.is_main() else None
-        if not self.config.checkpoint.resume or not groups.broadcast_object(there):
+        # Ranks that a launcher started again go on with what they had, whatever the config says.
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
+        wanted = self.config.checkpoint.resume or again
+        if not wanted or not groups.broadcast_object(there):
             return None
         return engine_state.load_together(self.folder.checkpoints)
 
     def _resume(self, loaded: checkpoint.Loaded) -> None:
+        groups_now = self.engine.optimizer.param_groups
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups_now]
         documents = engine_state.restore(self.engine, loaded)
+        for group, option in zip(self.engine.optimizer.param_groups, options, strict=True):
+            group.update(option)  # where the config was changed since, it is what the user wants
         try:
             cursor, progress = documents["cursor"], documents["progress"]
         except KeyError as error:
@@ -125,11 +150,30 @@ class Trainer:
         self.best = progress["best"]
         self.resumed_from = self._saved_step = loaded.step
         if self.saver is not None:
-            self.saver.rewind(loaded.step)
+            self._leave_history(self.saver, loaded.step)
         for path, reason in loaded.rejected:
-            self.event(f"{path.name} is damaged and was not used: {reason}", "warning")
+            self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
         for change in self.folder.changes(documents["config"], self.config):
-            self.event(f"changed since the checkpoint: {change}", "warning")
+            self._notes.append((f"changed since the checkpoint: {change}", "warning"))
+        steps = self.config.train.steps
+        if loaded.step >= steps:
+            text = f"the run is complete: step {loaded.step} of {steps}; raise train.steps to go on"
+            self._notes.append((text, "info"))
+
+    def _leave_history(self, saver: checkpoint.Saver, step: int) -> None:
+        """Moves generations after `step` aside, with the marks that name them: the run is about to
+        write others under their numbers."""
+        moved = saver.rewind(step)
+        for name in ("best", "last"):
+            try:
+                stale = (checkpoint.read_mark(saver.root, name) or 0) > step
+            except FileError:
+                stale = True
+            if stale:
+                (saver.root / f"{name}.json").unlink()
+        if moved:
+            text = f"{len(moved)} checkpoints after step {step} were moved aside, as superseded-…"
+            self._notes.append((text, "warning"))
 
     # steps -------------------------------------------------------------------------------------
 
@@ -141,17 +185,15 @@ class Trainer:
             loss, stopped = result.loss, result.stop
             self._tell("on_step", result)
             if result.step == 1 or result.step == (self.resumed_from or 0) + 1:
-                self.folder.write_decisions(engine.decisions)
+                self._try_to_write("decisions.json", self._write_decisions)
             self._after(result)
+            self._tell_failures()
         status = 0
         if stopped and engine.step < config.train.steps:
-            status = max(groups.gather_objects(request.exit_status)) or 1
+            status = max(groups.gather_objects(request.exit_status))
             self.event(
                 f"asked to stop: saving step {engine.step}, a later start resumes", "warning"
             )
-        self.save("last")
-        if self.saver is not None:
-            self.saver.wait()
         return TrainResult(self.folder.path, engine.step, loss, self.last_validation, status)
 
     def _after(self, result: StepResult) -> None:
@@ -183,20 +225,54 @@ class Trainer:
                 self.saver.save(step, tensors, documents)
             self._saved_step = step
             self._tell("on_checkpoint", step)
-        if mark is not None and self.saver is not None and self.saver.error is None:
+        failed = any(bad == step for bad, _ in self._failed)
+        if mark is not None and self.saver is not None and not failed:
             try:
                 self.saver.mark(mark, step)
-            except FileError as error:
+            except (FileError, OSError) as error:
                 self.event(f"step {step} could not be marked '{mark}': {error}", "warning")
 
+    def _save_last(self) -> str:
+        """Saves this step and waits for it, with a second try; what went wrong, on every rank."""
+        for _ in range(2):
+            self.save("last")
+            error = self.saver.wait() if self.saver is not None else None
+            self._tell_failures()
+            problem = groups.broadcast_object(str(error or ""))
+            if not problem:
+                return ""
+            self._saved_step = -1
+        return problem
+
     def _save_failed(self, step: int, error: Exception) -> None:
-        self.event(f"checkpoint of step {step} was not written, training goes on: {error}", "error")
+        """Called by the writing thread: callbacks hear of it on the main one."""
+        self._failed.append((step, error))
+
+    def _tell_failures(self) -> None:
+        while self._failed:
+            step, error = self._failed.popleft()
+            self.event(
+                f"checkpoint of step {step} was not written, training goes on: {error}", "error"
+            )
 
     # after the last step -----------------------------------------------------------------------
 
     def _finish(self, result: TrainResult) -> None:
         if groups.is_main() and result.exit_status == 0:
-            self.folder.write_samples(self.model, self.data.tokenizer, self.config.report)
+            self._try_to_write("sample.json", self._write_samples)
+
+    def _write_decisions(self) -> None:
+        self.folder.write_decisions(self.engine.decisions)
+
+    def _write_samples(self) -> None:
+        self.folder.write_samples(self.model, self.data.tokenizer, self.config.report)
+
+    def _try_to_write(self, name: str, write: Callable[[], None]) -> None:
+        """A file beside the checkpoints is not worth the training."""
+        try:
+            write()
+        except OSError as error:
+            self.event(f"{name} was not written: {error.strerror or error}", "warning")
 
     def event(self, text: str, level: str = "info") -> None:
         """Tells every callback something that a person should see."""
