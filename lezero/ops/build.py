@@ -137,7 +137,7 @@ def _run(command: list[str]) -> str:
         raise BuildError(f"{command[0]} was not done after {_SECONDS} s") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        first = next((line for line in lines if "error" in line.lower()), lines[-1])
+        first = next((line for line in lines if "error:" in line), lines[-1])
         raise BuildError(f"{command[0]} ended with status {done.returncode}: {first.strip()[:300]}")
     return done.stdout
 

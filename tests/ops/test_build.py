@@ -1,0 +1,110 @@
+"""The builder of native libraries: once, whole, and with a clear message when it cannot."""
+
+import ctypes
+import multiprocessing
+import os
+import shutil
+
+import pytest
+
+from lezero.ops import build as builder
+from lezero.ops.build import BuildError, Source, build
+
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
+)
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (folder / "answer.c").write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    return Source(folder / "answer.c")
+
+
+def answer(path):
+    return ctypes.CDLL(str(path)).answer()
+
+
+@needs_compiler
+def test_builds_once_and_again_when_a_header_changes(source, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    first = build("answer", [source], cache)
+    assert answer(first) == 42
+    compiled = []
+    real = builder._compile
+    monkeypatch.setattr(builder, "_compile", lambda *a: compiled.append(1) or real(*a))
+    assert build("answer", [source], cache) == first
+    assert not compiled
+    (source.path.parent / "answer.h").write_text("#define ANSWER 43\n")
+    second = build("answer", [source], cache)
+    assert second != first
+    assert answer(second) == 43
+    assert sorted(p.suffix for p in cache.iterdir()) == [".lock", ".so", ".so"]
+
+
+@needs_compiler
+def test_flags_and_torch_are_part_of_the_key(source, tmp_path, monkeypatch):
+    one = build("answer", [source], tmp_path)
+    other = build("answer", [Source(source.path, ("-DX=1",))], tmp_path)
+    monkeypatch.setattr(builder.torch, "__version__", "9.9.9")
+    third = build("answer", [source], tmp_path)
+    assert len({one, other, third}) == 3
+
+
+def _build_in_child(source, cache, results):
+    calls = []
+    real = builder._compile
+    builder._compile = lambda *a: calls.append(1) or real(*a)
+    results.put((str(build("answer", [source], cache)), len(calls)))
+
+
+@needs_compiler
+def test_of_several_processes_one_builds(source, tmp_path):
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    children = [
+        context.Process(target=_build_in_child, args=(source, tmp_path / "cache", results))
+        for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    found = [results.get() for _ in children]
+    for child in children:
+        child.join()
+    assert len({path for path, _ in found}) == 1
+    assert sum(count for _, count in found) == 1
+
+
+@needs_compiler
+def test_a_compilers_error_is_told_and_leaves_nothing(source, tmp_path):
+    source.path.write_text("int answer(void) { return nonsense; }\n")
+    with pytest.raises(BuildError, match="nonsense"):
+        build("answer", [source], tmp_path / "cache")
+    assert [p.name for p in (tmp_path / "cache").iterdir()] == ["answer.lock"]
+
+
+def test_without_a_compiler(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="no C compiler found"):
+        build("answer", [source], tmp_path)
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_made(source, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BuildError, match="cannot keep the library answer"):
+        build("answer", [source], tmp_path / "file" / "cache")
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no user ids here")
+def test_a_strangers_folder_is_refused(source, tmp_path, monkeypatch):
+    owner = tmp_path.stat().st_uid
+    if owner == 0:
+        pytest.skip("root's folders are trusted by everybody")
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(BuildError, match="belongs to another user"):
+        build("answer", [source], tmp_path)
