@@ -51,7 +51,7 @@ def _largest_micro_batch(build: Build, spec: StepSpec, limit: int) -> StepSpec |
         trace = trace_step(build, candidate)
         if trace.peak()[0] > limit:
             return False
-        return memory_of(trace, candidate, limit)[0] <= limit
+        return memory_of(trace, candidate)[0] <= limit
 
     sizes = [b for b in range(1, spec.batch + 1) if spec.batch % b == 0]
     if not fits(sizes[0]):

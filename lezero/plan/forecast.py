@@ -133,7 +133,7 @@ def forecast(
     started = time.perf_counter()
     limit = free_bytes(spec) if limit_bytes is None else limit_bytes
     trace = trace_step(build, spec)
-    memory, parts = memory_of(trace, spec, limit)
+    memory, parts = memory_of(trace, spec)
     seconds, time_parts = _time_of(trace, spec, budget_s)
     suggestions: tuple[str, ...] = ()
     if memory > limit:
@@ -171,7 +171,7 @@ def free_bytes(spec: StepSpec) -> int:
     return min(memory.available, memory.limit) // spec.neighbours
 
 
-def memory_of(trace: Trace, spec: StepSpec, limit: int) -> tuple[int, dict[str, int]]:
+def memory_of(trace: Trace, spec: StepSpec) -> tuple[int, dict[str, int]]:
     """Peak resident bytes of one rank and their parts."""
     live, found = trace.peak()
     names = (kinds.PARAMETER, kinds.GRADIENT, kinds.OPTIMIZER, kinds.ACTIVATION)
@@ -181,7 +181,7 @@ def memory_of(trace: Trace, spec: StepSpec, limit: int) -> tuple[int, dict[str, 
         parts["allocator"] = live // 50
     else:
         resident = resident_bytes(
-            trace.steps(_HEAP_STEPS), live, keep=spec.pool, most=min(limit, live + 1)
+            trace.steps(_HEAP_STEPS), live, keep=spec.pool, most=facts.memory().total
         )
         parts["pool" if spec.pool else "allocator"] = resident - live
         parts["libraries"] = _LIBRARY_BYTES[spec.precision]

@@ -2,14 +2,18 @@
 
 A step repeats few distinct operations (a transformer of any depth: under a hundred). Each is run
 alone on made-up tensors for a few milliseconds, so the ceilings are those of this machine, at this
-shape, dtype and layout, the transposed products of backward included. What is too large to try is
-run smaller along one dim and scaled by its operations or bytes. Results are kept per machine.
+shape, dtype and layout, the transposed products of backward included. Inputs rotate through an
+arena larger than the caches, since in a step they come from memory too. What is too large to try
+is run smaller along one dim and scaled by its operations or bytes. Results are kept per machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -30,6 +34,9 @@ FORMAT = 1
 _MOST_BYTES = 192 << 20
 _MOST_FLOPS = 8e9
 _EACH_SECONDS = 0.06
+_ARENA_BYTES = 96 << 20
+_MOST_SETS = 8
+_PATIENCE_S = 0.1
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 
 
@@ -53,7 +60,7 @@ class OpTimes:
     @classmethod
     def of_this_machine(cls, spec: StepSpec) -> OpTimes:
         """Figures of this machine for a step's threads and host pool, in the cache folder."""
-        identity = f"{facts.machine_id()} threads {threads_of(spec)} pool {spec.pool} {spec.device}"
+        identity = f"{_machine_id()} threads {threads_of(spec)} pool {spec.pool} {spec.device}"
         name = hashlib.sha1(identity.encode()).hexdigest()[:12]
         return cls(identity, facts.cache_folder() / f"operations-{name}.json")
 
@@ -61,11 +68,11 @@ class OpTimes:
         self, calls: Iterable[Call], *, neighbours: int = 1, budget_s: float = 8.0
     ) -> dict[str, float]:
         """Seconds of every call, keyed as they are. After `budget_s` the rest is estimated from
-        bytes at the rate of what was measured. neighbours: ranks that compute at the same time."""
+        operations and bytes. neighbours: ranks that compute at the same time."""
         started = time.perf_counter()
         found: dict[str, float] = {}
         late: list[Call] = []
-        for call in sorted(calls, key=lambda call: (-flops(call), -work_bytes(call))):
+        for call in sorted(calls, key=roughly, reverse=True):
             name = _short(call.key, neighbours)
             if name not in self.seconds:
                 if time.perf_counter() - started > budget_s:
@@ -80,7 +87,7 @@ class OpTimes:
             found[call.key] = self.seconds[name]
         if late:
             rate = self._rate()
-            found |= {call.key: 2e-6 + work_bytes(call) / rate for call in late}
+            found |= {call.key: max(work_bytes(call) / rate, roughly(call)) for call in late}
         self._save()
         return found
 
@@ -99,6 +106,11 @@ class OpTimes:
             aside = self.path.with_suffix(f".{os.getpid()}.tmp")
             aside.write_text(json.dumps(data), encoding="utf-8")
             aside.replace(self.path)
+
+
+@functools.cache
+def _machine_id() -> str:
+    return facts.machine_id()
 
 
 def threads_of(spec: StepSpec) -> int:
@@ -129,8 +141,14 @@ def time_call(call: Call, neighbours: int = 1) -> float | None:
     smaller, scale = shrink(call)
     try:
         with torch.no_grad(), _company(smaller, neighbours - 1):
-            args, kwargs = make_arguments(smaller)
-            return _time(lambda: smaller.op(*args, **kwargs)) * scale
+            sets = argument_sets(smaller)
+            turn = itertools.cycle(sets)
+
+            def run() -> Any:
+                args, kwargs = next(turn)
+                return smaller.op(*args, **kwargs)
+
+            return _time(run) * scale
     except Exception:
         return None
 
@@ -138,24 +156,35 @@ def time_call(call: Call, neighbours: int = 1) -> float | None:
 def _time(run: Callable[[], Any]) -> float:
     """Best of a few runs after one that warms up; fewer of slow ones, more of quick ones.
 
-    The best, because what other programs add is no property of this machine. While they took
-    processor time from the best run, it is tried again a few times.
+    The best, because what other programs add is no property of this machine. A run during which
+    one of our threads waited for a processor does not count, unless there is no other.
     """
+    run()
     begin = time.perf_counter()
     run()
     first = time.perf_counter() - begin
     repeats = 2 if first > _EACH_SECONDS else 3 if first > _EACH_SECONDS / 8 else 7
-    inner = max(1, min(50, int(2e-4 / max(first, 1e-7))))
-    best, disturbed, tries = float("inf"), True, 0
-    while tries < repeats or (disturbed and tries < 3 * repeats):
-        busy, begin = time.process_time(), time.perf_counter()
+    inner = max(1, min(20, int(2e-4 / max(first, 1e-7))))
+    quiet: list[float] = []
+    disturbed: list[float] = []
+    patience = time.perf_counter() + max(_PATIENCE_S, 4 * first)
+    while len(quiet) < repeats and (not disturbed or time.perf_counter() < patience):
+        waited, begin = _waiting(), time.perf_counter()
         for _ in range(inner):
             run()
-        wall, busy = time.perf_counter() - begin, time.process_time() - busy
-        tries += 1
-        if wall / inner < best:
-            best, disturbed = wall / inner, busy < 0.8 * wall
-    return best
+        wall = time.perf_counter() - begin
+        longest = max((after - waited.get(t, after) for t, after in _waiting().items()), default=0)
+        (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)
+    return min(quiet or disturbed)
+
+
+def _waiting() -> dict[str, float]:
+    """Seconds that each thread of this process has waited for a processor; empty if unknown."""
+    waits = {}
+    for task in glob.iglob("/proc/self/task/*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(task) as file:
+            waits[task] = int(file.read().split()[1]) / 1e9
+    return waits
 
 
 @contextlib.contextmanager
@@ -170,8 +199,9 @@ def _company(call: Call, others: int) -> Iterator[None]:
     def work() -> None:
         torch.set_num_threads(threads)
         with torch.no_grad(), contextlib.suppress(Exception):
-            args, kwargs = make_arguments(call)
+            turn = itertools.cycle(argument_sets(call))
             while not stop.is_set():
+                args, kwargs = next(turn)
                 call.op(*args, **kwargs)
 
     workers = [threading.Thread(target=work, daemon=True) for _ in range(others)]
@@ -183,6 +213,11 @@ def _company(call: Call, others: int) -> Iterator[None]:
         stop.set()
         for worker in workers:
             worker.join()
+
+
+def roughly(call: Call) -> float:
+    """Seconds of a call on a modest machine: what to measure first, and a last resort."""
+    return (flops(call) + attention_flops(call)) / 1e11 + work_bytes(call) / 1e10
 
 
 def work_bytes(call: Call) -> int:
@@ -278,31 +313,57 @@ def _cut(call: Call, size: int) -> Call:
     return replace(call, args=cut(call.args), kwargs={k: cut(v) for k, v in call.kwargs.items()})
 
 
-def make_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
-    """Real tensors for the call: small normal numbers, indices that are allowed."""
-    bound = _index_bound(call)
+class _Arena:
+    """Memory full of small positive numbers, from which float tensors are cut in turn.
+
+    The pattern is of bfloat16; read as float32 or float64 it is small and positive as well.
+    """
+
+    def __init__(self) -> None:
+        pattern = torch.linspace(0.1, 0.9, 64).to(torch.bfloat16)
+        self.halves = pattern.repeat(_ARENA_BYTES // 2 // 64)
+        self.at = 0
+
+    def cut(self, fact: TensorFact) -> torch.Tensor:
+        extent = 1 + sum((n - 1) * s for n, s in zip(fact.shape, fact.stride, strict=True))
+        extent = max(extent, 1) * fact.dtype.itemsize
+        if extent > _ARENA_BYTES:
+            return torch.empty_strided(fact.shape, fact.stride, dtype=fact.dtype).fill_(0.5)
+        if self.at + extent > _ARENA_BYTES:
+            self.at = 0
+        begin, self.at = self.at, self.at + -(-extent // 64) * 64
+        piece = self.halves[begin // 2 : (begin + extent) // 2 + extent % 2]
+        flat = piece.view(torch.uint8)[:extent].view(fact.dtype)
+        return flat.as_strided(fact.shape, fact.stride, flat.storage_offset())
+
+
+@functools.cache
+def _arena() -> _Arena:
+    return _Arena()
+
+
+def argument_sets(call: Call) -> list[tuple[list[Any], dict[str, Any]]]:
+    """Sets of real arguments for the call to take in turn: other memory, the same shapes."""
+    bytes_of_one = max(1, sum(fact.bytes for fact in _facts([call.args, *call.kwargs.values()])))
+    bound, arena = _index_bound(call), _arena()
 
     def make(value: Any) -> Any:
         if isinstance(value, TensorFact):
-            return _tensor(value, bound)
+            return arena.cut(value) if value.dtype.is_floating_point else _indices(value, bound)
         if isinstance(value, tuple):
             return [make(item) for item in value]
         return value
 
-    return [make(a) for a in call.args], {k: make(v) for k, v in call.kwargs.items()}
+    return [
+        ([make(a) for a in call.args], {k: make(v) for k, v in call.kwargs.items()})
+        for _ in range(min(_MOST_SETS, max(1, _ARENA_BYTES // bytes_of_one)))
+    ]
 
 
-def _tensor(fact: TensorFact, bound: int) -> torch.Tensor:
-    tensor = torch.empty_strided(fact.shape, fact.stride, dtype=fact.dtype)
-    base = tensor.as_strided((tensor.untyped_storage().nbytes() // fact.dtype.itemsize,), (1,))
-    if fact.dtype.is_floating_point:
-        # a generator per call would cost more than most calls: a short pattern, repeated
-        pattern = torch.linspace(0.1, 0.9, 61).to(fact.dtype)
-        base.copy_(pattern.repeat(-(-base.numel() // 61))[: base.numel()])
-    elif fact.dtype == torch.int64 and bound > 1:
-        base.copy_(torch.arange(base.numel()) * 7919 % bound)
-    else:
-        base.zero_()
+def _indices(fact: TensorFact, bound: int) -> torch.Tensor:
+    tensor = torch.zeros(fact.shape, dtype=fact.dtype)
+    if fact.dtype == torch.int64 and bound > 1:
+        tensor.view(-1).copy_(torch.arange(tensor.numel()) * 7919 % bound)
     return tensor
 
 

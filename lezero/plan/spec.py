@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
+from lezero.ops.cross_entropy import cross_entropy_sum
+from lezero.ops.cross_entropy.reference import IGNORED
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -94,8 +96,6 @@ class StepSpec:
         if self.loss is not None:
             return self.loss(model, batch)
         logits_NV = model(batch["tokens"]).flatten(0, -2)
-        if logits_NV.dtype in (torch.bfloat16, torch.float16):
-            logits_NV = logits_NV.float()
         targets = batch["targets"].flatten()
-        total = nn.functional.cross_entropy(logits_NV, targets, reduction="sum")
-        return total / (targets != -100).sum().clamp(min=1)
+        total = cross_entropy_sum(logits_NV, targets)
+        return total / (targets != IGNORED).sum().clamp(min=1)

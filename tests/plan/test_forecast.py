@@ -1,0 +1,255 @@
+"""The forecast: exact where it can be, nothing allocated, the right direction everywhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.errors import CapacityError, ConfigError
+from lezero.memory.pool import _libc
+from lezero.models import Transformer, TransformerConfig
+from lezero.plan import Forecast, StepSpec, forecast
+from lezero.plan.forecast import STATED_ERROR
+from lezero.plan.table import duration, render
+
+PLENTY = 1 << 50
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path))
+    yield
+
+
+def tiny() -> Transformer:
+    return Transformer(TransformerConfig(vocab=256, dim=64, layers=2, heads=4, context=64))
+
+
+def llama_7b() -> Transformer:
+    return Transformer(
+        TransformerConfig(
+            vocab=32000, dim=4096, layers=32, heads=32, ffn=11008, context=2048, tied=False
+        )
+    )
+
+
+def foresee(
+    build: Callable[[], nn.Module] = tiny,
+    limit: int = PLENTY,
+    budget_s: float = 0.0,
+    **step: object,
+) -> Forecast:
+    """A forecast of a small step; it measures operations for `budget_s` seconds."""
+    spec = StepSpec(**{"batch": 2, "tokens": 32, **step})  # type: ignore[arg-type]
+    return forecast(build, spec, limit_bytes=limit, budget_s=budget_s)
+
+
+def test_states_are_exact() -> None:
+    model = tiny()
+    numbers = sum(p.numel() for p in model.parameters())
+    made = foresee()
+    assert made.parameters == numbers
+    assert made.state_bytes["parameters"] == 4 * numbers
+    assert made.state_bytes["gradients"] == 4 * numbers
+    # two moments in fp32, and a step counter of 4 bytes for each parameter tensor
+    assert made.state_bytes["optimizer"] == 8 * numbers + 4 * len(list(model.parameters()))
+    assert made.memory_parts["parameters"] == 4 * numbers
+
+
+def test_other_optimizers_are_counted_as_they_are() -> None:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert foresee(optimizer=sgd).state_bytes["optimizer"] == 0
+
+
+def test_parts_add_up_and_the_document_is_json() -> None:
+    made = foresee(precision="bf16", steps=10)
+    assert sum(made.memory_parts.values()) == made.memory_bytes
+    assert sum(made.time_parts.values()) == pytest.approx(made.step_seconds)
+    document = json.loads(json.dumps(made.to_dict()))
+    assert document["memory_bytes"] == made.memory_bytes
+    assert document["stated_error"] == {"memory": 0.10, "time": 0.25} == STATED_ERROR
+    assert document["run_seconds"] == pytest.approx(10 * made.step_seconds)
+
+
+def test_products_of_a_linear_layer_are_counted_exactly() -> None:
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 16, bias=False)
+            self.outer = nn.Linear(16, 8, bias=False)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.outer(self.inner(tokens.float()))
+
+    def inputs(batch: int, tokens: int) -> dict[str, torch.Tensor]:
+        return {"tokens": torch.zeros(batch, 32), "targets": torch.zeros(batch, dtype=torch.int64)}
+
+    # forward and weight gradients of both layers, input gradient of the outer one
+    made = foresee(Linear, batch=64, inputs=inputs)
+    assert made.flops == 2 * 64 * (2 * 32 * 16 + 3 * 16 * 8)
+
+
+def test_memory_grows_with_batch_and_sequence() -> None:
+    sizes = [foresee(batch=batch).memory_bytes for batch in (2, 8, 32)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+    assert foresee(tokens=64, batch=32).memory_bytes > sizes[-1]
+
+
+def test_memory_does_not_depend_on_how_often_is_accumulated() -> None:
+    two, eight = foresee(accumulate=2), foresee(accumulate=8)
+    assert two.memory_bytes == eight.memory_bytes
+    assert eight.flops == 4 * two.flops
+    assert eight.tokens_per_step == 4 * two.tokens_per_step
+
+
+def test_accumulated_gradients_stand_beside_the_activations() -> None:
+    once, often = foresee(batch=32), foresee(batch=32, accumulate=2)
+    gained = often.memory_parts["gradients"] - once.memory_parts["gradients"]
+    assert gained == once.state_bytes["gradients"]
+
+
+def test_several_ranks_keep_their_buckets_and_send_them() -> None:
+    alone, two = foresee(), foresee(ranks=2)
+    assert two.memory_parts["gradients"] >= alone.state_bytes["gradients"]
+    assert two.time_parts["communication"] > 0
+    assert two.tokens_per_step == 2 * alone.tokens_per_step
+
+
+def test_half_precision_keeps_smaller_activations() -> None:
+    fp32, bf16 = foresee(batch=32), foresee(batch=32, precision="bf16")
+    assert bf16.memory_parts["activations"] < fp32.memory_parts["activations"]
+    assert bf16.state_bytes == fp32.state_bytes
+
+
+def test_the_random_generator_is_not_moved() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    foresee()
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_seven_billion_parameters_cost_no_memory_and_little_time() -> None:
+    foresee()  # loads what a forecast needs
+    peak = _peak_of(lambda: _timed(llama_7b))
+    assert peak < 500 << 20
+
+
+def _timed(build: Callable[[], nn.Module]) -> None:
+    begin = time.process_time()
+    with pytest.raises(CapacityError, match="does not fit"):
+        foresee(build, limit=16 << 30, tokens=2048, batch=1, precision="bf16").require_fit()
+    # processor time: other programs on this machine must not fail the test
+    assert time.process_time() - begin < 20
+
+
+def _peak_of(run: Callable[[], None]) -> int:
+    """Bytes by which the resident peak grew during `run`."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
+
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    full = foresee(batch=64, tokens=64)
+    small = foresee(batch=8, tokens=64, accumulate=8)
+    made = foresee(batch=64, tokens=64, limit=small.memory_bytes + (1 << 20))
+    assert made.memory_bytes == pytest.approx(full.memory_bytes, rel=0.02)
+    assert not made.fits
+    with pytest.raises(CapacityError) as caught:
+        made.require_fit()
+    assert "does not fit" in str(caught.value)
+    assert "train.accumulate=" in str(caught.value)
+    assert caught.value.exit_status == 1
+
+
+def test_a_model_too_large_for_any_batch_says_so() -> None:
+    made = foresee(limit=1 << 20)
+    assert made.suggestions == ()
+    with pytest.raises(CapacityError, match="smaller model"):
+        made.require_fit()
+
+
+def test_what_fits_raises_nothing() -> None:
+    made = foresee()
+    assert made.fits
+    made.require_fit()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("batch", 0), ("tokens", -1), ("accumulate", 1.5), ("precision", "fp8"), ("form", "fast")],
+)
+def test_bad_steps_are_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        foresee(**{field: value})
+
+
+def test_a_model_that_reads_numbers_is_explained() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Embedding(256, 256)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.inner(tokens)
+            return hidden * 2 if float(hidden.detach().sum()) > 0 else hidden
+
+    with pytest.raises(ConfigError, match="no forecast"):
+        foresee(Reads)
+
+
+def test_a_frozen_model_is_refused() -> None:
+    def frozen() -> nn.Module:
+        return tiny().requires_grad_(False)
+
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        foresee(frozen)
+
+
+def test_measured_times_are_kept_and_used_again(tmp_path: Path) -> None:
+    first = foresee(budget_s=2.0)
+    files = list(tmp_path.glob("operations-*.json"))
+    assert len(files) == 1
+    kept = json.loads(files[0].read_text(encoding="utf-8"))["seconds"]
+    assert len(kept) > 5
+    again = foresee()
+    assert again.step_seconds == pytest.approx(first.step_seconds, rel=0.5)
+    files[0].write_text("{damaged", encoding="utf-8")
+    assert foresee().step_seconds > 0
+
+
+def test_the_table_shows_parts_totals_and_the_stated_error() -> None:
+    made = foresee(steps=100)
+    text = render(made)
+    for word in ("parameters", "activations", "±10%", "±25%", "tokens/s", "100 steps", "Fits."):
+        assert word in text
+    lacking = foresee(limit=1 << 20)
+    assert "Does not fit." in render(lacking)
+
+
+def test_durations_are_readable() -> None:
+    found = [duration(s) for s in (0.0031, 12.0, 250.0, 7500.0, 4e5)]
+    assert found == ["3.1 ms", "12.00 s", "4 min 10 s", "2 h 05 min", "4.6 days"]
+
+
+@pytest.mark.skipif(_libc() is None, reason="the heap is replayed with glibc only")
+def test_the_pool_is_part_of_the_forecast() -> None:
+    with_pool, without = foresee(batch=32), foresee(batch=32, pool=False)
+    assert "pool" in with_pool.memory_parts
+    assert "allocator" in without.memory_parts
