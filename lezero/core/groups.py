@@ -5,7 +5,9 @@ Everything also works without a group: then the world is one rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "NCCL",
+    "timed out",
+    "Timed out",
+)
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -132,6 +142,22 @@ def _place() -> torch.device:
     from lezero.core import device
 
     return device.device()
+
+
+@contextlib.contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Turns the backend's report that another rank is gone into a `DistributedError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        lost = any(sign in text for sign in _LOST)
+        if not (active() and world_size() > 1 and lost) or isinstance(error, DistributedError):
+            raise
+        raise DistributedError(
+            f"rank {rank()} lost contact with another rank, which died or left: "
+            f"{text.splitlines()[0][:200]}"
+        ) from error
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:

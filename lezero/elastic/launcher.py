@@ -201,6 +201,7 @@ def _environment(config: LaunchConfig, env: Mapping[str, str], threads: int) -> 
     made |= env
     made["OMP_NUM_THREADS"] = str(threads)
     made[_PRIVATE_STORE] = "1"
+    made.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # DDP's advice on options is not for users
     if config.node_range()[1] == 1 and os.path.exists("/sys/class/net/lo"):
         # One machine needs no name service: Gloo would look the host's own name up.
         made.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.transformer import Transformer
 

@@ -22,14 +22,18 @@ def decayed_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.ndim >= 2 and id(parameter) not in spared
+        if parameter.requires_grad
+        and parameter.ndim >= 2
+        and id(parameter) not in spared
+        and name.rpartition(".")[2] != "bias"
     }
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups for a torch optimizer, decayed and not; frozen parameters are in neither."""
     names = decayed_names(model)
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             (decayed if name in names else plain).append(parameter)

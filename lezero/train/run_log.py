@@ -6,9 +6,9 @@ import gc
 import time
 from typing import TYPE_CHECKING
 
-from lezero.core import groups
+from lezero.core import device, groups
 from lezero.core.errors import FileError
-from lezero.profiler.memory import rss
+from lezero.profiler.memory import peak_rss, reset_peak_rss, rss
 from lezero.train.callbacks import Callback
 from lezero.train.live import LiveView, RunInfo
 from lezero.train.metrics import MetricsWriter, StepRecord, TensorBoardSink
@@ -29,7 +29,6 @@ class RunLog(Callback):
         self.metrics: MetricsWriter | None = None
         self.board: TensorBoardSink | None = None
         self.baseline = 0
-        self.peak = 0
         self._pending: StepRecord | None = None
         self._early: list[tuple[str, str]] = []
         self._started = False
@@ -43,6 +42,8 @@ class RunLog(Callback):
         """Takes the memory baseline: everything is imported, nothing of the model is there yet."""
         gc.collect()
         self.baseline = rss()
+        reset_peak_rss()
+        device.reset_peak()
 
     def on_start(self, trainer: Trainer) -> None:
         if self.metrics is None:
@@ -68,14 +69,11 @@ class RunLog(Callback):
         if trainer.resumed_from is not None:
             text = f"resumed from step {trainer.resumed_from}"
             self.metrics.event("resume", step=trainer.resumed_from, text=text)
-            self.view.event(text, "good")
         for text, level in self._early:
             self.on_event(trainer, text, level)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
         self._flush()
-        now = max(0, rss() - self.baseline)
-        self.peak = max(self.peak, now)
         self._pending = StepRecord(
             step=result.step,
             total_steps=trainer.config.train.steps,
@@ -85,7 +83,7 @@ class RunLog(Callback):
             tokens=result.tokens,
             tokens_per_s=result.tokens_per_s,
             seconds=result.seconds,
-            memory_bytes=now,
+            memory_bytes=self._step_peak(),
             forecast_bytes=trainer.prospect.memory_bytes,
             share_of_ceiling=trainer.prospect.share_of_ceiling(result.seconds),
             skipped=result.skipped,
@@ -124,6 +122,16 @@ class RunLog(Callback):
                 except (FileError, OSError) as error:
                     said = f"the report was not written: {error}"
                 self.view.stop(said)
+
+    def _step_peak(self) -> int:
+        """Peak memory of the step that just ended: the accelerator's, or resident above imports."""
+        if device.accelerator() is not None:
+            found = device.max_memory_allocated()
+            device.reset_peak()
+            return found
+        found = max(0, peak_rss() - self.baseline)
+        reset_peak_rss()
+        return found
 
     def _flush(self) -> None:
         """A step is written once its validation, if any, is known."""

@@ -74,7 +74,8 @@ class Trainer:
         groups.join()
         try:
             self._prepare()
-            with graceful_stop(self.engine.request_stop) as request:
+            stopping = graceful_stop(self.engine.request_stop)
+            with stopping as request, groups.naming_lost_ranks():
                 self._tell("on_start")
                 for text, level in self._notes:
                     self.event(text, level)
