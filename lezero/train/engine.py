@@ -100,7 +100,8 @@ class Engine:
         self._stop = False
         self._compile = compile
         self._forms: speed.Forms | None = None
-        self._wrapped = _data_parallel(model)
+        self._silent = False
+        self._wrapped = self._data_parallel()
         self._base_lrs = [
             group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
         ]
@@ -171,6 +172,30 @@ class Engine:
         """Loads the newest good generation of a root, or the one named; returns its documents."""
         return engine_state.load(self, Path(path))
 
+    def _data_parallel(self) -> nn.Module:
+        """The model under torch DDP when there are several ranks.
+
+        `find_unused_parameters` keeps DDP from re-ordering its buckets after the first step, which
+        would make a resumed run sum in another order than one that was never interrupted.
+        """
+        if groups.world_size() == 1:
+            return self.model
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapped = DistributedDataParallel(
+            self.model, find_unused_parameters=True, gradient_as_bucket_view=True
+        )
+        wrapped.register_comm_hook(None, lambda _, bucket: self._meet(bucket))
+        return wrapped
+
+    def _meet(self, bucket: Any) -> Any:
+        """Averages a bucket of gradients over the ranks, as DDP does without being told."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        if self._silent:  # a loss that is 0 / 0 where nothing counts has gradients of NaN
+            bucket.buffer().zero_()
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
     # the parts of a step ---------------------------------------------------------------------
 
     def _agree(self, count: int) -> tuple[int, bool]:
@@ -192,10 +217,11 @@ class Engine:
         assert self._forms is not None
         world = groups.world_size()
         summed = torch.zeros((), dtype=torch.float64, device=self.place)
-        for i, (micro, count) in enumerate(zip(micros, counts, strict=True)):
-            last = i == len(micros) - 1
-            if count == 0 and not (last and world > 1):
-                continue
+        counting = [i for i, count in enumerate(counts) if count]
+        # Gradients meet in the last backward, so every rank must have one.
+        self._silent = not counting
+        for i in counting or [len(micros) - 1]:
+            micro, count, last = micros[i], counts[i], i == (counting or [i])[-1]
             with self._sync(last), seeded(self.seed, self.step, groups.rank() * len(micros) + i):
                 with self.precision.autocast():
                     loss = self._forms.loss(self._wrapped, micro)
@@ -282,19 +308,6 @@ class Engine:
 
 def _is_finite(value: float) -> bool:
     return value == value and abs(value) != float("inf")
-
-
-def _data_parallel(model: nn.Module) -> nn.Module:
-    """The model under torch DDP when there are several ranks.
-
-    `find_unused_parameters` keeps DDP from re-ordering its buckets after the first step, which
-    would make a resumed run sum in another order than one that was never interrupted.
-    """
-    if groups.world_size() == 1:
-        return model
-    from torch.nn.parallel import DistributedDataParallel
-
-    return DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
 def _check(

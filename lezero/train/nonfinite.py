@@ -40,6 +40,7 @@ def find_culprit(model: nn.Module, run: Callable[[], torch.Tensor]) -> Culprit:
             module, _, short = name.rpartition(".")
             return Culprit(module, short, "weights")
     found: list[Culprit] = []
+    model.zero_grad(set_to_none=True)  # else every rank would see what one of them brought in
     try:
         with _hooked(model, found), torch.compiler.set_stance("force_eager"):
             loss = run()

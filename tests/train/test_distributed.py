@@ -1,0 +1,254 @@
+"""Several ranks against one: the same sums, the same decisions, the same end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lezero.core import groups
+from lezero.data import Loader
+from lezero.optim import AdamW
+from lezero.train.engine import Engine
+from lezero.train.loss import next_token_loss
+
+VOCAB, ROWS, LENGTH, STEPS = 19, 12, 6, 20
+
+
+class Tiny(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.drop = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + self.drop(layer(x))
+        return self.head(self.norm(x))
+
+
+def make(dtype=torch.float64, dropout=0.0, **options):
+    torch.manual_seed(0)
+    model = Tiny(dropout).to(dtype)
+    options = {"precision": "fp32", "compile": "off", "loss": next_token_loss, **options}
+    return Engine(model, AdamW(model, lr=1e-2), **options)
+
+
+def global_batches(count, masked_rows=()):
+    """Batches whose rows count 0 to 5 tokens each; `masked_rows` count none."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        tokens, targets = (
+            torch.randint(0, VOCAB, (ROWS, LENGTH), generator=generator) for _ in range(2)
+        )
+        for row in range(ROWS):
+            targets[row, : (row * row) % LENGTH] = -100
+        for row in masked_rows:
+            targets[row] = -100
+        yield {"tokens": tokens, "targets": targets}
+
+
+def mine(batch):
+    """This rank's contiguous part of a global batch."""
+    part = ROWS // groups.world_size()
+    return {k: v[groups.rank() * part :][:part] for k, v in batch.items()}
+
+
+def train(accumulate, masked_rows, plain_mean=False):
+    """20 steps; returns losses, norms, token counts and the final weights."""
+    loss = plain_masked_mean if plain_mean else next_token_loss
+    engine = make(accumulate=accumulate, clip=0.3, loss=loss)
+    results = [engine.train_step(mine(batch)) for batch in global_batches(STEPS, masked_rows)]
+    assert not any(r.skipped for r in results), results[0].skipped
+    weights = {name: p.detach().numpy() for name, p in engine.model.named_parameters()}
+    return [(r.loss, r.grad_norm, r.tokens) for r in results], weights
+
+
+def plain_masked_mean(model, batch):
+    """A loss as users write it: 0/0 where nothing counts."""
+    kept = (batch["targets"] != -100).double()
+    targets = batch["targets"].clamp(min=0)
+    each = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), targets.flatten(), reduction="none")
+    return (each * kept.flatten()).sum() / kept.sum()
+
+
+def assert_agree(one, other):
+    for a, b in zip(one[0], other[0], strict=True):
+        assert a[2] == b[2]
+        assert abs(a[0] - b[0]) < 1e-10
+        assert abs(a[1] - b[1]) < 1e-10
+    for name, value in one[1].items():
+        assert np.abs(value - other[1][name]).max() < 1e-10, name
+
+
+@pytest.mark.parametrize(
+    ("world", "accumulate", "masked_rows"),
+    [(2, 1, ()), (2, 3, ()), (3, 2, ()), (2, 3, (0, 1, 6, 7, 10, 11)), (2, 2, range(6, 12))],
+    ids=["two", "accumulating", "three", "masked-micro-batches", "masked-rank"],
+)
+def test_ranks_agree_with_one_process_over_20_steps(ranks, world, accumulate, masked_rows):
+    alone = train(1, masked_rows)
+    together = ranks(world, train, accumulate, masked_rows)
+    for rank in together:
+        assert_agree(alone, rank)
+        assert rank[0] == together[0][0], "ranks report different figures"
+        for name, value in rank[1].items():
+            assert np.array_equal(value, together[0][1][name]), name
+
+
+@pytest.mark.parametrize("masked_rows", [range(6, 12), (3, 4, 5)], ids=["rank", "micro-batch"])
+def test_a_rank_without_any_counted_token_adds_nothing_even_where_the_loss_is_0_over_0(
+    ranks, masked_rows
+):
+    alone = train(1, masked_rows, plain_mean=True)
+    for rank in ranks(2, train, 2, masked_rows, plain_mean=True):
+        assert_agree(alone, rank)
+
+
+class Poisoned(nn.Linear):
+    poison = False
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y / 0.0 if self.poison else y
+
+
+def one_bad_rank():
+    engine = make()
+    torch.manual_seed(0)
+    model = Tiny().double()
+    model.layers[1] = Poisoned(8, 8).double()
+    engine = Engine(
+        model, AdamW(model, lr=1e-2), loss=next_token_loss, precision="fp32", compile="off",
+        max_skipped=3, clip=1.0,
+    )  # fmt: skip
+    batches = [mine(b) for b in global_batches(6)]
+    told = [engine.train_step(batches[0]).skipped]
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    model.layers[1].poison = groups.rank() == 1
+    told.append(engine.train_step(batches[1]).skipped)
+    untouched = all(torch.equal(before[n], p) for n, p in model.named_parameters())
+    model.layers[1].poison = False
+    told.append(engine.train_step(batches[2]).skipped)
+    model.layers[1].poison = groups.rank() == 1
+    error = ""
+    try:
+        for batch in batches[3:]:
+            engine.train_step(batch)
+    except ArithmeticError as found:
+        error = str(found)
+    return told, untouched, error
+
+
+def test_a_non_finite_value_on_one_rank_skips_the_step_on_all_and_names_rank_and_module(ranks):
+    first, second = ranks(2, one_bad_rank)
+    assert first == second
+    told, untouched, error = first
+    assert told[0] is None
+    assert told[2] is None
+    assert "output of module 'layers.1'" in told[1]
+    assert "(rank 1)" in told[1]
+    assert untouched
+    assert "3th non-finite step in a row" in error
+
+
+def stop_on_the_last_rank():
+    engine = make()
+    stops = []
+    for i, batch in enumerate(global_batches(4)):
+        if i == 2 and groups.rank() == groups.world_size() - 1:
+            engine.request_stop()
+        stops.append(engine.train_step(mine(batch)).stop)
+        if stops[-1]:
+            break
+    return stops
+
+
+def test_a_stop_request_on_one_rank_stops_all_after_the_same_step(ranks):
+    assert ranks(3, stop_on_the_last_rank) == [[False, False, True]] * 3
+
+
+def automatic_choices():
+    torch.manual_seed(0)
+    model = Tiny()
+    engine = Engine(model, AdamW(model), loss=next_token_loss, total_steps=50)
+    for batch in global_batches(2):
+        engine.train_step(mine(batch))
+    engine.set_precision("bf16")
+    return engine.decisions.to_json()
+
+
+def test_decisions_are_the_same_on_every_rank(ranks):
+    first, second = ranks(2, automatic_choices)
+    assert first == second
+    topics = {d["topic"]: d for d in first["decisions"]}
+    assert topics.keys() >= {"precision", "compile", "host memory pool"}
+    assert topics["precision"]["chosen"] == "bf16"
+    assert topics["compile"]["candidates"]["eager"]["predicted s for the run"] > 0
+
+
+def evaluate_unevenly():
+    engine = make()
+    batches = list(global_batches(5))
+    own = batches[:4] if groups.rank() == 0 else batches[4:]
+    return engine.evaluate(batches if groups.world_size() == 1 else own), engine.evaluate([])
+
+
+def test_validation_over_uneven_numbers_of_batches(ranks):
+    alone, nothing = evaluate_unevenly()
+    assert nothing != nothing, "nothing counted is NaN"
+    for value, empty in ranks(2, evaluate_unevenly):
+        assert abs(value - alone) < 1e-12
+        assert empty != empty
+
+
+class Rows:
+    digest = "d"
+
+    def __len__(self):
+        return 100
+
+    def row(self, index):
+        values = np.random.default_rng(index).integers(0, VOCAB, (2, LENGTH))
+        values[1, : index % LENGTH] = -100
+        return values[0], values[1]
+
+
+def losses_of_a_loader(accumulate):
+    rank, world = groups.rank(), groups.world_size()
+    loader = Loader(Rows(), ROWS, seed=3, rank=rank, world=world)
+    engine = make(accumulate=accumulate, dropout=0.3)
+    return [engine.train_step(next(loader)).loss for _ in range(10)]
+
+
+def test_ranks_times_accumulation_is_what_counts(ranks):
+    """With dropout: its randomness belongs to the micro-batch, not to the rank."""
+    alone = losses_of_a_loader(6)
+    for world, accumulate in ((2, 3), (3, 2)):
+        for losses in ranks(world, losses_of_a_loader, accumulate):
+            assert losses == pytest.approx(alone, abs=1e-10)
+
+
+def save_and_load(folder):
+    """Saves on two ranks, goes on, loads, goes on again."""
+    batches = [mine(b) for b in global_batches(6)]
+    engine = make(dropout=0.2)
+    for batch in batches[:3]:
+        engine.train_step(batch)
+    path = engine.save(folder)
+    on = [engine.train_step(batch).loss for batch in batches[3:]]
+    other = make(dropout=0.2)
+    other.load(path)
+    again = [other.train_step(batch).loss for batch in batches[3:]]
+    return on, again
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(ranks, tmp_path):
+    for on, again in ranks(2, save_and_load, tmp_path):
+        assert on == again
