@@ -10,7 +10,7 @@ kept blocks where it is on. Time is one optimizer step, all ranks of this machin
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +193,7 @@ def _time_of(trace: Trace, spec: StepSpec, budget_s: float) -> tuple[float, dict
     with as_in_a_step(spec):
         each = times.measure(trace.calls.values(), neighbours=spec.neighbours, budget_s=budget_s)
     repeats = {"again": spec.accumulate - 1}
-    parts: Counter[str] = Counter()
+    parts: defaultdict[str, float] = defaultdict(float)
     operations = 0
     for phase, counts in trace.counts.items():
         which, _, name = phase.rpartition(" ")
