@@ -23,6 +23,9 @@ from lezero.core.log import logger
 
 FORMAT = 1
 _WAIT_S = 180.0
+# Below this share of the processor time asked for, other programs ran beside the measurement.
+_UNDISTURBED = 0.8
+_IDLE_LOAD = 0.7
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,11 @@ class Ceilings:
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def disturbed(self) -> bool:
+        """True when other programs held the figures down."""
+        return self.cpu_share < _UNDISTURBED
 
     def gemm(self, dtype: str) -> float | None:
         """The best FLOP/s of a product in "fp32", "bf16", "fp16" or "int8"."""
@@ -168,11 +176,15 @@ def store(path: Path, ceilings: Ceilings) -> None:
 def cached(path: Path, measure: Callable[[], Ceilings], refresh: bool = False) -> Ceilings:
     """The stored ceilings, measured first where there are none or a fresh look is asked for.
 
+    Those that were measured beside other programs are replaced as soon as the machine is idle.
+
     Two processes never measure at once, since each would slow the other: the second one waits and
     takes what the first found.
     """
     asked = time.time()
-    if not refresh and (found := load(path)) is not None:
+    found = load(path)
+    refresh = refresh or (found is not None and found.disturbed and _idle())
+    if found is not None and not refresh:
         return found
     with _alone(path):
         with contextlib.suppress(OSError):
@@ -191,6 +203,14 @@ def cached(path: Path, measure: Callable[[], Ceilings], refresh: bool = False) -
                 error.strerror or error,
             )
         return found
+
+
+def _idle() -> bool:
+    """True when hardly anything ran in the last minute."""
+    try:
+        return os.getloadavg()[0] < _IDLE_LOAD
+    except (OSError, AttributeError):
+        return False
 
 
 @contextlib.contextmanager
