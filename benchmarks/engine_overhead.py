@@ -73,7 +73,13 @@ def measure(name: str, quick: bool) -> None:
         if name == "engine off":
             optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
             engine = lz.Engine(
-                model, optimizer, loss=plain_loss, precision="bf16", compile="off", pool=False
+                model,
+                optimizer,
+                loss=plain_loss,
+                precision="bf16",
+                compile="off",
+                attention="torch",
+                pool=False,
             )
         else:
             optimizer = lz.optim.AdamW(model, lr=3e-4)
@@ -128,7 +134,9 @@ def main() -> None:
     if result.failed:
         raise SystemExit("; ".join(f"{k}: {v}" for k, v in result.failed.items()))
     print(f"GPT, {options.threads} threads, medians of {rounds} rounds; ready_s: first steps, with")
-    print(f"what the engine measures and compiles. It chose {result.figures[SIDES[3]][-1]['chosen']}")
+    print(
+        f"what the engine measures and compiles. It chose {result.figures[SIDES[3]][-1]['chosen']}"
+    )
     finish(
         result.table(["step_s", "ready_s", "loss"], base="bare bf16"),
         {

@@ -86,6 +86,8 @@ class TrainConfig(Config):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Literal["auto", "off", "blocks", "step"] = "auto"
     """auto measures on the first batch whether compiling earns its time back in this run."""
+    attention: Literal["auto", "torch", "lezero"] = "auto"
+    """Whose attention kernel: auto measures LeZero's against torch's on the first batch."""
     pool: bool = True
     """Keep host memory blocks between steps."""
     seed: int = Field(0, ge=0, lt=2**31)

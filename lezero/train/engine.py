@@ -63,7 +63,8 @@ class Engine:
     precision: "auto", "fp32", "bf16" or "fp16". accumulate: micro-batches a step and rank.
     clip: largest gradient norm (None: no clipping). schedule and total_steps: the learning rate.
     compile: "auto" measures on the first batch whether compiling pays within `total_steps` (10,000
-    if not given); "off"; "blocks"; "step". pool: keep host memory blocks between steps.
+    if not given); "off"; "blocks"; "step". attention: whose kernel computes it: "auto" measures,
+    "torch" or "lezero". pool: keep host memory blocks between steps.
     max_skipped: non-finite steps in a row before `NumericsError` ends the run.
     """
 
@@ -80,6 +81,7 @@ class Engine:
         schedule: Schedule | None = None,
         total_steps: int | None = None,
         compile: str = "auto",
+        attention: str = "auto",
         pool: bool = True,
         max_skipped: int = 10,
         seed: int = 0,
@@ -98,7 +100,7 @@ class Engine:
         self.step = 0
         self.skipped_in_a_row = 0
         self._stop = False
-        self._compile = compile
+        self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
         self._silent = False
         self._wrapped = self._data_parallel()
@@ -301,7 +303,8 @@ class Engine:
     def _choose_form(self, micro: Batch) -> speed.Forms:
         return speed.choose(
             self.model, self.loss, micro, self.precision, self.decisions,
-            asked=self._compile, steps=self.total_steps, accumulate=self.accumulate,
+            asked=self._compile,
+            asked_attention=self._attention, steps=self.total_steps, accumulate=self.accumulate,
             seed=self.seed,
         )  # fmt: skip
 

@@ -81,6 +81,7 @@ def build_engine(config: RunConfig, model: nn.Module, decisions: Decisions) -> E
         schedule=train.schedule,
         total_steps=train.steps,
         compile=train.compile,
+        attention=train.attention,
         pool=train.pool,
         max_skipped=train.max_skipped,
         seed=train.seed,

@@ -1,4 +1,4 @@
-"""What makes a step faster, taken only where it was measured to: compiled forms and the host pool.
+"""What makes a step faster, taken only where it was measured to: kernels, compiling, the pool.
 
 On the first batch, rank 0 times forward and backward of one micro-batch in each form, eager first.
 The figure compared is the predicted time of the whole run, compilation included, so a short run
@@ -21,23 +21,31 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
 from lezero.memory import HostPool
+from lezero.ops.attention import FastAttention, available, kernel_name
 from lezero.train.loss import Batch, LossFunction
 from lezero.train.precision import Precision
 from lezero.train.randomness import seeded
 
 FORMS = ("eager", "blocks", "step")
+ATTENTIONS = ("torch", "lezero")
 _HORIZON = 10_000
 _ROUNDS = 3
+_WORTH_A_TRIAL = 200
 _TYPICAL_GAIN = 0.35
 _TYPICAL_COMPILE_S = 40.0
 
 
 class Forms:
-    """The form in which the model runs. `loss` is what the engine calls."""
+    """The form in which the model runs. `loss` is what the engine calls.
 
-    def __init__(self, name: str, model: nn.Module, loss: LossFunction) -> None:
+    name: "eager", "blocks" or "step". attention: "torch", or "lezero" for the kernel of
+    `lezero.ops.attention` wherever it fits.
+    """
+
+    def __init__(self, name: str, attention: str, model: nn.Module, loss: LossFunction) -> None:
         self.name, self.model = name, model
-        self.loss = torch.compile(loss) if name == "step" else loss
+        inner = torch.compile(loss) if name == "step" else loss
+        self.loss = with_attention(inner) if attention == "lezero" else inner
         self._blocks = repeated_blocks(model) if name == "blocks" else []
         for block in self._blocks:
             block.compile()
@@ -46,6 +54,17 @@ class Forms:
         for block in self._blocks:
             block._compiled_call_impl = None
         self._blocks = []
+
+
+def with_attention(loss: LossFunction) -> LossFunction:
+    """`loss` with torch's attention replaced by ours during the forward pass."""
+    mode = FastAttention()
+
+    def run(model: nn.Module, batch: Batch) -> torch.Tensor:
+        with mode:
+            return loss(model, batch)
+
+    return run
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -68,6 +87,7 @@ def choose(
     decisions: Decisions,
     *,
     asked: str,
+    asked_attention: str,
     steps: int | None,
     accumulate: int,
     seed: int,
@@ -78,6 +98,8 @@ def choose(
         raise ConfigError(f"compile: got '{asked}', allowed is {allowed}")
     override = {"auto": None, "off": "eager"}.get(asked, asked)
     trial = _Trial(model, loss, micro, precision, (steps or _HORIZON) * accumulate, seed)
+    attention = _choose_attention(trial, precision, decisions, asked_attention)
+    trial.attention = attention
     candidates: dict[str, Callable[[], float]] = {"eager": lambda: trial.run_seconds("eager")}
     if repeated_blocks(model):
         candidates["blocks"] = lambda: trial.run_seconds("blocks")
@@ -92,7 +114,38 @@ def choose(
         keep="eager",
         margin=0.02,
     )
-    return Forms(chosen, model, loss)
+    return Forms(chosen, attention, model, loss)
+
+
+def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions, asked: str) -> str:
+    """Whose attention kernel runs: measured on the model itself, in eager form."""
+    if asked not in ("auto", *ATTENTIONS):
+        allowed = ", ".join(("auto", *ATTENTIONS))
+        raise ConfigError(f"attention: got '{asked}', allowed is {allowed}")
+    if asked == "lezero" and not available():
+        raise ConfigError(
+            "attention: got 'lezero', whose kernel needs a CPU with AVX512-BF16 and a C++ "
+            "compiler; `lz doctor` says what is missing. Use auto or torch"
+        )
+    if asked != "auto":
+        return decisions.record("attention", asked, overridden=True, reason="given by the user")
+    if trial.steps < _WORTH_A_TRIAL:
+        reason = f"not tried: {trial.steps} micro-batches are too few to earn the trial back"
+        return decisions.record("attention", "torch", reason=reason)
+    if precision.name != "bf16" or precision.place.type != "cpu" or not kernel_name():
+        reason = "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
+        return decisions.record("attention", "torch", reason=reason)
+    return decisions.choose(
+        "attention",
+        {
+            "torch": lambda: trial.step_seconds("torch"),
+            "lezero": lambda: trial.step_seconds("lezero"),
+        },
+        unit="s a micro-batch",
+        why="forward and backward of the model timed with each kernel",
+        keep="torch",
+        margin=0.01,
+    )
 
 
 class _Trial:
@@ -109,6 +162,7 @@ class _Trial:
     ) -> None:
         self.model, self.loss, self.micro = model, loss, micro
         self.precision, self.steps, self.seed = precision, steps, seed
+        self.attention = "torch"
         self._eager: float | None = None
 
     def run_seconds(self, name: str) -> float:
@@ -120,17 +174,26 @@ class _Trial:
                     f"not tried: the run takes about {self.steps * self._eager:.0f} s, too short "
                     "to earn compilation back"
                 )
-        form = Forms(name, self.model, self.loss)
+        first, each = self._timed(Forms(name, self.attention, self.model, self.loss))
+        if name == "eager":
+            self._eager = each
+        return max(0.0, first - each) + self.steps * each
+
+    def step_seconds(self, attention: str) -> float:
+        """Seconds of forward and backward in eager form with an attention kernel."""
+        if attention == "lezero" and not available():
+            raise RuntimeError("the kernel could not be built; the log says why")
+        return self._timed(Forms("eager", attention, self.model, self.loss))[1]
+
+    def _timed(self, form: Forms) -> tuple[float, float]:
+        """Seconds of the first time and the median of the following ones."""
         try:
             with self._untouched():
                 first = self._once(form)
                 times = [self._once(form) for _ in range(_ROUNDS)]
         finally:
             form.undo()
-        each = statistics.median(times)
-        if name == "eager":
-            self._eager = each
-        return max(0.0, first - each) + self.steps * each
+        return first, statistics.median(times)
 
     def _once(self, form: Forms) -> float:
         started = time.perf_counter()
