@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from _table import arguments, columns, emit, finish, run, side
@@ -59,36 +58,24 @@ def measured(shape: dict[str, int], precision: str, steps: int) -> dict[str, flo
 
     from lezero.models import Transformer  # noqa: F401
     from lezero.optim import AdamW
+    from lezero.profiler.memory import MemorySampler
     from lezero.train.engine import Engine
     from lezero.train.loss import next_token_loss
 
-    before = resident("VmRSS")
-    reset_peak()
-    model = build(shape)()
-    engine = Engine(
-        model, AdamW(model), loss=next_token_loss, precision=precision, clip=1.0, compile="off"
-    )
+    size = (shape["batch"], shape["tokens"])
     generator = torch.Generator().manual_seed(0)
     seconds = []
-    for _ in range(steps):
-        size = (shape["batch"], shape["tokens"])
-        tokens = torch.randint(shape["vocab"], size, generator=generator)
-        started = time.perf_counter()
-        engine.train_step({"tokens": tokens, "targets": tokens.roll(-1, 1)})
-        seconds.append(time.perf_counter() - started)
-    return {"memory": resident("VmHWM") - before, "seconds": statistics.median(seconds[WARM:])}
-
-
-def resident(field: str) -> int:
-    """Bytes of one field of the kernel's account of this process."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"the kernel does not tell {field}")
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    with MemorySampler() as memory:
+        model = build(shape)()
+        engine = Engine(
+            model, AdamW(model), loss=next_token_loss, precision=precision, clip=1.0, compile="off"
+        )
+        for _ in range(steps):
+            tokens = torch.randint(shape["vocab"], size, generator=generator)
+            started = time.perf_counter()
+            engine.train_step({"tokens": tokens, "targets": tokens.roll(-1, 1)})
+            seconds.append(time.perf_counter() - started)
+    return {"memory": memory.above, "seconds": statistics.median(seconds[WARM:])}
 
 
 def main() -> None:

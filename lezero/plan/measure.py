@@ -78,13 +78,16 @@ class OpTimes:
                 if time.perf_counter() - started > budget_s:
                     late.append(call)
                     continue
-                seconds = time_call(call, neighbours)
-                if seconds is None:
+                timed = time_call(call, neighbours)
+                if timed is None:
                     late.append(call)
                     continue
-                self.seconds[name] = seconds
-                self.measured += 1
-            found[call.key] = self.seconds[name]
+                found[call.key], quiet = timed
+                if quiet:
+                    self.seconds[name] = found[call.key]
+                    self.measured += 1
+            else:
+                found[call.key] = self.seconds[name]
         if late:
             rate = self._rate()
             found |= {call.key: max(work_bytes(call) / rate, roughly(call)) for call in late}
@@ -94,8 +97,8 @@ class OpTimes:
     def _rate(self) -> float:
         """Bytes/s of a plain elementwise operation; what a call that cannot be tried is given."""
         fact = TensorFact((8 << 20,), (1,), torch.float32)
-        seconds = time_call(Call(torch.ops.aten.add.Tensor, (fact, fact), {}, "rate")) or 0.01
-        return 3 * (32 << 20) / seconds
+        timed = time_call(Call(torch.ops.aten.add.Tensor, (fact, fact), {}, "rate"))
+        return 3 * (32 << 20) / timed[0] if timed else 1e10
 
     def _save(self) -> None:
         if self.path is None or not self.measured:
@@ -136,8 +139,9 @@ def as_in_a_step(spec: StepSpec) -> Iterator[None]:
             pool.disable()
 
 
-def time_call(call: Call, neighbours: int = 1) -> float | None:
-    """Seconds of one call on made-up tensors; None when it cannot run by itself."""
+def time_call(call: Call, neighbours: int = 1) -> tuple[float, bool] | None:
+    """Seconds of one call on made-up tensors, and whether the machine was quiet enough to keep
+    them; None when the call cannot run by itself."""
     smaller, scale = shrink(call)
     try:
         with torch.no_grad(), _company(smaller, neighbours - 1):
@@ -148,16 +152,18 @@ def time_call(call: Call, neighbours: int = 1) -> float | None:
                 args, kwargs = next(turn)
                 return smaller.op(*args, **kwargs)
 
-            return _time(run) * scale
+            seconds, quiet = _time(run)
+            return seconds * scale, quiet
     except Exception:
         return None
 
 
-def _time(run: Callable[[], Any]) -> float:
+def _time(run: Callable[[], Any]) -> tuple[float, bool]:
     """Best of a few runs after one that warms up; fewer of slow ones, more of quick ones.
 
     The best, because what other programs add is no property of this machine. A run during which
-    one of our threads waited for a processor does not count, unless there is no other.
+    one of our threads waited for a processor does not count, unless there is no other; then the
+    second value is False.
     """
     run()
     begin = time.perf_counter()
@@ -175,7 +181,7 @@ def _time(run: Callable[[], Any]) -> float:
         wall = time.perf_counter() - begin
         longest = max((after - waited.get(t, after) for t, after in _waiting().items()), default=0)
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)
-    return min(quiet or disturbed)
+    return min(quiet or disturbed), bool(quiet)
 
 
 def _waiting() -> dict[str, float]:

@@ -1,0 +1,53 @@
+"""`lz plan`: a table or one JSON object, and a refusal that says what would fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lezero.profiler
+from lezero.cli.main import main
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(lezero.profiler, "hardware", lambda: None)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {layers: 1, dim: 32, heads: 2}\n"
+        "data: {train: python-docs, tokenizer: bytes, sequence: 32}\n"
+        "train: {steps: 10, batch: 4, precision: fp32}\n"
+    )
+    return str(path)
+
+
+def test_the_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config]) == 0
+    text = capsys.readouterr().out
+    assert "Peak memory of a rank (±10%)" in text
+    assert "Fits." in text
+
+
+def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--json", "--set", "train.batch=8", "-n", "2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 2
+    assert found["tokens_per_step"] == 8 * 32
+    assert {"memory_bytes", "memory_parts", "step_seconds", "time_parts"} <= set(found)
+
+
+def test_too_large_is_told_with_what_would_fit(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, "--set", "train.batch=8388608"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: this run does not fit")
+    assert "train.accumulate=" in error
+
+
+def test_unknown_keys_are_errors(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", config, "--set", "train.batsh=8"]) == 2
+    assert "batch" in capsys.readouterr().err
