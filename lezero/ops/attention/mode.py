@@ -7,9 +7,10 @@
 [Note: what is redirected]
 Only calls of `torch.nn.functional.scaled_dot_product_attention` that the kernel does better: on
 the CPU, in bf16 (or in fp32 under bf16 autocast, which would cast them), for training (a gradient
-is needed), with no mask, no dropout and a head dim that is a multiple of 32. Any other call, and
-every other function, goes where it went before. Keep the mode on around the backward pass too
-when activations are recomputed there, so that both passes take the same way.
+is needed), with no mask, no dropout, a head dim that is a multiple of 32 and enough heads for the
+threads. Any other call, and every other function, goes where it went before. Keep the mode on
+around the backward pass too when activations are recomputed there, so that both passes take the
+same way.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def _attend(
         and shapes_fit(query, key, value)
         and query.shape[3] in HEAD_DIMS
         and (enable_gqa or query.shape[1] == key.shape[1])
+        and _busy(query.shape[0] * key.shape[1])
     ):
         narrow = (x.to(torch.bfloat16) for x in (query, key, value))
         factor = query.shape[3] ** -0.5 if scale is None else scale
@@ -114,3 +116,9 @@ def _computed_in_bf16(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return autocast == torch.bfloat16 and all(
         x.dtype in (torch.bfloat16, torch.float32) for x in tensors
     )
+
+
+def _busy(tasks: int) -> bool:
+    """The kernel splits its work by key/value head; torch's also by query, so with few heads on
+    many cores torch's may win although each of its threads is about four times slower."""
+    return 2 * tasks >= torch.get_num_threads()
