@@ -157,10 +157,8 @@ class Judge:
             length = size.get(name, 0.0)
             allowed = SLACK * max(spread.get(name, 0.0), length * max(whole, _EPS))
             share = _share(difference, allowed)
-            one = Largest(
-                *(value / length if length else value for value in (difference, allowed)),
-                share, step + 1, name,
-            )  # fmt: skip
+            unit = length or 1.0
+            one = Largest(difference / unit, allowed / unit, share, step + 1, name)
             worst = worst.of_two(one)
             if not share <= 1:
                 beyond.append((name, one))
@@ -196,17 +194,17 @@ class Judge:
             found = watch.gradients.get(name)
             parameter.grad = None if found is None else found.clone()
         self.beside.update(step)
-        beyond = []
-        for name, expected in self.beside.found().items():
+        expected, beyond = self.beside.found(), []
+        for name, value in expected.items():
             given = watch.clipped.get(name)
-            self.equal &= _same(given, expected)
-            if not _distance(given, expected) <= 1e-5 * _norm(expected):
+            self.equal &= _same(given, value)
+            if not _distance(given, value) <= 1e-5 * _norm(value):
                 beyond.append(name)
         if beyond:
             name = beyond[0]
             mine = _norm(watch.clipped[name]) if name in watch.clipped else 0.0
-            expected = _norm(self.beside.found()[name])
-            text = f"the optimizer got a norm of {mine:.6g}, it should be {expected:.6g}"
+            right = _norm(expected[name])
+            text = f"the optimizer got a norm of {mine:.6g}, it should be {right:.6g}"
             self._part("clipping", step, text, name, len(beyond) - 1)
 
     def _judge_lr(self, step: int, lr: float) -> None:

@@ -63,7 +63,7 @@ class PlainLoop:
         self.train, self.dtype, self.at_once = train, dtype, at_once
         self.place = place or next(model.parameters()).device
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.model = copy.deepcopy(model).to(self.place, wide).train()
+        self.model = copy.deepcopy(model).to(self.place, wide).train().requires_grad_()
         self.parameters = dict(self.model.named_parameters())
         matrices = {n for n, p in self.parameters.items() if p.ndim >= 2 and "embed" not in n}
         decayed = [p for name, p in self.parameters.items() if name in matrices]

@@ -14,9 +14,9 @@ from lezero.train.run_folder import write_aside
 
 FORMAT = 1
 CHECKS = (
-    "data order", "ranks", "tokens", "loss", "gradient", "gradient norm", "skipped step", "clipping",
-    "learning rate", "update", "resume: state", "resume: data order", "resume: learning rate",
-    "resume: loss", "resume: parameters",
+    "data order", "tokens", "loss", "gradient", "gradient norm", "skipped step", "clipping",
+    "learning rate", "update", "ranks", "resume: state", "resume: data order",
+    "resume: learning rate", "resume: loss", "resume: parameters",
 )  # fmt: skip
 """The links of the chain, in the order in which a step depends on them."""
 

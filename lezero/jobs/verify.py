@@ -26,7 +26,7 @@ from lezero.core.errors import ConfigError
 from lezero.data import Data, Loader
 from lezero.jobs.judge import Judge, Watch
 from lezero.jobs.plain_loop import global_batch, learning_rate
-from lezero.jobs.verification import Largest, Parting, Verification, read
+from lezero.jobs.verification import Parting, Verification, read
 from lezero.train import engine_state, recipe
 from lezero.train.config import RunConfig
 from lezero.train.engine import Engine, StepResult
@@ -42,7 +42,8 @@ def verify(config: RunConfig, steps: int = 10, *, at_once: int = 0) -> Verificat
     """
     if steps < 1 or at_once < 0:
         raise ConfigError(
-            f"steps: got {steps}, allowed is 1 or more; at_once: got {at_once}, allowed is 0 or more"
+            f"steps: got {steps}, allowed is 1 or more; "
+            f"at_once: got {at_once}, allowed is 0 or more"
         )
     joined = groups.active()
     groups.join()
