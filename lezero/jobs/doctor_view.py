@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -100,15 +101,16 @@ def machine_rows(found: Diagnosis) -> list[tuple[str, str]]:
     if not facts.accelerators:
         rows.append(("accelerator", "none"))
     built = torch.get("cuda") and f"CUDA {torch['cuda']}"
-    built = built or (torch.get("hip") and f"ROCm {torch['hip']}") or "processors"
-    text = (
-        f"{torch['version']} for {built}, {torch.get('threads')} threads" if torch else "unusable"
-    )
+    built = built or (torch.get("hip") and f"ROCm {torch['hip']}") or "CPU"
+    text = "cannot be used"
+    if torch:
+        text = f"{torch['version']}, built for {built}, {torch.get('threads')} threads"
     rows.append(("torch", text))
     skipped = ("torch", "lezero")
     others = [f"{name} {v}" for name, v in facts.versions.items() if name not in skipped]
     rows.append(("packages", ", ".join(others)))
-    rows.append(("compilers", ", ".join(facts.compilers.values()) or "none"))
+    compilers = [" ".join([n, *_release(line)]) for n, line in facts.compilers.items()]
+    rows.append(("compilers", ", ".join(compilers) or "none"))
     return [(name, value) for name, value in rows if value]
 
 
@@ -118,10 +120,10 @@ def ceiling_rows(found: Diagnosis) -> list[tuple[str, str]]:
     if ceilings is None:
         return []
     rates: list[tuple[str, float | None, str]] = [
-        ("product fp32", ceilings.gemm_fp32, "FLOP/s"),
-        ("product bf16", ceilings.gemm_bf16, "FLOP/s"),
-        ("product fp16", ceilings.gemm_fp16, "FLOP/s"),
-        ("product int8", ceilings.gemm_int8, "OP/s"),
+        ("GEMM fp32", ceilings.gemm_fp32, "FLOP/s"),
+        ("GEMM bf16", ceilings.gemm_bf16, "FLOP/s"),
+        ("GEMM fp16", ceilings.gemm_fp16, "FLOP/s"),
+        ("GEMM int8", ceilings.gemm_int8, "OP/s"),
         ("memory read", ceilings.memory_read, "B/s"),
         ("memory copy", ceilings.memory_copy, "B/s"),
         ("new memory", ceilings.memory_fresh, "B/s"),
@@ -156,7 +158,7 @@ def _show_rich(found: Diagnosis) -> None:
 
     def heading(text: str, more: str = "") -> None:
         console.print()
-        console.print(Text(text, style="bold"), Text(more, style="dim"))
+        console.print(Text.assemble((text, "bold"), (f"  {more}" if more else "", "dim")))
 
     heading("Machine")
     table = Table.grid(padding=(0, 2), pad_edge=False)
@@ -164,7 +166,7 @@ def _show_rich(found: Diagnosis) -> None:
     table.add_column(overflow="fold")
     for name, value in machine_rows(found):
         table.add_row(name, Text(value))
-    console.print(Padding(table, (0, 0, 0, 2)))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     rows = ceiling_rows(found)
     if rows and found.ceilings is not None:
@@ -178,7 +180,7 @@ def _show_rich(found: Diagnosis) -> None:
         for index in range(half):
             second = rows[half + index] if half + index < len(rows) else ("", "")
             table.add_row(*rows[index], f"   {second[0]}", second[1])
-        console.print(Padding(table, (0, 0, 0, 2)))
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     heading("Findings")
     table = Table.grid(padding=(0, 2), pad_edge=False)
@@ -187,10 +189,10 @@ def _show_rich(found: Diagnosis) -> None:
     for item in found.findings:
         if item.finding.severity != "ok":
             table.add_row(*_finding_row(item, Text))
-    good = ", ".join(item.finding.title for item in found.having("ok"))
+    good = " · ".join(item.finding.title for item in found.having("ok"))
     if good:
         table.add_row(Text("ok", style=_COLOURS["ok"]), Text(good, style="dim"))
-    console.print(Padding(table, (0, 0, 0, 2)))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
     console.print()
     style = _COLOURS["broken" if found.broken else "warning" if found.having("warning") else "ok"]
     console.print(Text(closing(found), style=style))
@@ -205,6 +207,11 @@ def _finding_row(item: Found, text: Any) -> tuple[Any, Any]:
         body.append("\nfix: ", style="not bold dim")
         body.append(finding.fix, style="not bold green")
     return text(finding.severity, style=_COLOURS[finding.severity]), body
+
+
+def _release(line: str) -> list[str]:
+    """The last thing in a compiler's line that looks like a version."""
+    return re.findall(r"\d+\.\d+(?:\.\d+)?", line)[-1:]
 
 
 def _count(things: list[Any], name: str) -> str:

@@ -27,6 +27,7 @@ from lezero.core.facts import cache_folder, memory
 from lezero.profiler.ceilings import Ceilings, GemmPoint
 
 GIB, MIB = 2**30, 2**20
+_LONGEST_CALL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _gemm(bench: _Bench) -> dict[str, Any]:
     for name, dtype in kinds.items():
         rate = 0.0
         for m, k, n, layout in shapes:
-            if (rate and 2 * m * k * n / rate > 3 * bench.effort.seconds_each) or (
+            if (rate and 2 * m * k * n / rate > _LONGEST_CALL_S) or (
                 dtype is None and layout != "nn"
             ):
                 continue

@@ -1,0 +1,96 @@
+"""Measuring works at any size, leaves nothing behind, and survives what fails."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from lezero.core.errors import LeZeroError
+from lezero.profiler import measure as module
+from lezero.profiler.ceilings import Ceilings
+from lezero.profiler.measure import Effort, measure, measure_apart
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Ceilings:
+    return measure(Effort.tiny(), tmp_path_factory.mktemp("cache"))
+
+
+def test_every_figure_of_a_cpu_is_there(tiny: Ceilings) -> None:
+    rates = [
+        *(tiny.gemm_fp32, tiny.gemm_bf16, tiny.gemm_fp16, tiny.gemm_int8),
+        *(tiny.memory_read, tiny.memory_copy, tiny.memory_fresh, tiny.disk_write),
+        *tiny.attention.values(),
+        *tiny.elementwise.values(),
+    ]
+    assert tiny.failed == {}
+    assert all(rate is not None and 0 < rate < math.inf for rate in rates)
+    assert tiny.h2d is tiny.d2h is None
+    assert tiny.op_overhead is not None
+    assert 1e-8 < tiny.op_overhead < 1e-2
+    assert set(tiny.attention) == {
+        f"{d}_{p}" for d in ("fp32", "bf16") for p in ("forward", "backward")
+    }
+    assert {"copy_fp32", "gelu_bf16", "layer_norm_fp32", "adamw_fp32"} <= set(tiny.elementwise)
+    assert {point.layout for point in tiny.gemm_curve} == {"nn", "nt", "tn"}
+    assert 0 < tiny.cpu_share <= 1
+    assert Ceilings.from_dict(tiny.to_dict()) == tiny
+
+
+def test_the_best_product_is_the_ceiling(tiny: Ceilings) -> None:
+    best = max(point.ops_per_s for point in tiny.gemm_curve if point.dtype == "bf16")
+    assert tiny.gemm_bf16 == best
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    assert measure(Effort.tiny(), tmp_path, threads=1).threads == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert os.listdir(tmp_path) == []
+    assert torch.is_grad_enabled()
+
+
+def test_what_fails_is_left_out_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    monkeypatch.setattr(torch, "_int_mm", refuse)
+    (tmp_path / "file").write_text("")
+    found = measure(Effort.tiny(), tmp_path / "file" / "cache")
+    assert found.gemm_int8 is None
+    assert found.failed["gemm_int8"] == "no such kernel"
+    assert found.disk_write is None
+    assert "disk_write" in found.failed
+    assert found.gemm_fp32 is not None
+
+
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    found = measure_apart(threads=1, folder=tmp_path, tiny=True)
+    assert found.threads == 1
+    assert found.gemm_fp32 is not None
+
+
+def test_a_crash_there_is_a_message_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+
+    def crash(command: list[str], **keywords: object) -> object:
+        return real([command[0], "-c", "import os; os.abort()"], **keywords)
+
+    monkeypatch.setattr(module.subprocess, "run", crash)
+    with pytest.raises(LeZeroError, match="signal 6"):
+        measure_apart(folder=tmp_path)
+
+    def hang(command: list[str], **keywords: object) -> object:
+        return real([command[0], "-c", "import time; time.sleep(60)"], **keywords)
+
+    monkeypatch.setattr(module.subprocess, "run", hang)
+    with pytest.raises(LeZeroError, match="timed out"):
+        measure_apart(folder=tmp_path, timeout_s=0.5)
