@@ -228,8 +228,12 @@ def roughly(call: Call) -> float:
 
 def work_bytes(call: Call) -> int:
     """Bytes that a call moves, roughly: its tensors, and one output like the largest."""
-    sizes = [fact.bytes for fact in _facts([call.args, list(call.kwargs.values())])]
-    return sum(sizes) + max(sizes, default=0)
+    facts_ = _facts([call.args, list(call.kwargs.values())])
+    return _input_bytes(call) + max((fact.bytes for fact in facts_), default=0)
+
+
+def _input_bytes(call: Call) -> int:
+    return sum(fact.bytes for fact in _facts([call.args, list(call.kwargs.values())]))
 
 
 def flops(call: Call) -> float:
@@ -270,7 +274,7 @@ def shrink(call: Call) -> tuple[Call, float]:
         lists = [
             a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorFact)
         ]
-        before = work_bytes(call)
+        before = _input_bytes(call)
         if lists:
             length = len(lists[0]) // 2
             if length == 0:
@@ -283,9 +287,9 @@ def shrink(call: Call) -> tuple[Call, float]:
             if size < 2:
                 break
             call = _cut(call, size)
-        if work_bytes(call) >= before:
+        if _input_bytes(call) >= before:
             break
-        scale *= before / work_bytes(call)
+        scale *= before / _input_bytes(call)
     return call, scale
 
 
@@ -350,7 +354,7 @@ def _arena() -> _Arena:
 
 def argument_sets(call: Call) -> list[tuple[list[Any], dict[str, Any]]]:
     """Sets of real arguments for the call to take in turn: other memory, the same shapes."""
-    bytes_of_one = max(1, sum(fact.bytes for fact in _facts([call.args, *call.kwargs.values()])))
+    bytes_of_one = max(1, _input_bytes(call))
     bound, arena = _index_bound(call), _arena()
 
     def make(value: Any) -> Any:
