@@ -95,6 +95,7 @@ class Engine:
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()
         self.place = next(model.parameters()).device
+        self.asked_precision = precision
         self.precision = Precision(resolve(precision, self.place, self.decisions), self.place)
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0

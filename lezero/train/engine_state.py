@@ -42,7 +42,7 @@ def pack(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         "state": {
             "step": engine.step,
             "seed": engine.seed,
-            "precision": engine.precision.state(),
+            "precision": {**engine.precision.state(), "asked": engine.asked_precision},
             "skipped_in_a_row": engine.skipped_in_a_row,
         },
         "optimizer": optimizer,
@@ -101,9 +101,10 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
 
 
 def _restore_precision(engine: Engine, state: dict[str, Any]) -> None:
-    """What was chosen automatically stays; what the user asked for now wins."""
-    now = engine.decisions.records["precision"]
-    if not now.overridden and engine.precision.name != state["name"]:
+    """The checkpoint's precision, one changed in mid-run included, unless the user asks for another
+    than was asked for then."""
+    same = engine.asked_precision in ("auto", state.get("asked"))
+    if same and engine.precision.name != state["name"]:
         engine.set_precision(state["name"])
     engine.precision.load_state(state)
 

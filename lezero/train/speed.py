@@ -8,11 +8,13 @@ stays eager. Nothing of the trial remains: gradients, buffers and generators are
 from __future__ import annotations
 
 import contextlib
+import random
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -210,10 +212,13 @@ class _Trial:
     def _untouched(self) -> Any:
         gradients = [(p, p.grad) for p in self.model.parameters()]
         buffers = [(b, b.clone()) for b in self.model.buffers()]
+        generators = random.getstate(), np.random.get_state()  # torch's are kept by `seeded`
         self.model.zero_grad(set_to_none=True)
         try:
             yield
         finally:
+            random.setstate(generators[0])
+            np.random.set_state(generators[1])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             with torch.no_grad():

@@ -150,10 +150,10 @@ class Trainer:
         self.loader.seek(cursor)
         self.best = progress["best"]
         self.resumed_from = self._saved_step = loaded.step
-        if self.saver is not None:
-            self._leave_history(self.saver, loaded.step)
         for path, reason in loaded.rejected:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
+        if self.saver is not None:
+            self._leave_history(self.saver, loaded.step)
         for change in self.folder.changes(documents["config"], self.config):
             self._notes.append((f"changed since the checkpoint: {change}", "warning"))
         steps = self.config.train.steps
@@ -173,8 +173,8 @@ class Trainer:
             if stale:
                 (saver.root / f"{name}.json").unlink()
         if moved:
-            text = f"{len(moved)} checkpoints after step {step} were moved aside, as superseded-…"
-            self._notes.append((text, "warning"))
+            many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
+            self._notes.append((f"moved aside: {many} after step {step}, as superseded-…", "info"))
 
     # steps -------------------------------------------------------------------------------------
 
