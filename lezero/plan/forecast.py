@@ -18,9 +18,10 @@ from lezero.core import facts
 from lezero.core.errors import CapacityError
 from lezero.plan import trace as kinds
 from lezero.plan.heap import resident_bytes
-from lezero.plan.measure import OpTimes, as_in_a_step, attention_flops, flops
+from lezero.plan.measure import OpTimes, as_in_a_step
 from lezero.plan.spec import Build, StepSpec
 from lezero.plan.trace import Trace, trace_step
+from lezero.plan.work import attention_flops, flops
 
 STATED_ERROR = {"memory": 0.10, "time": 0.25}
 _HEAP_STEPS = 5

@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,14 @@ import torch
 
 from lezero.core import facts
 from lezero.memory import HostPool
+from lezero.plan.arguments import argument_sets
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
+from lezero.plan.work import roughly, shrink, work_bytes
 
 FORMAT = 1
-_MOST_BYTES = 192 << 20
-_MOST_FLOPS = 8e9
 _EACH_SECONDS = 0.06
-_ARENA_BYTES = 96 << 20
-_MOST_SETS = 8
 _PATIENCE_S = 0.1
-_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 
 
 class OpTimes:
@@ -219,182 +215,6 @@ def _company(call: Call, others: int) -> Iterator[None]:
         stop.set()
         for worker in workers:
             worker.join()
-
-
-def roughly(call: Call) -> float:
-    """Seconds of a call on a modest machine: what to measure first, and a last resort."""
-    return (flops(call) + attention_flops(call)) / 1e11 + work_bytes(call) / 1e10
-
-
-def work_bytes(call: Call) -> int:
-    """Bytes that a call moves, roughly: its tensors, and one output like the largest."""
-    facts_ = _facts([call.args, list(call.kwargs.values())])
-    return _input_bytes(call) + max((fact.bytes for fact in facts_), default=0)
-
-
-def _input_bytes(call: Call) -> int:
-    return sum(fact.bytes for fact in _facts([call.args, list(call.kwargs.values())]))
-
-
-def flops(call: Call) -> float:
-    """Floating-point operations of a matrix product, 2·M·N·K; 0 for other calls."""
-    if not call.key.startswith(_PRODUCTS):
-        return 0.0
-    first, second = list(_facts(call.args))[-2:]
-    count = 2.0 * second.shape[-1]
-    for size in first.shape:
-        count *= size
-    return count
-
-
-def attention_flops(call: Call) -> float:
-    """Floating-point operations of fused attention: two products forward, five backward."""
-    if not call.key.startswith("aten._scaled_dot_product"):
-        return 0.0
-    facts_ = list(_facts(call.args))
-    backward = "backward" in call.key.split("(", 1)[0]
-    q, k = facts_[1:3] if backward else facts_[:2]
-    count = (5.0 if backward else 2.0) * 2 * k.shape[-2]
-    for extent in q.shape:
-        count *= extent
-    causal = any(value is True for value in (*call.args, *call.kwargs.values()))
-    return count / 2 if causal else count
-
-
-def shrink(call: Call) -> tuple[Call, float]:
-    """A call small enough to try, and what its seconds must be multiplied with."""
-    scale = 1.0
-    if call.key.startswith(_PRODUCTS):
-        while flops(call) > _MOST_FLOPS or work_bytes(call) > _MOST_BYTES:
-            before = flops(call)
-            call = _cut(call, _longest(call))
-            scale *= before / flops(call)
-        return call, scale
-    while work_bytes(call) > _MOST_BYTES:
-        lists = [
-            a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorFact)
-        ]
-        before = _input_bytes(call)
-        if lists:
-            length = len(lists[0]) // 2
-            if length == 0:
-                break
-            args = tuple(a[:length] if isinstance(a, tuple) else a for a in call.args)
-            kwargs = {k: a[:length] if isinstance(a, tuple) else a for k, a in call.kwargs.items()}
-            call = replace(call, args=args, kwargs=kwargs)
-        else:
-            size = _leading(call)
-            if size < 2:
-                break
-            call = _cut(call, size)
-        if _input_bytes(call) >= before:
-            break
-        scale *= before / _input_bytes(call)
-    return call, scale
-
-
-def _longest(call: Call) -> int:
-    return max(size for fact in _facts(call.args) for size in fact.shape)
-
-
-def _leading(call: Call) -> int:
-    """The first dim above 1 of the largest tensor: samples, or rows."""
-    largest = max(_facts([call.args, list(call.kwargs.values())]), key=lambda fact: fact.bytes)
-    return next((size for size in largest.shape if size > 1), 1)
-
-
-def _cut(call: Call, size: int) -> Call:
-    """Halves every dim of length `size`, wherever it stands."""
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, TensorFact):
-            shape = tuple(s // 2 if s == size else s for s in value.shape)
-            order = sorted(range(len(shape)), key=lambda d: (value.stride[d], -d))
-            strides, step = [0] * len(shape), 1
-            for d in order:
-                if value.stride[d]:
-                    strides[d] = step
-                    step *= shape[d]
-            return replace(value, shape=shape, stride=tuple(strides))
-        if isinstance(value, tuple):
-            return tuple(cut(item) for item in value)
-        return size // 2 if value == size and type(value) is int else value
-
-    return replace(call, args=cut(call.args), kwargs={k: cut(v) for k, v in call.kwargs.items()})
-
-
-class _Arena:
-    """Memory full of small positive numbers, from which float tensors are cut in turn.
-
-    The pattern is of bfloat16; read as float32 or float64 it is small and positive as well.
-    """
-
-    def __init__(self) -> None:
-        pattern = torch.linspace(0.1, 0.9, 64).to(torch.bfloat16)
-        self.halves = pattern.repeat(_ARENA_BYTES // 2 // 64)
-        self.at = 0
-
-    def cut(self, fact: TensorFact) -> torch.Tensor:
-        extent = 1 + sum((n - 1) * s for n, s in zip(fact.shape, fact.stride, strict=True))
-        extent = max(extent, 1) * fact.dtype.itemsize
-        if extent > _ARENA_BYTES:
-            return torch.empty_strided(fact.shape, fact.stride, dtype=fact.dtype).fill_(0.5)
-        if self.at + extent > _ARENA_BYTES:
-            self.at = 0
-        begin, self.at = self.at, self.at + -(-extent // 64) * 64
-        piece = self.halves[begin // 2 : (begin + extent) // 2 + extent % 2]
-        flat = piece.view(torch.uint8)[:extent].view(fact.dtype)
-        return flat.as_strided(fact.shape, fact.stride, flat.storage_offset())
-
-
-@functools.cache
-def _arena() -> _Arena:
-    return _Arena()
-
-
-def argument_sets(call: Call) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Sets of real arguments for the call to take in turn: other memory, the same shapes."""
-    bytes_of_one = max(1, _input_bytes(call))
-    bound, arena = _index_bound(call), _arena()
-
-    def make(value: Any) -> Any:
-        if isinstance(value, TensorFact):
-            return arena.cut(value) if value.dtype.is_floating_point else _indices(value, bound)
-        if isinstance(value, tuple):
-            return [make(item) for item in value]
-        return value
-
-    return [
-        ([make(a) for a in call.args], {k: make(v) for k, v in call.kwargs.items()})
-        for _ in range(min(_MOST_SETS, max(1, _ARENA_BYTES // bytes_of_one)))
-    ]
-
-
-def _indices(fact: TensorFact, bound: int) -> torch.Tensor:
-    tensor = torch.zeros(fact.shape, dtype=fact.dtype)
-    if fact.dtype == torch.int64 and bound > 1:
-        tensor.view(-1).copy_(torch.arange(tensor.numel()) * 7919 % bound)
-    return tensor
-
-
-def _index_bound(call: Call) -> int:
-    """One more than the largest index that the integer tensors of this call may hold."""
-    facts = [a for a in call.args if isinstance(a, TensorFact)]
-    if call.key.startswith("aten.embedding."):
-        return facts[0].shape[0]
-    if call.key.startswith("aten.embedding_dense_backward"):
-        return int(call.args[2])
-    if call.key.startswith("aten.nll_loss"):
-        return max(fact.shape[-1] for fact in facts if len(fact.shape) == 2)
-    return 0
-
-
-def _facts(value: Any) -> Iterator[TensorFact]:
-    if isinstance(value, TensorFact):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _facts(item)
 
 
 def _short(key: str, neighbours: int) -> str:

@@ -1,0 +1,125 @@
+"""How much work an operation is, and a smaller one of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from lezero.plan.trace import Call, TensorFact
+
+_MOST_BYTES = 192 << 20
+_MOST_FLOPS = 8e9
+_PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+
+
+def roughly(call: Call) -> float:
+    """Seconds of a call on a modest machine: what to measure first, and a last resort."""
+    return (flops(call) + attention_flops(call)) / 1e11 + work_bytes(call) / 1e10
+
+
+def work_bytes(call: Call) -> int:
+    """Bytes that a call moves, roughly: its tensors, and one output like the largest."""
+    found = tensor_facts([call.args, list(call.kwargs.values())])
+    return input_bytes(call) + max((fact.bytes for fact in found), default=0)
+
+
+def input_bytes(call: Call) -> int:
+    return sum(fact.bytes for fact in tensor_facts([call.args, list(call.kwargs.values())]))
+
+
+def flops(call: Call) -> float:
+    """Floating-point operations of a matrix product, 2·M·N·K; 0 for other calls."""
+    if not call.key.startswith(_PRODUCTS):
+        return 0.0
+    first, second = list(tensor_facts(call.args))[-2:]
+    count = 2.0 * second.shape[-1]
+    for size in first.shape:
+        count *= size
+    return count
+
+
+def attention_flops(call: Call) -> float:
+    """Floating-point operations of fused attention: two products forward, five backward."""
+    if not call.key.startswith("aten._scaled_dot_product"):
+        return 0.0
+    found = list(tensor_facts(call.args))
+    backward = "backward" in call.key.split("(", 1)[0]
+    q, k = found[1:3] if backward else found[:2]
+    count = (5.0 if backward else 2.0) * 2 * k.shape[-2]
+    for extent in q.shape:
+        count *= extent
+    causal = any(value is True for value in (*call.args, *call.kwargs.values()))
+    return count / 2 if causal else count
+
+
+def shrink(call: Call) -> tuple[Call, float]:
+    """A call small enough to try, and what its seconds must be multiplied with."""
+    scale = 1.0
+    if call.key.startswith(_PRODUCTS):
+        while flops(call) > _MOST_FLOPS or work_bytes(call) > _MOST_BYTES:
+            before = flops(call)
+            call = _cut(call, _longest(call))
+            scale *= before / flops(call)
+        return call, scale
+    while work_bytes(call) > _MOST_BYTES:
+        lists = [
+            a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorFact)
+        ]
+        before = input_bytes(call)
+        if lists:
+            length = len(lists[0]) // 2
+            if length == 0:
+                break
+            args = tuple(a[:length] if isinstance(a, tuple) else a for a in call.args)
+            kwargs = {k: a[:length] if isinstance(a, tuple) else a for k, a in call.kwargs.items()}
+            call = replace(call, args=args, kwargs=kwargs)
+        else:
+            size = _leading(call)
+            if size < 2:
+                break
+            call = _cut(call, size)
+        if input_bytes(call) >= before:
+            break
+        scale *= before / input_bytes(call)
+    return call, scale
+
+
+def _longest(call: Call) -> int:
+    return max(size for fact in tensor_facts(call.args) for size in fact.shape)
+
+
+def _leading(call: Call) -> int:
+    """The first dim above 1 of the largest tensor: samples, or rows."""
+    largest = max(
+        tensor_facts([call.args, list(call.kwargs.values())]), key=lambda fact: fact.bytes
+    )
+    return next((size for size in largest.shape if size > 1), 1)
+
+
+def _cut(call: Call, size: int) -> Call:
+    """Halves every dim of length `size`, wherever it stands."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, TensorFact):
+            shape = tuple(s // 2 if s == size else s for s in value.shape)
+            order = sorted(range(len(shape)), key=lambda d: (value.stride[d], -d))
+            strides, step = [0] * len(shape), 1
+            for d in order:
+                if value.stride[d]:
+                    strides[d] = step
+                    step *= shape[d]
+            return replace(value, shape=shape, stride=tuple(strides))
+        if isinstance(value, tuple):
+            return tuple(cut(item) for item in value)
+        return size // 2 if value == size and type(value) is int else value
+
+    return replace(call, args=cut(call.args), kwargs={k: cut(v) for k, v in call.kwargs.items()})
+
+
+def tensor_facts(value: Any) -> Iterator[TensorFact]:
+    if isinstance(value, TensorFact):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensor_facts(item)

@@ -1,0 +1,51 @@
+"""How much work an operation is, and what smaller one stands for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lezero.plan.trace import Call, TensorFact
+from lezero.plan.work import attention_flops, flops, shrink, work_bytes
+
+aten = torch.ops.aten
+
+
+def fact(*shape: int, dtype: torch.dtype = torch.float32) -> TensorFact:
+    stride = torch.empty(shape, device="meta").stride()
+    return TensorFact(shape, tuple(stride), dtype)
+
+
+def product(m: int, k: int, n: int) -> Call:
+    return Call(aten.mm.default, (fact(m, k), fact(k, n)), {}, "aten.mm.default")
+
+
+def test_flops_of_a_product() -> None:
+    assert flops(product(3, 5, 7)) == 2 * 3 * 5 * 7
+
+
+def test_flops_of_attention_count_the_triangle_once() -> None:
+    q = fact(2, 4, 128, 64)
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    key = "aten._scaled_dot_product_flash_attention_for_cpu.default("
+    assert attention_flops(Call(op, (q, q, q, 0.0, True), {}, key)) == 4 * 2 * 4 * 128 * 128 * 32
+
+
+def test_a_large_product_is_cut_and_scaled() -> None:
+    large = product(1 << 15, 1 << 13, 1 << 13)
+    smaller, scale = shrink(large)
+    assert flops(smaller) * scale == flops(large)
+    assert flops(smaller) < flops(large) / 100
+
+
+def test_a_large_elementwise_call_is_cut_and_scaled() -> None:
+    large = Call(aten.add.Tensor, (fact(1 << 12, 1 << 16), fact(1 << 12, 1 << 16)), {}, "aten.add")
+    smaller, scale = shrink(large)
+    assert work_bytes(smaller) * scale == pytest.approx(work_bytes(large))
+    assert work_bytes(smaller) < 200 << 20
+
+
+def test_lists_are_cut_alike() -> None:
+    many = tuple(fact(1 << 20) for _ in range(256))
+    smaller, scale = shrink(Call(aten._foreach_mul_.Scalar, (many, 0.5), {}, "aten._foreach_mul_"))
+    assert scale * len(smaller.args[0]) == 256
