@@ -52,7 +52,7 @@ def waiting(what: str) -> Iterator[None]:
     try:
         from rich.console import Console
 
-        status = Console(stderr=True).status(f"{what} ...")
+        status = Console(stderr=True).status(f"{what} ...", spinner="line")
     except Exception:
         yield
         return

@@ -254,7 +254,7 @@ class AcceleratorCheck(Check):
                 )
             ]
         if not built:
-            return [Finding(severity="ok", title="no accelerator, and a torch for processors")]
+            return [Finding(severity="ok", title="no accelerator needed by this torch")]
         version = torch.get("cuda") or torch.get("hip")
         return [
             Finding(
