@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import json
 import os
@@ -33,10 +34,15 @@ TORCH = {
 }
 
 
+@functools.cache
+def machine() -> facts.Facts:
+    """This machine, asked once: its compilers take a while to answer."""
+    return facts.facts(accelerators=())
+
+
 def context(folder: Path, **changes: Any) -> Context:
     """A context of this machine with a good torch and nothing measured."""
-    read = facts.facts(accelerators=())
-    base = Context(facts=read, torch=TORCH, cache=folder / "cache", environment={})
+    base = Context(facts=machine(), torch=TORCH, cache=folder / "cache", environment={})
     return replace(base, **changes)
 
 
@@ -49,8 +55,9 @@ class CheckConformance:
     def situations(self, folder: Path) -> list[Context]:
         """What a check meets: a good machine, no torch, and one that tells nothing at all."""
         (folder / "file").write_text("")
-        empty = facts.facts(folder / "empty", accelerators=())
-        bare = replace(empty, versions={}, compilers={}, system="", python="3.11")
+        nowhere = folder / "empty"
+        untold = {"cpu": facts.cpu(nowhere), "memory": facts.memory(nowhere), "driver": ""}
+        bare = replace(machine(), versions={}, compilers={}, system="", **untold)
         return [
             context(folder),
             context(folder, quick=True),

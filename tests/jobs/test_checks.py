@@ -14,7 +14,7 @@ from lezero.core import facts as core_facts
 from lezero.core.checks import Context, Finding, checks
 from lezero.jobs.ceiling_checks import CeilingsCheck
 from lezero.profiler.ceilings import Ceilings
-from tests.core.check_conformance import TORCH, CheckConformance
+from tests.core.check_conformance import TORCH, CheckConformance, machine
 
 FIGURES = Ceilings(
     device="cpu",
@@ -38,7 +38,7 @@ class TestEveryBuiltInCheck(CheckConformance):
 
 def ceilings_finding(**changes: Any) -> list[Finding]:
     cpu = replace(core_facts.cpu(), instruction_sets=("avx2", "avx512f", "avx512_bf16"))
-    facts = replace(core_facts.facts(accelerators=()), cpu=cpu)
+    facts = replace(machine(), cpu=cpu)
     context = Context(facts=facts, torch=TORCH, ceilings=replace(FIGURES, **changes))
     return CeilingsCheck().run(context)
 
@@ -62,7 +62,7 @@ def test_figures_that_do_not_fit_the_processor(changes: dict[str, Any], expected
 
 def findings_of(name: str, **changes: Any) -> list[Finding]:
     """What one built-in check says of this machine with some facts changed."""
-    read = core_facts.facts(accelerators=())
+    read = machine()
     parts = {key: changes.pop(key) for key in ("cpu", "memory") if key in changes}
     read = replace(read, **{key: replace(getattr(read, key), **v) for key, v in parts.items()})
     top = {
