@@ -27,19 +27,20 @@ def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
             device="cpu", threads=threads, torch=torch.__version__,
             gemm_fp32=1e11, gemm_bf16=1e12, gemm_fp16=1e11, memory_read=1e10, memory_copy=1e10,
         )  # fmt: skip
-        path = ceilings.cache_file(facts.facts().machine_id(), "cpu", threads, folder)
+        path = ceilings.cache_file(facts.machine_id(), "cpu", threads, folder)
         ceilings.store(path, made)
     return folder
 
 
-@pytest.fixture
-def one_thread(filled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def one_thread(filled_cache: Path) -> Iterator[None]:
     """One thread, here and in the processes that a test starts, and the filled cache."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setenv("LEZERO_CACHE", str(filled_cache))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEZERO_CACHE", str(filled_cache))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
     torch.set_num_threads(before)
 
 

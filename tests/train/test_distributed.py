@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # the first optimizer step loads it; here it is loaded once for all ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -74,7 +75,9 @@ def plain_masked_mean(model, batch):
     """A loss as users write it: 0/0 where nothing counts."""
     kept = (batch["targets"] != -100).double()
     targets = batch["targets"].clamp(min=0)
-    each = F.cross_entropy(model(batch["tokens"]).flatten(0, 1), targets.flatten(), reduction="none")
+    each = F.cross_entropy(
+        model(batch["tokens"]).flatten(0, 1), targets.flatten(), reduction="none"
+    )
     return (each * kept.flatten()).sum() / kept.sum()
 
 

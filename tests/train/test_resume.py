@@ -1,0 +1,155 @@
+"""A resume is bitwise: runs that are really killed, and the states that an engine carries."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.decisions import Decisions
+from lezero.optim import AdamW, Schedule
+from lezero.train.engine import Engine
+from lezero.train.loss import next_token_loss
+from tests.train.runs import filled_cache, one_thread
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from checkpoint_parts.resume import QUICK, differences
+
+__all__ = ["filled_cache", "one_thread"]
+VOCAB = 13
+
+
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(case, one_thread, tmp_path, capfd):
+    assert differences(case, tmp_path) == []
+    err = capfd.readouterr().err
+    assert f"rank {case.ranks - 1} was killed by SIGKILL" in err
+    assert "Traceback" not in err
+
+
+class Model(nn.Module):
+    """With dropout, and a buffer that counts in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.layer = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.BatchNorm1d(16))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(x + self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2]))
+
+
+def make(**options):
+    torch.manual_seed(0)
+    model = Model()
+    options = {
+        "precision": "fp32", "accumulate": 2, "clip": 0.5, "schedule": Schedule(warmup=3),
+        "total_steps": 12, "compile": "off", "loss": next_token_loss, **options,
+    }  # fmt: skip
+    return Engine(model, AdamW(model, lr=1e-2), **options)
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        tokens, targets = torch.randint(0, VOCAB, (2, 6, 5), generator=generator)
+        targets[0, :4] = -100
+        yield {"tokens": tokens, "targets": targets}
+
+
+def carry_on(engine, data, change=None):
+    """Figures of the steps of `data`; `change` is a step and the precision from there on."""
+    told = []
+    for batch in data:
+        if change and engine.step == change[0]:
+            engine.set_precision(change[1])
+        r = engine.train_step(batch)
+        told.append((r.step, r.loss, r.grad_norm, r.lr, r.tokens, r.skipped, engine.precision.name))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({}, None),
+        ({"precision": "bf16", "accumulate": 3}, None),
+        ({"precision": "fp16"}, None),
+        ({"precision": "auto"}, None),
+        ({"precision": "fp32"}, (4, "bf16")),
+        ({"precision": "bf16"}, (5, "fp16")),
+        ({"precision": "auto"}, (4, "fp32")),
+    ],
+    ids=["dropout", "bf16", "fp16", "auto", "to-bf16", "to-fp16", "auto-to-fp32"],
+)
+def test_an_engine_goes_on_bit_for_bit(options, change, tmp_path):
+    data = list(batches(12))
+    whole, first = make(**options), make(**options)
+    told = carry_on(whole, data, change)
+    carry_on(first, data[:7], change)
+    path = first.save(tmp_path)
+    second = make(**options)
+    documents = second.load(path)
+    assert documents["state"]["step"] == 7
+    assert carry_on(second, data[7:], change) == told[7:]
+    for (name, a), b in zip(
+        whole.model.state_dict().items(), second.model.state_dict().values(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        mine, other = whole.optimizer.state[a], second.optimizer.state[b]
+        assert mine.keys() == other.keys()
+        assert all(torch.equal(mine[key], other[key]) for key in mine)
+
+
+def test_the_loss_scale_and_its_growth_are_carried_on(tmp_path):
+    def grown():
+        engine = make(precision="fp16")
+        engine.precision.scaler.set_growth_interval(5)
+        return engine
+
+    data = list(batches(12))
+    whole, first, second = grown(), grown(), grown()
+    carry_on(whole, data)
+    carry_on(first, data[:8])
+    second.load(first.save(tmp_path))
+    assert second.precision.scale == 2.0**17, "once grown, three steps on the way to the next"
+    carry_on(second, data[8:])
+    assert second.precision.state() == whole.precision.state()
+    assert second.precision.scale == 2.0**18
+
+
+def test_a_precision_that_the_user_asks_for_now_wins_over_the_checkpoint(tmp_path):
+    first = make(precision="bf16")
+    carry_on(first, batches(2))
+    path = first.save(tmp_path)
+    second = make(precision="fp32")
+    second.load(path)
+    assert second.precision.name == "fp32"
+    third = make(precision="auto")
+    third.load(path)
+    assert third.precision.name == "bf16"
+
+
+def test_skips_in_a_row_and_decisions_are_carried_on(tmp_path):
+    first = make()
+    first.decisions.record("something", "a", reason="measured")
+    carry_on(first, batches(1))
+    first.skipped_in_a_row = 3
+    second = make(decisions=Decisions())
+    second.load(first.save(tmp_path))
+    assert second.skipped_in_a_row == 3
+    assert second.decisions.record("something", "b") == "a"
+
+
+def test_the_callers_generators_are_carried_on(tmp_path):
+    torch.manual_seed(7)
+    first = make()
+    path = first.save(tmp_path)
+    expected = torch.rand(4)
+    torch.manual_seed(99)
+    make().load(path)
+    assert torch.equal(torch.rand(4), expected)

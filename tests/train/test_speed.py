@@ -1,0 +1,201 @@
+"""Which form a model runs in: chosen from figures, recorded, replayed, overridden, traceless."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError
+from lezero.optim import AdamW
+from lezero.train import speed
+from lezero.train.engine import Engine
+from lezero.train.loss import next_token_loss
+from lezero.train.precision import Precision
+
+CPU = torch.device("cpu")
+FIGURES = {"eager": (1.0, 1.0), "blocks": (10.0, 0.5), "step": (30.0, 0.4)}
+"""Made-up seconds of the first micro-batch and of each other one."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(torch.relu(self.norm(self.line(x).transpose(1, 2)).transpose(1, 2)))
+
+
+class PlainBlock(nn.Module):
+    """Quick to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x + torch.relu(self.line(x))
+
+
+class Model(nn.Module):
+    def __init__(self, noisy: bool = False, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.noisy = noisy
+        self.embed, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
+        self.layers = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, tokens):
+        if self.noisy:
+            random.random(), np.random.random(), torch.rand(3)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    tokens, targets = torch.randint(0, 11, (2, 4, 8), generator=generator)
+    return {"tokens": tokens, "targets": targets}
+
+
+def choose(model, decisions=None, asked="auto", steps=1000):
+    decisions = Decisions() if decisions is None else decisions
+    form = speed.choose(
+        model, next_token_loss, batch(), Precision("fp32", CPU), decisions, asked=asked,
+        asked_attention="torch", steps=steps, accumulate=1, seed=0,
+    )  # fmt: skip
+    name = form.name
+    form.undo()
+    return name, decisions.records["compile"]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The trial gives `FIGURES`, which a test may change; None fails, as a broken compiler does."""
+    given = dict(FIGURES)
+
+    def timed(self, form):
+        if given[form.name] is None:
+            raise RuntimeError("no C++ compiler found\nand more lines")
+        return given[form.name]
+
+    monkeypatch.setattr(speed._Trial, "_timed", timed)
+    return given
+
+
+def test_the_form_with_the_shortest_whole_run_is_chosen_and_recorded(figures):
+    name, record = choose(Model())
+    assert name == record.chosen == "step"
+    unit = "predicted s for the run"
+    assert record.candidates["eager"][unit] == 1000
+    assert record.candidates["blocks"][unit] == 9.5 + 500
+    assert record.candidates["step"][unit] == pytest.approx(29.6 + 400)
+    assert "1000 micro-batches ahead" in record.reason
+    assert not record.overridden
+
+
+def test_a_short_run_does_not_even_try(figures):
+    name, record = choose(Model(), steps=50)
+    assert name == "eager"
+    assert "not tried: the run takes about 50 s" in record.candidates["blocks"]["failed"]
+
+
+def test_compiling_that_gains_nothing_steps_aside(figures):
+    figures |= {"blocks": (5.0, 0.99), "step": (5.0, 1.2)}
+    name, record = choose(Model())
+    assert name == "eager"
+    assert "nothing beats 'eager' by 2%" in record.reason
+
+
+def test_a_form_that_does_not_work_loses(figures):
+    figures |= {"blocks": None, "step": None}
+    name, record = choose(Model())
+    assert name == "eager"
+    assert record.candidates["blocks"]["failed"] == "no C++ compiler found"
+
+
+def test_a_resumed_run_replays_and_the_user_overrides(figures):
+    _, record = choose(Model())
+    made = Decisions(records={"compile": record}).to_json()
+    figures |= {"eager": None, "step": None, "blocks": None}
+    name, again = choose(Model(), Decisions.from_json(made))
+    assert name == "step"
+    assert again.replayed
+    name, record = choose(Model(), Decisions.from_json(made), asked="off")
+    assert name == "eager"
+    assert record.overridden
+    assert choose(Model(), Decisions.from_json(made), asked="blocks")[0] == "blocks"
+
+
+def test_forms_that_cannot_be_are_refused():
+    with pytest.raises(ConfigError, match="compile: got 'fast', allowed is auto, off"):
+        choose(Model(), asked="fast")
+    with pytest.raises(ConfigError, match="compile: got 'blocks'"):
+        choose(nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11)), asked="blocks")
+
+
+def test_the_trial_leaves_gradients_buffers_and_generators_as_they_were():
+    model = Model(noisy=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    generators = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
+    name, record = choose(model, steps=20)
+    assert name == "eager"
+    assert record.candidates["eager"]["predicted s for the run"] > 0
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    for parameter, (gradient, copy) in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, copy)
+    assert random.getstate() == generators[0]
+    assert torch.equal(torch.get_rng_state(), generators[1])
+    assert np.array_equal(np.random.get_state()[1], generators[2])
+    assert all(layer._compiled_call_impl is None for layer in model.layers)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """What torch's compiler leaves behind by itself: a variable and a progress bar's thread."""
+    import tqdm
+
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "0")
+    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
+    yield
+    torch._dynamo.reset()
+
+
+def test_compiled_forms_give_the_numbers_of_the_eager_one_and_keep_names(compiler):
+    outcome = {}
+    for form in speed.FORMS:
+        torch.manual_seed(0)
+        model = Model(block=PlainBlock)
+        names = list(model.state_dict())
+        engine = Engine(
+            model, AdamW(model, lr=1e-2), loss=next_token_loss, precision="fp32", compile=form
+        )
+        losses = [engine.train_step(batch(i)).loss for i in range(3)]
+        assert list(model.state_dict()) == names
+        compiled = [layer._compiled_call_impl is not None for layer in model.layers]
+        assert all(compiled) if form == "blocks" else not any(compiled)
+        assert engine.decisions.records["compile"].overridden
+        outcome[form] = losses
+    assert outcome["blocks"] == pytest.approx(outcome["eager"], rel=1e-5)
+    assert outcome["step"] == pytest.approx(outcome["eager"], rel=1e-5)
+
+
+def test_repeated_blocks_are_the_longest_list_of_one_class():
+    model = Model()
+    assert speed.repeated_blocks(model) == list(model.layers)
+    assert speed.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+    assert speed.repeated_blocks(nn.Linear(2, 2)) == []
