@@ -26,7 +26,7 @@ import torch
 
 from lezero.core import facts
 from lezero.memory import HostPool
-from lezero.plan.arguments import argument_sets
+from lezero.plan.arguments import argument_sets, release
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import roughly, shrink, work_bytes
@@ -87,6 +87,7 @@ class OpTimes:
         if late:
             rate = self._rate()
             found |= {call.key: max(work_bytes(call) / rate, roughly(call)) for call in late}
+        release()
         self._save()
         return found
 
