@@ -204,10 +204,15 @@ def test_opcheck():
     )
 
 
-def test_formula_runs_where_the_kernel_does_not():
+def test_formula_runs_where_the_kernel_does_not(monkeypatch):
+    monkeypatch.setattr(native, "_loaded", False)
     tensors = case(1, 4, 2, 20, 20, 20, dtype=torch.float64)
     for error in errors(ours(*tensors, True), exact(*tensors, True)):
         assert error < 1e-12
+    tensors = case(2, 4, 2, 50, 50, 64)
+    with torch.autocast("cpu", BF16):
+        for error in errors(ours(*tensors, True), exact(*tensors, True)):
+            assert error < 0.005
     q, k, v, _ = (x.detach().requires_grad_() for x in case(1, 2, 1, 4, 5, 8, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda *x: attention(*x, causal=True), (q, k, v))
 
@@ -231,7 +236,7 @@ def test_nothing_is_built_without_the_instructions(monkeypatch):
     monkeypatch.setattr(native, "instruction_sets", lambda: ("avx2", "fma"))
     monkeypatch.setattr(native, "build", lambda *a: pytest.fail("built"))
     assert native.kernel_name() == ""
-    assert native.available.__wrapped__() is False
+    assert native._load() is False
 
 
 def test_a_failed_build_is_one_line_and_torch_serves(monkeypatch, caplog):
@@ -241,11 +246,12 @@ def test_a_failed_build_is_one_line_and_torch_serves(monkeypatch, caplog):
     monkeypatch.setattr(native, "instruction_sets", lambda: tuple(native._KERNELS[0].needs))
     monkeypatch.setattr(native, "build", fail)
     with caplog.at_level("WARNING"):
-        assert native.available.__wrapped__() is False
+        assert native._load() is False
     assert [r.getMessage() for r in caplog.records] == [
         "attention stays PyTorch's: no C compiler found"
     ]
-    monkeypatch.setattr(native, "available", lambda: False)
+    monkeypatch.setattr(native, "_loaded", None)
+    assert not available()
     q, k, v, g = case(1, 4, 2, 20, 20, 32)
     plain = torchs(q, k, v, g, True)
     same = run(lambda *x: scaled_dot_product_attention(*x, causal=True), (q, k, v), g)
@@ -289,6 +295,44 @@ def test_the_mode_redirects_what_fits_and_nothing_else():
 
 
 @needs_kernel
+def test_few_heads_on_many_cores_stay_torchs(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in case(1, 2, 2, 20, 20, 64)[:3])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    with FastAttention():
+        assert name_of(q, k, v) != "lezero"
+
+
+@needs_kernel
+def test_a_llama_of_transformers_uses_it_as_it_is():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 50, (2, 40))
+
+    def step(mode):
+        model.zero_grad()
+        with torch.autocast("cpu", BF16), mode(), torch.profiler.profile() as profile:
+            loss = model(tokens, labels=tokens).loss
+            loss.backward()
+        used = sum(e.count for e in profile.key_averages() if e.key == "lezero::attention")
+        return loss.item(), model.model.layers[0].self_attn.k_proj.weight.grad.clone(), used
+
+    loss, grad, used = step(FastAttention)
+    plain_loss, plain_grad, unused = step(nullcontext)
+    assert (used, unused) == (2, 0)
+    assert abs(loss - plain_loss) < 0.01
+    assert (grad - plain_grad).norm() < 0.03 * plain_grad.norm()
+
+
+@needs_kernel
 def test_the_mode_trains_like_torch_in_eager_and_compiled():
     class Block(torch.nn.Module):
         def __init__(self):
@@ -321,9 +365,13 @@ def test_the_mode_trains_like_torch_in_eager_and_compiled():
 
     plain, eager = step(nullcontext), step(FastAttention)
     compiled = step(FastAttention, count)
-    torch._dynamo.reset()
-    assert len(graphs) == 1
+    step(FastAttention, count)
+    assert len(graphs) == 1  # for all steps of both blocks
     assert "lezero.attention" in graphs[0].code
+    direct = torch.compile(scaled_dot_product_attention, fullgraph=True, backend=count)
+    direct(*(x.requires_grad_() for x in case(1, 2, 2, 9, 9, 32)[:3]), causal=True)
+    torch._dynamo.reset()
+    assert "lezero.attention" in graphs[1].code
     for mine, theirs in zip(eager, plain, strict=True):
         assert (mine - theirs).norm() < 0.01 * theirs.norm()
     for mine, theirs in zip(compiled, eager, strict=True):

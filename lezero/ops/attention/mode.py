@@ -11,6 +11,10 @@ is needed), with no mask, no dropout, a head dim that is a multiple of 32 and en
 threads. Any other call, and every other function, goes where it went before. Keep the mode on
 around the backward pass too when activations are recomputed there, so that both passes take the
 same way.
+
+[Note: few heads on many cores]
+The kernel splits its work by sample and key/value head, torch's also by query. With few heads on
+many cores torch's may win, although each of its threads is about four times slower.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class FastAttention(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.on = native.available()
+        self.threads = torch.get_num_threads()  # here, since torch.compile cannot trace it
 
     def __torch_function__(
         self,
@@ -48,7 +53,7 @@ class FastAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _SDPA and self.on:
-            return _attend(*args, **kwargs)
+            return _attend(self.threads, *args, **kwargs)
         if func is torch.Tensor.unflatten and torch.compiler.is_compiling():
             # Its Python body calls super(), which Dynamo cannot trace below a mode.
             return torch.unflatten(*args, **kwargs)
@@ -64,11 +69,13 @@ def scaled_dot_product_attention(
     """
     gqa = q_BHME.shape[-3] != k_BGNE.shape[-3]
     if native.available():
-        return _attend(q_BHME, k_BGNE, v_BGNE, is_causal=causal, enable_gqa=gqa)
+        threads = 1 if torch.compiler.is_compiling() else torch.get_num_threads()
+        return _attend(threads, q_BHME, k_BGNE, v_BGNE, is_causal=causal, enable_gqa=gqa)
     return _SDPA(q_BHME, k_BGNE, v_BGNE, is_causal=causal, enable_gqa=gqa)
 
 
 def _attend(
+    threads: int,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -88,7 +95,8 @@ def _attend(
         and shapes_fit(query, key, value)
         and query.shape[3] in HEAD_DIMS
         and (enable_gqa or query.shape[1] == key.shape[1])
-        and _busy(query.shape[0] * key.shape[1])
+        # See [Note: few heads on many cores].
+        and 2 * query.shape[0] * key.shape[1] >= threads
     ):
         narrow = (x.to(torch.bfloat16) for x in (query, key, value))
         factor = query.shape[3] ** -0.5 if scale is None else scale
@@ -116,9 +124,3 @@ def _computed_in_bf16(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return autocast == torch.bfloat16 and all(
         x.dtype in (torch.bfloat16, torch.float32) for x in tensors
     )
-
-
-def _busy(tasks: int) -> bool:
-    """The kernel splits its work by key/value head; torch's also by query, so with few heads on
-    many cores torch's may win although each of its threads is about four times slower."""
-    return 2 * tasks >= torch.get_num_threads()

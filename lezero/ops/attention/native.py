@@ -6,7 +6,6 @@ fastest first.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lezero.core.log import logger
 from lezero.ops.build import BuildError, Source, build
 
 _FOLDER = Path(__file__).parent
+_loaded: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,18 @@ def kernel_name() -> str:
     return next((kernel.name for kernel in _KERNELS if kernel.needs <= has), "")
 
 
-@functools.cache
 def available() -> bool:
     """True where the kernel runs: builds it (a few seconds, once a machine) and loads it.
 
     Where it cannot be built, one line of the log says why, and attention stays torch's.
     """
+    global _loaded  # not functools.cache, which torch.compile cannot trace
+    if _loaded is None:
+        _loaded = _load()
+    return _loaded
+
+
+def _load() -> bool:
     name = kernel_name()
     if not name:
         return False
