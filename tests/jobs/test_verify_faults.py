@@ -1,0 +1,300 @@
+"""Every seeded fault is caught and named: check, step and parameter."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from lezero.core.errors import NumericsError
+from lezero.data import Loader
+from lezero.jobs.verification import read
+from lezero.jobs.verify import verify
+from lezero.optim import AdamW
+from lezero.train import engine as engine_module
+from lezero.train import engine_state, recipe
+from lezero.train.engine import Engine
+from tests.jobs.verify_runs import STEPS, rank_verifies
+
+
+def weighted(weight, micros_of=lambda micros: micros):
+    """Engine._backward with another weight for each micro-batch."""
+
+    def backward(self, micros, counts, total):
+        summed = 0.0
+        used = micros_of(list(zip(micros, counts, strict=True)))
+        for micro, count in used:
+            with self.precision.autocast():
+                loss = self.loss(self.model, micro)
+            (loss * weight(count, total, len(micros))).backward()
+            summed += float(loss.detach()) * count
+        return summed / sum(count for _, count in used)
+
+    return lambda patch: patch.setattr(Engine, "_backward", backward)
+
+
+def engine_method(name, change):
+    """`change(original)` in place of a method of the engine."""
+    return lambda patch: patch.setattr(Engine, name, change(getattr(Engine, name)))
+
+
+def optimizer_made(change):
+    """`change(model, optimizer)` on the optimizer before the engine gets it."""
+
+    def seed(patch):
+        build = recipe.build_optimizer
+
+        def built(config, model):
+            optimizer = build(config, model)
+            change(model, optimizer)
+            return optimizer
+
+        patch.setattr(recipe, "build_optimizer", built)
+
+    return seed
+
+
+def forget(name):
+    def change(model, optimizer):
+        lost = dict(model.named_parameters())[name]
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p is not lost]
+
+    return change
+
+
+def loader_method(name, change):
+    return lambda patch: patch.setattr(Loader, name, change(getattr(Loader, name)))
+
+
+def shifted(seek):
+    def changed(self, state):
+        seek(self, state)
+        self.samples += 1
+
+    return changed
+
+
+def reseeded(seek):
+    def changed(self, state):
+        seek(self, state)
+        self.order = type(self.order)(self.order.seed + 1, self.order.length)
+
+    return changed
+
+
+def repeats(following):
+    """The loader forgets to go on after its second batch."""
+
+    def changed(self):
+        batch = following(self)
+        if self.samples == 3 * self.batch:
+            self.samples -= self.batch
+        return batch
+
+    return changed
+
+
+def decay_everything(model, optimizer):
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1
+
+
+def frozen(patch):
+    build = recipe.build_model
+
+    def built(config, vocab):
+        model = build(config, vocab)
+        model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        return model
+
+    patch.setattr(recipe, "build_model", built)
+
+
+def late(set_lr):
+    """The engine reports the right rate and trains with another one."""
+
+    def changed(self):
+        lr = set_lr(self)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * 1.01
+        return lr
+
+    return changed
+
+
+def unclipped(update):
+    def changed(self, *arguments):
+        self.clip = None
+        return update(self, *arguments)
+
+    return changed
+
+
+def one_step_ahead(set_lr):
+    def changed(self):
+        self.step += 1
+        lr = set_lr(self)
+        self.step -= 1
+        return lr
+
+    return changed
+
+
+def forgets(*keys):
+    """A resume that does not bring back part of the state."""
+
+    def seed(patch):
+        restore = engine_state.restore
+
+        def changed(engine, loaded):
+            documents = restore(engine, loaded)
+            for state in engine.optimizer.state.values() if "moments" in keys else ():
+                state["exp_avg"].zero_()
+            if "step" in keys:
+                engine.step -= 1
+            if "seed" in keys:
+                engine.clip = 1e-3
+            return documents
+
+        patch.setattr(engine_state, "restore", changed)
+
+    return seed
+
+
+def skips_a_step(patch):
+    seen = []
+
+    def finite(value):
+        seen.append(value)
+        return len(seen) != 2  # the norm of the first step
+
+    patch.setattr(engine_module, "_is_finite", finite)
+    patch.setattr(Engine, "_culprit", lambda self, micros: "nowhere")
+
+
+MEANS = weighted(lambda count, total, parts: 1 / parts)
+UNDIVIDED = weighted(lambda count, total, parts: 1.0)
+FIRST, UP = "embed_tokens.weight", "layers.1.mlp.up_proj.weight"
+NORM = "layers.0.input_layernorm.weight"
+
+FAULTS = {
+    "accumulation: mean of means": (MEANS, "gradient", 1, FIRST),
+    "accumulation: not divided": (UNDIVIDED, "gradient", 1, FIRST),
+    "accumulation: last micro-batch lost": (
+        weighted(lambda count, total, parts: count / total, lambda pairs: pairs[:-1]),
+        "loss", 1, None,
+    ),
+    "loss: reported as the sum": (
+        engine_method("_backward", lambda made: lambda *a: 2 * made(*a)), "loss", 1, None,
+    ),
+    "parameter: not in the optimizer": (optimizer_made(forget(UP)), "update", 1, UP),
+    "parameter: frozen": (frozen, "gradient", 1, "layers.0.mlp.up_proj.weight"),
+    "resume: data order shifted": (loader_method("seek", shifted), "resume: data order", 3, None),
+    "resume: data order reseeded": (loader_method("seek", reseeded), "resume: data order", 3, None),
+    "resume: moments lost": (
+        forgets("moments"), "resume: state", 3, f"{FIRST} (exp_avg)",
+    ),
+    "resume: step lost": (forgets("step"), "resume: learning rate", 3, None),
+    "resume: clips otherwise": (forgets("seed"), "resume: parameters", 3, FIRST),
+    "data order: a batch repeats": (loader_method("__next__", repeats), "data order", 4, None),
+    "schedule: one step ahead": (
+        engine_method("_set_lr", one_step_ahead), "learning rate", 1, None,
+    ),
+    "schedule: told, not done": (engine_method("_set_lr", late), "update", 1, FIRST),
+    "decay: norms too": (optimizer_made(decay_everything), "update", 1, FIRST),
+    "betas: swapped": (
+        optimizer_made(lambda _, made: made.param_groups[0].update(betas=(0.95, 0.9))),
+        "update", 2, "layers.0.self_attn.q_proj.weight",
+    ),
+    "clip: ignored": (
+        engine_method("_update", unclipped), "clipping", 1, FIRST,
+    ),
+    "gradients: kept from the step before": (
+        lambda patch: patch.setattr(AdamW, "zero_grad", lambda *a, **k: None), "gradient", 2, FIRST,
+    ),
+    "norm: reported wrong": (
+        engine_method("_gradient_norm", lambda made: lambda self: 1.001 * made(self)),
+        "gradient norm", 1, None,
+    ),
+    "a finite step skipped": (skips_a_step, "skipped step", 1, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_caught_and_named(run, monkeypatch, name):
+    seed, check, step, parameter = FAULTS[name]
+    seed(monkeypatch)
+    found = verify(run(accumulate=4), STEPS)
+    assert found.verdict == "parts"
+    assert not found.ok
+    assert found.first is not None
+    assert (found.first.check, found.first.step, found.first.parameter) == (check, step, parameter)
+    assert f"step {step}, {check}" in found.summary
+    assert parameter is None or parameter in found.summary
+    with pytest.raises(NumericsError, match=f"^parts from plain PyTorch at step {step}, {check}"):
+        found.require()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulation: mean of means", "accumulation: not divided", "decay: norms too",
+        "parameter: not in the optimizer", "resume: data order shifted", "schedule: told, not done",
+    ],
+)  # fmt: skip
+def test_bf16_hides_no_fault(run, monkeypatch, name):
+    seed, check, step, parameter = FAULTS[name]
+    seed(monkeypatch)
+    found = verify(run(accumulate=4, precision="bf16"), STEPS)
+    assert found.first is not None
+    assert (found.first.check, found.first.step, found.first.parameter) == (check, step, parameter)
+
+
+def test_what_is_said_of_a_fault(run, monkeypatch):
+    UNDIVIDED(monkeypatch)
+    found = verify(run(accumulate=4), 2)
+    assert "and 20 more" in found.summary
+    assert "loss difference" in found.summary
+    assert "its norm is" in found.summary
+
+
+def test_what_is_said_of_moved_samples(run, monkeypatch):
+    loader_method("seek", shifted)(monkeypatch)
+    found = verify(run(), STEPS)
+    assert "where sample 8 belongs, there is sample 9" in found.summary
+
+
+# several ranks -----------------------------------------------------------------------------
+
+
+def never_meet(patch):
+    patch.setattr(Engine, "_sync", lambda self, last: self._wrapped.no_sync())
+
+
+def second_rank_reads_elsewhere(patch):
+    mine = Loader.mine
+
+    def changed(self, start):
+        return mine(self, start + self.rank)
+
+    patch.setattr(Loader, "mine", changed)
+
+
+def test_faults_of_two_ranks(ranks, text, tmp_path):
+    env = {"LEZERO_CACHE": str(text / "cache")}
+    for _, first, *_ in ranks(
+        2, rank_verifies, text, tmp_path, never_meet, 1, timeout_s=180, env=env
+    ):
+        assert first.startswith("step 1, gradient of embed_tokens.weight")
+    told = ranks(
+        2, rank_verifies, text, tmp_path, second_rank_reads_elsewhere, 1, timeout_s=180, env=env
+    )
+    for _, first, *_ in told:
+        assert first == "step 1, data order: where sample 2 belongs, there is sample 3 (rank 1)"
+
+
+def test_the_record_travels(run, monkeypatch):
+    MEANS(monkeypatch)
+    found = verify(run(), 2)
+    assert read(json.loads(json.dumps(asdict(found)))) == found
+    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["ok"] is False
