@@ -186,6 +186,9 @@ def memory_of(trace: Trace, spec: StepSpec) -> tuple[int, dict[str, int]]:
         )
         parts["pool" if spec.pool else "allocator"] = resident - live
         parts["libraries"] = _LIBRARY_BYTES[spec.precision]
+    if spec.saves:
+        state = trace.state_bytes
+        parts["checkpoint"] = state[kinds.PARAMETER] + state[kinds.OPTIMIZER]
     return sum(parts.values()), parts
 
 

@@ -32,8 +32,9 @@ class StepSpec:
     ranks_here: how many of them share this machine (default: all). pool: host memory pool on.
     clip: whether gradients are clipped. optimizer: `model -> optimizer` (default: LeZero's AdamW).
     loss: `(model, batch) -> mean loss` (default: next-token cross-entropy in fp32). inputs:
-    `(batch, tokens) -> batch` (default: {"tokens", "targets"} of int64 (B,T)). steps: how many the
-    run makes, where known. device: kind of device it runs on.
+    `(batch, tokens) -> batch` (default: {"tokens", "targets"} of int64 (B,T)). saves: whether
+    the rank writes checkpoints, whose copy stays in host memory. steps: how many the run makes,
+    where known. device: kind of device it runs on.
 
     Raises `ConfigError` for a value that is not allowed.
     """
@@ -50,6 +51,7 @@ class StepSpec:
     optimizer: MakeOptimizer | None = None
     loss: Loss | None = None
     inputs: Inputs | None = None
+    saves: bool = False
     steps: int | None = None
     device: str = "cpu"
 

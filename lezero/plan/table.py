@@ -13,6 +13,7 @@ _MEANING = {
     "pool": "kept by the host pool, and holes between blocks",
     "allocator": "holes between blocks",
     "libraries": "kernels' own code and scratch",
+    "checkpoint": "copy in host memory while one is written",
 }
 _TIMES = {
     "forward": "forward",
