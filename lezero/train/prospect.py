@@ -39,9 +39,9 @@ def foresee(config: RunConfig, vocab: int, folder: RunFolder) -> Prospect:
     if groups.is_main():
         machine = hardware()
         folder.write_json("hardware.json", machine.to_dict())
-        made = forecast(build, spec, machine)
-        folder.write_json("forecast.json", made.to_dict())
         try:
+            made = forecast(build, spec, machine)
+            folder.write_json("forecast.json", made.to_dict())
             made.require_fit()
             answer = vars(Prospect(made.memory_bytes, made.step_seconds, made.flops, made.ceiling))
         except CapacityError as error:

@@ -19,10 +19,11 @@ from lezero.data import Data, EvalLoader, Loader, prepare
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
 from lezero.optim import AdamW
 from lezero.plan import StepSpec
-from lezero.train.config import RunConfig
+from lezero.train.config import ModelConfig, RunConfig
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
 from lezero.train.precision import resolve
+from lezero.train.room import require_room
 
 
 def check(config: RunConfig) -> None:
@@ -34,20 +35,23 @@ def check(config: RunConfig) -> None:
 
 def model_config(config: RunConfig, vocab: int) -> TransformerConfig:
     """The model's full shape; checks that it can read the run's sequences."""
-    if config.model.folder is not None:
-        shape = read_config(config.model.folder)
-        if shape.vocab < vocab:
-            raise ConfigError(
-                f"model.folder: the model has {shape.vocab} tokens and the tokenizer {vocab}; "
-                f"use the model's own: data.tokenizer={{folder: {config.model.folder}}}"
-            )
-    else:
-        shape = config.model.transformer(vocab, config.data.sequence)
+    shape = _shape(config, config.model, vocab)
+    if config.model.folder is not None and shape.vocab < vocab:
+        raise ConfigError(
+            f"model.folder: the model has {shape.vocab} tokens and the tokenizer {vocab}; "
+            f"use the model's own: data.tokenizer={{folder: {config.model.folder}}}"
+        )
     if shape.longest < config.data.sequence:
         raise ConfigError(
             f"data.sequence: got {config.data.sequence}, the model reads at most {shape.longest}"
         )
     return shape
+
+
+def _shape(config: RunConfig, model: ModelConfig, vocab: int) -> TransformerConfig:
+    if model.folder is not None:
+        return read_config(model.folder)
+    return model.transformer(vocab, config.data.sequence)
 
 
 def build_model(config: RunConfig, vocab: int) -> Transformer:
@@ -112,10 +116,12 @@ def plan_inputs(
 ) -> tuple[Callable[[], nn.Module], StepSpec]:
     """What the forecast needs: a builder of the model (call it in a fake mode) and the step.
 
-    Without `vocab` the tokenizer's size is taken from the config, as if training reached it.
+    Without `vocab` the tokenizer's size is taken from the config, as if training reached it. The
+    builder raises `CapacityError` for a model whose state alone cannot fit.
     """
     world = groups.world_size() if world is None else world
-    shape = model_config(config, planned_vocab(config) if vocab is None else vocab)
+    entries = planned_vocab(config) if vocab is None else vocab
+    shape = model_config(config, entries)
     place = device.device()
     precision = resolve(config.train.precision, place, Decisions())
     spec = StepSpec(
@@ -129,10 +135,16 @@ def plan_inputs(
         clip=config.train.clip is not None,
         optimizer=lambda model: build_optimizer(config, model),
         loss=next_token_loss,
+        saves=config.checkpoint.every > 0,
         steps=config.train.steps,
         device=place.type,
     )
-    return lambda: Transformer(shape), spec
+
+    def build() -> nn.Module:
+        require_room(config.model, lambda model: _shape(config, model, entries), spec)
+        return Transformer(shape)
+
+    return build, spec
 
 
 def planned_vocab(config: RunConfig) -> int:
