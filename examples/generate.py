@@ -8,9 +8,7 @@ def main():
     try:
         path = packaged_gguf()
         tokenizer = gguf_tokenizer(path)
-    except (
-        LeZeroError
-    ) as error:  # the package or an extra is missing; the text says how to get it
+    except LeZeroError as error:  # the package or an extra is missing; the text says how to get it
         print(error)
         return
     model = load_gguf(path)
