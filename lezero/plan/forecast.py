@@ -149,7 +149,7 @@ def forecast(
         step_seconds=seconds,
         time_parts=time_parts,
         flops=_flops_of(trace, spec) * spec.neighbours,
-        ceiling=_ceiling(hardware, spec.precision),
+        ceiling=_ceiling(hardware, spec),
         limit_bytes=limit,
         parameters=trace.parameters,
         tokens_per_step=spec.tokens_per_step,
@@ -222,10 +222,15 @@ def _flops_of(trace: Trace, spec: StepSpec) -> float:
     return total
 
 
-def _ceiling(hardware: Any, precision: str) -> float | None:
+def _ceiling(hardware: Any, spec: StepSpec) -> float | None:
+    """The measured GEMM rate of all ranks here: ceilings are measured with one rank's threads."""
     ceilings = getattr(hardware, "ceilings", hardware)
-    found = getattr(ceilings, f"gemm_{precision}", None)
-    return float(found) if found else None
+    found = getattr(ceilings, f"gemm_{spec.precision}", None)
+    if not found:
+        return None
+    threads = getattr(ceilings, "threads", None) or facts.usable_cores()
+    at_once = max(1, min(spec.neighbours, facts.usable_cores() // threads))
+    return float(found) * (at_once if spec.device == "cpu" else spec.neighbours)
 
 
 def size(count: float) -> str:
