@@ -204,7 +204,8 @@ class Trainer:
         if self.validation is not None and (step % config.validation.every == 0 or last):
             self.last_validation = self.engine.evaluate(self.validation)
             self._tell("on_validation", self.last_validation)
-            if self.best is None or self.last_validation < self.best:
+            better = self.best is None or self.last_validation < self.best
+            if better and math.isfinite(self.last_validation):
                 self.best = self.last_validation
                 if config.checkpoint.every:
                     self.save("best")

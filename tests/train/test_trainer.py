@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lezero import checkpoint
-from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.core.errors import ConfigError, CorruptError, FileError, NumericsError
 from lezero.files import list_generations, read_generation, step_of
 from lezero.train import Callback, RunConfig, Trainer, TrainResult
 from lezero.train.metrics import read_metrics
@@ -299,6 +299,21 @@ def test_a_callback_that_raises_ends_the_run_cleanly(tmp_path):
     assert result.exit_status == 0
 
 
+def test_a_run_that_stays_non_finite_ends_clearly_and_its_checkpoints_are_unharmed(tmp_path):
+    def poison(trainer):
+        trainer.model.layers[1].mlp.gate_proj.weight.data[0, 0] = math.nan
+
+    recorder = Recorder(at7=poison)
+    with pytest.raises(NumericsError, match=r"layers\.1.*non-finite step in a row"):
+        train(tmp_path, recorder, train__max_skipped=3, validation={"every": 1, "batches": 1})
+    assert recorder.calls[-1] == ("end",)
+    metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert sorted(metrics.skipped) == [8, 9]
+    newest = checkpoint.load(tmp_path / "run")
+    assert newest.step == 6, "the best one; a loss of NaN is never better"
+    assert all(torch.isfinite(t).all() for t in newest.section("model").values())
+
+
 def test_a_callback_may_stop_the_run(tmp_path):
     recorder = Recorder(at3=lambda trainer: trainer.engine.request_stop())
     result, _ = train(tmp_path, recorder)
@@ -349,32 +364,36 @@ def test_prompts_and_responses_train_on_the_responses(tmp_path):
     assert result.loss < metrics.column("loss")[0]
 
 
-def start_lz(config_file: Path) -> subprocess.Popen[str]:
+def start_lz(*words: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "lezero", "train", str(config_file)],
+        [sys.executable, "-m", "lezero", *map(str, words)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 def test_sigterm_and_ctrl_c_save_and_a_later_start_resumes(tmp_path):
     started = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        folder = tmp_path / number.name
+    for launcher, number in (
+        ((), signal.SIGTERM),
+        ((), signal.SIGINT),
+        (("launch", "-n", 2, "--oversubscribe", "-m", "lezero"), signal.SIGTERM),
+    ):
+        folder = tmp_path / str(len(started))
         folder.mkdir()
         many = write_config(
             folder, train__steps=100_000, checkpoint={"every": 0}, validation={"every": 0}
         )
-        started.append((folder, number, start_lz(many)))
+        started.append((folder, number, start_lz(*launcher, "train", many)))
     for folder, number, process in started:
         metrics = folder / "run/metrics.jsonl"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (metrics.exists() and metrics.read_text().count("\n") > 3):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(number)
     for folder, number, process in started:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number, err
         assert "Traceback" not in err
         assert "asked to stop: saving step" in out
