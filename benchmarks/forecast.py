@@ -1,8 +1,8 @@
 """Forecast against measured: peak memory and step time of real runs of the engine.
 
 Claim: memory within 10%, time within 25%, for three sizes of model in two precisions and at
-different batch shapes. Each configuration is first forecast, then trained by the engine in a
-process of its own, where peak resident memory above imports and the median step are measured.
+different batch shapes. All configurations are forecast first; then each is trained by the engine in
+a process of its own, where peak resident memory above imports and the median step are measured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def build(shape: dict[str, int]) -> Callable[[], Any]:
     return lambda: Transformer(config)
 
 
-def foreseen(shape: dict[str, int], precision: str) -> dict[str, float]:
+def foreseen(shape: dict[str, int], precision: str) -> dict[str, Any]:
     from lezero.plan import StepSpec, forecast
     from lezero.train.loss import next_token_loss
 
@@ -48,6 +48,7 @@ def foreseen(shape: dict[str, int], precision: str) -> dict[str, float]:
         "seconds": made.step_seconds,
         "took": made.made_in_seconds,
         "parameters": made.parameters,
+        "attention": made.attention,
     }
 
 
@@ -84,20 +85,20 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(options.threads)
-        shape = SIZES[options.size]
         if options.side == "forecast":
-            emit(**foreseen(shape, options.precision))
+            emit(**{f"{n} {p}": foreseen(SIZES[n], p) for n in SIZES for p in PRECISIONS})
         else:
-            emit(**measured(shape, options.precision, options.steps))
+            emit(**measured(SIZES[options.size], options.precision, options.steps))
         return
     rows = [["model", "precision", "batch", "memory", "forecast", "error", "step", "forecast",
              "error", "made in"]]  # fmt: skip
     memory_errors, time_errors = [], []
     steps = STEPS["quick" if options.quick else "full"]
+    foreseen_all = run(side(__file__, "forecast"), options.threads)
     for name, shape in SIZES.items():
         for precision in PRECISIONS:
             extra = ("--size", name, "--precision", precision, "--steps", str(steps))
-            ahead = run(side(__file__, "forecast", *extra), options.threads)
+            ahead = foreseen_all[f"{name} {precision}"]
             real = run(side(__file__, "engine", *extra), options.threads)
             memory = ahead["memory"] / real["memory"] - 1
             seconds = ahead["seconds"] / real["seconds"] - 1

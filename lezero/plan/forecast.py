@@ -16,6 +16,7 @@ from typing import Any
 
 from lezero.core import facts
 from lezero.core.errors import CapacityError
+from lezero.ops.attention import available
 from lezero.plan import trace as kinds
 from lezero.plan.heap import resident_bytes
 from lezero.plan.measure import OpTimes, as_in_a_step
@@ -29,7 +30,10 @@ _LIBRARY_BYTES = {"fp32": 18 << 20, "bf16": 32 << 20, "fp16": 32 << 20}
 """What torch's CPU kernels keep besides tensors (code made at run time, scratch, threads),
 measured with a model of a few kilobytes on torch 2.13."""
 _LINK_BYTES_PER_S = 1.2e9
-_DISPATCH_S = 6e-6
+_DISPATCH_S = 12e-6
+"""What autograd, autocast and the modules add to an operation, as measured on a small model."""
+_WORTH_A_TRIAL = 200
+"""Micro-batches from which on the engine tries another attention kernel."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Forecast:
     at the moment of the peak. state_bytes: whole size of parameters, gradients, optimizer state and
     buffers, whether or not all of it is there at the peak. step_seconds and time_parts: one
     optimizer step. flops: of matrix products and attention, one step of all ranks here; ceiling:
-    the machine's measured rate for them in FLOP/s, where known. limit_bytes: what one rank may use.
+    the machine's measured rate for them in FLOP/s, where known. attention: whose kernel computes
+    it. limit_bytes: what one rank may use.
     """
 
     memory_bytes: int
@@ -56,6 +61,7 @@ class Forecast:
     ranks: int
     precision: str
     form: str
+    attention: str = "torch"
     steps: int | None = None
     suggestions: tuple[str, ...] = ()
     made_in_seconds: float = 0.0
@@ -109,6 +115,7 @@ class Forecast:
             "ranks": self.ranks,
             "precision": self.precision,
             "form": self.form,
+            "attention": self.attention,
             "steps": self.steps,
             "stated_error": self.stated_error,
             "made_in_seconds": self.made_in_seconds,
@@ -133,9 +140,8 @@ def forecast(
     """
     started = time.perf_counter()
     limit = free_bytes(spec) if limit_bytes is None else limit_bytes
-    trace = trace_step(build, spec)
+    trace, attention, (seconds, time_parts) = _fastest(build, spec, budget_s)
     memory, parts = memory_of(trace, spec)
-    seconds, time_parts = _time_of(trace, spec, budget_s)
     suggestions: tuple[str, ...] = ()
     if memory > limit:
         from lezero.plan.capacity import suggest
@@ -156,10 +162,40 @@ def forecast(
         ranks=spec.ranks,
         precision=spec.precision,
         form=spec.form,
+        attention=attention,
         steps=spec.steps,
         suggestions=suggestions,
         made_in_seconds=time.perf_counter() - started,
     )
+
+
+def _fastest(
+    build: Build, spec: StepSpec, budget_s: float
+) -> tuple[Trace, str, tuple[float, dict[str, float]]]:
+    """The step with the attention kernel that it will use, and its time."""
+    tried = spec.attention != "torch" and may_use_ours(spec)
+    if tried and spec.attention == "lezero":
+        ours = trace_step(build, spec, fast_attention=True)
+        return ours, "lezero", _time_of(ours, spec, budget_s)
+    plain = trace_step(build, spec)
+    time_of_plain = _time_of(plain, spec, budget_s)
+    if not tried:
+        return plain, "torch", time_of_plain
+    ours = trace_step(build, spec, fast_attention=True)
+    if ours.calls.keys() == plain.calls.keys():
+        return plain, "torch", time_of_plain
+    time_of_ours = _time_of(ours, spec, budget_s)
+    if time_of_ours[0] < 0.99 * time_of_plain[0]:
+        return ours, "lezero", time_of_ours
+    return plain, "torch", time_of_plain
+
+
+def may_use_ours(spec: StepSpec) -> bool:
+    """Whether the engine would try LeZero's attention kernel for this step."""
+    if spec.precision != "bf16" or spec.device != "cpu":
+        return False
+    long_enough = spec.steps is None or spec.steps * spec.accumulate >= _WORTH_A_TRIAL
+    return (long_enough or spec.attention == "lezero") and available()
 
 
 def free_bytes(spec: StepSpec) -> int:

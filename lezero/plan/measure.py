@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -156,11 +157,11 @@ def time_call(call: Call, neighbours: int = 1) -> tuple[float, bool] | None:
 
 
 def _time(run: Callable[[], Any]) -> tuple[float, bool]:
-    """Best of a few runs after one that warms up; fewer of slow ones, more of quick ones.
+    """Median of a few runs after two that warm up; fewer of slow ones, more of quick ones.
 
-    The best, because what other programs add is no property of this machine. A run during which
-    one of our threads waited for a processor does not count, unless there is no other; then the
-    second value is False.
+    What other programs add is no property of this machine: a run during which one of our threads
+    waited for a processor does not count. When there is no other, the best of them is given, and
+    the second value is False.
     """
     run()
     begin = time.perf_counter()
@@ -178,7 +179,7 @@ def _time(run: Callable[[], Any]) -> tuple[float, bool]:
         wall = time.perf_counter() - begin
         longest = max((after - waited.get(t, after) for t, after in _waiting().items()), default=0)
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)
-    return min(quiet or disturbed), bool(quiet)
+    return statistics.median(quiet) if quiet else min(disturbed), bool(quiet)
 
 
 def _waiting() -> dict[str, float]:

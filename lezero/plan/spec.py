@@ -20,6 +20,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = ("eager", "blocks", "step")
+ATTENTIONS = ("auto", "torch", "lezero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class StepSpec:
     `(batch, tokens) -> batch` (default: {"tokens", "targets"} of int64 (B,T)). saves: whether
     the rank writes checkpoints, whose copy stays in host memory. steps: how many the run makes,
     where known. device: kind of device it runs on.
+
+    attention: whose kernel computes it, "torch" or "lezero"; "auto": the faster one by measurement,
+    as the engine chooses.
 
     Raises `ConfigError` for a value that is not allowed.
     """
@@ -52,6 +56,7 @@ class StepSpec:
     loss: Loss | None = None
     inputs: Inputs | None = None
     saves: bool = False
+    attention: str = "auto"
     steps: int | None = None
     device: str = "cpu"
 
@@ -65,6 +70,10 @@ class StepSpec:
             raise ConfigError(f"precision: got '{self.precision}', allowed is {allowed}")
         if self.form not in FORMS:
             raise ConfigError(f"form: got '{self.form}', allowed is {', '.join(FORMS)}")
+
+        if self.attention not in ATTENTIONS:
+            allowed = ", ".join(ATTENTIONS)
+            raise ConfigError(f"attention: got '{self.attention}', allowed is {allowed}")
 
     @property
     def neighbours(self) -> int:

@@ -31,7 +31,7 @@ def render(forecast: Forecast) -> str:
     ranks = "1 rank" if forecast.ranks == 1 else f"{forecast.ranks} ranks"
     lines = [
         f"{forecast.parameters / 1e6:,.1f}M parameters, {forecast.precision}, {forecast.form}, "
-        f"{ranks}, {forecast.tokens_per_step:,} tokens a step",
+        f"attention by {forecast.attention}, {ranks}, {forecast.tokens_per_step:,} tokens a step",
         "",
         f"Peak memory of a rank (±{memory_error:.0%})",
     ]

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.core.errors import ConfigError, LeZeroError
+from lezero.ops.attention import FastAttention
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
 
 PARAMETER, GRADIENT, OPTIMIZER, BUFFER = "parameters", "gradients", "optimizer", "buffers"
@@ -216,8 +217,10 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def trace_step(build: Build, spec: StepSpec) -> Trace:
+def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Trace:
     """Records two steps of the model that `build()` returns, on fake tensors.
+
+    fast_attention: LeZero's attention kernel takes the calls that fit it.
 
     Raises `ConfigError` when the step cannot run without real numbers, or nothing is trainable.
     """
@@ -227,7 +230,7 @@ def trace_step(build: Build, spec: StepSpec) -> Trace:
     recorder = _Recorder(trace)
     with FakeTensorMode(allow_non_fake_inputs=True), _untouched_random():
         try:
-            _run(build, spec, trace, recorder)
+            _run(build, spec, trace, recorder, fast_attention)
         except LeZeroError:
             raise
         except Exception as error:
@@ -240,7 +243,9 @@ def trace_step(build: Build, spec: StepSpec) -> Trace:
     return trace
 
 
-def _run(build: Build, spec: StepSpec, trace: Trace, recorder: _Recorder) -> None:
+def _run(
+    build: Build, spec: StepSpec, trace: Trace, recorder: _Recorder, fast_attention: bool
+) -> None:
     with torch.device(spec.device):
         model = build()
     model.train()
@@ -261,7 +266,8 @@ def _run(build: Build, spec: StepSpec, trace: Trace, recorder: _Recorder) -> Non
     optimizer = spec.make_optimizer(model)
     for timed in (False, True):
         trace.bounds.append(len(trace.events))
-        _one_step(model, optimizer, spec, recorder, timed, buckets)
+        with FastAttention() if fast_attention else nullcontext():
+            _one_step(model, optimizer, spec, recorder, timed, buckets)
     trace.bounds.append(len(trace.events))
     states = [s for state in optimizer.state.values() for s in _tensors(list(state.values()))]
     trace.state_bytes[OPTIMIZER] = sum(_nbytes(s) for s in states)

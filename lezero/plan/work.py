@@ -41,7 +41,7 @@ def flops(call: Call) -> float:
 
 def attention_flops(call: Call) -> float:
     """Floating-point operations of fused attention: two products forward, five backward."""
-    if not call.key.startswith("aten._scaled_dot_product"):
+    if not call.key.startswith(("aten._scaled_dot_product", "lezero.attention.")):
         return 0.0
     found = list(tensor_facts(call.args))
     backward = "backward" in call.key.split("(", 1)[0]

@@ -14,6 +14,7 @@ from torch import nn
 from lezero.core.errors import CapacityError, ConfigError
 from lezero.memory.pool import _libc
 from lezero.models import Transformer, TransformerConfig
+from lezero.ops.attention import available
 from lezero.plan import Forecast, StepSpec, forecast, measure
 from lezero.plan.forecast import STATED_ERROR
 from lezero.plan.table import duration, render
@@ -130,6 +131,22 @@ def test_half_precision_keeps_smaller_activations() -> None:
     assert bf16.state_bytes == fp32.state_bytes
 
 
+@pytest.mark.skipif(not available(), reason="needs AVX512-BF16 and a compiler")
+def test_the_step_is_priced_with_the_attention_kernel_that_it_will_use() -> None:
+    def build() -> nn.Module:
+        return Transformer(TransformerConfig(vocab=64, dim=64, layers=1, heads=2, context=64))
+
+    named = {
+        name: foresee(build, precision="bf16", attention=name, budget_s=60.0)
+        for name in ("torch", "lezero")
+    }
+    assert {name: made.attention for name, made in named.items()} == {n: n for n in named}
+    # fp32 attention is torch's, whatever is asked for
+    assert foresee(build, attention="lezero").attention == "torch"
+    # too few micro-batches to earn a trial of kernels back
+    assert foresee(build, precision="bf16", steps=10).attention == "torch"
+
+
 def test_the_random_generator_is_not_moved() -> None:
     torch.manual_seed(3)
     expected = torch.rand(4)
@@ -193,7 +210,14 @@ def test_what_fits_raises_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("batch", 0), ("tokens", -1), ("accumulate", 1.5), ("precision", "fp8"), ("form", "fast")],
+    [
+        ("batch", 0),
+        ("tokens", -1),
+        ("accumulate", 1.5),
+        ("precision", "fp8"),
+        ("form", "fast"),
+        ("attention", "mine"),
+    ],
 )
 def test_bad_steps_are_named(field: str, value: object) -> None:
     with pytest.raises(ConfigError, match=field):
