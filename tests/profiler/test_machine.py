@@ -70,6 +70,6 @@ def test_a_failed_measurement_is_a_warning(
 
 
 def test_the_function_survives_the_import_of_its_module() -> None:
-    import lezero.profiler.hardware
+    import lezero.profiler.machine
 
-    assert lezero.profiler.hardware is hardware
+    assert lezero.profiler.machine is hardware
