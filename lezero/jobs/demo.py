@@ -27,7 +27,7 @@ from lezero.elastic import LaunchConfig, launch
 from lezero.jobs.doctor import summary_lines
 from lezero.plan import forecast
 from lezero.plan.table import render
-from lezero.profiler.machine import hardware
+from lezero.profiler.hardware import hardware
 from lezero.train import RunConfig
 from lezero.train.metrics import Metrics, read_metrics
 from lezero.train.recipe import plan_inputs

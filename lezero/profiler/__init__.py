@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from lezero.core.lazy import lazy
 
 # Not lazy: `hardware` is also the name of its module, which a later import would put in its place.
-from lezero.profiler.machine import Hardware, hardware
+from lezero.profiler.hardware import Hardware, hardware
 
 if TYPE_CHECKING:
     from lezero.profiler.ceilings import Ceilings as Ceilings

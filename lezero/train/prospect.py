@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lezero.core import groups
 from lezero.core.errors import CapacityError
 from lezero.plan import forecast
-from lezero.profiler.machine import hardware
+from lezero.profiler.hardware import hardware
 from lezero.train import recipe
 from lezero.train.config import RunConfig
 from lezero.train.run_folder import RunFolder

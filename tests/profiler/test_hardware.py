@@ -70,6 +70,6 @@ def test_a_failed_measurement_is_a_warning(
 
 
 def test_the_function_survives_the_import_of_its_module() -> None:
-    import lezero.profiler.machine
+    import lezero.profiler.hardware
 
-    assert lezero.profiler.machine is hardware
+    assert lezero.profiler.hardware is hardware
