@@ -136,6 +136,7 @@ def plan_inputs(
         optimizer=lambda model: build_optimizer(config, model),
         loss=next_token_loss,
         saves=config.checkpoint.every > 0,
+        attention=config.train.attention,
         steps=config.train.steps,
         device=place.type,
     )
