@@ -139,5 +139,5 @@ def resume(quick: bool) -> tuple[bool, int]:
                 found = [str(error)]
         equal = equal and not found
         said = "equal" if not found else f"DIFFERENT: {', '.join(found[:5])}"
-        print(f"{case!s:32}{said}  ({time.monotonic() - began:.0f} s)", flush=True)
+        print(f"{case!s:36}{said}  ({time.monotonic() - began:.0f} s)", flush=True)
     return equal, len(cases)
