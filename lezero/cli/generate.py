@@ -11,7 +11,12 @@ import typer
 def generate(
     model: Annotated[str, typer.Argument(help="A run, a Hugging Face folder or a .gguf file.")],
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue.")] = "",
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="Most new tokens.")] = 128,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens", "-n", help="Most new tokens; 128, or what the context has room for."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = 50,
     top_p: Annotated[float | None, typer.Option(help="Draw from this share of chance.")] = None,

@@ -117,6 +117,7 @@ class Engine:
         """
         started = time.perf_counter()
         self.model.train()
+        self.model.zero_grad(set_to_none=True)  # whatever a caller or a failed step has left
         micros = [to_device(micro, self.place) for micro in split(batch, self.accumulate)]
         counts = [self.count(micro) for micro in micros]
         total, stop = self._agree(sum(counts))
@@ -241,10 +242,15 @@ class Engine:
 
     def _gradient_norm(self) -> float:
         self.precision.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = self._gradients()
         if not gradients:
             raise OrderError("the loss reached no parameter: nothing has a gradient")
         return float(nn.utils.get_total_norm(gradients))
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Those of the parameters that the optimizer updates; others do not count."""
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [p.grad for p in held if p.grad is not None]
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""
@@ -254,7 +260,7 @@ class Engine:
             self.skipped_in_a_row = 0
             if self.clip is not None and norm > self.clip:
                 torch._foreach_mul_(
-                    [p.grad for p in self.model.parameters() if p.grad is not None],
+                    self._gradients(),
                     self.clip / (norm + 1e-6),  # as torch's clip_grad_norm_
                 )
             self.precision.scaler.step(self.optimizer)
@@ -263,7 +269,7 @@ class Engine:
         else:
             skipped = self._blame(micros, loss, norm)
         self.precision.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         return skipped
 
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
@@ -274,7 +280,7 @@ class Engine:
         text = f"step {self.step + 1}: {what} is {value}; first at the {culprit}"
         if self.skipped_in_a_row >= self.max_skipped:
             raise NumericsError(
-                f"{text}. That is the {self.skipped_in_a_row}th non-finite step in a row "
+                f"{text}. That is non-finite step {self.skipped_in_a_row} in a row "
                 f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
                 "check the data of this step; the last checkpoint is unharmed."
             )
@@ -331,6 +337,8 @@ def _check(
         raise ConfigError(f"max_skipped: got {max_skipped}, allowed is 1 or more")
     if schedule is not None and schedule.kind != "constant" and not total_steps:
         raise ConfigError(f"schedule '{schedule.kind}' needs total_steps to know where it ends")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("the model has nothing to train: no parameter requires a gradient")
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = sum(id(p) not in own for p in held)

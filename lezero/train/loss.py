@@ -83,7 +83,8 @@ def _tokens(batch: Batch) -> int:
         return int((batch["targets"] != IGNORED).sum())
     if isinstance(batch, Mapping) and "labels" in batch:
         labels = batch["labels"]
-        return int(((labels[:, 1:] if labels.ndim > 1 else labels) != IGNORED).sum())
+        shifted = labels.ndim == 2 and labels.shape[1] > 1 and not labels.is_floating_point()
+        return int(((labels[:, 1:] if shifted else labels) != IGNORED).sum())
     raise ConfigError(
         "counted in tokens, but the batch has neither 'targets' nor 'labels'; "
         "use counted='samples' or give a function count(batch) -> int"
@@ -92,7 +93,7 @@ def _tokens(batch: Batch) -> int:
 
 def _samples(batch: Batch) -> int:
     tensors = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if isinstance(tensors, torch.Tensor):
+    if not isinstance(tensors, list | tuple):
         tensors = [tensors]
     for item in tensors:
         if isinstance(item, torch.Tensor) and item.ndim:
@@ -128,7 +129,7 @@ def _slice(batch: Batch, begin: int, end: int) -> Batch:
     if isinstance(batch, Mapping):
         return {key: _slice(value, begin, end) for key, value in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return type(batch)(_slice(value, begin, end) for value in batch)  # type: ignore[call-arg]
+        return _like(batch, [_slice(value, begin, end) for value in batch])
     return batch
 
 
@@ -139,5 +140,10 @@ def to_device(batch: Batch, place: torch.device) -> Batch:
     if isinstance(batch, Mapping):
         return {key: to_device(value, place) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, place) for value in batch)
+        return _like(batch, [to_device(value, place) for value in batch])
     return batch
+
+
+def _like(batch: Any, values: list[Any]) -> Any:
+    """`values` in a sequence of the batch's own type; a named tuple takes them one by one."""
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)

@@ -32,21 +32,27 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.report = path / "report.html"
 
-    def create(self, config: RunConfig) -> None:
-        """Makes the folder and writes the resolved config; `FileError` when that cannot be."""
-        import yaml
-
+    def create(self) -> None:
+        """Makes the folder; `FileError` on every rank when it cannot be written."""
         problem = ""
         if groups.is_main():
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
-                text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
-                write_aside(self.path / "config.yaml", text)
+                write_aside(self.path / ".writable", "")
+                (self.path / ".writable").unlink()
             except OSError as error:
                 problem = f"run: {self.path} cannot be written ({error.strerror or error})"
         problem = groups.broadcast_object(problem)
         if problem:
             raise FileError(problem)
+
+    def write_config(self, config: RunConfig) -> None:
+        """Writes the resolved config."""
+        import yaml
+
+        if groups.is_main():
+            text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
+            write_aside(self.path / "config.yaml", text)
 
     def write_json(self, name: str, data: Any) -> None:
         if groups.is_main():

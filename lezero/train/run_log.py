@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lezero.core import device, groups
 from lezero.core.errors import FileError
 from lezero.profiler.memory import peak_rss, reset_peak_rss, rss
+from lezero.report.units import count
 from lezero.train.callbacks import Callback
 from lezero.train.live import LiveView, RunInfo
 from lezero.train.metrics import MetricsWriter, StepRecord, TensorBoardSink
@@ -57,7 +58,7 @@ class RunLog(Callback):
                 name=self.folder.path.name,
                 total_steps=config.train.steps,
                 first_step=engine.step,
-                model=f"{parameters / 1e6:.1f}M parameters",
+                model=f"{count(parameters)} parameters",
                 precision=engine.precision.name,
                 device=engine.place.type,
                 ranks=groups.world_size(),

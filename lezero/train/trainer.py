@@ -101,12 +101,15 @@ class Trainer:
     def _prepare(self) -> None:
         config = self.config
         recipe.check(config)
-        self.folder.create(config)
+        self.folder.create()
         self.log.open()
         self.data = recipe.build_data(config)
         self.loader, self.validation = recipe.loaders(config, self.data)
-        self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
         loaded = self._find_checkpoint()
+        if loaded is not None:
+            self._check_same_run(loaded)
+        self.folder.write_config(config)  # from here on the run is this one
+        self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
         self.log.measure_from_here()
         decisions = Decisions()
         if loaded is not None:
@@ -134,21 +137,33 @@ class Trainer:
             return None
         return engine_state.load_together(self.folder.checkpoints)
 
+    def _check_same_run(self, loaded: checkpoint.Loaded) -> None:
+        """Refuses a checkpoint of another model or other data while the folder is untouched."""
+        try:
+            cursor, shape = loaded.documents["cursor"], loaded.documents["model"]
+        except KeyError as error:
+            raise FileError(
+                f"{loaded.path} was not written by a run of the trainer (no {error}); "
+                "name another run folder, or set checkpoint.resume=false"
+            ) from None
+        now = recipe.model_config(self.config, self.data.tokenizer.vocab_size).to_dict()
+        other = [
+            f"{key}: {shape.get(key)} → {now[key]}" for key in now if shape.get(key) != now[key]
+        ]
+        if other:
+            raise FileError(
+                f"{loaded.path} is of another model ({', '.join(other)}): name another run folder, "
+                "or set checkpoint.resume=false"
+            )
+        self.loader.seek(cursor)
+
     def _resume(self, loaded: checkpoint.Loaded) -> None:
         groups_now = self.engine.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups_now]
         documents = engine_state.restore(self.engine, loaded)
         for group, option in zip(self.engine.optimizer.param_groups, options, strict=True):
             group.update(option)  # where the config was changed since, it is what the user wants
-        try:
-            cursor, progress = documents["cursor"], documents["progress"]
-        except KeyError as error:
-            raise FileError(
-                f"{loaded.path} was not written by a run of the trainer (no {error}); "
-                "name another run folder, or set checkpoint.resume=false"
-            ) from None
-        self.loader.seek(cursor)
-        self.best = progress["best"]
+        self.best = documents["progress"]["best"]
         self.resumed_from = self._saved_step = loaded.step
         for path, reason in loaded.rejected:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))

@@ -23,6 +23,8 @@ from lezero.models import (
     stop_tokens,
 )
 
+_TOKENS = 128
+
 
 class Coder(Protocol):
     """What is needed of a tokenizer."""
@@ -38,13 +40,18 @@ class Writer:
     def __init__(self, model: Transformer, tokenizer: Coder, stop: tuple[int, ...]) -> None:
         self.model, self.tokenizer, self.stop = model.eval(), tokenizer, stop
 
-    def write(self, prompt: str, tokens: int, **sampling: Any) -> Iterator[str]:
-        """The prompt, then pieces of text as they come; never half a character."""
-        if tokens < 1:
+    def write(self, prompt: str, tokens: int | None = None, **sampling: Any) -> Iterator[str]:
+        """The prompt, then pieces of text as they come; never half a character.
+
+        tokens: most new ones; without it 128, or what the model's context has room for.
+        """
+        if tokens is not None and tokens < 1:
             raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
         start = self.tokenizer.encode(prompt) or [*self.stop[:1]]
         if not start:
             raise ConfigError("prompt: it is empty and the tokenizer has no token to start from")
+        if tokens is None:
+            tokens = max(1, min(_TOKENS, self.model.config.longest - len(start)))
         new: list[int] = []
         shown = ""
         stream = generate_stream(self.model, start, tokens, stop=self.stop, **sampling)

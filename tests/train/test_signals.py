@@ -1,0 +1,67 @@
+"""Signals: SIGTERM and Ctrl-C save a last generation, alone and under the launcher."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lezero import checkpoint
+from lezero.files import list_generations, step_of
+from lezero.train import Trainer
+from lezero.train.metrics import read_metrics
+from tests.train.runs import config, filled_cache, one_thread, write_config
+
+__all__ = ["filled_cache", "one_thread"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [step_of(path) for path in list_generations(folder / "run" / "checkpoints")]
+
+
+def start_lz(*words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "lezero", *map(str, words)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_sigterm_and_ctrl_c_save_and_a_later_start_resumes(tmp_path):
+    started = []
+    for launcher, number in (
+        ((), signal.SIGTERM),
+        ((), signal.SIGINT),
+        (("launch", "-n", 2, "--oversubscribe", "-m", "lezero"), signal.SIGTERM),
+    ):
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        many = write_config(
+            folder, train__steps=100_000, checkpoint={"every": 0}, validation={"every": 0}
+        )
+        started.append((folder, number, start_lz(*launcher, "train", many)))
+    for folder, number, process in started:
+        metrics = folder / "run/metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+    for folder, number, process in started:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + number, err
+        assert "Traceback" not in err
+        assert "asked to stop: saving step" in out
+        (step,) = steps_in(folder)
+        assert step == read_metrics(folder / "run/metrics.jsonl").steps[-1]
+        assert checkpoint.read_mark(folder / "run/checkpoints", "last") == step
+    folder = started[0][0]
+    step = steps_in(folder)[0]
+    assert Trainer(config(folder, train__steps=step + 2)).run().step == step + 2
+    resumed = read_metrics(folder / "run/metrics.jsonl").happened("resume")
+    assert [event["step"] for event in resumed] == [step]
