@@ -29,7 +29,7 @@ ALLOWED_COMMANDS = (
 )
 ALLOWED_THREADS = ("QueueFeederThread", "TMonitor", "pytest_timeout")
 ALLOWED_THREAD_MODULES = ("torch._inductor", "torch.utils", "concurrent.futures")
-ALLOWED_VARIABLES = ("PYTEST_", "COV_", "TORCHINDUCTOR_", "TRITON_", "KMP_", "CUDA_MODULE_LOADING")
+ALLOWED_VARIABLES = ("PYTEST_", "COV_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "CUDA_MODULE_LOADING")
 ALLOWED_FILES = ("torchinductor_", "pytest-of-", "pymp-", ".git", ".venv", ".peers", "runs", "site")
 ALLOWED_CACHES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
 
@@ -127,6 +127,8 @@ def _threads() -> frozenset[int]:
 def _allowed_thread(thread: threading.Thread) -> bool:
     target = getattr(thread, "_target", None)
     module = getattr(target, "__module__", "") or ""
+    if type(thread).__module__.startswith("tqdm"):  # Inductor's progress bar
+        return True
     return thread.name.startswith(ALLOWED_THREADS) or module.startswith(ALLOWED_THREAD_MODULES)
 
 
