@@ -29,7 +29,15 @@ ALLOWED_COMMANDS = (
 )
 ALLOWED_THREADS = ("QueueFeederThread", "TMonitor", "pytest_timeout")
 ALLOWED_THREAD_MODULES = ("torch._inductor", "torch.utils", "concurrent.futures")
-ALLOWED_VARIABLES = ("PYTEST_", "COV_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_", "CUDA_MODULE_LOADING")
+ALLOWED_VARIABLES = (
+    "PYTEST_",
+    "COV_",
+    "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
+    "TRITON_",
+    "KMP_",
+    "CUDA_MODULE_LOADING",
+)
 ALLOWED_FILES = ("torchinductor_", "pytest-of-", "pymp-", ".git", ".venv", ".peers", "runs", "site")
 ALLOWED_CACHES = ("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
 
