@@ -248,9 +248,11 @@ class Engine:
         return float(nn.utils.get_total_norm(gradients))
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Those of the parameters that the optimizer updates; others do not count."""
-        held = (p for group in self.optimizer.param_groups for p in group["params"])
-        return [p.grad for p in held if p.grad is not None]
+        """Every gradient there is; in fp16 only the optimizer's, which alone are unscaled."""
+        parameters = list(self.model.parameters())
+        if self.precision.name == "fp16":
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p.grad for p in parameters if p.grad is not None]
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""
