@@ -30,9 +30,9 @@ from lezero.memory import HostPool
 from lezero.plan.arguments import argument_sets, release
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
-from lezero.plan.work import roughly, shrink, work_bytes
+from lezero.plan.work import roughly, shrink, small_enough, work_bytes
 
-FORMAT = 1
+FORMAT = 2
 _EACH_SECONDS = 0.06
 _PATIENCE_S = 0.1
 
@@ -141,6 +141,8 @@ def time_call(call: Call, neighbours: int = 1) -> tuple[float, bool] | None:
     """Seconds of one call on made-up tensors, and whether the machine was quiet enough to keep
     them; None when the call cannot run by itself."""
     smaller, scale = shrink(call)
+    if not small_enough(smaller):
+        return None
     try:
         with torch.no_grad(), _company(smaller, neighbours - 1):
             sets = argument_sets(smaller)

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,12 +52,16 @@ class TensorFact:
 
 @dataclass(frozen=True)
 class Call:
-    """One distinct operation: tensors in `args` and `kwargs` are `TensorFact`s."""
+    """One distinct operation: tensors in `args` and `kwargs` are `TensorFact`s.
+
+    outputs: what it returns; empty for operations that only write into their arguments.
+    """
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(hash=False)
     key: str
+    outputs: tuple[TensorFact, ...] = field(default=(), hash=False)
 
 
 @dataclass
@@ -162,7 +166,9 @@ class _Recorder(TorchDispatchMode):
         if call is None or self.phase is None:
             return result
         if any(new) or func._schema.is_mutable:
-            self.trace.calls.setdefault(call.key, call)
+            if call.key not in self.trace.calls:
+                outputs = tuple(_plain(tensor) for tensor in _tensors(result))
+                self.trace.calls[call.key] = replace(call, outputs=outputs)
             self.trace.counts.setdefault(self.phase, Counter())[call.key] += 1
         else:
             self.trace.views[self.phase] += 1

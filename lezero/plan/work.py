@@ -19,9 +19,12 @@ def roughly(call: Call) -> float:
 
 
 def work_bytes(call: Call) -> int:
-    """Bytes that a call moves, roughly: its tensors, and one output like the largest."""
-    found = tensor_facts([call.args, list(call.kwargs.values())])
-    return input_bytes(call) + max((fact.bytes for fact in found), default=0)
+    """Bytes that a call moves: its tensors and what it returns, or writes into its arguments."""
+    written = sum(fact.bytes for fact in call.outputs)
+    if not call.outputs:
+        arguments = [*call.args, *call.kwargs.values()]
+        written = max((sum(f.bytes for f in tensor_facts(a)) for a in arguments), default=0)
+    return input_bytes(call) + written
 
 
 def input_bytes(call: Call) -> int:
@@ -53,6 +56,17 @@ def attention_flops(call: Call) -> float:
     return count / 2 if causal else count
 
 
+def small_enough(call: Call) -> bool:
+    """Whether the call may be run at all: what could not be made smaller is estimated instead."""
+    return _room(call) <= 2 * _MOST_BYTES
+
+
+def _room(call: Call) -> int:
+    """Bytes that trying the call may take: kernels widen bytes and flags to int64 inside."""
+    everything = tensor_facts([call.args, list(call.kwargs.values()), call.outputs])
+    return work_bytes(call) + sum(8 * fact.bytes for fact in everything if fact.dtype.itemsize == 1)
+
+
 def shrink(call: Call) -> tuple[Call, float]:
     """A call small enough to try, and what its seconds must be multiplied with."""
     scale = 1.0
@@ -62,27 +76,33 @@ def shrink(call: Call) -> tuple[Call, float]:
             call = _cut(call, _longest(call))
             scale *= before / flops(call)
         return call, scale
-    while work_bytes(call) > _MOST_BYTES:
-        lists = [
-            a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorFact)
-        ]
-        before = input_bytes(call)
-        if lists:
-            length = len(lists[0]) // 2
-            if length == 0:
-                break
-            args = tuple(a[:length] if isinstance(a, tuple) else a for a in call.args)
-            kwargs = {k: a[:length] if isinstance(a, tuple) else a for k, a in call.kwargs.items()}
-            call = replace(call, args=args, kwargs=kwargs)
-        else:
-            size = _leading(call)
-            if size < 2:
-                break
+    while (before := _room(call)) > _MOST_BYTES:
+        lists = [a for a in call.args if _is_list(a)]
+        length = len(lists[0]) // 2 if lists else 0
+        if length and not call.outputs:
+            call = _fewer(call, length)
+        elif (size := _leading(call)) > 1:
             call = _cut(call, size)
-        if input_bytes(call) >= before:
+        else:
             break
-        scale *= before / input_bytes(call)
+        if _room(call) >= before:
+            break
+        scale *= before / _room(call)
     return call, scale
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], TensorFact)
+
+
+def _fewer(call: Call, length: int) -> Call:
+    """The first tensors of every list: an optimizer's operation over fewer parameters."""
+
+    def first(value: Any) -> Any:
+        return value[:length] if isinstance(value, tuple) else value
+
+    args = tuple(first(a) for a in call.args)
+    return replace(call, args=args, kwargs={k: first(v) for k, v in call.kwargs.items()})
 
 
 def _longest(call: Call) -> int:
@@ -91,9 +111,8 @@ def _longest(call: Call) -> int:
 
 def _leading(call: Call) -> int:
     """The first dim above 1 of the largest tensor: samples, or rows."""
-    largest = max(
-        tensor_facts([call.args, list(call.kwargs.values())]), key=lambda fact: fact.bytes
-    )
+    everything = [call.args, list(call.kwargs.values()), call.outputs]
+    largest = max(tensor_facts(everything), key=lambda fact: fact.bytes)
     return next((size for size in largest.shape if size > 1), 1)
 
 
@@ -114,7 +133,8 @@ def _cut(call: Call, size: int) -> Call:
             return tuple(cut(item) for item in value)
         return size // 2 if value == size and type(value) is int else value
 
-    return replace(call, args=cut(call.args), kwargs={k: cut(v) for k, v in call.kwargs.items()})
+    kwargs = {k: cut(v) for k, v in call.kwargs.items()}
+    return replace(call, args=cut(call.args), kwargs=kwargs, outputs=cut(call.outputs))
 
 
 def tensor_facts(value: Any) -> Iterator[TensorFact]:

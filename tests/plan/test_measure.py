@@ -25,6 +25,12 @@ def test_a_call_that_cannot_run_alone_gives_nothing() -> None:
     assert time_call(Call(aten.mm.default, (fact(2, 3), fact(5, 2)), {}, "aten.mm.default")) is None
 
 
+def test_what_cannot_be_made_small_enough_is_not_tried() -> None:
+    vast = fact(1 << 40)
+    assert time_call(Call(aten.ones.default, ((1 << 40,),), {}, "aten.ones", (vast,))) is not None
+    assert time_call(Call(aten.sum.default, (), {}, "aten.sum", (vast,) * 1024)) is None
+
+
 def test_neighbours_compute_meanwhile_and_stop() -> None:
     timed = time_call(product(64, 64, 64), neighbours=2)
     assert timed is not None

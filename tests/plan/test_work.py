@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lezero.plan.trace import Call, TensorFact
-from lezero.plan.work import attention_flops, flops, shrink, work_bytes
+from lezero.plan.work import attention_flops, flops, shrink, small_enough, work_bytes
 
 aten = torch.ops.aten
 
@@ -49,3 +49,28 @@ def test_lists_are_cut_alike() -> None:
     many = tuple(fact(1 << 20) for _ in range(256))
     smaller, scale = shrink(Call(aten._foreach_mul_.Scalar, (many, 0.5), {}, "aten._foreach_mul_"))
     assert scale * len(smaller.args[0]) == 256
+
+
+def test_what_a_call_returns_is_bounded_too() -> None:
+    rows, index = fact(320, 32), fact(1 << 23, 32, dtype=torch.int64)
+    out = (fact(1 << 23, 32, 32),)
+    call = Call(aten.embedding.default, (rows, index), {}, "aten.embedding.default", out)
+    smaller, scale = shrink(call)
+    assert not small_enough(call)
+    assert small_enough(smaller)
+    assert scale == pytest.approx(work_bytes(call) / work_bytes(smaller))
+
+
+def test_a_list_that_is_joined_is_cut_in_its_tensors() -> None:
+    part = fact(1 << 23, 32, 8)
+    call = Call(aten.cat.default, ((part, part), -1), {}, "aten.cat", (fact(1 << 23, 32, 16),))
+    smaller, scale = shrink(call)
+    assert len(smaller.args[0]) == 2
+    assert small_enough(smaller)
+    assert smaller.args[0][0].shape == (int((1 << 23) / scale), 32, 8)
+
+
+def test_flags_are_widened_inside_a_kernel() -> None:
+    flags = Call(aten.sum.default, (fact(1 << 28, dtype=torch.bool),), {}, "aten.sum", (fact(),))
+    assert not small_enough(flags)
+    assert small_enough(shrink(flags)[0])
