@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from lezero.core.errors import ConfigError
+from lezero.ops import native as ops_native
 from lezero.ops.attention import (
     FastAttention,
     attention,
@@ -20,6 +22,7 @@ from lezero.ops.attention import (
     scaled_dot_product_attention,
 )
 from lezero.ops.build import BuildError
+from lezero.ops.native import Native
 
 BF16 = torch.bfloat16
 needs_kernel = pytest.mark.usefixtures("kernel")
@@ -205,7 +208,7 @@ def test_opcheck():
 
 
 def test_formula_runs_where_the_kernel_does_not(monkeypatch):
-    monkeypatch.setattr(native, "_loaded", False)
+    monkeypatch.setattr(native.NATIVE, "_loaded", False)
     tensors = case(1, 4, 2, 20, 20, 20, dtype=torch.float64)
     for error in errors(ours(*tensors, True), exact(*tensors, True)):
         assert error < 1e-12
@@ -232,26 +235,23 @@ def test_bad_shapes(shapes):
         attention(*(torch.zeros(s) for s in shapes), causal=True)
 
 
-def test_nothing_is_built_without_the_instructions(monkeypatch):
-    monkeypatch.setattr(native, "instruction_sets", lambda: ("avx2", "fma"))
-    monkeypatch.setattr(native, "build", lambda *a: pytest.fail("built"))
-    assert native.kernel_name() == ""
-    assert native._load() is False
-
-
-def test_a_failed_build_is_one_line_and_torch_serves(monkeypatch, caplog):
+def test_a_failed_build_leaves_attention_to_torch(monkeypatch, caplog):
     def fail(*_):
         raise BuildError("no C compiler found")
 
-    monkeypatch.setattr(native, "instruction_sets", lambda: tuple(native._KERNELS[0].needs))
-    monkeypatch.setattr(native, "build", fail)
+    fresh = Native(
+        "attention",
+        (replace(native.NATIVE.kernels[0], needs=frozenset()),),
+        registration=native.NATIVE.registration,
+        otherwise=native.NATIVE.otherwise,
+    )
+    monkeypatch.setattr(native, "NATIVE", fresh)
+    monkeypatch.setattr(ops_native, "build", fail)
     with caplog.at_level("WARNING"):
-        assert native._load() is False
+        assert not available()
     assert [r.getMessage() for r in caplog.records] == [
         "attention stays PyTorch's: no C compiler found"
     ]
-    monkeypatch.setattr(native, "_loaded", None)
-    assert not available()
     q, k, v, g = case(1, 4, 2, 20, 20, 32)
     plain = torchs(q, k, v, g, True)
     same = run(lambda *x: scaled_dot_product_attention(*x, causal=True), (q, k, v), g)

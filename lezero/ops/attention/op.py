@@ -82,7 +82,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
     out, lse = _fake_forward(q, k, v, causal, scale)
     if kernel_takes(q) and scale > 0:
         rows = (_rows(q), _rows(k), _rows(v))
-        torch.ops.lezero_native.attention_forward(*rows, out, lse, causal, scale)
+        native.NATIVE.ops.forward(*rows, out, lse, causal, scale)
         return out, lse
     with torch.autocast(q.device.type, enabled=False):
         plain, lse = reference.attention_and_lse(q, k, v, causal, scale)
@@ -102,7 +102,7 @@ def _backward(
     grads = _like(q), _like(k), _like(v)
     if kernel_takes(q) and scale > 0:
         rows = [_rows(x) for x in (grad, q, k, v)]
-        torch.ops.lezero_native.attention_backward(*rows, out, lse, *grads, causal, scale)
+        native.NATIVE.ops.backward(*rows, out, lse, *grads, causal, scale)
         return grads
     with torch.autocast(q.device.type, enabled=False):
         plain = reference.attention_backward(grad, q, k, v, out, lse, causal, scale)

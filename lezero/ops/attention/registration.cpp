@@ -55,16 +55,16 @@ void backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(lezero_native, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def(
-      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, bool causal, "
+      "forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) lse, bool causal, "
       "float scale) -> ()");
   m.def(
-      "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
       "Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, bool causal, float scale) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(lezero_native, CPU, m) {
-  m.impl("attention_forward", TORCH_BOX(&forward));
-  m.impl("attention_backward", TORCH_BOX(&backward));
+STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {
+  m.impl("forward", TORCH_BOX(&forward));
+  m.impl("backward", TORCH_BOX(&backward));
 }

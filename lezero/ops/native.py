@@ -1,0 +1,124 @@
+"""The C kernels of an op: one row for each instruction set, found, built and loaded at run time.
+
+    native = Native(
+        "codec",
+        [Kernel("avx2", frozenset({"avx2"}), (folder / "avx2.c",), ("-mavx2",)), generic],
+        registration=folder / "registration.cpp",
+        otherwise="codecs run their reference",
+    )
+    if native.available():
+        native.ops.int8_encode(...)
+
+[Note: one library a kernel]
+Each kernel is a library of its own: its C files and the op's `registration.cpp`, which registers
+under the namespace that the macro `LEZERO_OPS` names (`lezero_codec_avx2`). Kernels of one op can
+so live side by side in a process, and the conformance suite holds each of them to the reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lezero.core.facts import instruction_sets
+from lezero.core.log import logger
+from lezero.ops.build import BuildError, Source, build
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One instruction set's C files: `needs` are names of `instruction_sets()`, `flags` gcc's."""
+
+    name: str
+    needs: frozenset[str]
+    files: tuple[Path, ...]
+    flags: tuple[str, ...] = ()
+
+
+class Native:
+    """The native side of one op. `kernels`: the fastest first. `otherwise`: what runs without it.
+
+    Making one reads and builds nothing.
+    """
+
+    def __init__(
+        self, name: str, kernels: Sequence[Kernel], *, registration: Path, otherwise: str
+    ) -> None:
+        self.name, self.kernels, self.otherwise = name, tuple(kernels), otherwise
+        self.registration = registration
+        self.problem = ""
+        """Why nothing was loaded, once `available()` said so."""
+        # Plain attributes, not functools.cache, which torch.compile cannot trace.
+        self._loaded: bool | None = None
+        self._kernel: Kernel | None = None
+        self._ops: dict[str, Any] = {}
+
+    def suited(self) -> tuple[Kernel, ...]:
+        """The kernels that this processor's instruction sets run, the fastest first."""
+        has = set(instruction_sets())
+        return tuple(kernel for kernel in self.kernels if kernel.needs <= has)
+
+    def kernel_name(self) -> str:
+        """The kernel that runs, or before the first use the one that suits; "" without any."""
+        if self._loaded is not None:
+            return self._kernel.name if self._kernel else ""
+        suited = self.suited()
+        return suited[0].name if suited else ""
+
+    def available(self) -> bool:
+        """True where a kernel runs: builds it (a few seconds, once a machine) and loads it.
+
+        A compiler too old for the fastest one leads to the next. Where none can be built, one line
+        of the log says why and what runs instead.
+        """
+        if self._loaded is None:
+            self._loaded = self._load_best()
+        return self._loaded
+
+    @property
+    def ops(self) -> Any:
+        """The namespace of `torch.ops` that holds the ops of the kernel that runs."""
+        assert self._kernel is not None, f"ask {self.name}'s available() first"
+        return self._ops[self._kernel.name]
+
+    def load(self, kernel: Kernel) -> Any:
+        """Builds and loads one kernel; its namespace of `torch.ops`. Raises `BuildError`."""
+        if kernel.name not in self._ops:
+            namespace = f"lezero_{self.name}_{kernel.name}"
+            sources = [Source(file, kernel.flags) for file in kernel.files]
+            sources.append(Source(self.registration, (f"-DLEZERO_OPS={namespace}",)))
+            try:
+                torch.ops.load_library(build(f"{self.name}-{kernel.name}", sources))
+            except OSError as error:
+                raise BuildError(f"its library does not load: {error}") from None
+            self._ops[kernel.name] = getattr(torch.ops, namespace)
+        return self._ops[kernel.name]
+
+    def _load_best(self) -> bool:
+        problems = []
+        for kernel in self.suited():
+            try:
+                self.load(kernel)
+            except BuildError as error:
+                problems.append(str(error))
+                continue
+            self._kernel = kernel
+            if problems:
+                log = logger("ops")
+                log.warning("%s runs its %s kernel: %s", self.name, kernel.name, problems[0])
+            return True
+        if problems:
+            self.problem = problems[0]
+            logger("ops").warning("%s: %s", self.otherwise, self.problem)
+        return False
+
+
+def natives() -> list[Native]:
+    """The native side of every op of this package that has one (a `native.py` with `NATIVE`)."""
+    found = sorted(path.parent.name for path in Path(__file__).parent.glob("*/native.py"))
+    return [importlib.import_module(f"{__package__}.{name}.native").NATIVE for name in found]

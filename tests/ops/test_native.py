@@ -1,0 +1,94 @@
+"""Kernels are chosen by instruction set, and one that cannot be built is told once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from lezero.ops import native as ops_native
+from lezero.ops.build import BuildError, Source
+from lezero.ops.native import Kernel, Native, natives
+
+FAST = Kernel("fast", frozenset({"avx2", "fma"}), (Path("fast.c"),), ("-mavx2",))
+GENERIC = Kernel("generic", frozenset(), (Path("generic.c"),))
+
+
+def native(*kernels: Kernel, folder: Path = Path(".")) -> Native:
+    return Native("trial", kernels, registration=folder / "r.cpp", otherwise="the formula runs")
+
+
+def test_the_fastest_kernel_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2", "fma", "avx512f"))
+    assert native(FAST, GENERIC).kernel_name() == "fast"
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2",))
+    assert native(FAST, GENERIC).kernel_name() == "generic"
+    assert native(FAST).kernel_name() == ""
+
+
+def test_nothing_is_built_without_the_instructions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2",))
+    monkeypatch.setattr(ops_native, "build", lambda *a: pytest.fail("built"))
+    one = native(FAST)
+    assert not one.available()
+    assert one.kernel_name() == one.problem == ""
+    assert not caplog.records
+
+
+def test_a_failed_build_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(name: str, sources: list[Source]) -> Path:
+        raise BuildError("no C compiler found")
+
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2", "fma"))
+    monkeypatch.setattr(ops_native, "build", fail)
+    one = native(FAST, GENERIC)
+    with caplog.at_level("WARNING"):
+        assert not one.available()
+        assert not one.available()
+    assert [r.getMessage() for r in caplog.records] == ["the formula runs: no C compiler found"]
+    assert (one.problem, one.kernel_name()) == ("no C compiler found", "")
+
+
+@pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
+)
+def test_a_compiler_too_old_for_the_fastest_takes_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "good.c").write_text("int lezero_answer(void) { return 42; }\n")
+    (tmp_path / "r.cpp").write_text(
+        """#include <torch/csrc/stable/library.h>
+        extern "C" int lezero_answer(void);
+        int64_t answer() { return lezero_answer(); }
+        STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) { m.def("answer() -> int"); }
+        STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {
+          m.impl("answer", TORCH_BOX(&answer));
+        }"""
+    )
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    too_new = Kernel("too_new", frozenset(), (tmp_path / "good.c",), ("-mno-such-instructions",))
+    good = Kernel("good", frozenset(), (tmp_path / "good.c",))
+    one = native(too_new, good, folder=tmp_path)
+    assert one.kernel_name() == "too_new"
+    with caplog.at_level("WARNING"):
+        assert one.available()
+    assert one.kernel_name() == "good"
+    assert one.ops.answer() == torch.ops.lezero_trial_good.answer() == 42
+    (record,) = caplog.records
+    assert "trial runs its good kernel" in record.getMessage()
+    assert "no-such-instructions" in record.getMessage()
+
+
+def test_every_native_op_is_found() -> None:
+    found = {one.name: one for one in natives()}
+    assert "attention" in found
+    for one in found.values():
+        assert one.registration.exists()
+        assert all(file.exists() for kernel in one.kernels for file in kernel.files)
+        assert one.otherwise
