@@ -1,13 +1,15 @@
 """Process groups are made and destroyed here, and nowhere else.
 
-Everything also works without a group: then the world is one rank.
+Everything also works without a group: then the world is one rank. `join` and `leave` are for the
+group of all ranks; `make` and `end` are for the groups of parts of them (the lines of a mesh, a
+wire's own group). A group is made by every rank together, the ranks outside it too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +17,7 @@ from lezero.core.errors import DistributedError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 T = TypeVar("T")
 _LOST = (
@@ -60,6 +63,66 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
         ) from error
 
 
+def join_alone() -> None:
+    """A group of this one process, for what needs a group at any size (DTensor); else nothing.
+
+    Raises `DistributedError` in a process that a launcher started as one rank of several.
+    """
+    import torch.distributed as dist
+
+    from lezero.core import device
+
+    if active():
+        return
+    if launched():
+        raise DistributedError("this process is one rank of several: join the others first")
+    backend = "cpu:gloo"
+    kind = device.accelerator()
+    if kind is not None:
+        backend += f",{kind}:{device.backend_for(kind)}"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def make(
+    partition: Sequence[Sequence[int]],
+    kind: str = "cpu",
+    timeout_s: float = 600.0,
+    *,
+    single: bool = False,
+) -> dist.ProcessGroup | None:
+    """A new group for each part of `partition` (lists of ranks); returns the one this rank is in.
+
+    Every rank calls this with the same arguments, in the same order. `kind` is the kind of device
+    whose tensors the group moves. A part of one rank gets a group only with `single`; otherwise,
+    and in a process without a group of all ranks, the answer there is None.
+    """
+    if not active():
+        return None
+    import torch.distributed as dist
+
+    from lezero.core import device
+
+    mine = None
+    backend = device.backend_for(kind)
+    for part in partition:
+        if len(part) < 2 and not single:
+            continue
+        group = dist.new_group(list(part), timedelta(seconds=timeout_s), backend)
+        if rank() in part:
+            mine = group
+    return mine
+
+
+def end(group: dist.ProcessGroup | None) -> None:
+    """Destroys a group that `make` returned; nothing for None or after `leave`."""
+    import torch.distributed as dist
+
+    if group is not None and active():
+        # torch no longer knows a group that went with all the others.
+        with contextlib.suppress(ValueError, RuntimeError):
+            dist.destroy_process_group(group)
+
+
 def leave() -> None:
     """Leaves the group; safe to call when there is none."""
     import torch.distributed as dist
@@ -90,6 +153,13 @@ def world_size() -> int:
     return 1
 
 
+def kind() -> str:
+    """The kind of device whose tensors the group of all ranks moves; "cpu" without a group."""
+    if not active():
+        return "cpu"
+    return _place().type
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0") or 0)
 
@@ -105,39 +175,41 @@ def broadcast_object(value: T) -> T:
     return _exchange(value if is_main() else None)[0]
 
 
-def gather_objects(value: T) -> list[T]:
-    """Every rank's `value`, in rank order, on every rank. Plain data only (JSON)."""
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's `value`, in rank order, on every rank (of `group`). Plain data only (JSON)."""
     if not active() or world_size() == 1:
         return [value]
-    return _exchange(value)
+    return _exchange(value, group)
 
 
-def _exchange(value: Any) -> list[Any]:
+def _exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     import json
 
     import torch
     import torch.distributed as dist
 
-    place = _place()
+    place = _place(group)
     body = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(place)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=place) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([body.numel()], device=place))
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=place) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(sizes, torch.tensor([body.numel()], device=place), group=group)
     longest = int(max(size.item() for size in sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=place)
     padded[: body.numel()] = body
     bodies = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(bodies, padded)
+    dist.all_gather(bodies, padded, group=group)
     return [
         json.loads(bytes(b[: int(size.item())].cpu().numpy().tobytes()))
         for b, size in zip(bodies, sizes, strict=True)
     ]
 
 
-def _place() -> torch.device:
+def _place(group: dist.ProcessGroup | None = None) -> torch.device:
     import torch
     import torch.distributed as dist
 
-    if dist.get_backend() == "gloo":
+    if dist.get_backend(group) == "gloo":
         return torch.device("cpu")
     from lezero.core import device
 

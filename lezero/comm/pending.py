@@ -1,0 +1,164 @@
+"""Collectives in flight: who may take which step when.
+
+A collective is a generator that yields what it waits for and does its own work in between: it has
+sent its chunks and waits for the others'; it has summed and waits for the result. `Queue` runs
+them.
+
+[Note: one order of steps on every rank]
+Step s of a collective may use a channel (a group, a counter) of its own, "lane" s, on which calls
+must come in the same order on every rank. The first step is taken when the collective is launched,
+in the program's order. A later one is taken when its data has come, which differs from rank to
+rank; so a collective takes step s only after every earlier one has taken step s or has no such
+step. All progress is made in `launch`, `poll` and `wait`: there is no thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from lezero.core import groups
+from lezero.core.errors import DistributedError
+
+
+class Wait(Protocol):
+    """What a collective waits for."""
+
+    def done(self) -> bool: ...
+
+    def block(self, deadline: float) -> None:
+        """Returns when done. `DistributedError` at `deadline` (monotonic) or without a peer."""
+
+
+IN_FLIGHT = 1024
+Steps = Generator[Wait, None, None]
+
+
+class Arrived:
+    """A collective of torch in flight."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def block(self, deadline: float) -> None:
+        with groups.naming_lost_ranks():
+            self.work.wait()
+
+
+class Pending:
+    """A collective that was launched. Its results are valid after `wait()`."""
+
+    def __init__(self, queue: Queue, steps: Steps, what: str) -> None:
+        self.what = what
+        self._queue, self._steps = queue, steps
+        self._waits_for: Wait | None = None
+        self.taken = 0
+        self.finished = False
+
+    def wait(self) -> None:
+        """Returns when the results are there and the arguments may be changed.
+
+        Raises `DistributedError` when another rank is gone, hangs or calls something else.
+        """
+        self._queue.finish(self)
+
+    def poll(self) -> bool:
+        """Makes progress without waiting; True when the results are there."""
+        self._queue.progress()
+        return self.finished
+
+    def step(self) -> None:
+        """Takes the next step. Only the queue calls this."""
+        self.taken += 1
+        try:
+            self._waits_for = next(self._steps)
+        except StopIteration:
+            self._waits_for, self.finished = None, True
+
+    def ready(self) -> bool:
+        return self._waits_for is None or self._waits_for.done()
+
+    def block(self, deadline: float) -> None:
+        if self._waits_for is not None:
+            self._waits_for.block(deadline)
+
+
+class Queue:
+    """The collectives of one link, in launch order."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._running: deque[Pending] = deque()
+        self._broken: Exception | None = None
+
+    def launch(self, steps: Steps, what: str) -> Pending:
+        """Takes the first step of `steps` now, and of those before what they can take.
+
+        With `IN_FLIGHT` collectives under way it first waits for the oldest.
+        """
+        pending = Pending(self, steps, what)
+        self.progress()
+        if len(self._running) >= IN_FLIGHT:
+            self.finish(self._running[0])
+        with self._guarded():
+            pending.step()
+        if not pending.finished:
+            self._running.append(pending)
+        return pending
+
+    def progress(self) -> None:
+        """Takes every step that can be taken without waiting."""
+        again = True
+        while again:
+            again, slowest = False, sys.maxsize
+            for pending in self._running:
+                while pending.taken < slowest and not pending.finished and pending.ready():
+                    with self._guarded():
+                        pending.step()
+                    again = True
+                if not pending.finished:
+                    slowest = min(slowest, pending.taken)
+                if slowest == 1:
+                    break
+            while self._running and self._running[0].finished:
+                self._running.popleft()
+
+    def finish(self, pending: Pending) -> None:
+        """Waits for `pending`, and for those before it as far as it needs them."""
+        deadline = time.monotonic() + self.timeout_s
+        self.progress()
+        while not pending.finished:
+            head = self._running[0]
+            with self._guarded():
+                head.block(deadline)
+            self.progress()
+
+    def drain(self) -> None:
+        """Waits for everything in flight."""
+        while self._running:
+            self.finish(self._running[-1])
+
+    def abandon(self) -> None:
+        """Forgets everything in flight; the buffers that it used must not be used again."""
+        self._running.clear()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A collective that failed leaves the ranks out of step: the link takes no more."""
+        if self._broken is not None:
+            raise DistributedError(f"this wire failed before: {self._broken}")
+        try:
+            with torch.no_grad():
+                yield
+        except Exception as error:
+            self._broken = error
+            raise

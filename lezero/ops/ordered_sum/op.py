@@ -1,0 +1,31 @@
+"""`ordered_sum`: checks its arguments, then the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lezero.core.errors import ConfigError
+from lezero.ops.ordered_sum import reference
+
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def ordered_sum(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Writes the sum of `parts` (n,), added in the order given in fp32, to `out` (n,).
+
+    fp32 or bf16, also mixed; the result is rounded once. `out` may be one of the parts. The same
+    bits on every machine. Raises `ConfigError` for other types or lengths that differ.
+    """
+    if not parts:
+        raise ConfigError("ordered_sum: nothing to add: `parts` is empty")
+    for tensor in (*parts, out):
+        if tensor.dtype not in TYPES:
+            raise ConfigError(f"ordered_sum: got {tensor.dtype}, allowed is float32 or bfloat16")
+        if tensor.shape != out.shape or tensor.dim() != 1:
+            raise ConfigError(
+                f"ordered_sum: shapes differ: {tuple(tensor.shape)} and {tuple(out.shape)}; "
+                "allowed are flat tensors of one length"
+            )
+    reference.ordered_sum(parts, out)

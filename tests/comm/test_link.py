@@ -1,0 +1,111 @@
+"""A link against a sum in one process, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lezero.comm.link import Link
+from lezero.comm.mesh import Mesh
+from lezero.comm.wire import Wire
+from lezero.core import groups
+from lezero.core.errors import ConfigError
+from tests.ranks import RankPool
+
+SIZES = (0, 1, 17, 1000, 4099)
+TYPES = (torch.float32, torch.bfloat16)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=generator).mul(1 + rank).to(dtype)
+
+
+def summed(world: int, numel: int, dtype: torch.dtype, out: torch.dtype) -> torch.Tensor:
+    total = values(0, numel, dtype).float()
+    for rank in range(1, world):
+        total += values(rank, numel, dtype).float()
+    return total.to(out)
+
+
+def collectives(topology: str) -> None:
+    rank, world = groups.rank(), groups.world_size()
+    with Mesh({"shard": world}) as mesh, Link(Wire(topology=topology), mesh, "shard") as link:
+        for n in SIZES:
+            for dtype in TYPES:
+                flat = link.buffer(world * n, dtype)
+                flat.copy_(values(rank, world * n, dtype))
+                for kind in TYPES:
+                    out = torch.full((n,), torch.nan, dtype=kind)
+                    link.reduce_scatter(flat, out, key="a").wait()
+                    expected = summed(world, world * n, dtype, kind)
+                    assert torch.equal(out, expected[rank * n : rank * n + n])
+                assert torch.equal(flat, values(rank, world * n, dtype))
+                whole = torch.full((world * n,), torch.nan, dtype=dtype)
+                link.all_gather(values(rank, n, dtype), whole, key="b").wait()
+                assert torch.equal(whole, torch.cat([values(r, n, dtype) for r in range(world)]))
+                link.all_reduce(flat, key="c").wait()
+                assert torch.equal(flat, summed(world, world * n, dtype, dtype))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("topology", ["flat"])
+def test_the_same_bits_as_a_sum_in_rank_order(ranks: RankPool, world: int, topology: str) -> None:
+    ranks(world, collectives, topology)
+
+
+def many_in_flight(topology: str) -> None:
+    """Launched in one order, waited for in another, with a different pace on each rank."""
+    rank, world = groups.rank(), groups.world_size()
+    with Mesh({"shard": world}) as mesh, Link(Wire(topology=topology), mesh, "shard") as link:
+        for _ in range(3):
+            flats = [values(rank, world * 100, torch.float32, seed=i) for i in range(20)]
+            outs = [torch.empty(100) for _ in flats]
+            wholes = [torch.empty(world * 100) for _ in flats]
+            pending = []
+            for i, flat in enumerate(flats):
+                pending.append(link.reduce_scatter(flat, outs[i], key=f"r{i}"))
+                pending.append(link.all_gather(flat[:100].clone(), wholes[i], key=f"g{i}"))
+                pending.append(link.all_reduce(flat.clone() if i % 3 else flat, key=f"a{i}"))
+                if i % (rank + 2) == 0:
+                    pending[-1 - rank].poll()
+            for one in pending[:: -1 if rank else 1]:
+                one.wait()
+            for i, out in enumerate(outs):
+                mine = [values(r, world * 100, torch.float32, seed=i) for r in range(world)]
+                total = mine[0].clone()
+                for other in mine[1:]:
+                    total += other
+                assert torch.equal(out, total[rank * 100 : rank * 100 + 100])
+                assert torch.equal(wholes[i], torch.cat([one[:100] for one in mine]))
+                if i % 3 == 0:
+                    assert torch.equal(flats[i], total)
+
+
+@pytest.mark.parametrize("topology", ["flat"])
+def test_many_in_flight_at_different_paces(ranks: RankPool, topology: str) -> None:
+    ranks(3, many_in_flight, topology)
+
+
+def test_one_rank_copies() -> None:
+    link = Link(Wire(), Mesh({"shard": 1}), "shard")
+    x, out = values(0, 7, torch.float32), torch.empty(7)
+    link.reduce_scatter(x, out, key="a").wait()
+    assert torch.equal(out, x)
+    link.all_gather(x, out.zero_(), key="a").wait()
+    assert torch.equal(out, x)
+    assert link.all_reduce(x, key="a").poll()
+    link.close()
+
+
+def test_arguments_that_do_not_fit_are_told() -> None:
+    with Link(Wire(), Mesh({"shard": 1}), "shard") as link:
+        x = torch.zeros(6)
+        with pytest.raises(ConfigError, match=r"'w': flat has 6 elements and out 5.*pad"):
+            link.reduce_scatter(x, torch.zeros(5), key="w")
+        with pytest.raises(ConfigError, match=r"int64; allowed is float32 or bfloat16"):
+            link.all_reduce(torch.zeros(3, dtype=torch.int64), key="w")
+        with pytest.raises(ConfigError, match="flat, contiguous"):
+            link.all_reduce(x[::2], key="w")
+        with pytest.raises(ConfigError, match="one type for both"):
+            link.all_gather(x, x.bfloat16(), key="w")
