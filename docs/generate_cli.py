@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lezero.cli.main import available, load
+from lezero.cli.main import COMMANDS, load
 
 HEAD = """# Command line
 
@@ -18,12 +18,11 @@ which shows the traceback of an error. This page is generated from the code by
 
 def page() -> str:
     """The whole page, in Markdown."""
-    entries = available()
     rows = "".join(
-        f"| [`lz {name}`](#lz-{name}) | {entry.help} |\n" for name, entry in entries.items()
+        f"| [`lz {name}`](#lz-{name}) | {entry.help} |\n" for name, entry in COMMANDS.items()
     )
     parts = [HEAD, "| command | what it does |\n|---|---|\n" + rows]
-    for name in entries:
+    for name in COMMANDS:
         parts += _sections(load(name), f"lz {name}", 2)
     return "\n".join(parts)
 

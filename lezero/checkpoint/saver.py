@@ -172,6 +172,9 @@ class Saver:
         for path in list_generations(self.root)[: -self.keep]:
             if step_of(path) not in keep:
                 discard(path)
+        superseded = sorted(self.root.glob("superseded-*"), key=lambda p: p.name.rsplit("-", 1)[1])
+        for path in superseded[: -self.keep]:
+            discard(path)
 
     def _failed(self, step: int, error: Exception) -> None:
         self.error = error

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
+import importlib
 import os
 import sys
 import traceback
@@ -55,15 +55,6 @@ COMMANDS: dict[str, Entry] = {
 }
 
 
-def available() -> dict[str, Entry]:
-    """The commands of this installation, in the order of the help."""
-    return {
-        name: entry
-        for name, entry in COMMANDS.items()
-        if importlib.util.find_spec(entry.module) is not None
-    }
-
-
 def load(name: str) -> Any:
     """Imports one command and returns typer's object for it, ready to be called."""
     import typer
@@ -102,11 +93,10 @@ def _run(arguments: list[str]) -> int:
 
         print(f"lezero {__version__}")
         return 0
-    known = available()
-    if name not in known:
+    if name not in COMMANDS:
         what = "option" if name.startswith("-") else "command"
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(known)}"
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(COMMANDS)}"
         _say(f"error: there is no {what} '{name}'; {hint}")
         return 2
     result = load(name).main(args=rest, prog_name=f"lz {name}", standalone_mode=False)
@@ -121,7 +111,7 @@ def _help() -> str:
         "",
         "Commands (lz COMMAND --help tells more):",
     ]
-    lines += [f"  {name:<10} {entry.help}" for name, entry in available().items()]
+    lines += [f"  {name:<10} {entry.help}" for name, entry in COMMANDS.items()]
     lines += [
         "",
         "Options:",

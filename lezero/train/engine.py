@@ -204,9 +204,10 @@ class Engine:
 
     def _agree(self, count: int) -> tuple[int, bool]:
         """The number of counted units over all ranks, and whether any rank wants to stop."""
+        stop, self._stop = self._stop, False
         if groups.world_size() == 1:
-            return count, self._stop
-        both = groups.all_reduce_sum(torch.tensor([count, int(self._stop)], dtype=torch.int64))
+            return count, stop
+        both = groups.all_reduce_sum(torch.tensor([count, int(stop)], dtype=torch.int64))
         return int(both[0]), bool(both[1])
 
     def _set_lr(self) -> float:

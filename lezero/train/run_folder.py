@@ -75,13 +75,16 @@ class RunFolder:
 
     @staticmethod
     def changes(saved: dict[str, Any], now: RunConfig) -> list[str]:
-        """Values of the config that differ from the checkpoint's, the run's folder apart."""
+        """What differs from the checkpoint's config and can change what is trained."""
         old, new = _flat(saved), _flat(now.to_dict())
         return [
             f"{key}: {old.get(key)!r} → {new.get(key)!r}"
             for key in sorted(old.keys() | new.keys())
-            if old.get(key) != new.get(key) and key != "run"
+            if old.get(key) != new.get(key) and key.split(".")[0] not in _HARMLESS
         ]
+
+
+_HARMLESS = ("run", "checkpoint", "report", "validation")
 
 
 def _flat(data: Any, prefix: str = "") -> dict[str, Any]:

@@ -174,6 +174,17 @@ def test_rewind_moves_the_left_history_aside(tmp_path):
         assert load(tmp_path).step == 1
 
 
+def test_no_more_than_keep_are_left_aside(tmp_path):
+    with Saver(tmp_path, keep=2) as saver:
+        for _ in range(3):
+            for step in (1, 2, 3):
+                saver.save(step, {}, {})
+            newest = saver.rewind(1)
+        saver.save(2, {}, {})
+        saver.wait()
+        assert sorted(tmp_path.glob("superseded-*")) == sorted(newest)
+
+
 # Starts one writer process for each line "ROOT STEP" that comes in, and waits for it to be killed.
 WRITERS = """
 import os, sys, torch

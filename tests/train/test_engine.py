@@ -305,10 +305,11 @@ def test_without_a_loss_the_error_says_what_to_return():
 
 def test_stop_is_seen_in_the_result():
     engine = make()
-    data = batches(2)
+    data = batches(3)
     assert not engine.train_step(data[0]).stop
     engine.request_stop()
     assert engine.train_step(data[1]).stop
+    assert not engine.train_step(data[2]).stop, "a request is answered once"
 
 
 def test_gradients_left_by_others_do_not_count():
