@@ -35,6 +35,7 @@ from lezero.plan.work import roughly, shrink, small_enough, work_bytes
 FORMAT = 2
 _EACH_SECONDS = 0.06
 _PATIENCE_S = 0.1
+_PASSES = 4
 
 
 class OpTimes:
@@ -65,26 +66,37 @@ class OpTimes:
         self, calls: Iterable[Call], *, neighbours: int = 1, budget_s: float = 8.0
     ) -> dict[str, float]:
         """Seconds of every call, keyed as they are. After `budget_s` the rest is estimated from
-        operations and bytes. neighbours: ranks that compute at the same time."""
-        started = time.perf_counter()
+        operations and bytes. neighbours: ranks that compute at the same time.
+
+        What was measured while other programs ran is measured again once the rest is done, as
+        long as the budget lasts; the best figure counts, and only undisturbed ones are kept.
+        """
+        until = time.perf_counter() + budget_s
         found: dict[str, float] = {}
         late: list[Call] = []
+        waiting = []
         for call in sorted(calls, key=roughly, reverse=True):
             name = _short(call.key, neighbours)
-            if name not in self.seconds:
-                if time.perf_counter() - started > budget_s:
-                    late.append(call)
-                    continue
-                timed = time_call(call, neighbours)
+            if name in self.seconds:
+                found[call.key] = self.seconds[name]
+            else:
+                waiting.append(call)
+        for _ in range(_PASSES):
+            disturbed = []
+            for call in waiting:
+                timed = time_call(call, neighbours) if time.perf_counter() < until else None
                 if timed is None:
                     late.append(call)
                     continue
-                found[call.key], quiet = timed
+                seconds, quiet = timed
+                found[call.key] = seconds if quiet else min(seconds, found.get(call.key, seconds))
                 if quiet:
-                    self.seconds[name] = found[call.key]
+                    self.seconds[_short(call.key, neighbours)] = seconds
                     self.measured += 1
-            else:
-                found[call.key] = self.seconds[name]
+                else:
+                    disturbed.append(call)
+            waiting = disturbed
+        late = [call for call in late if call.key not in found]
         if late:
             rate = self._rate()
             found |= {call.key: max(work_bytes(call) / rate, roughly(call)) for call in late}

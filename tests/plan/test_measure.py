@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
-from lezero.plan.measure import time_call
+from lezero.plan import measure
+from lezero.plan.measure import OpTimes, time_call
 from lezero.plan.trace import Call, TensorFact
 
 aten = torch.ops.aten
@@ -35,3 +37,22 @@ def test_neighbours_compute_meanwhile_and_stop() -> None:
     timed = time_call(product(64, 64, 64), neighbours=2)
     assert timed is not None
     assert threading.active_count() == 1
+
+
+def test_disturbed_times_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"a": [(9.0, False), (5.0, False), (1.0, True)], "b": [(2.0, True)]}
+    monkeypatch.setattr(measure, "time_call", lambda call, _: answers[call.key].pop(0))
+    times = OpTimes("a machine", None)
+    calls = [Call(aten.add.Tensor, (fact(4), fact(4)), {}, key) for key in ("a", "b")]
+    assert times.measure(calls) == {"a": 1.0, "b": 2.0}
+    assert times.measured == 2
+
+
+def test_when_nothing_is_quiet_the_best_counts_and_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = iter([3.0, 2.0, 4.0, 5.0])
+    monkeypatch.setattr(measure, "time_call", lambda *_: (next(answers), False))
+    times = OpTimes("a machine", None)
+    assert times.measure([Call(aten.add.Tensor, (fact(4), fact(4)), {}, "a")]) == {"a": 2.0}
+    assert not times.seconds
