@@ -22,6 +22,8 @@ from lezero.comm.flat import Flat
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Pending, Queue, Steps
 from lezero.comm.route import Route, Span
+from lezero.comm.shared import Shared
+from lezero.comm.topology import find_hosts
 from lezero.comm.wire import Wire
 from lezero.core import device, groups
 from lezero.core.errors import ConfigError
@@ -44,9 +46,14 @@ class Link:
         self._queue = Queue(timeout_s)
         lanes = [groups.make(mesh.lines(axis), mesh.kind, timeout_s) for _ in range(2)]
         self._lanes = lanes
+        self.topology = "flat"
         self._route: Route = Alone()
         if lanes[0] is not None and lanes[1] is not None:
-            self._route = Flat((lanes[0], lanes[1]), self._buffers)
+            self.topology = self._choose(lanes[0], mesh.kind)
+            if self.topology == "shared":
+                self._route = Shared(lanes[0], mesh.ranks(axis))
+            else:
+                self._route = Flat((lanes[0], lanes[1]), self._buffers)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` zeros in memory that this link moves without copying it first.
@@ -54,6 +61,16 @@ class Link:
         The first use of new memory is the slowest: take buffers once and keep them.
         """
         return self._route.buffer(numel, dtype)
+
+    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `buffer`, but one memory that all ranks of the host see, where the topology is shared.
+
+        All ranks call it together. Each writes its own part only; `all_gather` with `out` in such
+        memory and `shard` in its place there moves nothing, it waits until every rank has written.
+        A rank must not write again before the others have read: finish a collective in between
+        that they enter after reading. Elsewhere the same as `buffer`.
+        """
+        return self._route.common(numel, dtype)
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, *, key: str, spans: Sequence[Span] = ()
@@ -111,6 +128,23 @@ class Link:
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _choose(self, group: torch.distributed.ProcessGroup, kind: str) -> str:
+        wanted = self.wire.topology
+        if wanted == "flat" or (wanted == "auto" and kind != "cpu"):
+            return "flat"
+        if kind != "cpu":
+            raise ConfigError(
+                f"wire.topology: '{wanted}' shares the memory of hosts, but the mesh is of kind "
+                f"'{kind}'; use auto or flat"
+            )
+        hosts = find_hosts(group)
+        if wanted == "shared" and not hosts.single:
+            raise ConfigError(
+                f"wire.topology: 'shared' needs all {self.size} ranks to share one host's memory, "
+                f"but they are on {len(hosts.ranks)}: {hosts.ranks}; use auto or flat"
+            )
+        return "shared" if hosts.single else "flat"
 
     def _launch(self, steps: Steps, operation: str, key: str) -> Pending:
         return self._queue.launch(steps, f"{operation} '{key}'")

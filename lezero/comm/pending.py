@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 
 from lezero.core import groups
-from lezero.core.errors import DistributedError
+from lezero.core.errors import ConfigError, DistributedError
 
 
 class Wait(Protocol):
@@ -160,5 +160,7 @@ class Queue:
             with torch.no_grad():
                 yield
         except Exception as error:
-            self._broken = error
+            # A wrong argument is found before the first step, on every rank.
+            if not isinstance(error, ConfigError):
+                self._broken = error
             raise

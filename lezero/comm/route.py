@@ -48,5 +48,9 @@ class Route(abc.ABC):
         """Zeros in memory that this topology moves without a copy before."""
         return torch.zeros(numel, dtype=dtype)
 
+    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Zeros that every rank of the host sees, where there is such memory, else `buffer`."""
+        return self.buffer(numel, dtype)
+
     def close(self) -> None:  # noqa: B027 - most topologies hold nothing of their own
         """Gives back groups and memory. Nothing is in flight."""

@@ -49,7 +49,7 @@ def collectives(topology: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("topology", ["flat"])
+@pytest.mark.parametrize("topology", ["flat", "shared"])
 def test_the_same_bits_as_a_sum_in_rank_order(ranks: RankPool, world: int, topology: str) -> None:
     ranks(world, collectives, topology)
 
@@ -82,7 +82,7 @@ def many_in_flight(topology: str) -> None:
                     assert torch.equal(flats[i], total)
 
 
-@pytest.mark.parametrize("topology", ["flat"])
+@pytest.mark.parametrize("topology", ["flat", "shared"])
 def test_many_in_flight_at_different_paces(ranks: RankPool, topology: str) -> None:
     ranks(3, many_in_flight, topology)
 

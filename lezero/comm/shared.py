@@ -1,0 +1,144 @@
+"""Topology "shared": ranks of one host read each other's memory; no byte goes through a socket.
+
+Each rank tells where its tensor lies and sums, or copies, its part straight from the others'. A
+tensor outside `buffer()` memory is first copied into such memory. Results are bit for bit those of
+the flat topology.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+
+from lezero.comm.flat import chunks
+from lezero.comm.handshake import DTYPES, OPERATIONS, Handshake
+from lezero.comm.pending import Steps
+from lezero.comm.route import Route, Spans
+from lezero.comm.shared_memory import Place, SharedMemory
+from lezero.core import groups
+from lezero.core.errors import ConfigError
+from lezero.ops.ordered_sum import ordered_sum
+
+_NOWHERE = Place(-1, -1, 0, 0)
+
+
+class Shared(Route):
+    """Made by all ranks of `group` together, which share a host. `names`: their world ranks."""
+
+    def __init__(self, group: dist.ProcessGroup, names: list[int]) -> None:
+        self._group, self._size, self._rank = group, group.size(), group.rank()
+        self.memory = SharedMemory(self._rank, groups.gather_objects(os.getpid(), group))
+        self._handshake = Handshake(group, names, self.memory)
+        self._common: set[tuple[int, int]] = set()
+        self._staging: dict[int, list[torch.Tensor]] = defaultdict(list)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return self.memory.make(numel * dtype.itemsize).data.view(dtype)
+
+    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        mine = self.memory.make(numel * dtype.itemsize).place if self._rank == 0 else _NOWHERE
+        place = Place(*groups.gather_objects(list(mine), self._group)[0])
+        self._common.add((place.owner, place.fd))
+        return self.memory.view(place, numel, dtype)
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
+    ) -> Steps:
+        place, staged = self._placed(flat, "reduce_scatter", key)
+        number = self._begin("reduce-scatter", flat, place, key)
+        yield self._handshake.others(0, number)
+        ordered_sum(self._parts(number, flat), out)
+        self._handshake.tell(1, number)
+        yield self._handshake.others(1, number)
+        self._give(staged)
+
+    def all_gather(self, shard: torch.Tensor, out: torch.Tensor, key: str) -> Steps:
+        own = chunks(out, self._size)[self._rank]
+        place, staged = self.memory.locate(shard) if shard.numel() else _NOWHERE, None
+        if place is None and self.memory.locate(own) is not None:
+            own.copy_(shard)
+            place = self.memory.locate(own)
+        if place is None:
+            place, staged = self._placed(shard, "all_gather", key)
+        number = self._begin("all-gather", shard, place, key)
+        yield self._handshake.others(0, number)
+        calls = self._handshake.calls(number)
+        for call, part in zip(calls, chunks(out, self._size), strict=True):
+            if part.numel() and not self._same(call.place, part):
+                part.copy_(self.memory.view(call.place, part.numel(), part.dtype))
+        self._handshake.tell(1, number)
+        yield self._handshake.others(1, number)
+        self._give(staged)
+
+    def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
+        place, staged = self._placed(flat, "all_reduce", key)
+        number = self._begin("all-reduce", flat, place, key)
+        yield self._handshake.others(0, number)
+        # A rank's own chunk is read by nobody else before its sum is there.
+        moved = flat if staged is None else staged.view(flat.dtype)
+        ordered_sum(self._parts(number, flat), chunks(moved, self._size)[self._rank])
+        self._handshake.tell(1, number)
+        yield self._handshake.others(1, number)
+        calls = self._handshake.calls(number)
+        for rank, part in enumerate(chunks(flat, self._size)):
+            if part.numel() and (rank != self._rank or staged is not None):
+                at = calls[rank].place
+                at = at._replace(offset=at.offset + rank * part.nbytes)
+                part.copy_(self.memory.view(at, part.numel(), part.dtype))
+        self._handshake.tell(2, number)
+        yield self._handshake.others(2, number)
+        self._give(staged)
+
+    def close(self) -> None:
+        self._handshake.close()
+        self._staging.clear()
+        self.memory.close()
+
+    def _begin(self, operation: str, tensor: torch.Tensor, place: Place, key: str) -> int:
+        kind, dtype = OPERATIONS.index(operation), DTYPES.index(tensor.dtype)
+        return self._handshake.begin(kind, dtype, tensor.numel(), place, key)
+
+    def _parts(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Chunk `rank` of every rank's tensor."""
+        numel = flat.numel() // self._size
+        calls = self._handshake.calls(number)
+        if not numel:
+            return [flat for _ in calls]
+        skip = self._rank * numel * flat.dtype.itemsize
+        at = [call.place._replace(offset=call.place.offset + skip) for call in calls]
+        return [self.memory.view(place, numel, flat.dtype) for place in at]
+
+    def _placed(
+        self, tensor: torch.Tensor, operation: str, key: str
+    ) -> tuple[Place, torch.Tensor | None]:
+        """Where others find `tensor`, and the staging memory that it was copied to, if any."""
+        if not tensor.numel():
+            return _NOWHERE, None
+        place = self.memory.locate(tensor)
+        if place is not None:
+            if (place.owner, place.fd) in self._common and operation != "all_gather":
+                raise ConfigError(
+                    f"{operation} '{key}': the tensor lies in memory common to all ranks, so "
+                    "there is nothing to add up; use buffer() for it"
+                )
+            return place, None
+        free = self._staging[tensor.nbytes]
+        staged = free.pop() if free else self.memory.make(tensor.nbytes).data
+        staged.view(tensor.dtype).copy_(tensor)
+        found = self.memory.locate(staged)
+        assert found is not None
+        return found, staged
+
+    def _same(self, place: Place, part: torch.Tensor) -> bool:
+        return self.memory.locate(part) == place
+
+    def _give(self, staged: torch.Tensor | None) -> None:
+        if staged is not None:
+            self._staging[staged.nbytes].append(staged)
