@@ -25,6 +25,7 @@ FLAGS: dict[str, Flag] = {
     "LEZERO_DEBUG": Flag(bool, False, "show tracebacks of user errors, as --debug does"),
     "LEZERO_LOG": Flag(str, "info", "lowest level that is logged: debug, info, warning, error"),
     "LEZERO_POOL": Flag(bool, True, "keep large host blocks between steps (the host memory pool)"),
+    "LEZERO_WATCH": Flag(bool, True, "several ranks watch each other and name the one that hangs"),
 }
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}

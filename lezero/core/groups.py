@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lezero.core import observer, sockets
 from lezero.core.errors import DistributedError
+from lezero.core.flags import flag
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +30,7 @@ _LOST = (
     "NCCL",
     "timed out",
     "Timed out",
+    "gloo/",
 )
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -52,9 +56,10 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
         device.use(device.device())
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        dist.init_process_group(
-            backend or device.backend_for(kind), timeout=timedelta(seconds=timeout_s)
-        )
+        with sockets.noted():
+            dist.init_process_group(
+                backend or device.backend_for(kind), timeout=timedelta(seconds=timeout_s)
+            )
     except Exception as error:
         raise DistributedError(
             f"rank {rank()} of {os.environ['WORLD_SIZE']} could not join the others at {where}: "
@@ -107,7 +112,8 @@ def make(
     for part in partition:
         if len(part) < 2 and not single:
             continue
-        group = dist.new_group(list(part), timedelta(seconds=timeout_s), backend)
+        with sockets.noted():
+            group = dist.new_group(list(part), timedelta(seconds=timeout_s), backend)
         if rank() in part:
             mine = group
     return mine
@@ -124,11 +130,27 @@ def end(group: dist.ProcessGroup | None) -> None:
 
 
 def leave() -> None:
-    """Leaves the group; safe to call when there is none."""
+    """Leaves the group; safe to call when there is none, and while an exception is on its way."""
     import torch.distributed as dist
 
+    watcher = observer.current()
+    if watcher is not None:
+        watcher.close(sys.exc_info()[1])
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+        sockets.forget()
+
+
+def abort() -> None:
+    """Ends every wait of this process in a collective; its groups are of no use afterwards."""
+    import torch.distributed as dist
+
+    if not active():
+        return
+    # NCCL's own way; the sockets are Gloo's.
+    if dist.get_backend() != "gloo" and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
+    sockets.shut()
 
 
 def active() -> bool:
@@ -193,12 +215,16 @@ def _exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     sizes = [
         torch.zeros(1, dtype=torch.int64, device=place) for _ in range(dist.get_world_size(group))
     ]
-    dist.all_gather(sizes, torch.tensor([body.numel()], device=place), group=group)
+    with watched("all_gather", (1,), torch.int64, "size of a document"):
+        dist.all_gather(sizes, torch.tensor([body.numel()], device=place), group=group)
     longest = int(max(size.item() for size in sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=place)
     padded[: body.numel()] = body
     bodies = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(bodies, padded, group=group)
+    # The parts of the world may have documents of their own sizes.
+    shape = padded.shape if group is None else ()
+    with watched("all_gather", shape, padded.dtype, "document"):
+        dist.all_gather(bodies, padded, group=group)
     return [
         json.loads(bytes(b[: int(size.item())].cpu().numpy().tobytes()))
         for b, size in zip(bodies, sizes, strict=True)
@@ -217,32 +243,54 @@ def _place(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 @contextlib.contextmanager
+def watched(op: str, shape: Sequence[int], dtype: Any, label: str) -> Iterator[None]:
+    """Tells the observer, if there is one, of the blocking collective inside the block."""
+    watcher = observer.current()
+    if watcher is None:
+        yield
+        return
+    watcher.enter(op, shape, dtype, label)
+    yield  # what fails inside has not completed: its group is broken
+    watcher.leave()
+
+
+@contextlib.contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Turns the backend's report that another rank is gone into a `DistributedError`."""
+    """Turns the backend's report that another rank is gone into a `DistributedError`.
+
+    Its text is the observer's where there is one; the backend's own words come with LEZERO_DEBUG.
+    """
     try:
         yield
     except RuntimeError as error:
-        text = str(error)
-        lost = any(sign in text for sign in _LOST)
-        if not (active() and world_size() > 1 and lost) or isinstance(error, DistributedError):
+        raw = str(error)
+        lost = active() and world_size() > 1 and any(sign in raw for sign in _LOST)
+        if isinstance(error, DistributedError) or not lost:
             raise
-        raise DistributedError(
-            f"rank {rank()} lost contact with another rank, which died or left: "
-            f"{text.splitlines()[0][:200]}"
-        ) from error
+        watcher = observer.current()
+        text = watcher.explain(error) if watcher is not None else None
+        if text is None:
+            how = "which died or left"
+            if "imed out" in raw:
+                how = "which did not come to a collective before the backend's timeout"
+            text = f"rank {rank()} lost contact with another rank, {how}"
+        if flag("LEZERO_DEBUG"):
+            text += f" [{raw.splitlines()[0][:300]}]"
+        raise DistributedError(text) from error
 
 
-def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums `tensor` over the ranks in place and returns it."""
+def all_reduce_sum(tensor: torch.Tensor, label: str = "") -> torch.Tensor:
+    """Sums `tensor` over the ranks in place and returns it. `label` names it where a rank hangs."""
     if active() and world_size() > 1:
         import torch.distributed as dist
 
-        if dist.get_backend() != "gloo" and tensor.device.type == "cpu":
-            moved = tensor.to(_place())
-            dist.all_reduce(moved)
-            tensor.copy_(moved)
-        else:
-            dist.all_reduce(tensor)
+        with watched("all_reduce", tensor.shape, tensor.dtype, label):
+            if dist.get_backend() != "gloo" and tensor.device.type == "cpu":
+                moved = tensor.to(_place())
+                dist.all_reduce(moved)
+                tensor.copy_(moved)
+            else:
+                dist.all_reduce(tensor)
     return tensor
 
 
@@ -251,4 +299,5 @@ def barrier() -> None:
     if active() and world_size() > 1:
         import torch.distributed as dist
 
-        dist.barrier()
+        with watched("barrier", (), None, ""):
+            dist.barrier()

@@ -1,0 +1,195 @@
+"""Collectives as one rank entered them: what each was, in which order, and where orders part.
+
+[Note: comparing long orders in small messages]
+Every rank numbers its collectives from 1 and keeps a running checksum of them. A `Window` carries
+the newest few with the checksum of all before the first, so that two ranks compare the whole past
+with one message: where the checksums agree the first difference lies in the window, and where they
+do not an earlier window is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import zlib
+from collections import deque
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+KEPT = 4096
+WINDOW = 32
+_DEEPEST = 48
+
+
+class Call(NamedTuple):
+    """One collective. `site` is where the user's code called it, "file.py:12", and may differ."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    label: str
+    site: str = ""
+
+    def same(self, other: Call) -> bool:
+        return self[:4] == other[:4]
+
+    def __str__(self) -> str:
+        name = f" of '{self.label}'" if self.label else ""
+        what = f"{self.dtype} {list(self.shape)}" if self.dtype else str(list(self.shape))
+        where = f" at {self.site}" if self.site else ""
+        return f"{self.op}{name} ({what}){where}"
+
+
+@dataclass(frozen=True)
+class Window:
+    """Calls `first`, `first` + 1, …; `before` is the checksum of all calls before them."""
+
+    first: int
+    before: int
+    calls: tuple[Call, ...]
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.calls) - 1
+
+    def call(self, number: int) -> Call | None:
+        return self.calls[number - self.first] if self.first <= number <= self.last else None
+
+    def to_json(self) -> list[Any]:
+        return [self.first, self.before, [list(call) for call in self.calls]]
+
+    @classmethod
+    def from_json(cls, data: Any) -> Window:
+        first, before, calls = data
+        return cls(
+            int(first),
+            int(before),
+            tuple(Call(str(o), tuple(s), str(d), str(n), str(w)) for o, s, d, n, w in calls),
+        )
+
+
+NOTHING = Window(1, 0, ())
+
+
+class History:
+    """The newest `KEPT` calls of this rank, `count` in all."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._calls: deque[Call] = deque(maxlen=KEPT)
+        self._sums: deque[int] = deque([0], maxlen=KEPT + 1)
+
+    def add(self, call: Call) -> None:
+        self.count += 1
+        self._calls.append(call)
+        self._sums.append(zlib.crc32(repr(call[:4]).encode(), self._sums[-1]))
+
+    def call(self, number: int) -> Call | None:
+        """Call `number`; None when it is forgotten or not entered yet."""
+        place = number - 1 - (self.count - len(self._calls))
+        return self._calls[place] if 0 <= place < len(self._calls) else None
+
+    def window(self, last: int | None = None) -> Window:
+        """The newest calls up to number `last`, as far as they are kept."""
+        last = self.count if last is None else min(last, self.count)
+        oldest = self.count - len(self._calls) + 1
+        first = max(oldest, last - WINDOW + 1)
+        calls = tuple(self._calls[n - oldest] for n in range(first, last + 1))
+        return Window(first, self._sum_before(first) or 0, calls)
+
+    def parting(self, theirs: Window) -> tuple[int, bool] | None:
+        """Where another rank's calls part from these, as far as both went.
+
+        None: nowhere. (number, True): call `number` is the first that differs. (number, False):
+        they parted at `number` or before, and an earlier window must tell where.
+        """
+        before = self._sum_before(theirs.first)
+        if before is None:
+            return None
+        if before != theirs.before:
+            return theirs.first - 1, False
+        for number in range(theirs.first, theirs.last + 1):
+            mine, other = self.call(number), theirs.call(number)
+            if mine is None or other is None:
+                return None
+            if not mine.same(other):
+                return number, True
+        return None
+
+    def usual(self, first: Call | None, second: Call | None, before: int) -> Call | None:
+        """What followed `first` and `second` the last time that they came in a row, among the
+        calls before number `before`."""
+        if first is None or second is None:
+            return None
+        third: Call | None = None
+        middle: Call | None = None
+        for number, call in zip(range(self.count, 0, -1), reversed(self._calls), strict=False):
+            if number >= before:
+                continue
+            if middle is not None and middle.same(second) and call.same(first) and third:
+                return third
+            third, middle = middle, call
+        return None
+
+    def _sum_before(self, number: int) -> int | None:
+        place = number - 1 - self.count + len(self._sums) - 1
+        return self._sums[place] if 0 <= place < len(self._sums) else None
+
+
+def site(depth: int = 1) -> tuple[CodeType, int]:
+    """Where the caller's user code is: its code and line, found from the frame `depth` up."""
+    return site_of(sys._getframe(depth + 1))
+
+
+def site_of(start: FrameType) -> tuple[CodeType, int]:
+    """The innermost frame of the user's own code; without one, of LeZero outside its wires."""
+    frame: FrameType | None = start
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        if _kind(frame.f_code) == 0:
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    frame = start
+    while frame is not None and _kind(frame.f_code) == 2:
+        frame = frame.f_back
+    frame = frame or start
+    return frame.f_code, frame.f_lineno
+
+
+def place_name(code: CodeType, line: int) -> str:
+    return f"{_short(code.co_filename)}:{line}"
+
+
+_kinds: dict[CodeType, int] = {}
+
+
+def _kind(code: CodeType) -> int:
+    """0: the user's; 1: a library's; 2: what lies between a collective and who asked for it."""
+    found = _kinds.get(code)
+    if found is None:
+        found = _kinds[code] = _kind_of_file(code.co_filename)
+    return found
+
+
+@cache
+def _kind_of_file(name: str) -> int:
+    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    path = os.path.abspath(name)
+    between = (os.path.join(ours, "comm"), os.path.join(ours, "core"))
+    if path.startswith(between) or name.startswith("<") or f"{os.sep}torch{os.sep}" in path:
+        return 2
+    library = (ours + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
+    return int(path.startswith(library) or "-packages" + os.sep in path)
+
+
+@cache
+def _short(name: str) -> str:
+    path = os.path.abspath(name)
+    here = os.getcwd() + os.sep
+    if path.startswith(here):
+        return path[len(here) :]
+    return os.sep.join(path.split(os.sep)[-2:])

@@ -1,0 +1,463 @@
+"""The watch: ranks tell each other what they do, and name the one that hangs or parts from them.
+
+    with Watch.start() as watch:           # on every rank; None where there is one rank
+        watch.enter("all_reduce", x.shape, x.dtype, "layers.3.weight")
+        dist.all_reduce(x)
+        watch.leave()
+
+Twice a second a thread of each rank tells the others which collectives it has entered and where its
+code is. A rank whose collective differs from the others', that stopped, died, failed or finished
+while others wait for it is named on every other rank, whose wait ends with a `DistributedError`.
+
+[Note: before, not after]
+A collective that only one rank makes like that does not just hang: Gloo ends processes whose sizes
+differ, and mixes two tensors of one size silently. So a rank about to make a collective that did
+not follow the two before it the last time tells the others at once, and waits a moment for what
+they enter in its place. In a steady loop nothing is unusual and nobody waits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator, Sequence
+from types import CodeType, TracebackType
+from typing import Any, Self
+
+from lezero.comm import verdict
+from lezero.comm.board import Board, process_state
+from lezero.comm.calls import Call, History, Window, place_name, site_of
+from lezero.comm.verdict import BUSY, FAILED, FINISHED, RUNS, Peer
+from lezero.core import groups, observer
+from lezero.core.errors import DistributedError
+from lezero.core.flags import flag
+from lezero.core.log import logger
+
+log = logger("watch")
+
+BEAT_S = 0.5
+MISSED_S = 2.0  # four beats
+EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
+_ASK_S = 0.25  # how long an unusual collective waits for the others'
+_VOTE_S = 0.7  # how long the other ranks' calls are collected when two differ
+_SHARE, _START_S = 0.005, 2.0  # what asking may take: of the time since the start, and at first
+_KINDS = 1 << 16
+_Text = tuple[str, tuple[int, ...], str, str]
+
+
+class Watch:
+    """One per process; `start` makes it. `enter` and `leave` may be called from any thread.
+
+    patience_s: a rank of another machine may be silent for so long before the wait for it ends
+    (one of this machine that is stopped or gone is known at once), and a healthy rank may be waited
+    for so long before the log says where it is. grace_s: a thread that is still inside the
+    backend so long after its wait was ended takes the process with it, status 75.
+    """
+
+    def __init__(self, board: Board, patience_s: float, grace_s: float) -> None:
+        self._board, self._patience_s, self._grace_s = board, patience_s, grace_s
+        self.rank = board.rank
+        now = time.monotonic()
+        self._peers = {r: Peer(r, now) for r in range(board.world) if r != board.rank}
+        self._history = History()
+        # The hot path: digests as numbers, those not yet in the history, and what followed what.
+        self._kinds: dict[tuple[Any, ...], tuple[int, _Text]] = {}
+        self._numbers = 0
+        self._fresh: deque[tuple[_Text, CodeType, int]] = deque()
+        self._followed: dict[int, int] = {}
+        self._context = 0
+        self._entered = self._left = 0
+        self._attend = False  # something for `enter` to look at
+        self._lock = threading.RLock()
+        self._news = threading.Condition(self._lock)
+        self._count = threading.Lock()
+        self._asked: set[int] = set()
+        self._state, self._doing, self._since = RUNS, "", now
+        self._thread_watched = threading.get_ident()
+        self._told: str | None = None
+        self._held = (0, 0, now)  # where the watched thread was when it was told, and when
+        self._asking_s = 0.0
+        self._parted: tuple[int, float] | None = None
+        self._moved = (0, now)  # collectives left, and since when
+        self._waited_for: dict[int, int] = {}
+        self._silent: set[int] = set()
+        self._refused: dict[int, float] = {}
+        self._started = self._ticked = now
+        self._pid = os.getpid()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="lezero-watch", daemon=True)
+
+    @classmethod
+    def start(cls, *, patience_s: float = 30.0, grace_s: float = 10.0) -> Watch | None:
+        """Starts the watch of this process; every rank calls it at the same place.
+
+        Returns the one that runs already, if any; None with one rank or with LEZERO_WATCH=0.
+        It ends with `close`, with `groups.leave()` or with the process.
+        """
+        running = current()
+        if running is not None or groups.world_size() == 1 or not flag("LEZERO_WATCH"):
+            return running
+        watch = cls(Board(), patience_s, grace_s)
+        observer.observe(watch)
+        atexit.register(watch._at_exit)
+        watch._thread.start()
+        return watch
+
+    # what the ranks' own code calls ------------------------------------------------------------
+
+    def enter(self, op: str, shape: Sequence[int], dtype: Any, label: str) -> None:
+        """Before a collective. Raises `DistributedError` when the ranks are known to have parted.
+
+        Every rank enters the same ones in the same order. `shape` must be hashable; pass () where
+        shapes rightly differ between ranks.
+        """
+        known = self._kinds.get((op, shape, dtype, label))
+        kind, text = known or self._learn(op, shape, dtype, label)
+        self._fresh.append((text, *site_of(sys._getframe(1))))
+        self._entered += 1
+        context = self._context
+        usual = self._followed.get(context) == kind
+        self._context = (context << 32 | kind) & 0xFFFF_FFFF_FFFF_FFFF
+        if self._attend or not usual:
+            self._followed[context] = kind
+            self._look(not usual)
+
+    def leave(self) -> None:
+        """After a collective has completed."""
+        with self._count:  # completions may come on several threads
+            self._left += 1
+
+    def check(self) -> None:
+        """Raises `DistributedError` when another rank was named; for waits that poll."""
+        if self._told is not None:
+            raise DistributedError(self._told)
+
+    @contextlib.contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """A long phase without collectives; `what` follows "rank 1, which": "compiles"."""
+        before = self._state, self._doing, self._since
+        self._state, self._doing, self._since = BUSY, what, time.monotonic()
+        try:
+            yield
+        finally:
+            self._state, self._doing, self._since = before
+
+    def failed(self, error: BaseException) -> None:
+        """This rank ends, or may end, with `error`; forgotten when it enters another collective."""
+        text = next(iter(str(error).strip().splitlines()), "")
+        name = type(error).__name__
+        self._state, self._doing = FAILED, f"{name}: {text[:300]}{_origin(error)}"
+        self._attend = True
+        self._beat()
+
+    def finished(self) -> None:
+        """This rank has left its loop as it should."""
+        self._state, self._doing = FINISHED, ""
+        self._attend = True
+        self._beat()
+
+    def explain(self, error: BaseException) -> str | None:
+        """What the backend's `error` about a lost rank means, found out within 0.6 s, or None."""
+        end = time.monotonic() + 0.6
+        with self._news:
+            while self._told is None and time.monotonic() < end:
+                self._beat()  # a dead rank's port refuses
+                self._judge(time.monotonic(), surely=True)
+                self._news.wait(0.05)
+        return self._told
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Ends the watch; the others hear that this rank failed with `error` or has finished."""
+        if self._closing or self._pid != os.getpid():
+            return
+        if error is not None:
+            self.failed(error)
+        elif self._state != FAILED:
+            self.finished()
+        self._closing = True
+        for _ in range(2):
+            self._beat()  # datagrams may be lost
+        if current() is self:
+            observer.observe(None)
+        atexit.unregister(self._at_exit)
+        self._board.wake()
+        self._thread.join(5)
+        self._board.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def _at_exit(self) -> None:
+        self.close(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+    # the rare parts of `enter` -----------------------------------------------------------------
+
+    def _learn(self, op: str, shape: Sequence[int], dtype: Any, label: str) -> tuple[int, _Text]:
+        with self._lock:
+            if len(self._kinds) > _KINDS:  # shapes that never come again
+                self._kinds.clear()
+                self._followed.clear()
+            name = "" if dtype is None else str(dtype).removeprefix("torch.")
+            self._numbers += 1
+            found = self._numbers, (op, tuple(int(n) for n in shape), name, label)
+            self._kinds[op, shape, dtype, label] = found
+            return found
+
+    def _look(self, unusual: bool) -> None:
+        self.check()
+        if self._state in (FAILED, FINISHED):
+            self._state, self._doing = RUNS, ""
+        number = self._entered
+        allowed = _START_S + _SHARE * (time.monotonic() - self._started)
+        with self._news:
+            self._drain()
+            self._attend = False
+            answers = {n for n in self._asked if n <= number}
+            self._asked -= answers
+            self._attend = bool(self._asked)
+            for peer in self._peers.values():
+                self._compare(peer, peer.window)
+            if unusual and self._asking_s < allowed:
+                self._ask(number)
+            elif answers:
+                self._beat()
+        self.check()
+
+    def _ask(self, number: int) -> None:
+        """Tells the others of call `number` and waits a moment for theirs."""
+        started = time.monotonic()
+        self._beat(ask=number)
+        while self._told is None:
+            waited = time.monotonic() - started
+            pending = any(p.entered < number and p.state in (RUNS, BUSY) for p in self._others())
+            if self._parted is None and (not pending or waited > _ASK_S):
+                break
+            self._news.wait(_ASK_S)
+        self._asking_s += time.monotonic() - started
+
+    def _others(self) -> Iterator[Peer]:
+        return (peer for peer in self._peers.values() if peer.rank not in self._board.gone)
+
+    # the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        due = 0.0
+        while not self._closing:
+            wait = max(0.0, due - time.monotonic())
+            if self._parted is not None:
+                wait = min(wait, 0.05)
+            for rank, message in self._board.receive(wait):
+                with self._news:
+                    with contextlib.suppress(ValueError, TypeError, KeyError):  # not one of ours
+                        self._hear(self._peers[rank], message)
+                    self._news.notify_all()
+            now = time.monotonic()
+            with self._news:
+                if self._parted is not None:
+                    self._decide(now)
+                if now >= due:
+                    due = now + BEAT_S
+                    self._beat()
+                    self._judge(now)
+
+    def _beat(self, to: int | None = None, **more: Any) -> None:
+        with self._lock:
+            self._drain()
+            message = {
+                "at": [self._entered, self._left],
+                "window": self._history.window(more.pop("last", None)).to_json(),
+                "state": [self._state, self._doing, time.monotonic() - self._since],
+                "place": self._place(),
+                **more,
+            }
+            self._board.send(message, to)
+
+    def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        peer.heard = now
+        self._silent.discard(peer.rank)
+        if "told" in message:
+            self._tell(str(message["told"]), pass_on=False)
+            return
+        peer.entered, peer.left = (int(n) for n in message["at"])
+        peer.state, peer.doing, age = message["state"]
+        peer.since, peer.place = now - float(age), str(message["place"])
+        window = Window.from_json(message["window"])
+        if window.last >= peer.window.last:
+            peer.older.append(peer.window)
+            peer.window = window
+        else:
+            peer.older.append(window)
+        self._drain()
+        self._compare(peer, window)
+        if "ask" in message:
+            number = int(message["ask"])
+            if self._history.count >= number:
+                self._beat(to=peer.rank, last=number + 8)
+            else:
+                self._asked.add(number)
+                self._attend = True
+
+    def _drain(self) -> None:
+        while self._fresh:
+            text, code, line = self._fresh.popleft()
+            self._history.add(Call(*text, place_name(code, line)))
+
+    def _place(self) -> str:
+        """Where the code of the thread that started the watch is now."""
+        frame = sys._current_frames().get(self._thread_watched)
+        return "" if frame is None else place_name(*site_of(frame))
+
+    # judging -----------------------------------------------------------------------------------
+
+    def _compare(self, peer: Peer, window: Window) -> None:
+        found = self._history.parting(window)
+        if found is None or self._told is not None:
+            return
+        number, exact = found
+        if not exact:
+            self._beat(to=peer.rank, ask=number)
+        elif self._parted is None or number < self._parted[0]:
+            self._parted = number, time.monotonic() + _VOTE_S
+            self._beat(ask=number)
+            self._decide(time.monotonic())
+
+    def _decide(self, now: float) -> None:
+        """Names the odd rank once every living one has told its call, or after a moment."""
+        assert self._parted is not None
+        number, until = self._parted
+        calls = {peer.rank: peer.call(number) for peer in self._others()}
+        calls[self.rank] = self._history.call(number)
+        known = {rank: call for rank, call in calls.items() if call is not None}
+        if len(known) == len(calls) or now > until:
+            self._parted = None
+            if len(known) > 1:
+                self._tell(verdict.parted(number, known, self._history))
+
+    def _judge(self, now: float, surely: bool = False) -> None:
+        """Looks for a rank that no one should wait for. `surely`: the backend has lost one."""
+        late, self._ticked = now - self._ticked > MISSED_S, now
+        if self._left != self._moved[0] or self._entered == self._left:
+            self._moved = self._left, now
+        if late and not surely:  # this process was stopped or starved: what it missed is its own
+            for peer in self._peers.values():
+                peer.heard = now
+            return
+        if self._told is not None:
+            self._enforce(now)
+            return
+        for peer in self._peers.values():
+            text = self._fault(peer, now, surely)
+            if text:
+                self._tell(f"{text}.{self._around(peer)}")
+                return
+        self._say_who_is_waited_for(now)
+
+    def _fault(self, peer: Peer, now: float, surely: bool) -> str:
+        """Why waiting for `peer` makes no sense, or nothing."""
+        waited = surely or now - self._moved[1] > BEAT_S
+        stuck = self._entered > self._left and self._entered > peer.left
+        if peer.state == FINISHED:
+            early = self._entered > self._left and self._entered > peer.entered
+            return verdict.finished(peer) if early and waited else ""
+        if peer.state == FAILED:
+            return verdict.failed(peer) if stuck and waited else ""
+        silent = now - peer.heard
+        pid, near = self._board.addresses[peer.rank].pid, self._board.near(peer.rank)
+        state = process_state(pid) if near and (silent > MISSED_S or surely) else "?"
+        if peer.rank in self._board.gone or not state:
+            since = self._refused.setdefault(peer.rank, now)
+            late = surely or now - since > 5  # else it may just be ahead of us at the end
+            return verdict.gone(peer, pid) if late or (stuck and waited) else ""
+        if silent <= MISSED_S:
+            return ""
+        if state == "T":
+            return verdict.stopped(peer, silent, pid)
+        text = verdict.silent(peer, silent)
+        if state == "?" and silent > self._patience_s:
+            return text
+        if peer.rank not in self._silent:
+            self._silent.add(peer.rank)
+            runs = f". Its process {pid} runs, so it may only hold the interpreter" if near else ""
+            log.warning("%s%s.%s", text, runs, self._around(peer))
+        return ""
+
+    def _around(self, peer: Peer) -> str:
+        """What `peer` did last and what this rank waits in: the end of a message about it."""
+        text = f" It {peer.tells(self._history, self._left)}"
+        number = max(self._left, min(peer.entered, self._entered - 1)) + 1
+        call = self._history.call(number) if self._entered > self._left else None
+        return f"{text}; rank {self.rank} waits in collective {number}, {call}" if call else text
+
+    def _say_who_is_waited_for(self, now: float) -> None:
+        waited = now - self._moved[1]
+        if self._entered == self._left or waited < self._patience_s:
+            return
+        for peer in self._peers.values():
+            behind = peer.entered < self._entered and peer.rank not in self._silent
+            if behind and self._waited_for.get(peer.rank) != self._entered:
+                self._waited_for[peer.rank] = self._entered
+                level = log.info if peer.state == BUSY else log.warning
+                level("%s.%s", verdict.waited_for(peer, waited, now), self._around(peer))
+
+    # telling -----------------------------------------------------------------------------------
+
+    def _tell(self, text: str, pass_on: bool = True) -> None:
+        if self._told is not None:
+            return
+        self._told, self._attend = text, True
+        self._held = (*self._position(), time.monotonic())
+        self._news.notify_all()
+        log.error("%s", text)
+        if pass_on:
+            for _ in range(2):
+                self._board.send({"told": text})
+        groups.abort()
+
+    def _enforce(self, now: float) -> None:
+        """The last resort: the backend holds a thread that nothing else can free."""
+        *position, since = self._held
+        stuck = self._entered > self._left and tuple(position) == self._position()
+        if stuck and now - since > self._grace_s:
+            print(f"error: {self._told}", file=sys.stderr, flush=True)
+            os._exit(EXIT_STATUS)
+
+    def _position(self) -> tuple[int, int]:
+        """Frame and instruction of the watched thread: equal while it is held in one call."""
+        frame = sys._current_frames().get(self._thread_watched)
+        return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+
+
+def current() -> Watch | None:
+    """The watch of this process, if it has one."""
+    found = observer.current()
+    return found if isinstance(found, Watch) else None
+
+
+@contextlib.contextmanager
+def busy(what: str) -> Iterator[None]:
+    """`Watch.busy` of the watch of this process; nothing without one."""
+    watch = current()
+    with watch.busy(what) if watch is not None else contextlib.nullcontext():
+        yield
+
+
+def _origin(error: BaseException) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return ""
+    return f" (at {place_name(*site_of(frames[-1]))})"

@@ -1,0 +1,34 @@
+"""Who watches the collectives of this process: a protocol, and the one that is set, if any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class Observer(Protocol):
+    """Called around every collective that LeZero makes; `lezero.comm.watch` has the real one."""
+
+    def enter(self, op: str, shape: Sequence[int], dtype: Any, label: str) -> None:
+        """Before a collective, on the thread that makes it. May raise `DistributedError`."""
+
+    def leave(self) -> None:
+        """After one has completed."""
+
+    def explain(self, error: BaseException) -> str | None:
+        """What the backend's error about a lost rank means; waits a moment to find out."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """This rank leaves, because of `error` or as it should."""
+
+
+_current: list[Observer] = []
+
+
+def current() -> Observer | None:
+    return _current[-1] if _current else None
+
+
+def observe(observer: Observer | None) -> None:
+    """Sets the observer of this process; None takes it away."""
+    _current[:] = [] if observer is None else [observer]

@@ -1,0 +1,276 @@
+"""Ranks that hang or part from each other on purpose, and what the others then say."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lezero.comm import watch as watching
+from lezero.comm.calls import Call, History
+from lezero.comm.watch import Watch
+from lezero.core import groups
+from lezero.core.errors import DistributedError
+from tests.ranks import RankError
+
+LABELS = ("embed", "layers.0", "layers.1", "head")
+HEALTHY = 5
+
+
+def collective(label, size=4, dtype=torch.float32):
+    groups.all_reduce_sum(torch.ones(size, dtype=dtype), label)
+
+
+def step(labels=LABELS):
+    for label in labels:
+        collective(label)
+
+
+def skipped_layer(bad):
+    step([label for label in LABELS if not (bad and label == "layers.0")])
+    step()
+
+
+def other_shape(bad):
+    collective("embed")
+    collective("layers.0", size=6 if bad else 4)
+    step()
+
+
+def other_dtype(bad):
+    collective("embed")
+    collective("layers.0", dtype=torch.float64 if bad else torch.float32)
+    step()
+
+
+def other_order(bad):
+    step(["embed", "layers.1", "layers.0", "head"] if bad else LABELS)
+    step()
+
+
+def early_exit(bad):
+    if not bad:
+        step()
+
+
+def uneven_batches(bad):
+    """The bad rank has one batch less than the others, and goes on to evaluate."""
+    if not bad:
+        step()
+    collective("evaluation loss", size=2, dtype=torch.float64)
+
+
+def stop_signal(bad):
+    collective("embed")
+    if bad:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step(LABELS[1:])
+
+
+def exception(bad):
+    collective("embed")
+    if bad:
+        raise ValueError("row 7 is bad")
+    step(LABELS[1:])
+
+
+def killed(bad):
+    collective("embed")
+    if bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    step(LABELS[1:])
+
+
+SCENES = {
+    skipped_layer: r"rank 1 entered all_reduce of 'layers\.1' .* and skipped 'layers\.0', where "
+    r"{others} entered all_reduce of 'layers\.0' \(float32 \[4\]\) at tests/comm/test_watch\.py:",
+    other_shape: r"rank 1 entered all_reduce of 'layers\.0' \(float32 \[6\]\) at \S+ with another "
+    r"shape, where {others} entered .*'layers\.0' \(float32 \[4\]\)",
+    other_dtype: r"rank 1 entered all_reduce of 'layers\.0' \(float64 \[4\]\) at \S+ with another "
+    r"dtype, where {others} entered .*'layers\.0' \(float32 \[4\]\)",
+    other_order: r"rank 1 entered all_reduce of 'layers\.1' .*where {others} entered .*'layers\.0'",
+    early_exit: r"rank 1 has finished early, after 20 collectives.* waits in collective 21, "
+    r"all_reduce of 'embed'",
+    uneven_batches: r"rank 1 entered all_reduce of 'evaluation loss' \(float64 \[2\]\) .*where "
+    r"{others} entered all_reduce of 'embed'",
+    stop_signal: r"rank 1 does not answer since [\d.]+ s: its process \d+ is stopped .*It had "
+    r"(come to|finished) collective 21, .*'embed'.* waits in collective 22, .*'layers\.0'",
+    exception: r"rank 1 failed: ValueError: row 7 is bad \(at tests/comm/test_watch\.py:\d+\)\. It "
+    r"had finished collective 21, .* waits in collective 22, all_reduce of 'layers\.0'",
+}
+
+
+def play(scene, bad_rank, folder=None):
+    """A healthy start, then the scene. Returns what this rank was told and after how many s."""
+    watch = Watch.start()
+    assert watch is watching.current()
+    bad = groups.rank() == bad_rank
+    for _ in range(HEALTHY):
+        step()
+    start, told = time.monotonic(), ""
+    try:
+        with groups.naming_lost_ranks():
+            globals()[scene](bad)
+    except (DistributedError, ValueError) as error:
+        told = f"{type(error).__name__}: {error}"
+        if scene == "exception" and bad:
+            groups.leave()
+    seconds = time.monotonic() - start
+    if folder is not None:
+        (folder / f"told-{groups.rank()}").write_text(told)
+    if not bad and scene == "stop_signal":
+        os.kill(watch._board.addresses[bad_rank].pid, signal.SIGCONT)
+    if not bad and told:
+        time.sleep(0.3)  # the others end their own way, not because this rank is gone
+    return told, seconds
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_the_others_name_rank_label_and_what_it_does_instead(ranks, world, scene):
+    bad = 0 if world == 3 and scene in (stop_signal, exception) else 1  # rank 0 is none better
+    others = {2: "rank 0", 3: "ranks 0 and 2"}[world]
+    pattern = SCENES[scene].replace("rank 1", f"rank {bad}").format(others=others)
+    results = ranks(world, play, scene.__name__, bad, timeout_s=30)
+    for rank, (told, seconds) in enumerate(results):
+        print(f"rank {rank}, {seconds:.2f} s: {told}")
+        if rank != bad:
+            assert told.startswith("DistributedError: ")
+            assert re.search(pattern, told), told
+            assert seconds < 5
+
+
+def test_a_killed_rank_is_named_by_its_process(ranks, tmp_path):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        ranks(2, play, "killed", 1, tmp_path, timeout_s=30)
+    told = (tmp_path / "told-0").read_text()
+    print(told)
+    assert re.search(r"rank 1 is gone: its process \d+ was killed, crashed or ended", told), told
+    assert "waits in collective 22, all_reduce of 'layers.0'" in told
+    assert "pair.cc" not in told
+
+
+def live():
+    """Phases that look like a hang from outside; returns what anyone said."""
+    said = []
+    watch = Watch.start(patience_s=0.6)
+    watch._tell = lambda text, pass_on=True: said.append(text)
+    late = groups.rank() == 1
+    for _ in range(3):
+        step()
+    for phase in ("compiles", "evaluates", "saves"):
+        if late:
+            with watching.busy(phase):
+                time.sleep(0.8)
+        step()
+    if late:  # one C call that lets no other thread of this process run
+        ctypes.PyDLL(None).usleep(int((watching.MISSED_S + 0.8) * 1e6))
+    step()
+    for _ in range(60):
+        step()
+    groups.leave()  # one rank after the other
+    time.sleep(0.2 * groups.rank())
+    return said, watch._entered, watch._history.count
+
+
+def test_a_healthy_run_is_left_alone(ranks):
+    for said, entered, counted in ranks(3, live, timeout_s=40):
+        assert not said
+        assert entered == counted == 4 * 67
+
+
+def waited_for():
+    said = []
+    Watch.start(patience_s=0.6)
+    watching.log.warning = lambda *words: said.append(words[0] % words[1:])
+    watching.log.info = lambda *words: said.append(words[0] % words[1:])
+    step()
+    if groups.rank() == 1:
+        time.sleep(2.2)
+    step()
+    return said
+
+
+def test_a_slow_rank_is_told_of_once_with_its_place(ranks):
+    said, nothing = ranks(2, waited_for, timeout_s=30)
+    assert not nothing
+    assert len(said) == 1, said
+    assert re.search(r"for rank 1, which is at tests/comm/test_watch\.py:\d+", said[0]), said
+
+
+def cost():
+    watch = Watch.start()
+    shape, names = torch.Size([1024, 512]), [f"layers.{i}.weight" for i in range(200)]
+    rounds = []
+    for _ in range(30):
+        groups.barrier()
+        start = time.perf_counter()
+        for name in names:
+            watch.enter("all_reduce", shape, torch.bfloat16, name)
+            watch.leave()
+        rounds.append((time.perf_counter() - start) / len(names))
+    return statistics.median(rounds)
+
+
+def test_a_collective_costs_microseconds(ranks):
+    for seconds in ranks(2, cost, timeout_s=40):
+        print(f"{seconds * 1e6:.2f} us")
+        assert seconds < 6e-6  # 2 us on an idle machine
+
+
+def stuck():
+    """The thread cannot be freed: the process ends with its own status."""
+    watch = Watch.start(grace_s=0.5)
+    if groups.rank() == 1:
+        time.sleep(0.5)
+        groups.leave()
+        time.sleep(2)
+        return
+    watch.enter("all_reduce", (4,), torch.float32, "x")
+    time.sleep(20)
+
+
+def test_the_last_resort_ends_the_process(ranks):
+    with pytest.raises(RankError, match=r"rank 0 ended with status 75[^$]*rank 1 has finished"):
+        ranks(2, stuck, timeout_s=15)
+
+
+def off():
+    return Watch.start() is None
+
+
+def test_one_rank_or_the_switch_means_no_watch(ranks):
+    assert off()
+    assert ranks(2, off, env={"LEZERO_WATCH": "0"}) == [True, True]
+
+
+def test_a_parting_is_found_in_any_earlier_window():
+    mine, theirs = History(), History()
+    for number in range(1, 200):
+        mine.add(Call("all_reduce", (4,), "float32", f"p{number % 7}", "a.py:1"))
+        label = "other" if number == 50 else f"p{number % 7}"
+        theirs.add(Call("all_reduce", (4,), "float32", label, "b.py:2"))
+    last, seen = None, 0
+    while True:
+        found = mine.parting(theirs.window(last))
+        assert found is not None
+        number, exact = found
+        if exact:
+            break
+        last, seen = number + 8, seen + 1
+    assert number == 50
+    assert seen < 12
+    assert mine.parting(mine.window()) is None
+
+
+def test_importing_the_watch_brings_no_torch():
+    code = "import sys, lezero.comm.watch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
