@@ -7,6 +7,8 @@ that in an all-reduce.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -49,7 +51,12 @@ class Flat(Route):
     def _gather(self, shard: torch.Tensor, out: torch.Tensor, lane: int) -> Arrived:
         group = self._lanes[lane]
         moved = (out.view(torch.uint8), shard.view(torch.uint8))
-        return Arrived(dist.all_gather_into_tensor(*moved, group=group, async_op=True))
+        return Arrived(_all_gather()(*moved, group=group, async_op=True))
+
+
+def _all_gather() -> Any:
+    """torch renamed it in 2.13 and warns of the old name."""
+    return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def chunks(flat: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:

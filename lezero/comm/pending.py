@@ -109,7 +109,7 @@ class Queue:
         self.progress()
         if len(self._running) >= IN_FLIGHT:
             self.finish(self._running[0])
-        with self._guarded():
+        with self._guarded(pending):
             pending.step()
         if not pending.finished:
             self._running.append(pending)
@@ -122,7 +122,7 @@ class Queue:
             again, slowest = False, sys.maxsize
             for pending in self._running:
                 while pending.taken < slowest and not pending.finished and pending.ready():
-                    with self._guarded():
+                    with self._guarded(pending):
                         pending.step()
                     again = True
                 if not pending.finished:
@@ -138,7 +138,7 @@ class Queue:
         self.progress()
         while not pending.finished:
             head = self._running[0]
-            with self._guarded():
+            with self._guarded(head):
                 head.block(deadline)
             self.progress()
 
@@ -152,15 +152,18 @@ class Queue:
         self._running.clear()
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, pending: Pending) -> Iterator[None]:
         """A collective that failed leaves the ranks out of step: the link takes no more."""
         if self._broken is not None:
             raise DistributedError(f"this wire failed before: {self._broken}")
         try:
             with torch.no_grad():
                 yield
+        except ConfigError:
+            raise  # a wrong argument, found before the first step, on every rank
+        except DistributedError as error:
+            self._broken = DistributedError(f"{pending.what}: {error}")
+            raise self._broken from error
         except Exception as error:
-            # A wrong argument is found before the first step, on every rank.
-            if not isinstance(error, ConfigError):
-                self._broken = error
+            self._broken = error
             raise

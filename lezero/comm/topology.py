@@ -59,7 +59,8 @@ def find_hosts(group: torch.distributed.ProcessGroup) -> Hosts:
         if able:
             fd = shared_memory.create(_TOKEN_BYTES)
             os.pwrite(fd, token, 0)
-        mine: dict[str, Any] = {"machine": _machine(), "pid": os.getpid(), "fd": fd, "token": token.hex()}
+        mine: dict[str, Any] = {"machine": _machine(), "pid": os.getpid(), "fd": fd}
+        mine["token"] = token.hex()
         facts = groups.gather_objects(mine, group)
         opens = [able and _opens(fact) for fact in facts]
         table = groups.gather_objects(opens, group)

@@ -1,0 +1,170 @@
+"""Shared memory between ranks: what moves, what is left behind, and a rank that dies or hangs."""
+
+from __future__ import annotations
+
+import os
+import signal as signals
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from lezero.comm.link import Link
+from lezero.comm.mesh import Mesh
+from lezero.comm.topology import find_hosts
+from lezero.comm.wire import Wire
+from lezero.core import groups
+from lezero.core.errors import ConfigError, DistributedError
+from lezero.ops import signal
+from tests.ranks import RankPool
+
+pytestmark = pytest.mark.skipif(not signal.available(), reason="no compiler, or not Linux")
+SHARED = Wire(topology="shared")
+
+
+def link_of_all(timeout_s: float = 20.0) -> Link:
+    return Link(SHARED, Mesh({"shard": groups.world_size()}), "shard", timeout_s=timeout_s)
+
+
+def common_memory() -> None:
+    rank, world = groups.rank(), groups.world_size()
+    with link_of_all() as link:
+        whole = link.common(world * 5, torch.float32)
+        mine = whole.view(world, 5)[rank]
+        for step in range(20):
+            mine.fill_(100 * step + rank)
+            link.all_gather(mine, whole, key="p").wait()
+            for other in range(world):
+                assert whole.view(world, 5)[other].eq(100 * step + other).all()
+            link.all_reduce(torch.ones(world), key="after reading").wait()
+        assert link.common(0, torch.float32).numel() == 0
+        with pytest.raises(ConfigError, match="common to all ranks"):
+            link.all_reduce(whole, key="p")
+        link.all_reduce(torch.ones(world), key="still in step").wait()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_memory_that_all_ranks_see(ranks: RankPool, world: int) -> None:
+    ranks(world, common_memory)
+
+
+def views_and_staging() -> None:
+    """Parts of a buffer, tensors of our own and a shard that lies in its place."""
+    rank, world = groups.rank(), groups.world_size()
+    with link_of_all() as link:
+        memory = link.buffer(1000, torch.float32)
+        flat = memory[100 : 100 + world * 7]
+        flat.copy_(torch.arange(world * 7) + rank)
+        total = world * torch.arange(world * 7) + sum(range(world))
+        own = flat.view(world, 7)[rank]
+        link.reduce_scatter(flat, own, key="in place").wait()
+        assert torch.equal(own, total.view(world, 7)[rank].float())
+        link.all_gather(own, flat, key="in place").wait()
+        assert torch.equal(flat, total.float())
+        assert memory[:100].eq(0).all()
+        assert memory[100 + world * 7 :].eq(0).all()
+        for _ in range(3):
+            mine = torch.full((world * 7,), float(rank))
+            link.all_reduce(mine, key="own").wait()
+            assert mine.eq(sum(range(world))).all()
+
+
+def test_views_and_tensors_outside_the_memory(ranks: RankPool) -> None:
+    ranks(3, views_and_staging)
+
+
+def files_open() -> tuple[int, int]:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:lezero")
+
+    torch.zeros(1)
+    before = count()
+    with Mesh({"shard": groups.world_size()}) as mesh:
+        link = Link(SHARED, mesh, "shard")
+        link.all_reduce(link.buffer(64, torch.float32), key="a").wait()
+        kept = mapped()
+        groups.barrier()
+        link.close()
+    del link
+    assert kept >= 3
+    groups.leave()
+    return count() - before, mapped()
+
+
+def test_nothing_stays_open_or_mapped(ranks: RankPool) -> None:
+    for opened, mapped in ranks(2, files_open):
+        assert opened <= 0
+        assert mapped == 0
+
+
+def one_dies(how: str) -> tuple[str, float]:
+    rank = groups.rank()
+    link = link_of_all(timeout_s=1.5)
+    flat = link.buffer(8, torch.float32)
+    link.all_reduce(flat, key="healthy").wait()
+    groups.barrier()
+    if rank == 1:
+        if how == "exit":
+            os._exit(0)
+        if how == "kill":
+            os.kill(os.getpid(), signals.SIGKILL)
+        time.sleep(4)
+        return "", 0.0
+    began = time.monotonic()
+    with pytest.raises(DistributedError) as caught:
+        link.all_reduce(flat, key="layer 3").wait()
+    waited = time.monotonic() - began
+    with pytest.raises(DistributedError, match="failed before"):
+        link.all_reduce(flat, key="next")
+    return str(caught.value), waited
+
+
+def test_a_rank_that_hangs_is_named(ranks: RankPool) -> None:
+    text, waited = ranks(2, one_dies, "hang")[0]
+    assert "all-reduce 'layer 3': rank 1 lives, but has not come" in text
+    assert 1.4 < waited < 3
+
+
+def report_death(how: str, path: str) -> None:
+    text, waited = one_dies(how)
+    Path(path).write_text(f"{waited:.2f} {text}")
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_rank_that_died_is_named_at_once(ranks: RankPool, how: str, tmp_path: Path) -> None:
+    path = tmp_path / "report"
+    with pytest.raises(AssertionError):
+        ranks(2, report_death, how, str(path))
+    waited, text = path.read_text().split(" ", 1)
+    assert "rank 1 died or left" in text
+    assert "layer 3" in text
+    assert float(waited) < 1
+
+
+def other_call() -> str:
+    rank = groups.rank()
+    link = link_of_all()
+    with pytest.raises(DistributedError) as caught:
+        link.all_reduce(torch.zeros(4 if rank else 6), key="w" if rank else "v").wait()
+    return str(caught.value)
+
+
+def test_ranks_that_call_different_things_are_told(ranks: RankPool) -> None:
+    first, second = ranks(2, other_call)
+    for text in (first, second):
+        assert "all-reduce 'v' of 6 float32" in text
+        assert "all-reduce 'w' of 4 float32" in text
+
+
+def hosts() -> tuple[tuple[int, ...], ...]:
+    group = groups.make([list(range(groups.world_size()))])
+    assert group is not None
+    return find_hosts(group).ranks
+
+
+def test_ranks_of_one_machine_share_a_host(ranks: RankPool) -> None:
+    assert ranks(3, hosts) == [((0, 1, 2),)] * 3
