@@ -456,6 +456,20 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """For a step of a rank's work: an error inside is told to the others, and the backend's report
+    of a lost rank becomes a `DistributedError` that names it."""
+    try:
+        with groups.naming_lost_ranks():
+            yield
+    except Exception as error:
+        watch = current()
+        if watch is not None:
+            watch.failed(error)
+        raise
+
+
 def _origin(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:

@@ -65,6 +65,7 @@ def main() -> int:
     except SystemExit as stop:
         return _status(stop.code, stop)
     except BaseException as error:
+        sys.last_value = error  # as Python does; what runs at exit tells the other ranks of it
         _record(_error_fields(error))
         return getattr(error, "exit_status", 1)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
@@ -104,6 +105,8 @@ class Engine:
         self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
         self._silent = False
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._meeting = 0  # buckets of gradients on their way
         self._wrapped = self._data_parallel()
         self._base_lrs = [
             group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
@@ -113,8 +116,13 @@ class Engine:
         """One optimizer step on this rank's part of the global batch.
 
         Raises `ConfigError` when the batch cannot be split or nothing in it counts, and
-        `NumericsError` after `max_skipped` non-finite steps in a row.
+        `NumericsError` after `max_skipped` non-finite steps in a row; `DistributedError` when
+        another rank is lost, stopped or does something else.
         """
+        with watch.reporting():
+            return self._train_step(batch)
+
+    def _train_step(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
         self.model.train()
         self.model.zero_grad(set_to_none=True)  # whatever a caller or a failed step has left
@@ -124,7 +132,8 @@ class Engine:
         if total == 0:
             raise ConfigError("nothing in this batch counts: every target is masked, on every rank")
         if self._forms is None:
-            self._forms = self._choose_form(micros[0])
+            with watch.busy("times the forms that the model can run in"):
+                self._forms = self._choose_form(micros[0])
             started = time.perf_counter()
         lr = self._set_lr()
         loss = self._backward(micros, counts, total)
@@ -142,6 +151,10 @@ class Engine:
 
         Ranks may hold different numbers of batches. NaN when nothing counts.
         """
+        with watch.reporting(), watch.busy("evaluates"):
+            return self._evaluate(batches)
+
+    def _evaluate(self, batches: Iterable[Batch]) -> float:
         training = self.model.training
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
@@ -155,7 +168,7 @@ class Engine:
                     sums += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         finally:
             self.model.train(training)
-        groups.all_reduce_sum(sums)
+        groups.all_reduce_sum(sums, "evaluation loss")
         return float(sums[0] / sums[1])
 
     def set_precision(self, name: str) -> None:
@@ -170,7 +183,8 @@ class Engine:
 
     def save(self, root: str | Path, **documents: Any) -> Path:
         """Writes a verified generation under `root` and waits for it; returns its folder."""
-        return engine_state.save(self, Path(root), documents)
+        with watch.reporting(), watch.busy("saves"):
+            return engine_state.save(self, Path(root), documents)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Loads the newest good generation of a root, or the one named; returns its documents."""
@@ -186,6 +200,7 @@ class Engine:
             return self.model
         from torch.nn.parallel import DistributedDataParallel
 
+        watch.Watch.start()
         wrapped = DistributedDataParallel(
             self.model, find_unused_parameters=True, gradient_as_bucket_view=True
         )
@@ -196,6 +211,11 @@ class Engine:
         """Averages a bucket of gradients over the ranks, as DDP does without being told."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+        watcher = watch.current()
+        if watcher is not None:
+            first = self._names[id(bucket.parameters()[0])]
+            watcher.enter("all_reduce", bucket.buffer().shape, bucket.buffer().dtype, first)
+            self._meeting += 1
         if self._silent:  # a loss that is 0 / 0 where nothing counts has gradients of NaN
             bucket.buffer().zero_()
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
@@ -207,7 +227,7 @@ class Engine:
         stop, self._stop = self._stop, False
         if groups.world_size() == 1:
             return count, stop
-        both = groups.all_reduce_sum(torch.tensor([count, int(stop)], dtype=torch.int64))
+        both = groups.all_reduce_sum(torch.tensor([count, int(stop)]), "counts")
         return int(both[0]), bool(both[1])
 
     def _set_lr(self) -> float:
@@ -232,9 +252,18 @@ class Engine:
                     loss = self._forms.loss(self._wrapped, micro)
                     scaled = loss * (count * world / total)
                 self.precision.scaler.scale(scaled).backward()
+            self._met()
             if count:
                 summed += loss.detach().double() * count
-        return float(groups.all_reduce_sum(summed)) / total
+        return float(groups.all_reduce_sum(summed, "loss")) / total
+
+    def _met(self) -> None:
+        """A backward pass returns when all its buckets have met."""
+        watcher = watch.current()
+        for _ in range(self._meeting):
+            if watcher is not None:
+                watcher.leave()
+        self._meeting = 0
 
     def _sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._wrapped is self.model or last:

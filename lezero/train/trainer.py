@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero import checkpoint
+from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
@@ -231,15 +232,8 @@ class Trainer:
         """Hands this step to the background writer, once; `mark` names it "best" or "last"."""
         step = self.engine.step
         if self._saved_step != step:
-            tensors, documents = engine_state.pack(self.engine)
-            documents |= {
-                "cursor": self.loader.state(),
-                "progress": {"best": self.best},
-                "config": self.config.to_dict(),
-                "model": self.model.config.to_dict(),
-            }
-            if self.saver is not None:
-                self.saver.save(step, tensors, documents)
+            with watch.busy("saves a checkpoint"):
+                self._hand_over(step)
             self._saved_step = step
             self._tell("on_checkpoint", step)
         failed = any(bad == step for bad, _ in self._failed)
@@ -249,11 +243,23 @@ class Trainer:
             except (FileError, OSError) as error:
                 self.event(f"step {step} could not be marked '{mark}': {error}", "warning")
 
+    def _hand_over(self, step: int) -> None:
+        tensors, documents = engine_state.pack(self.engine)
+        documents |= {
+            "cursor": self.loader.state(),
+            "progress": {"best": self.best},
+            "config": self.config.to_dict(),
+            "model": self.model.config.to_dict(),
+        }
+        if self.saver is not None:
+            self.saver.save(step, tensors, documents)
+
     def _save_last(self) -> str:
         """Saves this step and waits for it, with a second try; what went wrong, on every rank."""
         for _ in range(2):
             self.save("last")
-            error = self.saver.wait() if self.saver is not None else None
+            with watch.busy("writes its last checkpoint"):
+                error = self.saver.wait() if self.saver is not None else None
             self._tell_failures()
             problem = groups.broadcast_object(str(error or ""))
             if not problem:
