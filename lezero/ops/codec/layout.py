@@ -1,7 +1,7 @@
 """Where what lies in a payload: the same arithmetic as `codec.h`.
 
-A payload of `numel` elements in blocks of `block` (the last one may be shorter), its parts one after
-the other:
+A payload of `numel` elements in blocks of `block` (the last one may be shorter), its parts one
+after the other:
 
     scales  one bf16 a block (2:4-bf16: none)
     kept    2:4 only: one bit an element, set for the two kept of each four

@@ -1,4 +1,4 @@
-"""The ops `lezero::codec_encode` and `lezero::codec_decode`. See `reference.py` for the formulas."""
+"""The ops `lezero::codec_encode` and `codec_decode`. See `reference.py` for the formulas."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
 For each block of elements x (fp32; the error, if there is one, already added):
 
-    int8, int4  levels L = 127 or 7; scale s = |x|max / L rounded up to bf16; q = round(x / s), halves
-                to even, computed as x · (1/s); decoded q · s, which is exact in fp32
+    int8, int4  levels L = 127 or 7; scale s = |x|max / L rounded up to bf16; q = round(x / s),
+                halves to even, computed as x · (1/s); decoded q · s, which is exact in fp32
     sign        s = mean |x| in bf16, summed as 16 sums of every 16th element and then halves onto
                 halves; decoded +s or -s by the sign bit
-    2:4         of each four the two largest in magnitude, of equal ones the first; those as bf16 (to
-                nearest), or as int8 or int4 with the block's scale; the other two decode to 0
+    2:4         of each four the two largest in magnitude, of equal ones the first; those as bf16
+                (to nearest), or as int8 or int4 with the block's scale; the others decode to 0
 
 [Note: values that are not finite]
 A block that holds one has the scale NaN and decodes to NaN (2:4: its kept elements do), never to

@@ -1,0 +1,93 @@
+"""Codecs by hand: tensors into bytes and back.
+
+payload = lz.comm.compress(gradients, codec="int4")
+payload.nbytes, payload.ratio
+gradients = lz.comm.decompress(payload)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lezero.comm.codec import FLOATS, codec
+from lezero.core.errors import ConfigError
+
+Tensors = Tensor | list[Tensor] | dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor: its bytes (uint8), the shape and dtype it had."""
+
+    data: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What `compress` made, in the form it was given: one tensor, a list, or a dict (`keys`)."""
+
+    codec: str
+    parts: tuple[Part, ...]
+    keys: tuple[str, ...] | None = None
+    single: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that would travel."""
+        return sum(part.data.numel() for part in self.parts)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the tensors divided by those of the payload; 1 for nothing at all."""
+        plain = sum(part.shape.numel() * part.dtype.itemsize for part in self.parts)
+        return plain / self.nbytes if self.nbytes else 1.0
+
+
+def compress(
+    tensors: Tensor | Iterable[Tensor] | Mapping[str, Tensor], codec: str = "int4"
+) -> Payload:
+    """Encodes a tensor, or a list or dict of them, each on its own: shapes and dtypes are kept.
+
+    fp32, bf16 and fp16 only: `ConfigError` names another tensor by its key or place. Nothing is
+    differentiated.
+    """
+    if isinstance(tensors, Tensor):
+        return Payload(codec, (_part(tensors, codec, "the tensor"),), single=True)
+    if isinstance(tensors, Mapping):
+        parts = tuple(_part(x, codec, f"'{key}'") for key, x in tensors.items())
+        return Payload(codec, parts, keys=tuple(tensors))
+    return Payload(
+        codec, tuple(_part(x, codec, f"tensor {place}") for place, x in enumerate(tensors))
+    )
+
+
+def decompress(payload: Payload) -> Tensors:
+    """New tensors of the shapes, dtypes, device and form that `compress` was given."""
+    one = codec(payload.codec)
+    found = []
+    for part in payload.parts:
+        out = torch.empty(part.shape.numel(), dtype=part.dtype, device=part.data.device)
+        one.decode(part.data, out)
+        found.append(out.view(part.shape))
+    if payload.single:
+        return found[0]
+    return found if payload.keys is None else dict(zip(payload.keys, found, strict=True))
+
+
+def _part(x: Tensor, name: str, which: str) -> Part:
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ConfigError(
+            f"compress: {which} is {str(found).removeprefix('torch.')}; allowed are float32, "
+            "bfloat16 and float16 tensors. Send others as they are, or cast them first"
+        )
+    one, flat = codec(name), x.detach().contiguous().view(-1)
+    data = torch.empty(one.bytes(flat.numel()), dtype=torch.uint8, device=x.device)
+    one.encode(flat, data)
+    return Part(data, x.shape, x.dtype)
