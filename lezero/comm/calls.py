@@ -9,11 +9,13 @@ do not an earlier window is asked for.
 
 from __future__ import annotations
 
+import itertools
 import os
-import sys
 import sysconfig
+import traceback
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FrameType
@@ -21,7 +23,9 @@ from typing import Any, NamedTuple
 
 KEPT = 4096
 WINDOW = 32
+_KINDS = 1 << 16
 _DEEPEST = 48
+Text = tuple[str, tuple[int, ...], str, str]
 
 
 class Call(NamedTuple):
@@ -139,9 +143,20 @@ class History:
         return self._sums[place] if 0 <= place < len(self._sums) else None
 
 
-def site(depth: int = 1) -> tuple[CodeType, int]:
-    """Where the caller's user code is: its code and line, found from the frame `depth` up."""
-    return site_of(sys._getframe(depth + 1))
+class Kinds(dict[tuple[Any, ...], tuple[int, Text]]):
+    """A number and the written form for each (op, shape, dtype, label), made when first asked."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+
+    def __missing__(self, key: tuple[str, Sequence[int], Any, str]) -> tuple[int, Text]:
+        op, shape, dtype, label = key
+        if len(self) > _KINDS:  # shapes that never come again
+            self.clear()
+        name = "" if dtype is None else str(dtype).removeprefix("torch.")
+        found = next(self._numbers), (op, tuple(int(n) for n in shape), name, label)
+        self[key] = found
+        return found
 
 
 def site_of(start: FrameType) -> tuple[CodeType, int]:
@@ -162,6 +177,12 @@ def site_of(start: FrameType) -> tuple[CodeType, int]:
 
 def place_name(code: CodeType, line: int) -> str:
     return f"{_short(code.co_filename)}:{line}"
+
+
+def origin(error: BaseException) -> str:
+    """Where the user's code raised `error`, in brackets; empty when it was never raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return f" (at {place_name(*site_of(frames[-1]))})" if frames else ""
 
 
 _kinds: dict[CodeType, int] = {}

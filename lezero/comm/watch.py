@@ -24,15 +24,15 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterator, Sequence
 from types import CodeType, TracebackType
 from typing import Any, Self
 
 from lezero.comm import verdict
-from lezero.comm.board import Board, process_state
-from lezero.comm.calls import Call, History, Window, place_name, site_of
+from lezero.comm.board import Board
+from lezero.comm.calls import Call, History, Kinds, Text, Window, origin, place_name, site_of
+from lezero.comm.judge import BEAT_S, Judge
 from lezero.comm.verdict import BUSY, FAILED, FINISHED, RUNS, Peer
 from lezero.core import groups, observer
 from lezero.core.errors import DistributedError
@@ -41,14 +41,11 @@ from lezero.core.log import logger
 
 log = logger("watch")
 
-BEAT_S = 0.5
-MISSED_S = 2.0  # four beats
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
+_CONTEXTS = 1 << 16
 _ASK_S = 0.25  # how long an unusual collective waits for the others'
 _VOTE_S = 0.7  # how long the other ranks' calls are collected when two differ
 _SHARE, _START_S = 0.005, 2.0  # what asking may take: of the time since the start, and at first
-_KINDS = 1 << 16
-_Text = tuple[str, tuple[int, ...], str, str]
 
 
 class Watch:
@@ -61,15 +58,14 @@ class Watch:
     """
 
     def __init__(self, board: Board, patience_s: float, grace_s: float) -> None:
-        self._board, self._patience_s, self._grace_s = board, patience_s, grace_s
-        self.rank = board.rank
         now = time.monotonic()
-        self._peers = {r: Peer(r, now) for r in range(board.world) if r != board.rank}
+        self.rank = board.rank
+        self._board, self._grace_s = board, grace_s
         self._history = History()
+        self._judge = Judge(board, self._history, now, patience_s)
         # The hot path: digests as numbers, those not yet in the history, and what followed what.
-        self._kinds: dict[tuple[Any, ...], tuple[int, _Text]] = {}
-        self._numbers = 0
-        self._fresh: deque[tuple[_Text, CodeType, int]] = deque()
+        self._kinds = Kinds()
+        self._fresh: deque[tuple[Text, CodeType, int]] = deque()
         self._followed: dict[int, int] = {}
         self._context = 0
         self._entered = self._left = 0
@@ -84,11 +80,7 @@ class Watch:
         self._held = (0, 0, now)  # where the watched thread was when it was told, and when
         self._asking_s = 0.0
         self._parted: tuple[int, float] | None = None
-        self._moved = (0, now)  # collectives left, and since when
-        self._waited_for: dict[int, int] = {}
-        self._silent: set[int] = set()
-        self._refused: dict[int, float] = {}
-        self._started = self._ticked = now
+        self._started = now
         self._pid = os.getpid()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="lezero-watch", daemon=True)
@@ -117,8 +109,7 @@ class Watch:
         Every rank enters the same ones in the same order. `shape` must be hashable; pass () where
         shapes rightly differ between ranks.
         """
-        known = self._kinds.get((op, shape, dtype, label))
-        kind, text = known or self._learn(op, shape, dtype, label)
+        kind, text = self._kinds[op, shape, dtype, label]
         self._fresh.append((text, *site_of(sys._getframe(1))))
         self._entered += 1
         context = self._context
@@ -126,7 +117,7 @@ class Watch:
         self._context = (context << 32 | kind) & 0xFFFF_FFFF_FFFF_FFFF
         if self._attend or not usual:
             self._followed[context] = kind
-            self._look(not usual)
+            self._look_at(not usual)
 
     def leave(self) -> None:
         """After a collective has completed."""
@@ -152,7 +143,7 @@ class Watch:
         """This rank ends, or may end, with `error`; forgotten when it enters another collective."""
         text = next(iter(str(error).strip().splitlines()), "")
         name = type(error).__name__
-        self._state, self._doing = FAILED, f"{name}: {text[:300]}{_origin(error)}"
+        self._state, self._doing = FAILED, f"{name}: {text[:300]}{origin(error)}"
         self._attend = True
         self._beat()
 
@@ -168,7 +159,7 @@ class Watch:
         with self._news:
             while self._told is None and time.monotonic() < end:
                 self._beat()  # a dead rank's port refuses
-                self._judge(time.monotonic(), surely=True)
+                self._look_around(surely=True)
                 self._news.wait(0.05)
         return self._told
 
@@ -206,18 +197,7 @@ class Watch:
 
     # the rare parts of `enter` -----------------------------------------------------------------
 
-    def _learn(self, op: str, shape: Sequence[int], dtype: Any, label: str) -> tuple[int, _Text]:
-        with self._lock:
-            if len(self._kinds) > _KINDS:  # shapes that never come again
-                self._kinds.clear()
-                self._followed.clear()
-            name = "" if dtype is None else str(dtype).removeprefix("torch.")
-            self._numbers += 1
-            found = self._numbers, (op, tuple(int(n) for n in shape), name, label)
-            self._kinds[op, shape, dtype, label] = found
-            return found
-
-    def _look(self, unusual: bool) -> None:
+    def _look_at(self, unusual: bool) -> None:
         self.check()
         if self._state in (FAILED, FINISHED):
             self._state, self._doing = RUNS, ""
@@ -225,11 +205,13 @@ class Watch:
         allowed = _START_S + _SHARE * (time.monotonic() - self._started)
         with self._news:
             self._drain()
+            if len(self._followed) > _CONTEXTS:  # shapes that never come again
+                self._followed.clear()
             self._attend = False
             answers = {n for n in self._asked if n <= number}
             self._asked -= answers
             self._attend = bool(self._asked)
-            for peer in self._peers.values():
+            for peer in self._judge.peers.values():
                 self._compare(peer, peer.window)
             if unusual and self._asking_s < allowed:
                 self._ask(number)
@@ -243,14 +225,12 @@ class Watch:
         self._beat(ask=number)
         while self._told is None:
             waited = time.monotonic() - started
-            pending = any(p.entered < number and p.state in (RUNS, BUSY) for p in self._others())
+            there = self._judge.present()
+            pending = any(p.entered < number and p.state in (RUNS, BUSY) for p in there)
             if self._parted is None and (not pending or waited > _ASK_S):
                 break
             self._news.wait(_ASK_S)
         self._asking_s += time.monotonic() - started
-
-    def _others(self) -> Iterator[Peer]:
-        return (peer for peer in self._peers.values() if peer.rank not in self._board.gone)
 
     # the thread --------------------------------------------------------------------------------
 
@@ -263,7 +243,7 @@ class Watch:
             for rank, message in self._board.receive(wait):
                 with self._news:
                     with contextlib.suppress(ValueError, TypeError, KeyError):  # not one of ours
-                        self._hear(self._peers[rank], message)
+                        self._hear(self._judge.peers[rank], message)
                     self._news.notify_all()
             now = time.monotonic()
             with self._news:
@@ -272,7 +252,7 @@ class Watch:
                 if now >= due:
                     due = now + BEAT_S
                     self._beat()
-                    self._judge(now)
+                    self._look_around()
 
     def _beat(self, to: int | None = None, **more: Any) -> None:
         with self._lock:
@@ -288,8 +268,7 @@ class Watch:
 
     def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
         now = time.monotonic()
-        peer.heard = now
-        self._silent.discard(peer.rank)
+        self._judge.heard(peer, now)
         if "told" in message:
             self._tell(str(message["told"]), pass_on=False)
             return
@@ -322,7 +301,7 @@ class Watch:
         frame = sys._current_frames().get(self._thread_watched)
         return "" if frame is None else place_name(*site_of(frame))
 
-    # judging -----------------------------------------------------------------------------------
+    # when orders part --------------------------------------------------------------------------
 
     def _compare(self, peer: Peer, window: Window) -> None:
         found = self._history.parting(window)
@@ -340,79 +319,13 @@ class Watch:
         """Names the odd rank once every living one has told its call, or after a moment."""
         assert self._parted is not None
         number, until = self._parted
-        calls = {peer.rank: peer.call(number) for peer in self._others()}
+        calls = {peer.rank: peer.call(number) for peer in self._judge.present()}
         calls[self.rank] = self._history.call(number)
         known = {rank: call for rank, call in calls.items() if call is not None}
         if len(known) == len(calls) or now > until:
             self._parted = None
             if len(known) > 1:
                 self._tell(verdict.parted(number, known, self._history))
-
-    def _judge(self, now: float, surely: bool = False) -> None:
-        """Looks for a rank that no one should wait for. `surely`: the backend has lost one."""
-        late, self._ticked = now - self._ticked > MISSED_S, now
-        if self._left != self._moved[0] or self._entered == self._left:
-            self._moved = self._left, now
-        if late and not surely:  # this process was stopped or starved: what it missed is its own
-            for peer in self._peers.values():
-                peer.heard = now
-            return
-        if self._told is not None:
-            self._enforce(now)
-            return
-        for peer in self._peers.values():
-            text = self._fault(peer, now, surely)
-            if text:
-                self._tell(f"{text}.{self._around(peer)}")
-                return
-        self._say_who_is_waited_for(now)
-
-    def _fault(self, peer: Peer, now: float, surely: bool) -> str:
-        """Why waiting for `peer` makes no sense, or nothing."""
-        waited = surely or now - self._moved[1] > BEAT_S
-        stuck = self._entered > self._left and self._entered > peer.left
-        if peer.state == FINISHED:
-            early = self._entered > self._left and self._entered > peer.entered
-            return verdict.finished(peer) if early and waited else ""
-        if peer.state == FAILED:
-            return verdict.failed(peer) if stuck and waited else ""
-        silent = now - peer.heard
-        pid, near = self._board.addresses[peer.rank].pid, self._board.near(peer.rank)
-        state = process_state(pid) if near and (silent > MISSED_S or surely) else "?"
-        if peer.rank in self._board.gone or not state:
-            since = self._refused.setdefault(peer.rank, now)
-            late = surely or now - since > 5  # else it may just be ahead of us at the end
-            return verdict.gone(peer, pid) if late or (stuck and waited) else ""
-        if silent <= MISSED_S:
-            return ""
-        if state == "T":
-            return verdict.stopped(peer, silent, pid)
-        text = verdict.silent(peer, silent)
-        if state == "?" and silent > self._patience_s:
-            return text
-        if peer.rank not in self._silent:
-            self._silent.add(peer.rank)
-            runs = f". Its process {pid} runs, so it may only hold the interpreter" if near else ""
-            log.warning("%s%s.%s", text, runs, self._around(peer))
-        return ""
-
-    def _around(self, peer: Peer) -> str:
-        """What `peer` did last and what this rank waits in: the end of a message about it."""
-        text = f" It {peer.tells(self._history, self._left)}"
-        number = max(self._left, min(peer.entered, self._entered - 1)) + 1
-        call = self._history.call(number) if self._entered > self._left else None
-        return f"{text}; rank {self.rank} waits in collective {number}, {call}" if call else text
-
-    def _say_who_is_waited_for(self, now: float) -> None:
-        waited = now - self._moved[1]
-        if self._entered == self._left or waited < self._patience_s:
-            return
-        for peer in self._peers.values():
-            behind = peer.entered < self._entered and peer.rank not in self._silent
-            if behind and self._waited_for.get(peer.rank) != self._entered:
-                self._waited_for[peer.rank] = self._entered
-                level = log.info if peer.state == BUSY else log.warning
-                level("%s.%s", verdict.waited_for(peer, waited, now), self._around(peer))
 
     # telling -----------------------------------------------------------------------------------
 
@@ -427,6 +340,15 @@ class Watch:
             for _ in range(2):
                 self._board.send({"told": text})
         groups.abort()
+
+    def _look_around(self, surely: bool = False) -> None:
+        now = time.monotonic()
+        if self._told is not None:
+            self._enforce(now)
+            return
+        text = self._judge.look(now, self._entered, self._left, surely)
+        if text:
+            self._tell(text)
 
     def _enforce(self, now: float) -> None:
         """The last resort: the backend holds a thread that nothing else can free."""
@@ -468,10 +390,3 @@ def reporting() -> Iterator[None]:
         if watch is not None:
             watch.failed(error)
         raise
-
-
-def _origin(error: BaseException) -> str:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames:
-        return ""
-    return f" (at {place_name(*site_of(frames[-1]))})"

@@ -14,8 +14,10 @@ import time
 import pytest
 import torch
 
+from lezero.comm import judge
 from lezero.comm import watch as watching
 from lezero.comm.calls import Call, History
+from lezero.comm.judge import MISSED_S
 from lezero.comm.watch import Watch
 from lezero.core import groups
 from lezero.core.errors import DistributedError
@@ -172,7 +174,7 @@ def live():
                 time.sleep(0.8)
         step()
     if late:  # one C call that lets no other thread of this process run
-        ctypes.PyDLL(None).usleep(int((watching.MISSED_S + 0.8) * 1e6))
+        ctypes.PyDLL(None).usleep(int((MISSED_S + 0.8) * 1e6))
     step()
     for _ in range(60):
         step()
@@ -190,8 +192,8 @@ def test_a_healthy_run_is_left_alone(ranks):
 def waited_for():
     said = []
     Watch.start(patience_s=0.6)
-    watching.log.warning = lambda *words: said.append(words[0] % words[1:])
-    watching.log.info = lambda *words: said.append(words[0] % words[1:])
+    judge.log.warning = lambda *words: said.append(words[0] % words[1:])
+    judge.log.info = lambda *words: said.append(words[0] % words[1:])
     step()
     if groups.rank() == 1:
         time.sleep(2.2)
