@@ -1,8 +1,9 @@
 """Forecast against measured: peak memory and step time of real runs of the engine.
 
 Claim: memory within 10%, time within 25%, for three sizes of model in two precisions and at
-different batch shapes. All configurations are forecast first; then each is trained by the engine in
-a process of its own, where peak resident memory above imports and the median step are measured.
+different batch shapes. Each is forecast, from operations measured afresh, and trained by
+the engine, each in a process of its own, in turns. Medians over the rounds are compared: measured
+are peak resident memory above imports and the median step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from _table import arguments, columns, emit, finish, run, side
+from _table import arguments, columns, compare, emit, finish, side
 
 SIZES: dict[str, dict[str, int]] = {
     "3M": {"vocab": 2048, "dim": 192, "layers": 5, "heads": 6, "batch": 16, "tokens": 128},
@@ -36,9 +37,12 @@ def build(shape: dict[str, int]) -> Callable[[], Any]:
 
 
 def foreseen(shape: dict[str, int], precision: str) -> dict[str, Any]:
+    from lezero.core import facts
     from lezero.plan import StepSpec, forecast
     from lezero.train.loss import next_token_loss
 
+    for kept in facts.cache_folder().glob("operations-*.json"):
+        kept.unlink(missing_ok=True)  # each round measures for itself
     spec = StepSpec(
         batch=shape["batch"], tokens=shape["tokens"], precision=precision, loss=next_token_loss
     )
@@ -48,7 +52,6 @@ def foreseen(shape: dict[str, int], precision: str) -> dict[str, Any]:
         "seconds": made.step_seconds,
         "took": made.made_in_seconds,
         "parameters": made.parameters,
-        "attention": made.attention,
     }
 
 
@@ -85,21 +88,26 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(options.threads)
+        shape = SIZES[options.size]
         if options.side == "forecast":
-            emit(**{f"{n} {p}": foreseen(SIZES[n], p) for n in SIZES for p in PRECISIONS})
+            emit(**foreseen(shape, options.precision))
         else:
-            emit(**measured(SIZES[options.size], options.precision, options.steps))
+            emit(**measured(shape, options.precision, options.steps))
         return
     rows = [["model", "precision", "batch", "memory", "forecast", "error", "step", "forecast",
              "error", "made in"]]  # fmt: skip
     memory_errors, time_errors = [], []
+    rounds = options.rounds or (1 if options.quick else 3)
     steps = STEPS["quick" if options.quick else "full"]
-    foreseen_all = run(side(__file__, "forecast"), options.threads)
     for name, shape in SIZES.items():
         for precision in PRECISIONS:
             extra = ("--size", name, "--precision", precision, "--steps", str(steps))
-            ahead = foreseen_all[f"{name} {precision}"]
-            real = run(side(__file__, "engine", *extra), options.threads)
+            sides = [side(__file__, kind, *extra) for kind in ("forecast", "engine")]
+            found = compare(sides, rounds=rounds, threads=options.threads)
+            ahead, real = (
+                {key: found.median(kind, key) for key in found.figures[kind][0]}
+                for kind in ("forecast", "engine")
+            )
             memory = ahead["memory"] / real["memory"] - 1
             seconds = ahead["seconds"] / real["seconds"] - 1
             memory_errors.append(abs(memory))
