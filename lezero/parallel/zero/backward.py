@@ -1,0 +1,131 @@
+"""What happens while autograd runs backward: gradients are collected, reduced and deposited.
+
+[Note: the order of reductions]
+All ranks must start the same reductions in the same order, but gradients come in the order of
+each rank's own graph. So there is one fixed order, and a reduction starts when its gradients are
+there and all before it have started. At first the order is that of registration, backwards; after
+the first backward it is the order in which gradients came on rank 0, told to all. What has not come
+when backward ends (unused parameters) is reduced as zeros, and a parameter that no rank used keeps
+the gradient it had (None, usually), which the ranks agree on with one small exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+from lezero.core import groups
+from lezero.parallel.zero.gradients import Bucket, Lent
+from lezero.parallel.zero.held import Held
+
+
+class Backward:
+    """Drives the buckets of one sharded model. `sync` False collects without reducing.
+
+    `on_end` is called when a backward is over, to release the units.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        lent: Lent,
+        helds: Sequence[Held],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.order = list(buckets)
+        self.lent, self.helds, self.on_end = lent, list(helds), on_end
+        self.sync = True
+        self.active = False
+        self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
+        self._next = 0
+        self._came: list[Bucket] | None = []
+
+    def begin(self) -> None:
+        """Called by whatever notices first that a backward runs."""
+        if not self.active:
+            self.active = True
+            Variable._execution_engine.queue_callback(self._end)
+
+    @torch.no_grad()
+    def arrived(self, held: Held, leaf: torch.Tensor) -> None:
+        """A gradient of `held` is in `leaf.grad`: moves it to its bucket."""
+        self.begin()
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        held.used = True
+        bucket = self._of[held]
+        bucket.write(held, gradient, keep=not self.sync)
+        if self.sync and bucket.ready:
+            if self._came is not None and bucket not in self._came:
+                self._came.append(bucket)
+            self._launch_ready()
+
+    def recover(self) -> None:
+        """Puts everything back after a backward that raised: its gradients are dropped."""
+        for bucket in self.order:
+            bucket.drop()
+        for held in self.helds:
+            held.used = False
+            if held.full is not None:
+                held.full.grad = None
+        self.lent.in_flight.clear()
+        self._next, self.active = 0, False
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self.order) and self.order[self._next].ready:
+            self.order[self._next].launch()
+            self._next += 1
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Runs when autograd has finished: reduces the rest, deposits, releases the units."""
+        if not self.active:
+            return
+        if self.sync:
+            self._reduce_rest()
+        self.active = False
+        self.on_end()
+
+    def _reduce_rest(self) -> None:
+        for bucket in self.order[self._next :]:
+            if bucket.trainable:
+                bucket.launch()
+        agreed = self._start_agreement()
+        second = [b for b in self.order if not b.launched and b.flat is not None]
+        while self.lent.in_flight:
+            self.lent.in_flight[0].finish()
+        for bucket in second:  # a block that ran in several backwards of its own (recompute)
+            bucket.launch()
+        while self.lent.in_flight:
+            self.lent.in_flight[0].finish()
+        used = self._agreement(*agreed)
+        for bucket in self.order:
+            bucket.deposit(used)
+        for held in self.helds:
+            held.used = False
+        self._next = 0
+        self._settle_order()
+
+    def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
+        flags = torch.tensor([float(held.used) for held in self.helds])
+        if groups.world_size() == 1:
+            return flags, None
+        flags = flags.to(self.lent.lines.place)
+        return flags, dist.all_reduce(flags, async_op=True)
+
+    def _agreement(self, flags: torch.Tensor, work: dist.Work | None) -> set[Held]:
+        if work is not None:
+            work.wait()
+        return {held for held, count in zip(self.helds, flags.tolist(), strict=True) if count}
+
+    def _settle_order(self) -> None:
+        if self._came is None:
+            return
+        names = groups.broadcast_object([b.segment.key for b in self._came])
+        by_name = {b.segment.key: b for b in self.order}
+        first = [by_name[name] for name in names]
+        self.order = first + [b for b in self.order if b not in first]
+        self._came = None

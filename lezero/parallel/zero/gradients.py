@@ -1,0 +1,212 @@
+"""The gradients of one segment: collected while backward runs, summed over the ranks, deposited.
+
+The sum over the shard axis (reduce-scatter) is followed, where there is one, by the sum over the
+replicate axis (all-reduce), and multiplied by 1 / world in the end, at every stage alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+import torch
+
+from lezero.comm.link import Link
+from lezero.comm.pending import Pending
+from lezero.parallel.zero.held import Held, distributed, local
+from lezero.parallel.zero.lines import Lines
+from lezero.parallel.zero.segment import Segment
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which gradients of type `dtype` are summed and kept locally."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Lent:
+    """Gradient buffers that segments of one size share (stages 2 and 3), or own (`limit` None).
+
+    `limit`: how many of one size there are before a taker first waits for a reduction in flight.
+    """
+
+    def __init__(self, lines: Lines, limit: int | None) -> None:
+        self.lines, self.limit = lines, limit
+        self.in_flight: deque[Bucket] = deque()
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._made: dict[tuple[int, torch.dtype], int] = defaultdict(int)
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        key = (numel, dtype)
+        while not self._free[key] and self.limit is not None and self._made[key] >= self.limit:
+            if not any(self._holds(bucket, key) for bucket in self.in_flight):
+                break
+            self.in_flight[0].finish()
+        if self._free[key]:
+            return self._free[key].pop()
+        self._made[key] += 1
+        return self.lines.buffer(numel, dtype)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        self._free[tensor.numel(), tensor.dtype].append(tensor)
+
+    @staticmethod
+    def _holds(bucket: Bucket, key: tuple[int, torch.dtype]) -> bool:
+        held = (bucket.flat, bucket._sum)
+        return any(t is not None and (t.numel(), t.dtype) == key for t in held)
+
+
+class Bucket:
+    """The gradients of one segment, from the first that comes until they are deposited."""
+
+    def __init__(self, segment: Segment, lines: Lines, lent: Lent) -> None:
+        self.segment, self.lines, self.lent = segment, lines, lent
+        self.flat: torch.Tensor | None = None
+        self.written: set[Held] = set()
+        self.launched = False
+        self._sum: torch.Tensor | None = None
+        self._direct = False
+        self._own: torch.Tensor | None = None
+        self._pending: Pending | None = None
+        replicas = lines.replicate.size if lines.replicate else 1
+        self._length = -(-segment.layout.chunk // replicas) * replicas
+        self._wide = wide(segment.compute)
+        self._spans = segment.layout.spans()
+        self._grads: list[torch.Tensor] = []
+
+    @property
+    def trainable(self) -> list[Held]:
+        return [held for held in self.segment.helds if held.sharded.requires_grad]
+
+    @property
+    def ready(self) -> bool:
+        return all(held in self.written for held in self.trainable)
+
+    def write(self, held: Held, gradient: torch.Tensor, *, keep: bool) -> None:
+        """Takes in a gradient of the whole parameter; `keep`: it stays over several backwards."""
+        flat = self._take(keep)
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        again = held in self.written
+        for inside, outside in self.segment.layout.pieces(flat, held.place, gradient):
+            if again:
+                inside.add_(outside)
+            else:
+                inside.copy_(outside)
+        self.written.add(held)
+
+    def launch(self) -> None:
+        """Starts the sum over the ranks; parameters without a gradient count as zeros."""
+        flat = self._take(keep=False)
+        layout = self.segment.layout
+        for held in self.segment.helds:
+            if held not in self.written:
+                shape = torch.empty(held.rows.shape, device="meta")
+                for inside, _ in layout.pieces(flat, held.place, shape):
+                    inside.zero_()
+        self.launched, link = True, self.segment.link
+        if link is None:
+            self._sum = flat
+            self._pending = self._replicate(flat, layout.chunk)
+        else:
+            self._direct = self._can_deposit_directly()
+            self._sum = self._own_grads() if self._direct else self._temporary()
+            out = self._sum[: layout.chunk]
+            key = self.segment.key
+            self._pending = link.reduce_scatter(flat, out, key=key, spans=self._spans)
+        self.lent.in_flight.append(self)
+
+    def finish(self) -> None:
+        """Waits for the sum and deposits it; buckets finish in the order of their launch."""
+        lent = self.lent
+        assert lent.in_flight[0] is self
+        assert self.flat is not None
+        assert self._sum is not None
+        if self._pending is not None:
+            self._pending.wait()
+        if self.segment.link is not None:
+            second = self._replicate(self._sum, self.segment.layout.chunk)
+            if second is not None:
+                second.wait()
+        lent.in_flight.popleft()
+        if self.lines.world > 1:
+            self._sum.mul_(1.0 / self.lines.world)
+        if not self._direct:
+            self._add()
+        for tensor in {id(t): t for t in (self.flat, self._sum)}.values():
+            if tensor is not self._own:
+                lent.give(tensor)
+        self.reset()
+
+    def deposit(self, used: set[Held]) -> None:
+        """Gives the parameters in `used` their gradient (their memory has it already)."""
+        for held, gradient in zip(self.segment.helds, self._grads, strict=False):
+            if held in used and held.sharded.grad is None:
+                held.sharded.grad = gradient
+
+    def reset(self) -> None:
+        self.flat = self._sum = self._pending = None
+        self.launched = self._direct = False
+        self.written.clear()
+
+    def drop(self) -> None:
+        """Forgets what was collected, after a backward that failed."""
+        if self._pending is not None:
+            self._pending.wait()
+        self.reset()
+
+    def _take(self, keep: bool) -> torch.Tensor:
+        if self.flat is not None:
+            return self.flat
+        segment, layout = self.segment, self.segment.layout
+        if segment.link is None:
+            self._direct = self._can_deposit_directly()
+            self.flat = self._own_grads() if self._direct else self._temporary()
+            return self.flat
+        carried = segment.compute in self.lines.types and not keep
+        self.flat = self.lent.take(layout.numel, segment.compute if carried else self._wide)
+        if layout.contiguous:
+            self.flat[layout.places[0].rows.numel :].zero_()
+        else:
+            self.flat.zero_()
+        return self.flat
+
+    def _replicate(self, flat: torch.Tensor, chunk: int) -> Pending | None:
+        link: Link | None = self.lines.replicate
+        if link is None:
+            return None
+        first = self.segment.rank * chunk
+        spans = tuple(
+            span._replace(at=span.at - first)
+            for span in self._spans
+            if first <= span.at < first + chunk
+        )
+        return link.all_reduce(flat, key=self.segment.key, spans=spans)
+
+    def _can_deposit_directly(self) -> bool:
+        """The sum can land in the gradients' own memory: right type, and nothing to add to."""
+        free = all(held.sharded.grad is None for held in self.segment.helds)
+        return free and self.segment.master == self._wide
+
+    def _own_grads(self) -> torch.Tensor:
+        """The memory of the gradients, made once."""
+        if self._own is None:
+            segment, layout = self.segment, self.segment.layout
+            self._own = self.lines.buffer(self._length, segment.master, replicate=True)
+            for held, place in zip(segment.helds, layout.places, strict=True):
+                rows = layout.shard(self._own, place, segment.rank)
+                self._grads.append(distributed(rows, held.rows, self.lines.mesh))
+        return self._own
+
+    def _temporary(self) -> torch.Tensor:
+        return self.lent.take(self._length, self._wide)
+
+    def _add(self) -> None:
+        """Adds the sum to the gradients that are there, and fills those that are not."""
+        assert self._sum is not None
+        self._own_grads()
+        for held, mine in zip(self.segment.helds, self._grads, strict=True):
+            new = self.segment.layout.shard(self._sum, held.place, self.segment.rank)
+            there = held.local_grad()
+            if there is None or there.data_ptr() == 0:
+                local(mine).copy_(new)
+            else:
+                there.add_(new)

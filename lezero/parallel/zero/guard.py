@@ -1,0 +1,56 @@
+"""What the optimizers of the process are told about sharded models.
+
+Two hooks that torch calls around every step of every optimizer, registered once, when the first
+model is sharded. Before a step: an optimizer that holds parameters which sharding replaced is
+refused, since its step would silently do nothing. After it: the whole copies are out of date.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import optimizer as hooks
+
+from lezero.core.errors import OrderError
+from lezero.parallel.zero.held import HELD, REPLACED
+
+if TYPE_CHECKING:
+    from lezero.parallel.zero.sharding import Sharding
+
+_registered = False
+
+
+def register() -> None:
+    global _registered
+    if not _registered:
+        hooks.register_optimizer_step_pre_hook(_before_step)
+        hooks.register_optimizer_step_post_hook(_after_step)
+        _registered = True
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `OrderError` when `optimizer` holds parameters that `lz.shard_` replaced."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    lost = [str(getattr(p, REPLACED)) for p in held if hasattr(p, REPLACED)]
+    if lost:
+        raise OrderError(
+            f"the optimizer was built before sharding: {len(lost)} of its {len(held)} parameters "
+            f"are no longer in the model ('{lost[0]}' is the first); build it after lz.shard_"
+        )
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    check_optimizer(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    changed: dict[int, tuple[Sharding, set[int]]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = getattr(parameter, HELD, None)
+            if held is not None:
+                sharding = held.segment.unit.sharding
+                changed.setdefault(id(sharding), (sharding, set()))[1].add(id(held))
+    for sharding, helds in changed.values():
+        sharding.stepped(helds)

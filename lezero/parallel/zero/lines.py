@@ -1,0 +1,72 @@
+"""The mesh and the links of one sharded model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lezero.comm import link as links
+from lezero.comm.link import Link
+from lezero.comm.mesh import Mesh
+from lezero.comm.wire import Wire
+from lezero.core import groups
+from lezero.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("replicate", "shard")
+
+
+class Lines:
+    """How the ranks of a sharded model meet: `shard` splits the state, `replicate` repeats it.
+
+    A link is None where its axis has one rank, and `mesh` (for DTensor) where nothing is split.
+    """
+
+    def __init__(self, mesh: Mesh, wire: Wire, place: torch.device) -> None:
+        self.arranged, self.wire, self.place = mesh, wire, place
+        self.world = groups.world_size()
+        sizes = {axis: mesh.size(axis) if axis in mesh.names() else 1 for axis in AXES}
+        self.ranks, self.replicas = sizes["shard"], sizes["replicate"]
+        self.rank = mesh.index("shard") if self.ranks > 1 else 0
+        self.shard = Link(wire, mesh, "shard") if self.ranks > 1 else None
+        self.replicate = Link(wire, mesh, "replicate") if self.replicas > 1 else None
+        self.mesh: DeviceMesh | None = mesh.device_mesh if self.ranks > 1 else None
+        self.types = links.TYPES
+
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The ranks that hold the shards of one copy; for small exchanges beside the links."""
+        return self.arranged.group("shard") if self.ranks > 1 else None
+
+    def buffer(self, numel: int, dtype: torch.dtype, *, replicate: bool = False) -> torch.Tensor:
+        """Zeros that the links move without a copy (those of the replicate axis if asked)."""
+        link = self.replicate if replicate or self.shard is None else self.shard
+        if link is not None and link.wire is not None:
+            return link.buffer(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.place)
+
+    def close(self) -> None:
+        for link in (self.shard, self.replicate):
+            if link is not None:
+                link.close()
+
+
+def arrange(stage: int, mesh: Mesh | None, kind: str) -> Mesh:
+    """The user's mesh, checked, or all ranks on the one axis that the stage needs."""
+    if mesh is None:
+        return Mesh({"replicate" if stage == 0 else "shard": groups.world_size()}, kind)
+    unknown = [name for name in mesh.names() if name not in AXES]
+    if unknown:
+        raise ConfigError(
+            f"mesh: axis '{unknown[0]}' means nothing to ZeRO; allowed are {' and '.join(AXES)}"
+        )
+    if stage == 0 and "shard" in mesh.names() and mesh.size("shard") > 1:
+        raise ConfigError(
+            f"mesh: axis 'shard' has {mesh.size('shard')} ranks, but stage 0 splits nothing; "
+            "put all ranks on 'replicate', or choose stage 1, 2 or 3"
+        )
+    return mesh

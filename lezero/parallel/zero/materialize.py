@@ -1,0 +1,144 @@
+"""A model built on meta gets its memory and values unit by unit; no rank ever holds it whole.
+
+[Note: the same values everywhere]
+Every module draws from a generator seeded with (seed, its path), on whole parameters, of which each
+rank then keeps its rows. So the values do not depend on the number of ranks or on the stage. Memory
+is first filled with NaN, so that what an initialiser forgets is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError, OrderError
+from lezero.parallel.zero.sharding import Sharding, sharding_of
+from lezero.parallel.zero.unit import Unit
+
+Model = TypeVar("Model", bound=nn.Module)
+Init = Callable[[nn.Module], object]
+
+
+def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Model:
+    """Gives a sharded model on meta its memory and first values, in place; returns it.
+
+    `init(module)` is called for every module, children first, as `Module.apply` does; by default
+    each module's own `reset_parameters`. Build the optimizer afterwards. Raises `OrderError` for a
+    model that is not sharded or not on meta, `ConfigError` for a parameter that got no value.
+    """
+    sharding = sharding_of(model)
+    if sharding is None:
+        raise OrderError(
+            "materialize_: the model is not sharded; apply lz.shard_ to it on meta first"
+        )
+    if not any(held.sharded.is_meta for held in sharding.parameters.values()):
+        raise OrderError("materialize_: the model has its memory already; it is not on meta")
+    paths = {id(module): path for path, module in model.named_modules()}
+    with kept_generators(sharding.lines.place):
+        for unit in sharding.units:
+            _materialize(unit, sharding, init or _reset, paths, seed)
+    return model
+
+
+def allocate_(model: Model) -> Model:
+    """Gives a sharded model on meta its memory without values, for a loader to fill; returns it.
+
+    Write every parameter with `sharding_of(model).write(name, rows)`. Buffers on meta become zeros.
+    """
+    sharding = sharding_of(model)
+    if sharding is None:
+        raise OrderError("allocate_: the model is not sharded; apply lz.shard_ to it on meta first")
+    for unit in sharding.units:
+        for module in _modules(unit, sharding):
+            for name, buffer in _meta_buffers(module):
+                module._buffers[name] = torch.zeros_like(buffer, device=sharding.lines.place)
+        for segment in unit.segments:
+            if segment.helds[0].sharded.is_meta:
+                segment.show_shards(segment.allocate(), sharding.lines.mesh)
+        unit.changed()
+    return model
+
+
+@torch.no_grad()
+def _materialize(
+    unit: Unit, sharding: Sharding, init: Init, paths: dict[int, str], seed: int
+) -> None:
+    place = sharding.lines.place
+    whole = {}
+    for held in unit.helds:
+        empty = torch.full(held.rows.shape, torch.nan, dtype=held.dtype, device=place)
+        whole[held] = nn.Parameter(empty, requires_grad=held.sharded.requires_grad)
+        held.show(whole[held])
+    buffers = []
+    for module in _modules(unit, sharding):
+        for name, buffer in _meta_buffers(module):
+            filler = torch.nan if buffer.is_floating_point() else 0
+            module._buffers[name] = torch.full_like(buffer, filler, device=place)
+            buffers.append((module, name))
+        _seed(seed, paths[id(module)])
+        init(module)
+    for held in unit.helds:
+        if whole[held].isnan().any():
+            raise ConfigError(f"materialize_: parameter '{held.name}' got no value; {_REMEDY}")
+    for module, name in buffers:
+        filled = module._buffers[name]
+        if filled is not None and filled.is_floating_point() and filled.isnan().any():
+            where = f"{paths[id(module)]}.{name}".lstrip(".")
+            raise ConfigError(f"materialize_: buffer '{where}' got no value; {_REMEDY}")
+    for segment in unit.segments:
+        rows = segment.allocate()
+        for held, mine in zip(segment.helds, rows, strict=True):
+            first, last = held.rows.range(segment.rank)
+            values = held.places[0][0]._parameters[held.places[0][1]]
+            assert values is not None
+            data = values.detach()
+            mine.copy_(data[first:last] if held.rows.shape else data)
+        segment.show_shards(rows, sharding.lines.mesh)
+    unit.changed()
+
+
+_REMEDY = "give materialize_ an `init` that sets it, or give its module a `reset_parameters`"
+
+
+def _modules(unit: Unit, sharding: Sharding) -> Iterator[nn.Module]:
+    """The modules that belong to the unit and to no other, children first."""
+    others = {id(other.module) for other in sharding.units if other is not unit}
+    seen: set[int] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if id(child) not in others and id(child) not in seen:
+                seen.add(id(child))
+                yield from visit(child)
+        yield module
+
+    yield from visit(unit.module)
+
+
+def _meta_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(n, b) for n, b in module._buffers.items() if b is not None and b.is_meta]
+
+
+def _reset(module: nn.Module) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        reset = getattr(module, name, None)
+        if callable(reset):
+            reset()
+            return
+
+
+def kept_generators(place: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Puts the caller's random state back on leaving."""
+    kind = None if place.type == "cpu" else place.type
+    devices = [torch.accelerator.current_device_index()] if kind else []
+    return torch.random.fork_rng(devices, device_type=kind or "cuda")
+
+
+def _seed(seed: int, path: str) -> None:
+    digest = hashlib.blake2b(f"{seed}:{path}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest) >> 1)

@@ -1,0 +1,215 @@
+"""The verb: `lz.shard_(model, lz.Zero(stage=2))`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lezero import __version__
+from lezero.comm.mesh import Mesh
+from lezero.comm.wire import Wire
+from lezero.core import device, ledger
+from lezero.core.errors import ConfigError, OrderError
+from lezero.parallel.zero import guard
+from lezero.parallel.zero.agreement import agree, agree_on_errors
+from lezero.parallel.zero.blocks import blocks
+from lezero.parallel.zero.call import announce
+from lezero.parallel.zero.config import Zero
+from lezero.parallel.zero.held import Held
+from lezero.parallel.zero.layout import SOLO, Rows
+from lezero.parallel.zero.lines import Lines, arrange
+from lezero.parallel.zero.segment import Segment
+from lezero.parallel.zero.sharding import SHARDING, Sharding
+from lezero.parallel.zero.unit import Unit
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard_(
+    model: Model, config: Zero | None = None, *, wire: Wire | None = None, mesh: Mesh | None = None
+) -> Model:
+    """Splits the training state of `model` over the ranks, in place; returns the model.
+
+    Call it on every rank, before the optimizer is built and after everything that changes modules.
+    From then on `loss.backward()` leaves the mean gradient over the ranks in `p.grad`, and at
+    stages 1 to 3 the parameters are DTensors, split by rows (names stay). Rank 0's values count for
+    all. A model on meta stays there until `materialize_`. `mesh` may have the axes "replicate" and
+    "shard"; by default all ranks split one copy (stage 0: all replicate). docs/zero.md has what
+    each stage keeps and costs.
+
+    Raises on every rank: `ConfigError` for a mesh or parameters that cannot be split, `OrderError`
+    for a model that is sharded already, `DistributedError` when ranks differ in version, model or
+    configuration (naming what differs).
+    """
+    config, wire = config or Zero(), wire or Wire()
+    problem: ConfigError | OrderError | None = None
+    try:
+        _check(model)
+    except (ConfigError, OrderError) as error:
+        problem = error
+    agree_on_errors("lz.shard_", problem)
+    agree("lz.shard_", _description(model, config, wire, mesh))
+    place = _place(model)
+    lines = Lines(arrange(config.stage, mesh, place.type), wire, place)
+    if place.type != "meta" and lines.world > 1:
+        _broadcast(model)
+    sharding = Sharding(config, lines, _units(model, config, lines))
+    _split(model, sharding)
+    for unit in sharding.units:
+        if unit is sharding.root or unit.helds:
+            announce(unit.module, unit)
+    model.__dict__[SHARDING] = sharding
+    ledger.record(model, "shard_")
+    guard.register()
+    return model
+
+
+def _check(model: nn.Module) -> None:
+    ledger.refuse_again(model, "shard_", "build the model anew to shard it otherwise")
+    named = dict(model.named_parameters())
+    if not named:
+        raise ConfigError("lz.shard_: the model has no parameters; nothing can be split")
+    kinds = {p.device.type for p in named.values()}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"lz.shard_: parameters lie on {' and '.join(sorted(kinds))}; move all to one device"
+        )
+    for name, parameter in named.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"lz.shard_: parameter '{name}' is {parameter.dtype}; allowed are floating-point "
+                "parameters (shard before quantizing, or register it as a buffer)"
+            )
+        if isinstance(parameter, DTensor):
+            raise OrderError(f"lz.shard_: parameter '{name}' is a DTensor, so it is split already")
+
+
+def _description(
+    model: nn.Module, config: Zero, wire: Wire, mesh: Mesh | None
+) -> dict[str, object]:
+    """What all ranks must have alike, in plain data."""
+    shapes = [
+        f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}{p.device.type}"
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    return {
+        "lezero version": __version__,
+        "torch version": torch.__version__.split("+")[0],
+        **{f"zero.{key}": value for key, value in config.to_dict().items()},
+        **{f"wire.{key}": value for key, value in wire.to_dict().items()},
+        "mesh": dict(mesh.axes) if mesh is not None else None,
+        "number of parameters": len(shapes),
+        "parameters": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
+    }
+
+
+def _place(model: nn.Module) -> torch.device:
+    """Where the model computes: its own device, or this rank's for a model on meta."""
+    found = next(model.parameters()).device
+    return device.device() if found.type == "meta" else found
+
+
+@torch.no_grad()
+def _broadcast(model: nn.Module) -> None:
+    """Rank 0's parameters and buffers on every rank."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta and tensor.numel():
+            data = tensor.data if tensor.is_contiguous() else tensor.data.contiguous()
+            dist.broadcast(data, 0)
+            if data is not tensor.data:
+                tensor.data.copy_(data)
+
+
+def _units(model: nn.Module, config: Zero, lines: Lines) -> list[Unit]:
+    """The blocks in order, then the root, with their parameters in segments."""
+    found = [(name, module, {id(p) for p in module.parameters()}) for name, module in blocks(model)]
+    owners: dict[int, list[int]] = defaultdict(list)
+    for index, (_, _, ids) in enumerate(found):
+        for parameter in ids:
+            owners[parameter].append(index)
+    groups_of: list[list[Held]] = [[] for _ in range(len(found) + 1)]
+    for held in _helds(model, lines.ranks):
+        inside = owners[id(held.sharded)]
+        everywhere = len(inside) == 1 and all(
+            any(module is part for part in found[inside[0]][1].modules())
+            for module, _ in held.places
+        )
+        groups_of[inside[0] if everywhere else -1].append(held)
+    units: list[Unit] = []
+    turns: dict[object, int] = defaultdict(int)
+    for (name, module), helds in zip(
+        [*((n, m) for n, m, _ in found), ("", model)], groups_of, strict=True
+    ):
+        segments = _segments(helds, config, lines)
+        unit = Unit(name, module, segments, 0)
+        unit.index = turns[unit.signature]
+        turns[unit.signature] += 1
+        if helds or module is model:
+            units.append(unit)
+    return units
+
+
+def _helds(model: nn.Module, ranks: int) -> list[Held]:
+    names: dict[int, list[str]] = defaultdict(list)
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    tensors: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                tensors[id(parameter)] = parameter
+                names[id(parameter)].append(f"{path}.{attribute}" if path else attribute)
+                if (module, attribute) not in places[id(parameter)]:
+                    places[id(parameter)].append((module, attribute))
+    return [
+        Held(
+            name=names[key][0],
+            names=tuple(names[key]),
+            places=tuple(places[key]),
+            rows=Rows(tuple(parameter.shape), ranks),
+            dtype=parameter.dtype,
+            sharded=parameter,
+            index=index,
+        )
+        for index, (key, parameter) in enumerate(tensors.items())
+    ]
+
+
+def _segments(helds: list[Held], config: Zero, lines: Lines) -> list[Segment]:
+    """Large parameters alone, small ones of one kind together; in the order of their first."""
+    packs: dict[object, list[Held]] = defaultdict(list)
+    for held in helds:
+        solo = held.rows.numel >= SOLO
+        packs[held.name if solo else (held.dtype, held.sharded.requires_grad)].append(held)
+    lasting = config.stage < 3
+    return [
+        Segment(p, config.compute_dtype(p[0].dtype), lines.shard, lines.place, lasting=lasting)
+        for p in packs.values()
+    ]
+
+
+@torch.no_grad()
+def _split(model: nn.Module, sharding: Sharding) -> None:
+    """Replaces the parameters by their shards, one at a time, so that memory does not double."""
+    slots: dict[object, list[object]] = defaultdict(list)
+    meta = next(model.parameters()).is_meta
+    for unit in sharding.units:
+        if sharding.stage == 3 and not all(segment.alias for segment in unit.segments):
+            unit.slots = slots[unit.signature]  # type: ignore[assignment]
+        for segment in unit.segments:
+            if meta:
+                segment.show_on_meta(sharding.lines.mesh)
+                continue
+            rows = segment.allocate()
+            if segment.link is not None:
+                for held, mine in zip(segment.helds, rows, strict=True):
+                    first, last = held.rows.range(segment.rank)
+                    whole = held.sharded.detach()
+                    mine.copy_(whole[first:last] if held.rows.shape else whole)
+            segment.show_shards(rows, sharding.lines.mesh)
+        unit.changed()

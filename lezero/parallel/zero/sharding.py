@@ -1,0 +1,187 @@
+"""What `lz.shard_` leaves on a model: its units, and who does what when.
+
+Outside of compute the model's parameters are shards, so an optimizer, a `state_dict` or a norm
+sees what this rank keeps. A unit's parameters are whole from before its forward until after it, and
+again while its backward runs. Who calls what: a unit's module calls `Unit.enter` and `leave` around
+its own call; autograd calls the unit before its backward, `Backward.arrived` with every gradient
+and `Backward._end` at the end; the optimizer's step calls `stepped` (see `guard`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lezero.core.errors import OrderError
+from lezero.parallel.zero.backward import Backward
+from lezero.parallel.zero.config import Zero
+from lezero.parallel.zero.gradients import Bucket, Lent
+from lezero.parallel.zero.held import Held
+from lezero.parallel.zero.lines import Lines
+from lezero.parallel.zero.unit import Unit
+
+SHARDING = "_lezero_sharding"
+
+
+class Part(NamedTuple):
+    """What this rank holds of one parameter: rows `start` … `stop` of dim 0 of `shape`."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Sharding:
+    """The sharding of one model; `sharding_of(model)` gives it.
+
+    `units`: blocks in order, the root last. `parameters`: by name, tied ones under their first.
+    """
+
+    def __init__(self, config: Zero, lines: Lines, units: list[Unit]) -> None:
+        self.config, self.stage, self.lines, self.units = config, config.stage, lines, units
+        helds = sorted((h for unit in units for h in unit.helds), key=lambda held: held.index)
+        self.parameters: dict[str, Held] = {held.name: held for held in helds}
+        self.lent = Lent(lines, limit=2 if config.stage >= 2 else None)
+        buckets = [Bucket(s, lines, self.lent) for unit in units for s in unit.segments]
+        buckets.sort(key=lambda bucket: -min(held.index for held in bucket.segment.helds))
+        self.backward = Backward(buckets, self.lent, helds, self._release)
+        for unit in units:
+            unit.sharding = self
+        self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
+        self._next: dict[tuple[str, Unit], Unit] = {}
+
+    @property
+    def root(self) -> Unit:
+        return self.units[-1]
+
+    @property
+    def layout(self) -> dict[str, Part]:
+        """What this rank holds, by every name of every parameter."""
+        return {
+            name: Part(held.rows.shape, *held.rows.range(self.lines.rank))
+            for held in self.parameters.values()
+            for name in held.names
+        }
+
+    def local(self, name: str) -> torch.Tensor:
+        """This rank's rows of a parameter, as the memory that training uses."""
+        return self._held(name).local()
+
+    @torch.no_grad()
+    def write(self, name: str, rows: torch.Tensor) -> None:
+        """Sets this rank's rows of a parameter; on every rank, before the next forward."""
+        held = self._held(name)
+        held.local().copy_(rows)
+        held.segment.unit.changed()
+
+    def stepped(self, helds: set[int]) -> None:
+        """An optimizer has changed these (`id` of `Held`); lasting copies are gathered at once."""
+        for unit in self.units:
+            if any(id(held) in helds for held in unit.helds):
+                unit.changed()
+                if unit.slots is None:
+                    unit.start()
+
+    def account(self) -> dict[str, Any]:
+        """Bytes that this rank sent, by axis, as the links count them."""
+        found = {"shard": self.lines.shard, "replicate": self.lines.replicate}
+        return {axis: getattr(link, "account", None) for axis, link in found.items() if link}
+
+    # called by units ---------------------------------------------------------------------------
+
+    def entered(self, unit: Unit) -> None:
+        """A unit's module begins to compute."""
+        outside = torch._C._current_graph_task_id() == -1
+        if self.backward.active and outside:
+            self.backward.recover()
+            self._release()
+        if outside and not any(u.depth for u in self.units):
+            self._last["forward"] = None
+
+    def watch(self, held: Held) -> None:
+        """Has autograd hand over the gradient of `held.full`."""
+        full = held.full
+        if full is not None and full.requires_grad and not hasattr(full, "_lezero_watched"):
+            full._lezero_watched = full.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
+                lambda leaf, held=held: self.backward.arrived(held, leaf)
+            )
+
+    def finish_others(self, unit: Unit) -> None:
+        """`unit` begins its backward, so that of the other blocks is over."""
+        for other in self.units[:-1]:
+            if other is not unit and other.in_backward and not other.depth:
+                other.in_backward = False
+                other.hide()
+
+    def prefetch_after(self, unit: Unit) -> None:
+        """Starts to gather the unit that followed `unit` the last time."""
+        phase = "backward" if self.backward.active else "forward"
+        last = self._last[phase]
+        if last is not None and last is not unit:
+            self._next[phase, last] = unit
+            self._next.setdefault(("backward", unit), last)
+        self._last[phase] = unit
+        following = self._next.get((phase, unit))
+        if following is not None and not following.computing:
+            following.check()
+            if following.can_start():
+                following.start()
+
+    def _release(self) -> None:
+        """Backward is over, or was given up."""
+        self._last["backward"] = None
+        for unit in self.units:
+            unit.in_backward = False
+            if not unit.depth:
+                unit.hide()
+
+    def _held(self, name: str) -> Held:
+        for held in self.parameters.values():
+            if name in held.names:
+                return held
+        raise OrderError(f"the sharded model has no parameter '{name}'")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        raise OrderError("a sharded model cannot be copied; copy it before lz.shard_")
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """The sharding of `model`, or None when `lz.shard_` was not applied to it."""
+    found: Sharding | None = model.__dict__.get(SHARDING)
+    return found
+
+
+def shardings_in(model: nn.Module) -> Iterator[Sharding]:
+    """Of `model` and of the models inside it."""
+    for module in model.modules():
+        found = sharding_of(module)
+        if found is not None:
+            yield found
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Inside, backward adds up gradients on each rank without reducing them.
+
+        with lz.no_sync(model):
+            loss(first half).backward()
+        loss(second half).backward()        # reduces the sum of both
+
+    They are kept whole in fp32 until the next backward outside: 4 bytes a parameter at every stage.
+    Without it each backward reduces, and the gradients add up in the shards. Same on every rank.
+    """
+    found = list(shardings_in(model))
+    if not found:
+        raise OrderError("no_sync: the model is not sharded; apply lz.shard_ first")
+    before = [sharding.backward.sync for sharding in found]
+    for sharding in found:
+        sharding.backward.sync = False
+    try:
+        yield
+    finally:
+        for sharding, sync in zip(found, before, strict=True):
+            sharding.backward.sync = sync

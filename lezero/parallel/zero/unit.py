@@ -1,0 +1,224 @@
+"""A unit: modules whose parameters are gathered together before they compute, and let go after.
+
+[Note: slots]
+Under stage 3 the whole copies of equal blocks live in two slots by turns: block i in slot i mod 2,
+so the next block can be gathered while one computes. Autograd keeps views of a slot for backward,
+and finds the right values there, since a unit's gather before its backward fills the same slot.
+That this cannot go wrong unseen is held by autograd's own check: when a slot changes hands, the
+version counters of the leaves that lose it move on, and back when they have it again. Intervals of
+backward do not overlap, since autograd runs nodes in the reverse order of forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lezero.core.errors import OrderError
+from lezero.parallel.zero.held import REPLACED, Held, local
+from lezero.parallel.zero.segment import Segment, Whole
+from lezero.parallel.zero.tensors import tensors_in
+
+if TYPE_CHECKING:
+    from lezero.parallel.zero.sharding import Sharding
+
+UNIT = "_lezero_unit"
+
+
+def adopt(held: Held, found: nn.Parameter | None) -> None:
+    """Takes the values of a parameter that somebody registered in place of the sharded one."""
+    same = found is not None and type(found.data) is type(held.sharded.data)
+    if not same or found is None or found.shape != held.sharded.shape:
+        raise OrderError(
+            f"parameter '{held.name}' was replaced after sharding by one that is not sharded "
+            "alike; load or assign it before lz.shard_, or copy into the sharded parameter"
+        )
+    with torch.no_grad():
+        held.local().copy_(local(found.detach()))
+        setattr(found, REPLACED, held.name)
+    held.show(held.sharded)
+
+
+class Slot:
+    """Memory for the whole copies of a unit; `holder` is the unit whose values are in it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.wholes = [Whole(segment) for segment in unit.segments]
+        self.holder: Unit | None = None
+
+
+class Unit:
+    """`name` is the module's path ("" for the root)."""
+
+    def __init__(self, name: str, module: nn.Module, segments: list[Segment], index: int) -> None:
+        self.name, self.module, self.segments, self.index = name, module, segments, index
+        self.helds: list[Held] = [held for segment in segments for held in segment.helds]
+        for segment in segments:
+            segment.unit = self
+        self.sharding: Sharding
+        self.slots: list[Slot] | None = None
+        self.slot: Slot | None = None
+        self.depth = 0
+        self.in_backward = False
+        self.gathering = False
+        self.valid = False
+        self.stale = True
+        self._evicted = False
+        self._versions: list[int] = []
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return tuple(segment.signature for segment in self.segments)
+
+    @property
+    def computing(self) -> bool:
+        return self.depth > 0 or self.in_backward
+
+    # called by the module -------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """Before the module computes: its parameters become whole."""
+        self.sharding.entered(self)
+        self.depth += 1
+        if self.depth == 1 and not self.in_backward:
+            try:
+                self.unshard()
+            except BaseException:
+                self.depth -= 1
+                raise
+
+    def leave(self, output: Any) -> None:
+        """After the module computed, or raised (`output` None)."""
+        self.depth -= 1
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad and not tensor.is_leaf:
+                    tensor.register_hook(self._before_backward)
+        if self.depth == 0 and not self.in_backward:
+            if self.sharding.backward.active:  # recomputed: its backward comes next
+                self.in_backward = True
+            else:
+                self.hide()
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        sharding = self.sharding
+        sharding.backward.begin()
+        if not self.in_backward:
+            sharding.finish_others(self)
+            self.in_backward = True
+            if self.depth == 0:
+                self.unshard()
+
+    # gathering --------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gathers, and registers the whole parameters."""
+        self.check()
+        self.start()
+        self.finish()
+        for held in self.helds:
+            full = held.full
+            assert full is not None
+            if full.requires_grad != held.sharded.requires_grad:
+                full.requires_grad_(held.sharded.requires_grad)
+                self.sharding.watch(held)
+            held.show(full)
+        self.sharding.prefetch_after(self)
+
+    def hide(self) -> None:
+        """Registers the shards again."""
+        for held in self.helds:
+            held.show(held.sharded)
+
+    def start(self) -> None:
+        """Starts to gather, unless the whole copies are there."""
+        if not self.valid and not self.gathering:
+            self._claim()
+            for segment in self.segments:
+                segment.gather()
+            self.gathering = True
+
+    def finish(self) -> None:
+        if self.gathering:
+            for segment in self.segments:
+                segment.finish_gather()
+            self.gathering, self.valid = False, True
+
+    def can_start(self) -> bool:
+        """Whether a gather ahead of use would take memory from nobody."""
+        if self.valid or self.gathering or self.slots is None:
+            return True
+        slot = self.slot or self._usual_slot()
+        other = slot.holder
+        return other is None or other is self or not (other.computing or other.gathering)
+
+    def changed(self) -> None:
+        """The parameters have other values now."""
+        self.finish()
+        self.valid, self.stale = False, True
+        self._versions = [held.version() for held in self.helds]
+
+    def check(self) -> None:
+        """Notices parameters that were changed by hand, and those that were replaced."""
+        for held in self.helds:
+            for module, attribute in held.places:
+                found = module._parameters[attribute]
+                if found is not held.sharded and found is not held.full:
+                    adopt(held, found)
+                    self._versions = []
+        if [held.version() for held in self.helds] != self._versions:
+            self.changed()
+
+    def _claim(self) -> None:
+        """Makes the leaves on first use, and takes the slot over from another unit."""
+        if self.slots is not None:
+            slot = self.slot or self._usual_slot()
+            if slot.holder not in (None, self) and slot.holder.computing:
+                slot = self._other_slot(slot)
+            if self.slot is not slot:
+                self.slot = slot
+                self._bind(slot.wholes)
+            if slot.holder is not self:
+                if slot.holder is not None:
+                    slot.holder.evict()
+                if self._evicted:
+                    self._move(-1)
+                slot.holder, self._evicted = self, False
+        elif self.helds and self.helds[0].full is None:
+            self._bind([segment.whole for segment in self.segments])
+        if self.stale:
+            self._move(1)
+            self.stale = False
+
+    def evict(self) -> None:
+        """Another unit takes the slot."""
+        self.finish()
+        self.valid, self._evicted = False, True
+        self._move(1)
+
+    def _move(self, step: int) -> None:
+        for segment in self.segments:
+            segment.move_version(step)
+
+    def _usual_slot(self) -> Slot:
+        assert self.slots is not None
+        while len(self.slots) <= self.index % 2:
+            self.slots.append(Slot(self))
+        return self.slots[self.index % 2]
+
+    def _other_slot(self, taken: Slot) -> Slot:
+        """The usual slot is in use by a unit around this one: this unit moves to another."""
+        assert self.slots is not None
+        for slot in self.slots:
+            if slot is not taken and (slot.holder is None or not slot.holder.computing):
+                return slot
+        self.slots.append(Slot(self))
+        return self.slots[-1]
+
+    def _bind(self, wholes: list[Whole | None] | list[Whole]) -> None:
+        for segment, whole in zip(self.segments, wholes, strict=True):
+            segment.bind(whole)
+        for held in self.helds:
+            self.sharding.watch(held)
