@@ -47,7 +47,7 @@ def test_every_family_is_tested() -> None:
     ("name", "says"),
     [
         ("int44", "there is no codec 'int44'; did you mean 'int4'"),
-        ("2:4", "there is no codec '2:4'; did you mean '2:4-"),
+        ("2:4", "there is no codec '2:4'; known: 2:4-bf16"),
         ("int8:100", "one of 32, 64, 128"),
         ("bf16:2", "it has no options"),
         ("2:4-bf16:64", "it has no blocks"),
