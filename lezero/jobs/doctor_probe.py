@@ -17,6 +17,7 @@ from typing import Any
 from lezero.core.facts import Accelerator
 
 _MARK = "lezero-probe:"
+_NATIVE_MARK = "lezero-native:"
 _TIMEOUT_S = 120.0
 
 
@@ -43,15 +44,24 @@ def probe(timeout_s: float = _TIMEOUT_S) -> Probe:
             timeout=timeout_s,
             check=False,
         )
-    except subprocess.TimeoutExpired:
-        return Probe(error=f"importing torch takes longer than {timeout_s:.0f} s")
+    except subprocess.TimeoutExpired as late:
+        said = bytes(late.stdout or b"").decode(errors="replace")
+        done = subprocess.CompletedProcess(late.cmd, 0, said, "")
+        if _MARK not in done.stdout:
+            return Probe(error=f"importing torch takes longer than {timeout_s:.0f} s")
     except (OSError, subprocess.SubprocessError) as error:
         return Probe(error=f"Python cannot be started: {error}")
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
-    if done.returncode != 0 or not lines:
+    native = [line for line in done.stdout.splitlines() if line.startswith(_NATIVE_MARK)]
+    # Torch has answered; what ended the process after that came from a native library.
+    if not lines or (done.returncode != 0 and native):
         return Probe(error=_ending(done.returncode, done.stderr))
     try:
         answer = json.loads(lines[-1].removeprefix(_MARK))
+        if native:
+            answer["native"] = json.loads(native[-1].removeprefix(_NATIVE_MARK))
+        elif done.returncode != 0:
+            answer["native_error"] = _ending(done.returncode, done.stderr, "loading the native ops")
         found = tuple(Accelerator(**item) for item in answer.pop("accelerators"))
     except (ValueError, TypeError, KeyError) as error:
         return Probe(error=f"torch's answer cannot be read: {error}")
@@ -59,7 +69,7 @@ def probe(timeout_s: float = _TIMEOUT_S) -> Probe:
 
 
 def main() -> None:
-    """The asking process: prints one line of JSON."""
+    """The asking process: prints one line of JSON on torch, then one on the native ops."""
     import torch
 
     from lezero.core.facts import find_accelerators
@@ -89,15 +99,31 @@ def main() -> None:
     except Exception as error:
         answer["distributed_error"] = str(error).splitlines()[0]
     print(_MARK + json.dumps(answer), flush=True)
+    print(_NATIVE_MARK + json.dumps(_native_ops()), flush=True)
 
 
-def _ending(status: int, stderr: str) -> str:
+def _native_ops() -> list[dict[str, str]]:
+    """Of each op with C kernels: its kernel, why there is none, and what runs instead.
+
+    Builds what this machine has not built yet, since only that tells whether it can.
+    """
+    from lezero.ops.native import natives
+
+    found = []
+    for one in natives():
+        one.available()
+        row = {"name": one.name, "kernel": one.kernel_name(), "otherwise": one.otherwise}
+        found.append({**row, "problem": one.problem})
+    return found
+
+
+def _ending(status: int, stderr: str, what: str = "importing torch") -> str:
     """The reason in one line: the exception, or the signal's name."""
     if status < 0:
         try:
             name = signal.Signals(-status).name
         except ValueError:
             name = f"signal {-status}"
-        return f"importing torch ended the process with {name}"
+        return f"{what} ended the process with {name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    return (lines or [f"importing torch ended the process with status {status}"])[-1][:400]
+    return (lines or [f"{what} ended the process with status {status}"])[-1][:400]

@@ -217,6 +217,49 @@ class CompilerCheck(Check):
         return answer or [Finding(severity="ok", title=f"compiler {chosen or 'g++'}")]
 
 
+@checks.register("native-ops")
+class NativeOpsCheck(Check):
+    """The C kernels of LeZero's ops are built; where one cannot be, what runs instead."""
+
+    def run(self, context: Context) -> list[Finding]:
+        ops = context.torch.get("native", [])
+        found = []
+        for op in ops:
+            if op["problem"]:
+                built = "compiler found" not in op["problem"]
+                found.append(
+                    Finding(
+                        severity="warning",
+                        title=f"the kernel of '{op['name']}' cannot be built: {op['otherwise']}",
+                        cause=f"{op['problem']}.",
+                        fix=f"LEZERO_LOG=debug {python()} -m lezero doctor"
+                        if built
+                        else _install("gcc g++"),
+                    )
+                )
+            elif not op["kernel"]:
+                found.append(
+                    Finding(
+                        severity="note",
+                        title=f"no kernel of '{op['name']}' suits this processor",
+                        cause=f"It lacks the instruction sets; {op['otherwise']}.",
+                    )
+                )
+        if "native_error" in context.torch:
+            found.append(
+                Finding(
+                    severity="warning",
+                    title="a native library ends the process that loads it",
+                    cause=f"{context.torch['native_error']}.",
+                    fix=f"rm -r {context.cache / 'native'}",
+                )
+            )
+        running = [f"{op['name']} ({op['kernel']})" for op in ops if op["kernel"]]
+        if running and not found:
+            found.append(Finding(severity="ok", title=f"native ops: {', '.join(running)}"))
+        return found
+
+
 @checks.register("environment")
 class EnvironmentCheck(Check):
     """Every variable that LeZero reads has a value it understands."""

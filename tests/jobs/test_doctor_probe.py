@@ -61,3 +61,38 @@ def test_an_answer_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(doctor_probe.subprocess, "run", none)
     assert "cannot be started" in probe().error
+
+
+def answering(*lines: str, status: int = 0, late: bool = False) -> Any:
+    """A stand-in for the asking process."""
+    said = "\n".join(lines)
+
+    def run(command: list[str], **keywords: Any) -> Any:
+        if late:
+            raise subprocess.TimeoutExpired(command, 1.0, output=said.encode())
+        return subprocess.CompletedProcess(command, status, said, "cc1: killed\n")
+
+    return run
+
+
+TORCH = 'lezero-probe:{"version": "2.13.0", "accelerators": []}'
+NATIVE = 'lezero-native:[{"name": "codec", "kernel": "avx2", "problem": "", "otherwise": ""}]'
+
+
+def test_native_ops_are_told_and_cannot_hide_what_torch_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor_probe.subprocess, "run", answering(TORCH, NATIVE))
+    assert probe().torch["native"][0]["kernel"] == "avx2"
+    for broken in (answering(TORCH, status=-4), answering(TORCH, late=True)):
+        monkeypatch.setattr(doctor_probe.subprocess, "run", broken)
+        found = probe()
+        assert found.torch["version"] == "2.13.0"
+        assert "native" not in found.torch
+    monkeypatch.setattr(doctor_probe.subprocess, "run", answering(TORCH, status=-4))
+    assert "SIGILL" in probe().torch["native_error"]
+
+
+def test_this_machine_tells_of_each_native_op() -> None:
+    names = [op["name"] for op in probe().torch["native"]]
+    assert {"attention", "codec"} <= set(names)
