@@ -1,0 +1,76 @@
+"""Every stage on one to four ranks: like one process, and like each other bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer step loads it; here it is loaded once for all ranks
+
+from lezero.core import groups
+from lezero.parallel.zero import Zero, clip_grad_norm_, shard_, sharding_of
+from tests.parallel.zero.models import batches, loss_of, make, plain_losses, whole
+
+
+def train(stage, steps, dtype=torch.float32, compute="auto", max_norm=0.5, **options):
+    """Losses, norms and the last parameters of a run on this rank's part of each batch."""
+    model = shard_(make(dtype=dtype, **options), Zero(stage=stage, compute=compute))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses, norms = [], []
+    for tokens in batches(steps, groups.world_size(), groups.rank()):
+        loss = loss_of(model, tokens)
+        loss.backward()
+        if max_norm:
+            norms.append(float(clip_grad_norm_(model, max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    mean = groups.all_reduce_sum(torch.stack(losses)) / groups.world_size()
+    return mean.tolist(), norms, whole(model)
+
+
+def all_stages(*args, **options):
+    return [train(stage, *args, **options) for stage in range(4)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equal_to_one_process_in_fp64(ranks, world):
+    expected, parameters = plain_losses(6, max_norm=0.5)
+    for losses, _, found in ranks(world, all_stages, 6, torch.float64)[0]:
+        assert losses == pytest.approx(expected, rel=1e-10, abs=0)
+        for name, value in parameters.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("compute", ["auto", "bf16"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_stages_agree_bit_for_bit_over_50_steps(ranks, world, compute):
+    stages = ranks(world, all_stages, 50, compute=compute, width=64, timeout_s=120)
+    for losses, norms, found in stages[-1]:
+        assert losses == stages[0][0][0]
+        assert norms == stages[0][0][1]
+        assert all(torch.equal(found[name], value) for name, value in stages[0][0][2].items())
+
+
+def shards():
+    """What each rank holds at each stage."""
+    found = []
+    for stage in range(4):
+        model = shard_(make(), Zero(stage=stage))
+        sharding = sharding_of(model)
+        local = {name: tuple(sharding.local(name).shape) for name in sharding.parameters}
+        found.append((local, sharding.layout, list(model.state_dict())))
+    return found
+
+
+def test_what_each_rank_holds(ranks):
+    names = list(make().state_dict())
+    for rank, stages in enumerate(ranks(3, shards)):
+        for stage, (local, layout, state) in enumerate(stages):
+            assert state == names
+            assert set(layout) == set(names)
+            rows = (7, 7, 5)[rank] if stage else 19
+            assert local["embed.weight"] == (rows, 12)
+            assert local["scale"] == ()
+            assert layout["head.weight"] == layout["embed.weight"]
+            start = (0, 7, 14)[rank] if stage else 0
+            assert layout["embed.weight"] == ((19, 12), start, start + rows)
