@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lezero.comm.account import Account
 from lezero.comm.buffers import Buffers
 from lezero.comm.pending import Arrived, Steps
 from lezero.comm.route import Route, Spans
@@ -22,34 +23,44 @@ class Flat(Route):
     """`lanes`: two groups of the same ranks, for the first and the second exchange (`pending`)."""
 
     def __init__(
-        self, lanes: tuple[dist.ProcessGroup, dist.ProcessGroup], buffers: Buffers
+        self,
+        lanes: tuple[dist.ProcessGroup, dist.ProcessGroup],
+        buffers: Buffers,
+        account: Account,
     ) -> None:
-        self._lanes, self._buffers = lanes, buffers
+        self._lanes, self._buffers, self._account = lanes, buffers, account
         self._size, self._rank = lanes[0].size(), lanes[0].rank()
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
     ) -> Steps:
-        received = self._buffers.take(flat.numel(), flat.dtype)
-        yield self._exchange(flat, received, lane=0)
-        ordered_sum(chunks(received, self._size), out)
-        self._buffers.give(received)
+        yield from self._add_up(flat, out, "reduce_scatter")
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, key: str) -> Steps:
-        yield self._gather(shard, out, lane=0)
+        yield self._gather(shard, out, 0, "all_gather")
 
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
         own = chunks(flat, self._size)[self._rank]
-        yield from self.reduce_scatter(flat, own, key, spans)
-        yield self._gather(own, flat, lane=1)
+        yield from self._add_up(flat, own, "all_reduce")
+        yield self._gather(own, flat, 1, "all_reduce")
 
-    def _exchange(self, sent: torch.Tensor, received: torch.Tensor, lane: int) -> Arrived:
+    def _add_up(self, flat: torch.Tensor, out: torch.Tensor, what: str) -> Steps:
+        received = self._buffers.take(flat.numel(), flat.dtype)
+        yield self._exchange(flat, received, 0, what)
+        ordered_sum(chunks(received, self._size), out)
+        self._buffers.give(received)
+
+    def _exchange(
+        self, sent: torch.Tensor, received: torch.Tensor, lane: int, what: str
+    ) -> Arrived:
         group = self._lanes[lane]
+        self._account.add(what, sent.nbytes // self._size * (self._size - 1))
         moved = (received.view(torch.uint8), sent.view(torch.uint8))
         return Arrived(dist.all_to_all_single(*moved, group=group, async_op=True))
 
-    def _gather(self, shard: torch.Tensor, out: torch.Tensor, lane: int) -> Arrived:
+    def _gather(self, shard: torch.Tensor, out: torch.Tensor, lane: int, what: str) -> Arrived:
         group = self._lanes[lane]
+        self._account.add(what, shard.nbytes * (self._size - 1))
         moved = (out.view(torch.uint8), shard.view(torch.uint8))
         return Arrived(_all_gather()(*moved, group=group, async_op=True))
 

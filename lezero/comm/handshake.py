@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import torch
 
+from lezero.comm.account import OPERATIONS
 from lezero.comm.pending import IN_FLIGHT
 from lezero.comm.shared_memory import Place, SharedMemory
-from lezero.core import groups
+from lezero.core import groups, observer
 from lezero.core.errors import DistributedError
 from lezero.ops import signal
 
-LANES = 4
+LANES = 5
 _WORDS = 16  # int32 words to a cache line: lanes do not share one
 _HEAD = LANES * _WORDS * 4
 _SLOT = struct.Struct("<8q64s")
@@ -110,8 +111,13 @@ class Handshake:
             gone = bool(select.select([self._alive[rank]], [], [], 0)[0])
             if self.reached(rank, lane, number):
                 return
+            watcher = observer.current()
+            if watcher is not None:
+                watcher.check()
             if gone:
-                raise DistributedError(f"rank {self.names[rank]} died or left")
+                lost = DistributedError(f"rank {self.names[rank]} died or left")
+                text = watcher.explain(lost) if watcher is not None else None
+                raise DistributedError(text) if text else lost
             if time.monotonic() > deadline:
                 raise DistributedError(
                     f"rank {self.names[rank]} lives, but has not come to this collective in time"
@@ -143,8 +149,7 @@ class Others:
             del self._missing[0]
 
 
-OPERATIONS = ("reduce-scatter", "all-gather", "all-reduce")
-DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)
 
 
 def describe(call: Call) -> str:

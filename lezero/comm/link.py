@@ -13,47 +13,92 @@ an all-reduce is bit for bit a reduce-scatter followed by an all-gather.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from types import TracebackType
 
 import torch
 
-from lezero.comm.buffers import Buffers
-from lezero.comm.flat import Flat
+from lezero.comm import legal
+from lezero.comm.account import Account, sent_bytes
+from lezero.comm.feedback import Feedback
 from lezero.comm.mesh import Mesh
-from lezero.comm.pending import Pending, Queue, Steps
+from lezero.comm.pending import Call, Pending, Queue, Steps
 from lezero.comm.route import Route, Span
-from lezero.comm.shared import Shared
-from lezero.comm.topology import find_hosts
+from lezero.comm.routing import Routing, connect
 from lezero.comm.wire import Wire
 from lezero.core import device, groups
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, DistributedError, OrderError
 
-TYPES = (torch.float32, torch.bfloat16)
+TYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Link:
     """Made by every rank together; `timeout_s` bounds how long a `wait` waits for other ranks.
 
-    Each link has groups of its own, so links never wait for each other. Close it to give them back.
+    `hosts`: which ranks (places on the axis) share a host, where the caller knows better than what
+    would be found. Raises `ConfigError` for a topology that they do not allow, `DistributedError`
+    when another rank was given something else. Each link has groups of its own, so links never wait
+    for each other. Close it to give them back.
     """
 
-    def __init__(self, wire: Wire, mesh: Mesh, axis: str, *, timeout_s: float = 600.0) -> None:
-        if wire.codec != "none" or wire.gather != "none":
-            raise ConfigError(f"wire: codec {wire.codec!r}: allowed is none")
+    def __init__(
+        self,
+        wire: Wire,
+        mesh: Mesh,
+        axis: str,
+        *,
+        timeout_s: float = 600.0,
+        hosts: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         self.wire, self.size, self.rank = wire, mesh.size(axis), mesh.index(axis)
+        self.account = Account()
+        """Bytes that this rank has sent."""
         self._device = torch.device("cpu") if mesh.kind == "cpu" else device.device()
-        self._buffers = Buffers(self._device)
-        self._queue = Queue(timeout_s)
-        lanes = [groups.make(mesh.lines(axis), mesh.kind, timeout_s) for _ in range(2)]
-        self._lanes = lanes
-        self.topology = "flat"
+        self._queue = Queue(timeout_s, self._device)
+        self._agree(axis, mesh)
+        self._routing: Routing | None = None
         self._route: Route = Alone()
-        if lanes[0] is not None and lanes[1] is not None:
-            self.topology = self._choose(lanes[0], mesh.kind)
-            if self.topology == "shared":
-                self._route = Shared(lanes[0], mesh.ranks(axis))
-            else:
-                self._route = Flat((lanes[0], lanes[1]), self._buffers)
+        self.topology = "alone"
+        """How it moves: flat, hierarchical or shared; alone with one rank."""
+        if self.size > 1:
+            self._routing = connect(
+                wire,
+                mesh,
+                axis,
+                device=self._device,
+                account=self.account,
+                timeout_s=timeout_s,
+                hosts=hosts,
+            )
+            self.topology, self._route = self._routing.topology, self._routing.route
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """The kept errors, to save and to load; None without feedback or with one rank."""
+        return self._routing.feedback if self._routing is not None else None
+
+    def sent_bytes(self, operation: str, numel: int, dtype: torch.dtype) -> int:
+        """The documented formula: bytes this rank sends for one collective on `numel` elements."""
+        if self._routing is None:
+            return 0
+        return sent_bytes(
+            operation,
+            numel,
+            dtype.itemsize,
+            topology=self.topology,
+            size=self.size,
+            hosts=len(self._routing.hosts.ranks),
+            codec=self._routing.codec,
+            gather=self._routing.gather,
+        )
+
+    def check(self, operation: str) -> None:
+        """Raises `ConfigError` when this wire may not be used for `operation`; asked once, early.
+
+        `operation`: reduce_scatter, all_gather or all_reduce.
+        """
+        wire = self.wire
+        legal.check(legal.Case(wire.codec, wire.gather, wire.feedback, self.topology, operation))
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """`numel` zeros in memory that this link moves without copying it first.
@@ -84,7 +129,7 @@ class Link:
         self._check("reduce_scatter", key, flat=flat, out=out)
         self._fits("reduce_scatter", key, "flat", flat, "out", out)
         steps = self._route.reduce_scatter(flat, out, key, tuple(spans))
-        return self._launch(steps, "reduce-scatter", key)
+        return self._launch(steps, "reduce_scatter", key, flat)
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, *, key: str) -> Pending:
         """`out` (size · n,) becomes every rank's `shard` (n,), in rank order; both of one type.
@@ -98,7 +143,12 @@ class Link:
                 f"all_gather '{key}': shard is {shard.dtype} and out is {out.dtype}; "
                 "allowed is one type for both"
             )
-        return self._launch(self._route.all_gather(shard, out, key), "all-gather", key)
+        if self.wire.gather != "none" and self.size > 1 and _inside(shard, out):
+            raise ConfigError(
+                f"all_gather '{key}': the shard lies in out, where decoding with wire.gather "
+                f"'{self.wire.gather}' overwrites it; give a shard outside of out"
+            )
+        return self._launch(self._route.all_gather(shard, out, key), "all_gather", key, out)
 
     def all_reduce(self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] = ()) -> Pending:
         """`flat` (size · n,) becomes the sum over the ranks, in place."""
@@ -108,15 +158,18 @@ class Link:
                 f"all_reduce '{key}': {flat.numel()} elements do not divide among {self.size} "
                 "ranks; pad the buffer to a multiple"
             )
-        return self._launch(self._route.all_reduce(flat, key, tuple(spans)), "all-reduce", key)
+        self.check("all_reduce")
+        steps = self._route.all_reduce(flat, key, tuple(spans))
+        return self._launch(steps, "all_reduce", key, flat)
 
     def close(self) -> None:
         """Ends the link's groups and gives its memory back; on every rank. Waits for nothing."""
         self._queue.abandon()
         self._route.close()
-        for group in self._lanes:
-            groups.end(group)
-        self._lanes = []
+        if self._routing is not None:
+            for group in self._routing.made:
+                groups.end(group)
+        self._routing, self._route = None, Closed()
 
     def __enter__(self) -> Link:
         return self
@@ -129,31 +182,26 @@ class Link:
     ) -> None:
         self.close()
 
-    def _choose(self, group: torch.distributed.ProcessGroup, kind: str) -> str:
-        wanted = self.wire.topology
-        if wanted == "flat" or (wanted == "auto" and kind != "cpu"):
-            return "flat"
-        if kind != "cpu":
-            raise ConfigError(
-                f"wire.topology: '{wanted}' shares the memory of hosts, but the mesh is of kind "
-                f"'{kind}'; use auto or flat"
-            )
-        hosts = find_hosts(group)
-        if wanted == "shared" and not hosts.single:
-            raise ConfigError(
-                f"wire.topology: 'shared' needs all {self.size} ranks to share one host's memory, "
-                f"but they are on {len(hosts.ranks)}: {hosts.ranks}; use auto or flat"
-            )
-        return "shared" if hosts.single else "flat"
+    def _agree(self, axis: str, mesh: Mesh) -> None:
+        """Ranks that joined with another wire or another LeZero are told which key differs."""
+        mine = {"lezero": version("lezero"), "axis": axis, "mesh": mesh.axes}
+        mine |= {f"wire.{key}": value for key, value in self.wire.to_dict().items()}
+        for rank, other in enumerate(groups.gather_objects(mine)):
+            for key in sorted({*mine, *other}):
+                if mine.get(key) != other.get(key):
+                    raise DistributedError(
+                        f"{key} is {other.get(key)!r} on rank {rank} and {mine.get(key)!r} on rank "
+                        f"{groups.rank()}; start every rank with the same"
+                    )
 
-    def _launch(self, steps: Steps, operation: str, key: str) -> Pending:
-        return self._queue.launch(steps, f"{operation} '{key}'")
+    def _launch(self, steps: Steps, operation: str, key: str, x: torch.Tensor) -> Pending:
+        return self._queue.launch(steps, Call(operation, tuple(x.shape), x.dtype, key))
 
     def _check(self, operation: str, key: str, **tensors: torch.Tensor) -> None:
         for name, tensor in tensors.items():
             if tensor.dtype not in TYPES:
                 raise ConfigError(
-                    f"{operation} '{key}': {name} is {tensor.dtype}; allowed is float32 or bfloat16"
+                    f"{operation} '{key}': {name} is {tensor.dtype}; allowed is float32, bfloat16 or float64"
                 )
             if tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ConfigError(
@@ -176,6 +224,11 @@ class Link:
             )
 
 
+def _inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    begin = part.data_ptr() - whole.data_ptr()
+    return part.numel() > 0 and 0 <= begin < whole.nbytes
+
+
 class Alone(Route):
     """One rank: copies."""
 
@@ -192,3 +245,18 @@ class Alone(Route):
 
     def all_reduce(self, flat: torch.Tensor, key: str, spans: tuple[Span, ...]) -> Steps:
         yield from ()
+
+
+class Closed(Alone):
+    """After `close`: whatever comes is a mistake of the caller."""
+
+    def reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: tuple[Span, ...]
+    ) -> Steps:
+        raise OrderError(f"reduce_scatter '{key}': this link is closed; make a new one")
+
+    def all_gather(self, shard: torch.Tensor, out: torch.Tensor, key: str) -> Steps:
+        raise OrderError(f"all_gather '{key}': this link is closed; make a new one")
+
+    def all_reduce(self, flat: torch.Tensor, key: str, spans: tuple[Span, ...]) -> Steps:
+        raise OrderError(f"all_reduce '{key}': this link is closed; make a new one")

@@ -19,11 +19,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lezero.core import groups
+from lezero.core import groups, observer
 from lezero.core.errors import ConfigError, DistributedError
 
 
@@ -54,11 +54,23 @@ class Arrived:
             self.work.wait()
 
 
+class Call(NamedTuple):
+    """What a collective is, for messages and for who watches."""
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} '{self.key}'"
+
+
 class Pending:
     """A collective that was launched. Its results are valid after `wait()`."""
 
-    def __init__(self, queue: Queue, steps: Steps, what: str) -> None:
-        self.what = what
+    def __init__(self, queue: Queue, steps: Steps, call: Call) -> None:
+        self.call = call
         self._queue, self._steps = queue, steps
         self._waits_for: Wait | None = None
         self.taken = 0
@@ -83,6 +95,9 @@ class Pending:
             self._waits_for = next(self._steps)
         except StopIteration:
             self._waits_for, self.finished = None, True
+            watcher = observer.current()
+            if watcher is not None:
+                watcher.leave()
 
     def ready(self) -> bool:
         return self._waits_for is None or self._waits_for.done()
@@ -92,20 +107,39 @@ class Pending:
             self._waits_for.block(deadline)
 
 
+class Queued(Pending):
+    """A collective whose steps are all on a stream. `wait` lets the current stream wait for it."""
+
+    event: torch.Event
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self.event.device).wait_event(self.event)
+
+    def poll(self) -> bool:
+        self.finished = bool(self.event.query())
+        return self.finished
+
+
 class Queue:
     """The collectives of one link, in launch order."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, device: torch.device) -> None:
         self.timeout_s = timeout_s
         self._running: deque[Pending] = deque()
         self._broken: Exception | None = None
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
-    def launch(self, steps: Steps, what: str) -> Pending:
+    def launch(self, steps: Steps, call: Call) -> Pending:
         """Takes the first step of `steps` now, and of those before what they can take.
 
         With `IN_FLIGHT` collectives under way it first waits for the oldest.
         """
-        pending = Pending(self, steps, what)
+        watcher = observer.current()
+        if watcher is not None:
+            watcher.enter(*call)
+        if self._stream is not None:
+            return self._enqueue(self._stream, steps, call)
+        pending = Pending(self, steps, call)
         self.progress()
         if len(self._running) >= IN_FLIGHT:
             self.finish(self._running[0])
@@ -115,8 +149,29 @@ class Queue:
             self._running.append(pending)
         return pending
 
+    def _enqueue(self, stream: torch.Stream, steps: Steps, call: Call) -> Pending:
+        """On an accelerator: all steps at once, on a stream beside that of the computation.
+
+        There a wait holds back the stream and not this process, so nothing is left for later.
+        """
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+        pending = Queued(self, steps, call)
+        with self._guarded(pending), stream:
+            for wait in steps:
+                wait.block(time.monotonic() + self.timeout_s)
+            pending.event = stream.record_event()
+        watcher = observer.current()
+        if watcher is not None:
+            watcher.leave()
+        while self._running and self._running[0].poll():
+            self._running.popleft()
+        self._running.append(pending)  # what it uses must not be freed before its event
+        return pending
+
     def progress(self) -> None:
         """Takes every step that can be taken without waiting."""
+        if self._stream is not None:
+            return
         again = True
         while again:
             again, slowest = False, sys.maxsize
@@ -144,8 +199,8 @@ class Queue:
 
     def drain(self) -> None:
         """Waits for everything in flight."""
-        while self._running:
-            self.finish(self._running[-1])
+        for pending in list(self._running):
+            pending.wait()
 
     def abandon(self) -> None:
         """Forgets everything in flight; the buffers that it used must not be used again."""
@@ -162,7 +217,7 @@ class Queue:
         except ConfigError:
             raise  # a wrong argument, found before the first step, on every rank
         except DistributedError as error:
-            self._broken = DistributedError(f"{pending.what}: {error}")
+            self._broken = DistributedError(f"{pending.call}: {error}")
             raise self._broken from error
         except Exception as error:
             self._broken = error

@@ -13,8 +13,9 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
+from lezero.comm.account import OPERATIONS
 from lezero.comm.flat import chunks
-from lezero.comm.handshake import DTYPES, OPERATIONS, Handshake
+from lezero.comm.handshake import DTYPES, Handshake
 from lezero.comm.pending import Steps
 from lezero.comm.route import Route, Spans
 from lezero.comm.shared_memory import Place, SharedMemory
@@ -29,9 +30,9 @@ class Shared(Route):
     """Made by all ranks of `group` together, which share a host. `names`: their world ranks."""
 
     def __init__(self, group: dist.ProcessGroup, names: list[int]) -> None:
-        self._group, self._size, self._rank = group, group.size(), group.rank()
-        self.memory = SharedMemory(self._rank, groups.gather_objects(os.getpid(), group))
-        self._handshake = Handshake(group, names, self.memory)
+        self._group, self.size, self.rank = group, group.size(), group.rank()
+        self.memory = SharedMemory(self.rank, groups.gather_objects(os.getpid(), group))
+        self.handshake = Handshake(group, names, self.memory)
         self._common: set[tuple[int, int]] = set()
         self._staging: dict[int, list[torch.Tensor]] = defaultdict(list)
 
@@ -43,7 +44,7 @@ class Shared(Route):
     def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        mine = self.memory.make(numel * dtype.itemsize).place if self._rank == 0 else _NOWHERE
+        mine = self.memory.make(numel * dtype.itemsize).place if self.rank == 0 else _NOWHERE
         place = Place(*groups.gather_objects(list(mine), self._group)[0])
         self._common.add((place.owner, place.fd))
         return self.memory.view(place, numel, dtype)
@@ -51,74 +52,81 @@ class Shared(Route):
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
     ) -> Steps:
-        place, staged = self._placed(flat, "reduce_scatter", key)
-        number = self._begin("reduce-scatter", flat, place, key)
-        yield self._handshake.others(0, number)
-        ordered_sum(self._parts(number, flat), out)
-        self._handshake.tell(1, number)
-        yield self._handshake.others(1, number)
-        self._give(staged)
+        place, staged = self.placed(flat, "reduce_scatter", key)
+        number = self.begin("reduce_scatter", flat, place, key)
+        yield self.handshake.others(0, number)
+        self.add_up(number, flat, self.rank * out.numel(), out)
+        self.handshake.tell(1, number)
+        yield self.handshake.others(1, number)
+        self.give(staged)
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, key: str) -> Steps:
-        own = chunks(out, self._size)[self._rank]
+        own = chunks(out, self.size)[self.rank]
         place, staged = self.memory.locate(shard) if shard.numel() else _NOWHERE, None
         if place is None and self.memory.locate(own) is not None:
             own.copy_(shard)
             place = self.memory.locate(own)
         if place is None:
-            place, staged = self._placed(shard, "all_gather", key)
-        number = self._begin("all-gather", shard, place, key)
-        yield self._handshake.others(0, number)
-        calls = self._handshake.calls(number)
-        for call, part in zip(calls, chunks(out, self._size), strict=True):
-            if part.numel() and not self._same(call.place, part):
+            place, staged = self.placed(shard, "all_gather", key)
+        number = self.begin("all_gather", shard, place, key)
+        yield self.handshake.others(0, number)
+        calls = self.handshake.calls(number)
+        for call, part in zip(calls, chunks(out, self.size), strict=True):
+            if part.numel() and self.memory.locate(part) != call.place:
                 part.copy_(self.memory.view(call.place, part.numel(), part.dtype))
-        self._handshake.tell(1, number)
-        yield self._handshake.others(1, number)
-        self._give(staged)
+        self.handshake.tell(1, number)
+        yield self.handshake.others(1, number)
+        self.give(staged)
 
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
-        place, staged = self._placed(flat, "all_reduce", key)
-        number = self._begin("all-reduce", flat, place, key)
-        yield self._handshake.others(0, number)
+        place, staged = self.placed(flat, "all_reduce", key)
+        number = self.begin("all_reduce", flat, place, key)
+        yield self.handshake.others(0, number)
         # A rank's own chunk is read by nobody else before its sum is there.
         moved = flat if staged is None else staged.view(flat.dtype)
-        ordered_sum(self._parts(number, flat), chunks(moved, self._size)[self._rank])
-        self._handshake.tell(1, number)
-        yield self._handshake.others(1, number)
-        calls = self._handshake.calls(number)
-        for rank, part in enumerate(chunks(flat, self._size)):
-            if part.numel() and (rank != self._rank or staged is not None):
-                at = calls[rank].place
-                at = at._replace(offset=at.offset + rank * part.nbytes)
-                part.copy_(self.memory.view(at, part.numel(), part.dtype))
-        self._handshake.tell(2, number)
-        yield self._handshake.others(2, number)
-        self._give(staged)
+        own = chunks(moved, self.size)[self.rank]
+        self.add_up(number, flat, self.rank * own.numel(), own)
+        self.handshake.tell(1, number)
+        yield self.handshake.others(1, number)
+        for rank, part in enumerate(chunks(flat, self.size)):
+            if rank != self.rank or staged is not None:
+                self.fetch(number, rank, rank, part)
+        self.handshake.tell(2, number)
+        yield self.handshake.others(2, number)
+        self.give(staged)
 
     def close(self) -> None:
-        self._handshake.close()
+        self.handshake.close()
         self._staging.clear()
         self.memory.close()
 
-    def _begin(self, operation: str, tensor: torch.Tensor, place: Place, key: str) -> int:
+    def begin(self, operation: str, tensor: torch.Tensor, place: Place, key: str) -> int:
         kind, dtype = OPERATIONS.index(operation), DTYPES.index(tensor.dtype)
-        return self._handshake.begin(kind, dtype, tensor.numel(), place, key)
+        return self.handshake.begin(kind, dtype, tensor.numel(), place, key)
 
-    def _parts(self, number: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Chunk `rank` of every rank's tensor."""
-        numel = flat.numel() // self._size
-        calls = self._handshake.calls(number)
-        if not numel:
-            return [flat for _ in calls]
-        skip = self._rank * numel * flat.dtype.itemsize
-        at = [call.place._replace(offset=call.place.offset + skip) for call in calls]
-        return [self.memory.view(place, numel, flat.dtype) for place in at]
+    def add_up(self, number: int, flat: torch.Tensor, begin: int, out: torch.Tensor) -> None:
+        """`out` becomes the sum of elements from `begin` of every rank's tensor."""
+        calls = self.handshake.calls(number)
+        if out.numel():
+            skip = begin * flat.dtype.itemsize
+            at = [call.place._replace(offset=call.place.offset + skip) for call in calls]
+            ordered_sum([self.memory.view(p, out.numel(), flat.dtype) for p in at], out)
 
-    def _placed(
-        self, tensor: torch.Tensor, operation: str, key: str
+    def fetch(self, number: int, rank: int, chunk: int, part: torch.Tensor) -> None:
+        """Copies chunk `chunk` of the tensor of `rank` to `part`."""
+        if part.numel():
+            at = self.handshake.calls(number)[rank].place
+            at = at._replace(offset=at.offset + chunk * part.nbytes)
+            if self.memory.locate(part) != at:
+                part.copy_(self.memory.view(at, part.numel(), part.dtype))
+
+    def placed(
+        self, tensor: torch.Tensor, operation: str, key: str, *, fill: bool = True
     ) -> tuple[Place, torch.Tensor | None]:
-        """Where others find `tensor`, and the staging memory that it was copied to, if any."""
+        """Where others find `tensor`, and the staging memory that it was copied to, if any.
+
+        Copies from `tensor` only with `fill`.
+        """
         if not tensor.numel():
             return _NOWHERE, None
         place = self.memory.locate(tensor)
@@ -131,14 +139,12 @@ class Shared(Route):
             return place, None
         free = self._staging[tensor.nbytes]
         staged = free.pop() if free else self.memory.make(tensor.nbytes).data
-        staged.view(tensor.dtype).copy_(tensor)
+        if fill:
+            staged.view(tensor.dtype).copy_(tensor)
         found = self.memory.locate(staged)
         assert found is not None
         return found, staged
 
-    def _same(self, place: Place, part: torch.Tensor) -> bool:
-        return self.memory.locate(part) == place
-
-    def _give(self, staged: torch.Tensor | None) -> None:
+    def give(self, staged: torch.Tensor | None) -> None:
         if staged is not None:
             self._staging[staged.nbytes].append(staged)

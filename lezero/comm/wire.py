@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
+from pydantic import field_validator, model_validator
+
+from lezero.comm import legal
 from lezero.core.config import Config
+from lezero.core.errors import ConfigError
 
 
 class Wire(Config):
@@ -25,3 +29,17 @@ class Wire(Config):
     topology: Literal["auto", "flat", "hierarchical", "shared"] = "auto"
     """The way: every rank with every rank (flat), inside the hosts first (hierarchical), or through
     memory that the ranks of one host share (shared). auto: the shortest that the hosts allow."""
+
+    @field_validator("codec", "gather")
+    @classmethod
+    def _known(cls, name: Any) -> Any:
+        from lezero.comm.codec import codec  # torch, which importing a config does not need
+
+        return codec(name).name
+
+    @model_validator(mode="after")
+    def _allowed(self) -> Self:
+        found = legal.problems(legal.Case(self.codec, self.gather, self.feedback, self.topology))
+        if found:
+            raise ConfigError("; ".join(map(str, found)), tuple(found))
+        return self

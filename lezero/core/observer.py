@@ -12,6 +12,9 @@ class Observer(Protocol):
     def enter(self, op: str, shape: Sequence[int], dtype: Any, label: str) -> None:
         """Before a collective, on the thread that makes it. May raise `DistributedError`."""
 
+    def check(self) -> None:
+        """Raises `DistributedError` when another rank was named; for waits that poll."""
+
     def leave(self) -> None:
         """After one has completed."""
 

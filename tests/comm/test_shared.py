@@ -125,7 +125,7 @@ def one_dies(how: str) -> tuple[str, float]:
 
 def test_a_rank_that_hangs_is_named(ranks: RankPool) -> None:
     text, waited = ranks(2, one_dies, "hang")[0]
-    assert "all-reduce 'layer 3': rank 1 lives, but has not come" in text
+    assert "all_reduce 'layer 3': rank 1 lives, but has not come" in text
     assert 1.4 < waited < 3
 
 
@@ -156,8 +156,8 @@ def other_call() -> str:
 def test_ranks_that_call_different_things_are_told(ranks: RankPool) -> None:
     first, second = ranks(2, other_call)
     for text in (first, second):
-        assert "all-reduce 'v' of 6 float32" in text
-        assert "all-reduce 'w' of 4 float32" in text
+        assert "all_reduce 'v' of 6 float32" in text
+        assert "all_reduce 'w' of 4 float32" in text
 
 
 def hosts() -> tuple[tuple[int, ...], ...]:
