@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lezero.core.errors import FileError, OrderError
+from lezero.core.errors import ConfigError, FileError, OrderError
 
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -77,6 +77,7 @@ def unpack_optimizer(
         }
         _same_names({n for n in tensors if n.startswith(prefix)}, wanted, "state tensors")
         groups = _matched(optimizer, names, document)
+        _check_states(optimizer, names, tensors, document, prefix)
     except (KeyError, TypeError, AttributeError) as error:
         raise FileError(f"the optimizer's record is damaged: {error!r}") from None
     for group, saved in groups:
@@ -134,6 +135,26 @@ def _check_fit(
                 f"parameter '{name}' has shape {tuple(parameter.shape)}; its optimizer state was "
                 f"saved for {tuple(saved)}"
             )
+
+
+def _check_states(
+    optimizer: Optimizer,
+    names: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    prefix: str,
+) -> None:
+    """Asks an optimizer that can tell (`check_state`) whether each tensor's shape and type fit."""
+    check = getattr(optimizer, "check_state", None)
+    if check is None:
+        return
+    for name, parameter in names.items():
+        kept = document["parameters"][name]["state"].items()
+        state = {key: tensors[f"{prefix}{name}/{key}"] for key, v in kept if isinstance(v, dict)}
+        try:
+            check(parameter, state)
+        except ConfigError as error:
+            raise FileError(f"parameter '{name}': {error}") from None
 
 
 def _same_names(found: set[str], wanted: set[str], what: str) -> None:

@@ -1,0 +1,213 @@
+"""What LeZero's own AdamW kernels keep for each parameter, and how a step runs over it.
+
+[Note: rows]
+Every state tensor but `step` has the parameter's dim 0 as its dim 0: for a DTensor parameter it is
+a DTensor on the same mesh with the same placements, so rows of state belong to the rank that has
+the rows of the parameter, and another number of ranks cuts both alike. Results do not depend on the
+cut.
+
+| state | shape | type | when |
+|---|---|---|---|
+| `step` | () on the CPU | fp32 | always |
+| `exp_avg`, `exp_avg_sq` | the parameter's | fp32, or uint8 codes | always |
+| `exp_avg_scale`, `exp_avg_sq_scale` | (rows, blocks in a row) | fp32 | with codes |
+| `master` | the parameter's | fp32 | bf16 parameters, masters "fp32" |
+| `remainder` | the parameter's | int16 | bf16 parameters, masters "remainder" |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lezero.core.errors import ConfigError
+from lezero.ops.adamw import eight_bit, reference
+from lezero.ops.adamw import masters as exact
+from lezero.ops.adamw.op import check_state
+from lezero.optim.groups import parameter_groups
+
+Masters = Literal["none", "fp32", "remainder"]
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_TYPES = (torch.float32, torch.bfloat16)
+
+
+class WeightOptimizer(Optimizer):
+    """AdamW on LeZero's kernels: a base of `AdamW` (with masters) and `AdamW8bit`."""
+
+    _masters: Masters = "none"
+    _eight_bit: bool = False
+
+    def masters(self, model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The exact fp32 value of each parameter that this optimizer updates, by its name.
+
+        `model`, or its parameters by name. New tensors; DTensors stay DTensors.
+        """
+        named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+        held = {id(p) for group in self.param_groups for p in group["params"]}
+        found = {}
+        for name, parameter in named.items():
+            if id(parameter) in held:
+                state = self.state.get(parameter, {})
+                extra = state.get("master", state.get("remainder"))
+                value = _copied(reference.read(_local(parameter), _local(extra)))
+                found[name] = _placed(value, parameter, parameter.shape)
+        return found
+
+    def check_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` for state of a file that cannot belong to `parameter`."""
+        coded = "exp_avg_scale" in state
+        for key, value in state.items():
+            if key == "step" or not isinstance(value, Tensor):
+                continue
+            if key in ("master", "remainder") and self._masters == "none":
+                raise ConfigError(
+                    "the state holds fp32 masters, which masters='none' would lose; build the "
+                    "optimizer with masters='fp32' or 'remainder'"
+                )
+            shape: tuple[int, ...] = tuple(parameter.shape)
+            allowed: tuple[torch.dtype, ...] = (parameter.dtype, torch.float32)
+            if key.endswith("_scale"):
+                shape, allowed = eight_bit.scales_shape(parameter.shape), (torch.float32,)
+            elif key == "remainder":
+                allowed = (torch.int16,)
+            elif coded:
+                allowed = (torch.uint8,) if key in _MOMENTS else (torch.float32,)
+            right = value.dtype if value.dtype in allowed else allowed[0]
+            check_state(key, value, shape, right)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but state keeps the types that it was saved with."""
+        super().load_state_dict(state_dict)
+        keep = self._masters != "none" or self._eight_bit
+        held = [p for group in self.param_groups for p in group["params"]]
+        saved = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for parameter, index in zip(held, saved, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if keep and isinstance(value, Tensor):
+                    place = "cpu" if key == "step" else parameter.device
+                    self.state[parameter][key] = value.to(place, copy=True)
+            self.check_state(parameter, self.state.get(parameter, {}))
+
+    def _step_all(self) -> None:
+        for group in self.param_groups:
+            options = float(group["lr"]), *map(float, group["betas"]), group["eps"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, (*options, group["weight_decay"]))
+
+    def _update(self, parameter: Tensor, options: tuple[float, ...]) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ConfigError("AdamW: a gradient is sparse; use sparse=False in nn.Embedding")
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            self._begin(parameter, state)
+        self._fit_master(parameter, state)
+        state["step"] += 1
+        extra = state.get("master", state.get("remainder"))
+        weight = tuple(map(_local, (parameter, extra, grad)))
+        coded = "exp_avg_scale" in state
+        keys = [k for m in _MOMENTS for k in ((m, f"{m}_scale") if coded else (m,))]
+        moments = (_local(state[key]) for key in keys)
+        op = torch.ops.lezero.adamw8bit_ if coded else torch.ops.lezero.adamw_
+        op(*weight, *moments, state["step"], *options)
+
+    def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """State of a parameter that was never updated: zeros."""
+        local = _local(parameter)
+        coded = self._eight_bit and parameter.dim() > 0 and eight_bit.suits(parameter.shape)
+        if coded:
+            _refuse_columns(parameter)
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        for moment in _MOMENTS:
+            kind = torch.uint8 if coded else torch.float32
+            zeros = torch.zeros(local.shape, dtype=kind, device=local.device)
+            state[moment] = _placed(zeros, parameter, parameter.shape)
+            if coded:
+                shape = eight_bit.scales_shape(local.shape)
+                scales = torch.zeros(shape, dtype=torch.float32, device=local.device)
+                whole = eight_bit.scales_shape(parameter.shape)
+                state[f"{moment}_scale"] = _placed(scales, parameter, torch.Size(whole))
+
+    def _fit_master(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Gives state the kind of master asked for, exactly, whatever kind it was loaded with."""
+        wanted = {"fp32": "master", "remainder": "remainder"}.get(self._masters)
+        if parameter.dtype != torch.bfloat16:
+            wanted = None
+        if not self._eight_bit:
+            for moment in _MOMENTS:
+                state[moment] = state[moment].float()
+        found = next((key for key in ("master", "remainder") if key in state), None)
+        if found == wanted:
+            return
+        value = reference.read(_local(parameter), _local(state.pop(found) if found else None))
+        if wanted is not None:
+            weight, remainder = exact.split(value)
+            _local(parameter).copy_(weight)
+            extra = value if wanted == "master" else remainder
+            state[wanted] = _placed(extra, parameter, parameter.shape)
+
+
+def listed(params: nn.Module | Iterable[Any], weight_decay: float, what: str) -> list[Any]:
+    """Parameters or groups as a list; `ConfigError` when there is none."""
+    if isinstance(params, nn.Module):
+        params = parameter_groups(params, weight_decay)
+    found = list(params)
+    if not found:
+        raise ConfigError(f"{what}: the model has no trainable parameter (all are frozen?)")
+    return found
+
+
+def checked_masters(masters: str) -> Masters:
+    if masters not in get_args(Masters):
+        raise ConfigError(
+            f"masters: got {masters!r}, allowed is {', '.join(map(repr, get_args(Masters)))}"
+        )
+    return masters  # type: ignore[return-value]
+
+
+def check_parameters(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` unless all parameters have a type that the kernels update."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dtype not in _TYPES:
+                raise ConfigError(
+                    f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
+                    f"{parameter.dtype}; allowed is float32 or bfloat16"
+                )
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's part of a DTensor (a view); anything else as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _placed(local: Tensor, like: Tensor, shape: torch.Size) -> Tensor:
+    """`local` as a DTensor of the whole `shape`, cut as `like` is; itself where `like` is plain."""
+    if not hasattr(like, "to_local"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _refuse_columns(parameter: Tensor) -> None:
+    for placement in getattr(parameter, "placements", ()):
+        if placement.is_partial() or (placement.is_shard() and not placement.is_shard(0)):
+            raise ConfigError(
+                f"AdamW8bit: a parameter is cut as {placement}; allowed is Shard(0), since the "
+                "blocks of its state are pieces of rows"
+            )
