@@ -113,7 +113,7 @@ def _adamw8bit(
     changed = [param, extra, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale]
     if param.device.type == "cpu":
         if not NATIVE.available():
-            reference.adamw8bit(*_with_grad(changed, grad), c)
+            reference.adamw8bit(*_with_grad(changed, grad, c))
             return
         dense = _dense(changed)
         weight, more, *rest = _with_grad(dense, grad.contiguous())
@@ -123,13 +123,13 @@ def _adamw8bit(
         from lezero.ops.adamw import triton_kernel
 
         dense = _dense(changed)
-        triton_kernel.adamw8bit(*_with_grad(dense, grad.contiguous()), c)
+        triton_kernel.adamw8bit(*_with_grad(dense, grad.contiguous(), c))
     _give_back(changed, dense)
 
 
-def _with_grad(tensors: list[Tensor | None], grad: Tensor) -> Any:
-    """In the kernels' order: weight, extra, gradient, state."""
-    return (*tensors[:2], grad, *tensors[2:])
+def _with_grad(tensors: list[Tensor | None], grad: Tensor, *more: Any) -> Any:
+    """In the kernels' order: weight, extra, gradient, state, and what else they take."""
+    return (*tensors[:2], grad, *tensors[2:], *more)
 
 
 def _kind(param: Tensor, extra: Tensor | None) -> int:
