@@ -59,11 +59,17 @@ class Handshake:
     def __init__(
         self, group: torch.distributed.ProcessGroup, names: list[int], memory: SharedMemory
     ) -> None:
+        if not all(groups.gather_objects(signal.available(), group)):
+            raise DistributedError(
+                "ranks share memory only on Linux and with a compiler (lz doctor); "
+                "set wire.topology: flat"
+            )
         self.rank, self.size, self.names = group.rank(), group.size(), names
         self._number = 0
         own = memory.make(_HEAD + IN_FLIGHT * _SLOT.size)
         places = [Place(*place) for place in groups.gather_objects(list(own.place), group)]
         blocks = [memory.open(place).data for place in places]
+        groups.gather_objects(0, group)  # nobody may close its block before all have opened it
         self._words = [block[:_HEAD].view(torch.int32) for block in blocks]
         self._slots = [block[_HEAD:].numpy().data for block in blocks]
         self._alive = {

@@ -201,7 +201,8 @@ class Link:
         for name, tensor in tensors.items():
             if tensor.dtype not in TYPES:
                 raise ConfigError(
-                    f"{operation} '{key}': {name} is {tensor.dtype}; allowed is float32, bfloat16 or float64"
+                    f"{operation} '{key}': {name} is {tensor.dtype}; allowed is float32, bfloat16 "
+                    "or float64"
                 )
             if tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ConfigError(

@@ -47,7 +47,9 @@ class Shared(Route):
         mine = self.memory.make(numel * dtype.itemsize).place if self.rank == 0 else _NOWHERE
         place = Place(*groups.gather_objects(list(mine), self._group)[0])
         self._common.add((place.owner, place.fd))
-        return self.memory.view(place, numel, dtype)
+        view = self.memory.view(place, numel, dtype)
+        groups.gather_objects(0, self._group)  # its maker may not close it before all opened it
+        return view
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
