@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import sysconfig
 import traceback
 import zlib
@@ -162,21 +163,36 @@ class Kinds(dict[tuple[Any, ...], tuple[int, Text]]):
 def site_of(start: FrameType) -> tuple[CodeType, int]:
     """The innermost frame of the user's own code; without one, of LeZero outside its wires."""
     frame: FrameType | None = start
+    ours: FrameType | None = None
     for _ in range(_DEEPEST):
         if frame is None:
             break
-        if _kind(frame.f_code) == 0:
+        kind = _kinds.get(frame.f_code)
+        if kind is None:
+            kind = _kind(frame.f_code)
+        if kind == _USER:
             return frame.f_code, frame.f_lineno
+        if kind == _OURS and ours is None:
+            ours = frame
         frame = frame.f_back
-    frame = start
-    while frame is not None and _kind(frame.f_code) == 2:
-        frame = frame.f_back
-    frame = frame or start
-    return frame.f_code, frame.f_lineno
+    ours = ours or start
+    return ours.f_code, ours.f_lineno
 
 
 def place_name(code: CodeType, line: int) -> str:
     return f"{_short(code.co_filename)}:{line}"
+
+
+def place_of(thread: int) -> str:
+    """Where the user's code on a thread is now; empty when the thread has ended."""
+    frame = sys._current_frames().get(thread)
+    return "" if frame is None else place_name(*site_of(frame))
+
+
+def position_of(thread: int) -> tuple[int, int]:
+    """Frame and instruction of a thread: equal while it is held in one call."""
+    frame = sys._current_frames().get(thread)
+    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 
 
 def origin(error: BaseException) -> str:
@@ -185,26 +201,23 @@ def origin(error: BaseException) -> str:
     return f" (at {place_name(*site_of(frames[-1]))})" if frames else ""
 
 
+_USER, _OURS, _OTHER = 0, 1, 2
 _kinds: dict[CodeType, int] = {}
 
 
 def _kind(code: CodeType) -> int:
-    """0: the user's; 1: a library's; 2: what lies between a collective and who asked for it."""
-    found = _kinds.get(code)
-    if found is None:
-        found = _kinds[code] = _kind_of_file(code.co_filename)
-    return found
-
-
-@cache
-def _kind_of_file(name: str) -> int:
+    """Whose code it is: the user's, LeZero's outside its wires, or another library's."""
+    path = os.path.abspath(code.co_filename)
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    path = os.path.abspath(name)
-    between = (os.path.join(ours, "comm"), os.path.join(ours, "core"))
-    if path.startswith(between) or name.startswith("<") or f"{os.sep}torch{os.sep}" in path:
-        return 2
-    library = (ours + os.sep, sysconfig.get_paths()["stdlib"] + os.sep)
-    return int(path.startswith(library) or "-packages" + os.sep in path)
+    between = tuple(os.path.join(ours, part) + os.sep for part in ("comm", "core"))
+    stdlib = sysconfig.get_paths()["stdlib"] + os.sep
+    if path.startswith(ours + os.sep):
+        found = _OTHER if path.startswith(between) else _OURS
+    elif path.startswith(stdlib) or "-packages" + os.sep in path or code.co_filename[0] == "<":
+        found = _OTHER
+    else:
+        found = _USER
+    return _kinds.setdefault(code, found)
 
 
 @cache

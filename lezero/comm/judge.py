@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lezero.comm import verdict
 from lezero.comm.board import Board, process_state
-from lezero.comm.calls import History
+from lezero.comm.calls import History, Window
 from lezero.comm.verdict import BUSY, FAILED, FINISHED, Peer
 from lezero.core.log import logger
 
@@ -31,9 +33,20 @@ class Judge:
         """The peers whose process is not known to be gone."""
         return [peer for peer in self.peers.values() if peer.rank not in self._board.gone]
 
-    def heard(self, peer: Peer, now: float) -> None:
+    def heard(self, peer: Peer, message: dict[str, Any], now: float) -> Window:
+        """Takes in what `peer` says of itself; returns the calls it told."""
         peer.heard = now
         self._silent.discard(peer.rank)
+        peer.entered, peer.left = (int(n) for n in message["at"])
+        peer.state, peer.doing, age = message["state"]
+        peer.since, peer.place = now - float(age), str(message["place"])
+        window = Window.from_json(message["window"])
+        if window.last >= peer.window.last:
+            peer.older.append(peer.window)
+            peer.window = window
+        else:
+            peer.older.append(window)
+        return window
 
     def look(self, now: float, entered: int, left: int, surely: bool = False) -> str:
         """What is wrong with another rank, or nothing. `surely`: the backend has lost one."""

@@ -31,7 +31,18 @@ from typing import Any, Self
 
 from lezero.comm import verdict
 from lezero.comm.board import Board
-from lezero.comm.calls import Call, History, Kinds, Text, Window, origin, place_name, site_of
+from lezero.comm.calls import (
+    Call,
+    History,
+    Kinds,
+    Text,
+    Window,
+    origin,
+    place_name,
+    place_of,
+    position_of,
+    site_of,
+)
 from lezero.comm.judge import BEAT_S, Judge
 from lezero.comm.verdict import BUSY, FAILED, FINISHED, RUNS, Peer
 from lezero.core import groups, observer
@@ -77,6 +88,7 @@ class Watch:
         self._state, self._doing, self._since = RUNS, "", now
         self._thread_watched = threading.get_ident()
         self._told: str | None = None
+        self._said = False  # raised or logged
         self._held = (0, 0, now)  # where the watched thread was when it was told, and when
         self._asking_s = 0.0
         self._parted: tuple[int, float] | None = None
@@ -127,6 +139,7 @@ class Watch:
     def check(self) -> None:
         """Raises `DistributedError` when another rank was named; for waits that poll."""
         if self._told is not None:
+            self._said = True
             raise DistributedError(self._told)
 
     @contextlib.contextmanager
@@ -161,6 +174,7 @@ class Watch:
                 self._beat()  # a dead rank's port refuses
                 self._look_around(surely=True)
                 self._news.wait(0.05)
+        self._said = self._said or self._told is not None
         return self._told
 
     def close(self, error: BaseException | None = None) -> None:
@@ -172,6 +186,7 @@ class Watch:
         elif self._state != FAILED:
             self.finished()
         self._closing = True
+        self._say()
         for _ in range(2):
             self._beat()  # datagrams may be lost
         if current() is self:
@@ -261,26 +276,16 @@ class Watch:
                 "at": [self._entered, self._left],
                 "window": self._history.window(more.pop("last", None)).to_json(),
                 "state": [self._state, self._doing, time.monotonic() - self._since],
-                "place": self._place(),
+                "place": place_of(self._thread_watched),
                 **more,
             }
             self._board.send(message, to)
 
     def _hear(self, peer: Peer, message: dict[str, Any]) -> None:
-        now = time.monotonic()
-        self._judge.heard(peer, now)
         if "told" in message:
             self._tell(str(message["told"]), pass_on=False)
             return
-        peer.entered, peer.left = (int(n) for n in message["at"])
-        peer.state, peer.doing, age = message["state"]
-        peer.since, peer.place = now - float(age), str(message["place"])
-        window = Window.from_json(message["window"])
-        if window.last >= peer.window.last:
-            peer.older.append(peer.window)
-            peer.window = window
-        else:
-            peer.older.append(window)
+        window = self._judge.heard(peer, message, time.monotonic())
         self._drain()
         self._compare(peer, window)
         if "ask" in message:
@@ -295,11 +300,6 @@ class Watch:
         while self._fresh:
             text, code, line = self._fresh.popleft()
             self._history.add(Call(*text, place_name(code, line)))
-
-    def _place(self) -> str:
-        """Where the code of the thread that started the watch is now."""
-        frame = sys._current_frames().get(self._thread_watched)
-        return "" if frame is None else place_name(*site_of(frame))
 
     # when orders part --------------------------------------------------------------------------
 
@@ -333,17 +333,23 @@ class Watch:
         if self._told is not None:
             return
         self._told, self._attend = text, True
-        self._held = (*self._position(), time.monotonic())
+        self._held = (*position_of(self._thread_watched), time.monotonic())
         self._news.notify_all()
-        log.error("%s", text)
         if pass_on:
             for _ in range(2):
                 self._board.send({"told": text})
         groups.abort()
 
+    def _say(self) -> None:
+        """Logs what was told, unless an exception on this rank has said it."""
+        if not self._said and self._told is not None:
+            self._said = True
+            log.error("%s", self._told)
+
     def _look_around(self, surely: bool = False) -> None:
         now = time.monotonic()
         if self._told is not None:
+            self._say()
             self._enforce(now)
             return
         text = self._judge.look(now, self._entered, self._left, surely)
@@ -353,15 +359,10 @@ class Watch:
     def _enforce(self, now: float) -> None:
         """The last resort: the backend holds a thread that nothing else can free."""
         *position, since = self._held
-        stuck = self._entered > self._left and tuple(position) == self._position()
+        stuck = self._entered > self._left and tuple(position) == position_of(self._thread_watched)
         if stuck and now - since > self._grace_s:
             print(f"error: {self._told}", file=sys.stderr, flush=True)
             os._exit(EXIT_STATUS)
-
-    def _position(self) -> tuple[int, int]:
-        """Frame and instruction of the watched thread: equal while it is held in one call."""
-        frame = sys._current_frames().get(self._thread_watched)
-        return (0, 0) if frame is None else (id(frame), frame.f_lasti)
 
 
 def current() -> Watch | None:

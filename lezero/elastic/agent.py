@@ -159,6 +159,7 @@ class Agent(LocalElasticAgent):
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
+                rank.send_signal(signal.SIGCONT)  # a stopped rank would not even hear it
         end = time.monotonic() + grace_s
         while any(r.poll() is None for r in ranks) and time.monotonic() < end and not self._hurry:
             time.sleep(0.01)

@@ -74,14 +74,15 @@ class Trainer:
         """
         groups.join()
         try:
-            self._prepare()
-            stopping = graceful_stop(self.engine.request_stop)
-            with stopping as request, groups.naming_lost_ranks():
-                self._tell("on_start")
-                for text, level in self._notes:
-                    self.event(text, level)
-                result = self._steps(request)
-                problem = self._save_last()
+            with watch.reporting():
+                watch.Watch.start()
+                self._prepare()
+                with graceful_stop(self.engine.request_stop) as request:
+                    self._tell("on_start")
+                    for text, level in self._notes:
+                        self.event(text, level)
+                    result = self._steps(request)
+                    problem = self._save_last()
             self._finish(result)
         finally:
             try:
@@ -104,13 +105,15 @@ class Trainer:
         recipe.check(config)
         self.folder.create()
         self.log.open()
-        self.data = recipe.build_data(config)
+        with watch.busy("prepares the data"):
+            self.data = recipe.build_data(config)
         self.loader, self.validation = recipe.loaders(config, self.data)
         loaded = self._find_checkpoint()
         if loaded is not None:
             self._check_same_run(loaded)
         self.folder.write_config(config)  # from here on the run is this one
-        self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
+        with watch.busy("forecasts the run"):
+            self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
         self.log.measure_from_here()
         decisions = Decisions()
         if loaded is not None:
