@@ -86,6 +86,8 @@ class Backward:
             return
         if self.sync:
             self._reduce_rest()
+        for bucket in self.order:
+            bucket.came.clear()
         self.active = False
         self.on_end()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lezero.core.errors import OrderError
 from lezero.parallel.zero.unit import UNIT, Unit
 
 _classes: dict[type, type] = {}
@@ -27,6 +28,9 @@ class _Sharded:
         finally:
             unit.leave(output)
         return output
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise OrderError("a sharded model cannot be copied; copy it before lz.shard_")
 
 
 def announce(module: nn.Module, unit: Unit) -> None:

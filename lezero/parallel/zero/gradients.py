@@ -55,13 +55,18 @@ class Lent:
 
 
 class Bucket:
-    """The gradients of one segment, from the first that comes until they are deposited."""
+    """The gradients of one segment, from the first that comes until they are deposited.
+
+    `written`: whose gradient is in `flat`; `came`: whose came in this backward; `summed`: a sum of
+    this backward lies in the gradients' memory already, not yet deposited.
+    """
 
     def __init__(self, segment: Segment, lines: Lines, lent: Lent) -> None:
         self.segment, self.lines, self.lent = segment, lines, lent
         self.flat: torch.Tensor | None = None
         self.written: set[Held] = set()
-        self.launched = False
+        self.came: set[Held] = set()
+        self.launched = self.summed = False
         self._sum: torch.Tensor | None = None
         self._direct = False
         self._own: torch.Tensor | None = None
@@ -78,10 +83,12 @@ class Bucket:
 
     @property
     def ready(self) -> bool:
-        return all(held in self.written for held in self.trainable)
+        return all(held in self.came for held in self.trainable)
 
     def write(self, held: Held, gradient: torch.Tensor, *, keep: bool) -> None:
         """Takes in a gradient of the whole parameter; `keep`: it stays over several backwards."""
+        while self.launched:  # it came before in this backward: recomputed blocks that run twice
+            self.lent.in_flight[0].finish()
         flat = self._take(keep)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -92,6 +99,7 @@ class Bucket:
             else:
                 inside.copy_(outside)
         self.written.add(held)
+        self.came.add(held)
 
     def launch(self) -> None:
         """Starts the sum over the ranks; parameters without a gradient count as zeros."""
@@ -131,6 +139,7 @@ class Bucket:
             self._sum.mul_(1.0 / self.lines.world)
         if not self._direct:
             self._add()
+        self.summed = True
         for tensor in {id(t): t for t in (self.flat, self._sum)}.values():
             if tensor is not self._own:
                 lent.give(tensor)
@@ -141,17 +150,21 @@ class Bucket:
         for held, gradient in zip(self.segment.helds, self._grads, strict=False):
             if held in used and held.sharded.grad is None:
                 held.sharded.grad = gradient
+        self.summed = False
+        self.came.clear()
 
     def reset(self) -> None:
         self.flat = self._sum = self._pending = None
         self.launched = self._direct = False
         self.written.clear()
+        self.came.clear()
 
     def drop(self) -> None:
         """Forgets what was collected, after a backward that failed."""
         if self._pending is not None:
             self._pending.wait()
         self.reset()
+        self.summed = False
 
     def _take(self, keep: bool) -> torch.Tensor:
         if self.flat is not None:
@@ -184,7 +197,7 @@ class Bucket:
     def _can_deposit_directly(self) -> bool:
         """The sum can land in the gradients' own memory: right type, and nothing to add to."""
         free = all(held.sharded.grad is None for held in self.segment.helds)
-        return free and self.segment.master == self._wide
+        return free and not self.summed and self.segment.master == self._wide
 
     def _own_grads(self) -> torch.Tensor:
         """The memory of the gradients, made once."""
@@ -206,7 +219,9 @@ class Bucket:
         for held, mine in zip(self.segment.helds, self._grads, strict=True):
             new = self.segment.layout.shard(self._sum, held.place, self.segment.rank)
             there = held.local_grad()
-            if there is None or there.data_ptr() == 0:
-                local(mine).copy_(new)
-            else:
+            if there is not None:
                 there.add_(new)
+            elif self.summed:
+                local(mine).add_(new)
+            else:
+                local(mine).copy_(new)

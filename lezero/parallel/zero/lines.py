@@ -20,6 +20,25 @@ if TYPE_CHECKING:
 AXES = ("replicate", "shard")
 
 
+class Slabs:
+    """Carves buffers out of large ones: each that a link makes may cost it a file descriptor."""
+
+    BYTES, ALIGN = 64 << 20, 64
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._slab, self._used = torch.empty(0, dtype=torch.float32), 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` zeros. Memory that nobody has touched is not resident."""
+        size = numel * dtype.itemsize
+        if self._used + size > self._slab.nbytes:
+            self._slab = self._link.buffer(max(self.BYTES, size + 3) // 4, torch.float32)
+            self._used = 0
+        start, self._used = self._used, -(-(self._used + size) // self.ALIGN) * self.ALIGN
+        return self._slab.view(torch.uint8)[start : start + size].view(dtype)
+
+
 class Lines:
     """How the ranks of a sharded model meet: `shard` splits the state, `replicate` repeats it.
 
@@ -36,6 +55,7 @@ class Lines:
         self.replicate = Link(wire, mesh, "replicate") if self.replicas > 1 else None
         self.mesh: DeviceMesh | None = mesh.device_mesh if self.ranks > 1 else None
         self.types = links.TYPES
+        self._slabs: dict[int, Slabs] = {}
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -45,9 +65,9 @@ class Lines:
     def buffer(self, numel: int, dtype: torch.dtype, *, replicate: bool = False) -> torch.Tensor:
         """Zeros that the links move without a copy (those of the replicate axis if asked)."""
         link = self.replicate if replicate or self.shard is None else self.shard
-        if link is not None and link.wire is not None:
-            return link.buffer(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.place)
+        if link is None:
+            return torch.zeros(numel, dtype=dtype, device=self.place)
+        return self._slabs.setdefault(id(link), Slabs(link)).take(numel, dtype)
 
     def close(self) -> None:
         for link in (self.shard, self.replicate):

@@ -15,6 +15,7 @@ from lezero.comm.link import Link
 from lezero.comm.pending import Pending
 from lezero.parallel.zero.held import Held, distributed
 from lezero.parallel.zero.layout import Layout
+from lezero.parallel.zero.lines import Lines
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,7 +53,7 @@ class Whole:
 class Segment:
     """One or more parameters that move in one collective (see `layout`).
 
-    `link` joins the ranks of the shard axis, None where it has one rank. `lasting`: whole copies
+    `lines.shard` joins the ranks that split it, None where there is one. `lasting`: whole copies
     stay between uses (stages 0 to 2), and shards are views of them where the types agree.
     """
 
@@ -60,20 +61,19 @@ class Segment:
         self,
         helds: list[Held],
         compute: torch.dtype,
-        link: Link | None,
-        place: torch.device,
+        lines: Lines,
         *,
         lasting: bool,
     ) -> None:
-        self.helds, self.compute, self.link, self.lasting = helds, compute, link, lasting
-        self.place = place
-        self.ranks, self.rank = (link.size, link.rank) if link else (1, 0)
+        self.helds, self.compute, self.lines, self.lasting = helds, compute, lines, lasting
+        self.link: Link | None = lines.shard
+        self.ranks, self.rank = lines.ranks, lines.rank
         self.layout = Layout.of([(h.name, h.rows.shape) for h in helds], self.ranks)
         for held, spot in zip(helds, self.layout.places, strict=True):
             held.segment, held.place = self, spot
         self.key = helds[0].name
         self.master = helds[0].dtype
-        self.alias = link is None and compute == self.master
+        self.alias = self.link is None and compute == self.master
         self.unit: Unit
         self.shard: torch.Tensor | None = None
         self.whole: Whole | None = None
@@ -86,9 +86,7 @@ class Segment:
         return places, self.compute, self.ranks
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.link is not None:
-            return self.link.buffer(numel, dtype)
-        return torch.zeros(numel, dtype=dtype, device=self.place)
+        return self.lines.buffer(numel, dtype)
 
     def allocate(self) -> list[torch.Tensor]:
         """Makes the memory of the shards; returns each parameter's rows of this rank, unset."""
@@ -96,7 +94,7 @@ class Segment:
         if self.lasting and not self.alias:
             self.whole = Whole(self)
         if self.link is None:
-            kinds = {"dtype": self.master, "device": self.place}
+            kinds = {"dtype": self.master, "device": self.lines.place}
             return [
                 torch.empty(held.rows.shape, **kinds)  # type: ignore[call-overload]
                 if held.sharded.is_meta

@@ -188,8 +188,7 @@ def _segments(helds: list[Held], config: Zero, lines: Lines) -> list[Segment]:
         packs[held.name if solo else (held.dtype, held.sharded.requires_grad)].append(held)
     lasting = config.stage < 3
     return [
-        Segment(p, config.compute_dtype(p[0].dtype), lines.shard, lines.place, lasting=lasting)
-        for p in packs.values()
+        Segment(p, config.compute_dtype(p[0].dtype), lines, lasting=lasting) for p in packs.values()
     ]
 
 

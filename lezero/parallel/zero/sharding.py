@@ -91,6 +91,10 @@ class Sharding:
         found = {"shard": self.lines.shard, "replicate": self.lines.replicate}
         return {axis: getattr(link, "account", None) for axis, link in found.items() if link}
 
+    def close(self) -> None:
+        """Gives the links' groups and memory back, on every rank; the model is of no use then."""
+        self.lines.close()
+
     # called by units ---------------------------------------------------------------------------
 
     def entered(self, unit: Unit) -> None:
@@ -144,9 +148,6 @@ class Sharding:
             if name in held.names:
                 return held
         raise OrderError(f"the sharded model has no parameter '{name}'")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
-        raise OrderError("a sharded model cannot be copied; copy it before lz.shard_")
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:

@@ -178,7 +178,7 @@ class Unit:
             if slot.holder not in (None, self) and slot.holder.computing:
                 slot = self._other_slot(slot)
             if self.slot is not slot:
-                self.slot = slot
+                self.slot, self._evicted = slot, False
                 self._bind(slot.wholes)
             if slot.holder is not self:
                 if slot.holder is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, WIDTH, ROWS, LENGTH = 19, 12, 12, 6
+VOCAB, WIDTH, ROWS, LENGTH = 19, 12, 24, 6
 
 
 class Block(nn.Module):

@@ -1,0 +1,130 @@
+"""Models built on meta: materialised unit by unit, with the same values for any split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError, OrderError
+from lezero.parallel.zero import (
+    Zero,
+    full_state_dict,
+    materialize_,
+    shard_,
+    sharding_of,
+)
+from lezero.parallel.zero.materialize import allocate_
+from tests.parallel.zero.models import Tiny, batches, loss_of, whole
+
+
+class Drawn(Tiny):
+    """Every parameter has a module that initialises it."""
+
+    def __init__(self):
+        super().__init__()
+        del self.scale
+        self.scale = 1.0
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+
+    def reset_parameters(self):
+        self.seen.zero_()
+
+
+def on_meta(kind=Drawn):
+    with torch.device("meta"):
+        return kind()
+
+
+def values(stage):
+    before = torch.random.get_rng_state()
+    model = shard_(on_meta(), Zero(stage=stage))
+    assert all(p.is_meta for p in model.parameters())
+    materialize_(model, seed=3)
+    assert torch.equal(before, torch.random.get_rng_state())
+    loss_of(model, next(batches(1))).backward()
+    return whole(model), model.seen.tolist()
+
+
+def several():
+    return [values(stage) for stage in (0, 1, 3)]
+
+
+def test_the_same_values_for_any_split(ranks):
+    expected, seen = values(2)
+    assert seen == [0, 0, 0]
+    assert expected["blocks.0.up.weight"].std() > 0.1
+    assert not torch.equal(expected["blocks.0.up.weight"], expected["blocks.1.up.weight"])
+    for world in (2, 3):
+        for found, seen in ranks(world, several)[-1]:
+            assert seen == [0, 0, 0]
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def largest_piece():
+    """The largest parameter that materialising makes, in elements."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not out.is_meta and out.dim() > 1:
+                Watch.largest = max(Watch.largest, out.numel())
+            return out
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(90, 90)) for _ in range(20)))
+    shard_(model, Zero(stage=3))
+    with Watch():
+        materialize_(model)
+    return Watch.largest, sum(p.numel() for p in model.parameters())
+
+
+def test_no_rank_holds_the_model(ranks):
+    for largest, total in ranks(2, largest_piece):
+        assert largest < total / 10
+
+
+def forgotten():
+    model = shard_(on_meta(Tiny))
+    with pytest.raises(ConfigError, match="'scale' got no value"):
+        materialize_(model)
+    with pytest.raises(OrderError, match="not sharded"):
+        materialize_(on_meta())
+    plain = shard_(Tiny())
+    with pytest.raises(OrderError, match="not on meta"):
+        materialize_(plain)
+
+
+def test_what_an_initialiser_forgets_is_told(ranks):
+    ranks(2, forgotten)
+    forgotten()
+
+
+def written(stage):
+    """A loader's way: memory without values, then rows."""
+    torch.manual_seed(4)
+    source = dict(Drawn().named_parameters())
+    model = allocate_(shard_(on_meta(), Zero(stage=stage)))
+    sharding = sharding_of(model)
+    for name in sharding.parameters:
+        part = sharding.layout[name]
+        sharding.write(name, source[name].detach()[part.start : part.stop])
+    tokens = next(batches(1))
+    with torch.no_grad():
+        before = model(tokens)
+        sharding.write("norm.weight", 2 * sharding.local("norm.weight"))
+        after = model(tokens)
+    torch.testing.assert_close(after, 2 * before)
+    return full_state_dict(model), {name: p.detach() for name, p in source.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_loader_writes_rows(ranks, stage):
+    (found, source), (nothing, _) = ranks(2, written, stage)
+    assert nothing == {}
+    source["norm.weight"] = 2 * source["norm.weight"]
+    assert set(found) == set(Drawn().state_dict())
+    assert all(torch.equal(found[name], value) for name, value in source.items())

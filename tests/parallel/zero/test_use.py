@@ -1,0 +1,183 @@
+"""What a sharded model can be used for, and how misuse is told."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # loaded once, for all ranks
+from torch import nn
+
+from lezero.comm.mesh import Mesh
+from lezero.comm.wire import Wire
+from lezero.core import groups, ledger
+from lezero.core.errors import ConfigError, DistributedError, OrderError
+from lezero.parallel.zero import Zero, clip_grad_norm_, grad_norm, no_sync, shard_, sharding_of
+from tests.parallel.zero.models import Tiny, batches, loss_of, make, plain_losses, whole
+
+
+def hybrid(stage):
+    model = shard_(
+        make(dtype=torch.float64), Zero(stage=stage), mesh=Mesh({"replicate": 2, "shard": 2})
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for tokens in batches(6, 4, groups.rank()):
+        loss = loss_of(model, tokens)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    rows = sharding_of(model).local("embed.weight").shape[0]
+    return (groups.all_reduce_sum(torch.stack(losses)) / 4).tolist(), whole(model), rows
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_split_inside_pairs_and_replicated_across(ranks, stage):
+    expected, parameters = plain_losses(6, max_norm=0.5)
+    for rank, (losses, found, rows) in enumerate(ranks(4, hybrid, stage)):
+        assert losses == pytest.approx(expected, rel=1e-10, abs=0)
+        assert rows == (10, 9)[rank % 2]
+        for name, value in parameters.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10)
+
+
+def evaluation():
+    found = []
+    for stage in range(4):
+        model = shard_(make(), Zero(stage=stage))
+        tokens = next(batches(1))
+        with torch.no_grad():
+            first = model(tokens)
+            for parameter in model.parameters():  # changed by hand, in place
+                parameter.mul_(0.5)
+            second = model(tokens)
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            for parameter in model.parameters():
+                parameter.zero_()
+            model.load_state_dict(state)
+            third = model(tokens)
+            model.load_state_dict(state, assign=True)
+            fourth = model(tokens)
+        with torch.inference_mode():
+            fifth = model(tokens)
+        found.append((first, second, third, fourth, fifth))
+    return found
+
+
+def test_evaluation_and_changes_by_hand(ranks):
+    plain, tokens = make(), next(batches(1))
+    with torch.no_grad():
+        first = plain(tokens)
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+        second = plain(tokens)
+    for outputs in ranks(2, evaluation)[1]:
+        for output, expected in zip(outputs, (first, *[second] * 4), strict=True):
+            torch.testing.assert_close(output, expected)
+
+
+def generation():
+    from lezero.models import Transformer, TransformerConfig, generate
+
+    config = TransformerConfig(vocab=32, dim=16, layers=3, heads=2, ffn=32, context=32)
+    prompt = torch.arange(5)[None]
+    expected = generate(Transformer(config), prompt, max_new_tokens=8)
+    return expected, [
+        generate(shard_(Transformer(config), Zero(stage=stage)), prompt, max_new_tokens=8)
+        for stage in range(4)
+    ]
+
+
+def test_generation(ranks):
+    expected, found = ranks(2, generation)[1]
+    assert found == [expected] * 4
+
+
+def misuse():
+    model = make()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OrderError, match="not sharded; apply"):
+        no_sync(model).__enter__()
+    shard_(model)
+    assert ledger.applied(model) == ("shard_",)
+    with pytest.raises(OrderError, match="this model went through shard_ already"):
+        shard_(model)
+    with pytest.raises(OrderError, match="its part 'inner' went through"):
+        shard_(nn.ModuleDict({"inner": model}))
+    with pytest.raises(OrderError, match="cannot be copied"):
+        copy.deepcopy(model)
+    loss_of(model, next(batches(1))).backward()
+    with pytest.raises(OrderError, match=r"before sharding: 21 of its 21 parameters"):
+        early.step()
+    with pytest.raises(ConfigError, match=r"max_norm is 0"):
+        clip_grad_norm_(model, 0)
+    quantized = make()
+    quantized.code = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"'code' is torch.int8"):
+        shard_(quantized)
+    with pytest.raises(ConfigError, match="no parameters"):
+        shard_(nn.GELU())
+    with pytest.raises(ConfigError, match=r"product is 2"):
+        shard_(make(), mesh=Mesh({"shard": 3}))
+    with pytest.raises(ConfigError, match="'shard' has 2 ranks, but stage 0"):
+        shard_(make(), Zero(stage=0), mesh=Mesh({"shard": 2}))
+    with pytest.raises(ConfigError, match="'rows' means nothing"):
+        shard_(make(), mesh=Mesh({"rows": 2}))
+    with pytest.raises(ConfigError, match="stage"):
+        Zero(stage=4)
+
+
+def test_misuse_is_told_on_every_rank(ranks):
+    ranks(2, misuse)
+
+
+def different():
+    me = groups.rank()
+    for key, call in {
+        "zero.stage": lambda: shard_(make(), Zero(stage=1 + me)),
+        "wire.codec": lambda: shard_(make(), wire=Wire(codec=("none", "int8")[me])),
+        "number of parameters": lambda: shard_(make(blocks=2 + me)),
+        "parameters": lambda: shard_(make(width=12 + 4 * me)),
+    }.items():
+        with pytest.raises(DistributedError, match=f"'{key}' is .* on rank 0 but .* on rank 1"):
+            call()
+    broken = make()
+    if me:
+        broken.code = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
+    with pytest.raises((ConfigError, DistributedError), match=r"'code' is torch.int8"):
+        shard_(broken)
+
+
+def test_ranks_that_differ_are_told_what(ranks):
+    ranks(2, different)
+
+
+def stale():
+    model = shard_(make(), Zero(stage=3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = next(batches(1))
+    kept = loss_of(model, tokens)
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    optimizer.zero_grad()
+    loss_of(model, tokens).backward()
+    return float(grad_norm(model))
+
+
+def test_a_graph_of_old_parameters_is_refused(ranks):
+    first, second = ranks(2, stale)
+    assert first == second > 0
+
+
+def frozen_norm():
+    model = shard_(Tiny(), Zero(stage=2))
+    return [type(model).__name__, isinstance(model, Tiny), float(grad_norm(model))]
+
+
+def test_names_stay(ranks):
+    assert ranks(2, frozen_norm) == [["Tiny", True, 0.0]] * 2
