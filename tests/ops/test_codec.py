@@ -152,6 +152,21 @@ def test_any_values_at_all(form: str, block: int, numbers: list[float], kept: bo
         assert not out.isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", [one.name for one in native.NATIVE.suited()])
+def test_large_outputs_are_streamed_past_the_caches(kernel: str) -> None:
+    (one,) = [one for one in native.NATIVE.kernels if one.name == kernel]
+    ops, numel = native.NATIVE.load(one), (1 << 22) + 77
+    payload = torch.randint(0, 256, (payload_bytes("int4", numel, 64),), dtype=torch.uint8)
+    blocks = -(-numel // 64)
+    payload[: 2 * blocks] = torch.rand(blocks).bfloat16().view(torch.uint8)
+    base, wanted = torch.full((numel + 80,), 7.0), torch.empty(numel)
+    reference.decode(payload, wanted, "int4", 64, False)
+    for start in (0, 3):  # at a multiple of 64 bytes, and beside it
+        ops.decode(payload, base[start : start + numel], FORMS.index("int4"), 64, False)
+        assert torch.equal(base[start : start + numel], wanted)
+        assert (base[start + numel :] == 7).all()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_knows_the_ops(form: str) -> None:
     x, error = torch.randn(100), torch.zeros(100)

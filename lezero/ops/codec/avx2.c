@@ -58,6 +58,12 @@ static void write_block(void* x, int type, const float* y, int64_t n, int add) {
   memcpy((uint8_t*)x + i * size, rest, (n - i) * size);
 }
 
+static void stream_block(float* x, const float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += 8) _mm256_stream_ps(x + i, _mm256_loadu_ps(y + i));
+}
+
+static void stream_end(void) { _mm_sfence(); }
+
 static __m256i magnitude(__m256 x) {
   return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7FFFFFFF));
 }

@@ -40,6 +40,12 @@ static void write_block(void* x, int type, const float* y, int64_t n, int add) {
   }
 }
 
+static void stream_block(float* x, const float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) _mm512_stream_ps(x + i, _mm512_loadu_ps(y + i));
+}
+
+static void stream_end(void) { _mm_sfence(); }
+
 static uint32_t largest_magnitude(const float* y, int64_t n) {
   const __m512i mask = _mm512_set1_epi32(0x7FFFFFFF);
   __m512i a = _mm512_setzero_si512(), b = a;

@@ -6,6 +6,8 @@
 
 #include "codec.h"
 
+#define STREAMED (1 << 22)  // elements, 16 MiB: more than the caches keep until it is used
+
 typedef struct {
   int64_t blocks, kept, data;            // number of blocks; where these parts of the payload begin
   int64_t kept_bytes, data_bytes, block; // of one full block
@@ -150,6 +152,9 @@ void lezero_codec_decode(const lezero_codec* c, int64_t first, int64_t last) {
   _Alignas(64) float y[LEZERO_MAX_BLOCK], pairs[LEZERO_MAX_BLOCK / 2];
   _Alignas(64) uint8_t data[2 * LEZERO_MAX_BLOCK], kept[LEZERO_MAX_BLOCK / 8];
   const layout l = layout_of(c);
+  // A large output is written without being read into the caches first.
+  const int past_caches = c->values_type == LEZERO_FP32 && !c->add && c->numel >= STREAMED &&
+                          (uintptr_t)c->values % 64 == 0;
   for (int64_t b = first; b < last; b++) {
     const int64_t start = b * l.block;
     const int64_t n = c->numel - start < l.block ? c->numel - start : l.block;
@@ -174,6 +179,9 @@ void lezero_codec_decode(const lezero_codec* c, int64_t first, int64_t last) {
       default: decode_int4(from, count, step, part);
     }
     if (sparse(c->form)) spread(pairs, from_kept, l.block, y);
-    write_block(at(c->values, c->values_type, start), c->values_type, y, n, c->add);
+    void* to = at(c->values, c->values_type, start);
+    if (past_caches && n == l.block) stream_block((float*)to, y, n);
+    else write_block(to, c->values_type, y, n, c->add);
   }
+  if (past_caches) stream_end();
 }
