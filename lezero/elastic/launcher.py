@@ -159,6 +159,8 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
     if any(True for _ in entry_points(group="console_scripts", name=name)):
         return ["entry", name, *rest]
     if shutil.which(name) is None:
+        if name.endswith((".yaml", ".yml")):
+            raise ConfigError(f"{name}: a config is no program; launch `lz train {name}`")
         raise ConfigError(
             f"{name}: no such program; launch a script that ends in .py, -m and a module, "
             "or a program that is on the PATH"

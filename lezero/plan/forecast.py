@@ -25,6 +25,8 @@ from lezero.plan.trace import Trace, trace_step
 from lezero.plan.work import attention_flops, flops
 
 STATED_ERROR = {"memory": 0.10, "time": 0.25}
+_LEAST_ERROR_BYTES = 32 << 20
+"""Libraries, a resumed checkpoint and mapped data move a small run's peak by as much."""
 _HEAP_STEPS = 5
 _LIBRARY_BYTES = {"fp32": 18 << 20, "bf16": 32 << 20, "fp16": 32 << 20}
 """What torch's CPU kernels keep besides tensors (code made at run time, scratch, threads),
@@ -45,7 +47,8 @@ class Forecast:
     buffers, whether or not all of it is there at the peak. step_seconds and time_parts: one
     optimizer step. flops: of matrix products and attention, one step of all ranks here; ceiling:
     the machine's measured rate for them in FLOP/s, where known. attention: whose kernel computes
-    it. limit_bytes: what one rank may use.
+    it. limit_bytes: what one rank may use. stated_error: of memory and time, as fractions; memory's
+    is never less than 32 MiB.
     """
 
     memory_bytes: int
@@ -165,6 +168,10 @@ def forecast(
         attention=attention,
         steps=spec.steps,
         suggestions=suggestions,
+        stated_error={
+            "memory": max(STATED_ERROR["memory"], _LEAST_ERROR_BYTES / memory),
+            "time": STATED_ERROR["time"],
+        },
         made_in_seconds=time.perf_counter() - started,
     )
 

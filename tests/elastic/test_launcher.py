@@ -222,6 +222,8 @@ def test_refusals_come_before_anything_starts(tmp_path):
         launch(LaunchConfig(), ["missing.py"])
     with pytest.raises(ConfigError, match="no such program"):
         launch(LaunchConfig(), ["no-such-program-here"])
+    with pytest.raises(ConfigError, match=r"launch `lz train run\.yaml`"):
+        launch(LaunchConfig(), ["run.yaml"])
     with pytest.raises(ConfigError, match="nothing to launch"):
         launch(LaunchConfig(), [])
     with socket.socket() as taken:
