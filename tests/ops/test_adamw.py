@@ -104,7 +104,8 @@ def test_the_kernels_split_as_the_reference() -> None:
     still = reference.Coefficients(1.0, 0.1, 0.999, 0.001, -0.0, 1.0, 1.0)
     for kernel in NATIVE.suited():
         ops = NATIVE.load(kernel)
-        for pattern in dense_patterns(1 << 17):
+        for pattern in dense_patterns(1 << 16):
+            pattern = pattern[::3]
             value = pattern.view(torch.float32)
             weight, remainder = masters.split(value)
             found = [weight.clone(), remainder.clone()]
@@ -126,21 +127,22 @@ def test_a_weight_written_from_outside_counts() -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_code_is_the_nearest_value_and_fills_its_range(signed: bool) -> None:
+def test_an_element_takes_the_middle_of_its_cell(signed: bool) -> None:
     n = torch.arange(128 if signed else 256, dtype=torch.uint8)
     values = eight_bit.values_of(n, signed)
     assert values[0] == 0
     assert values[-1] == 1
     assert (values.diff() > 0).all()
-    assert torch.equal(eight_bit.numbers(values, signed), n)
+    assert torch.equal(eight_bit.numbers(values[1:], signed), n[1:])
     x = torch.rand(50_000, generator=torch.Generator().manual_seed(0)) ** 6
     found = eight_bit.numbers(x, signed)
-    error = (eight_bit.values_of(found, signed) - x).abs()
-    best = (x[:, None] - values).abs().min(1).values
-    if not signed:  # nothing but zero becomes zero
-        assert (found[x > 2.0**-126] > 0).all()
-        error, best = error[x > values[1]], best[x > values[1]]
-    assert (error <= best * (1 + 1e-6)).all()
+    assert (x[found == 0] < values[1]).all()
+    if not signed:  # nothing is rounded to zero
+        assert found.min() == 1
+    error, kept = (eight_bit.values_of(found, signed) - x).abs(), x > values[1]
+    decade = found.float().log2().floor().long()
+    spacing = eight_bit.tables()[0 if signed else 1][3][decade.clamp(min=0)]
+    assert (error <= spacing * 0.5001)[kept].all()
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,14 +4,14 @@ Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2021), arXiv:21
 in section 2.1, the dynamic code as in sections 1.3 (signed) and 2.2 (unsigned: second moment).
 
 [Note: the code]
-A magnitude's number n has its leading 1 at bit d, the decade, and what follows counts evenly
-spaced values inside it: with D decades (7 with a sign, 8 without), the values of decade d are the
-middles of 2^d equal cells of 10^(d-D+1) · [0.1, 1]. n = 0 is zero. Three differences from the
-paper: values are scaled so that the largest is exactly 1 and the block's largest element is kept
-exactly; without a sign the spare code is one more decade at the bottom; and without a sign nothing
-but zero becomes zero, since a second moment of 0 under a first that is not 0 gives an unbounded
-step (the zero-point problem of Li et al., "Memory Efficient Optimizers with 4-bit States" (2023),
-arXiv:2309.01507).
+A magnitude's number n has its leading 1 at bit d, the decade, and what follows counts evenly spaced
+cells inside it: with D decades (7 with a sign, 8 without), decade d is 10^(d-D+1) · [0.1, 1] in 2^d
+equal cells, and an element takes the middle of the cell that it lies in. n = 0 is zero. Three
+differences from the paper: values are scaled so that the largest is exactly 1 and the block's
+largest element is kept exactly; without a sign the spare code is one more decade at the bottom; and
+without a sign nothing is rounded to zero, since a second moment of 0 under a first that is not 0
+gives an unbounded step (the zero-point problem of Li et al., "Memory Efficient Optimizers with
+4-bit States" (2023), arXiv:2309.01507).
 
 [Note: blocks]
 A parameter is seen as (rows, columns): its first dim and all others. A block is up to 256
@@ -55,36 +55,27 @@ def scales_shape(shape: torch.Size) -> tuple[int, int]:
 
 @cache
 def tables() -> Tensor:
-    """(2, 5, 8) fp32: with and without sign; threshold, first value, spacing, its inverse, number.
-
-    A decade's values are `first + k · spacing`, exact in fp32; its threshold is the middle between
-    the decade below and its first value. The first threshold is where a magnitude stops being zero.
-    """
+    """(2, 5, 8) fp32: with and without sign; thresholds, and the lines `x · up + up_from` from
+    values to numbers and `n · down + down_from` back, exact in fp32, of each decade."""
     return torch.tensor([_decades(7), _decades(8)], dtype=torch.float32)
 
 
 def _decades(count: int) -> list[list[float]]:
     top = 0.1 + 0.9 * (1 - 0.5**count)  # of the largest cell's middle, before it becomes 1
-    first, spacing, number = [], [], []
+    columns = []
     for decade in range(count):
         cells, unit = 2**decade, 10.0 ** (decade - count + 1) / top
-        step = _short(0.9 * unit / cells)
-        # On the grid of `step`'s last bit, so that sums are exact.
-        begin = round((0.1 + 0.45 / cells) * unit / _unit(step)) * _unit(step)
+        spacing = _short(0.9 * unit / cells)
+        # On the grid of the spacing's last bit, so that sums are exact.
+        first = round((0.1 + 0.45 / cells) * unit / _unit(spacing)) * _unit(spacing)
         if decade == count - 1:
-            begin = 1 - (cells - 1) * step
-        first.append(begin)
-        spacing.append(step)
-        number.append(float(cells))
-    lasts = [f + (n - 1) * s for f, s, n in zip(first, spacing, number, strict=True)]
-    threshold = [first[0] / 2 if count == 7 else _NORMAL]
-    threshold += [(low + high) / 2 for low, high in zip(lasts, first[1:], strict=False)]
-    spare = _DECADES - count
-    # The lowest decade is one value: whatever is above its threshold is nearest to that.
-    inverse = [0.0, *(1 / s for s in spacing[1:])]
-    rows = [threshold, first, spacing, inverse, number]
-    fill = [float("inf"), 0.0, 0.0, 0.0, 0.0]
-    return [row + [value] * spare for row, value in zip(rows, fill, strict=True)]
+            first = 1 - (cells - 1) * spacing
+        # The lowest decade is one cell. Without a sign everything below belongs to it too.
+        threshold = 0.0 if decade == 0 and count == 8 else first - spacing / 2
+        up = 1 / spacing if decade else 0.0
+        columns.append([threshold, up, cells - first * up, spacing, first - cells * spacing])
+    columns += [[math.inf, 0.0, 0.0, 0.0, 0.0]] * (_DECADES - count)
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def _unit(x: float) -> float:
@@ -122,22 +113,20 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def numbers(x: Tensor, signed: bool) -> Tensor:
-    """Magnitudes between 0 and 1 → the nearest value's number, uint8."""
-    threshold, first, _, inverse, number = tables()[0 if signed else 1].to(x.device)
+    """Magnitudes between 0 and 1 → the number of the cell that each lies in, uint8."""
+    threshold, up, up_from, _, _ = tables()[0 if signed else 1].to(x.device)
     decade = sum((x >= bound).long() for bound in threshold[1:])
     assert isinstance(decade, Tensor)
-    along = (x - first[decade]) * inverse[decade]
-    n = torch.minimum(along + number[decade], 2 * number[decade] - 1).round()
+    n = (x * up[decade] + up_from[decade]).round()
     return torch.where(x >= threshold[0], n, 0.0).to(torch.uint8)
 
 
 def values_of(n: Tensor, signed: bool) -> Tensor:
     """Numbers (uint8) → magnitudes between 0 and 1, fp32."""
-    _, first, spacing, _, number = tables()[0 if signed else 1].to(n.device)
+    *_, down, down_from = tables()[0 if signed else 1].to(n.device)
     decade = sum((n >= 2**bit).long() for bit in range(1, _DECADES))
     assert isinstance(decade, Tensor)
-    value = first[decade] + (n.float() - number[decade]) * spacing[decade]
-    return torch.where(n > 0, value, 0.0)
+    return torch.where(n > 0, n.float() * down[decade] + down_from[decade], 0.0)
 
 
 def _in_blocks(values: Tensor) -> Tensor:

@@ -4,31 +4,21 @@
  * The arithmetic knows only full vectors. A ragged end is copied into zeroed lanes on the stack and
  * back, so that every element sees the same operations wherever it lies.
  */
-#include "lanes.h"
-#include "problem.h"
+#include "code.h"
 
-enum { BLOCK = 256, NAN_BITS = 0x7fc00000, INF_BITS = 0x7f800000, NORMAL_BITS = 0x00800000 };
-
-INLINE vi quiet(vi x) { /* every NaN becomes the same one */
-  const vi magnitude = andi(x, alli(0x7fffffff));
-  return if_greater(magnitude, alli(INF_BITS),
-                    ori(andi(x, alli(INT32_MIN)), alli(NAN_BITS)), x);
-}
+enum { BLOCK = 256, NORMAL_BITS = 0x00800000 };
 
 INLINE vi rounded(vi x) { return right(addi(x, alli(0x8000)), 16); } /* of a quiet x: its bf16 */
 
-INLINE vi joined(vi weight, vi remainder) {
-  const vi low = right_signed(left(remainder, 16), 16);
-  const vi from_zero = mosti(low, alli(0)); /* below zero lie the NaN of the other sign */
-  const vi safe = if_greater(andi(weight, alli(0x7fff)), alli(0), low, from_zero);
-  return addi(left(weight, 16), safe);
+INLINE vi joined(vi weight, vi low) { /* below zero, either zero, lie the NaNs of the other sign */
+  return addi(left(weight, 16), not_negative_unless(low, weight, 0x7fff));
 }
 
 INLINE vf weight_at(const void *param, const void *extra, int64_t at, int kind) {
   if (kind == LEZERO_FP32) return loadf((const float *)param + at);
   const vi weight = load16((const uint16_t *)param + at);
   if (kind == LEZERO_BF16_REMAINDER)
-    return number(joined(weight, load16((const uint16_t *)extra + at)));
+    return number(joined(weight, load16_signed((const uint16_t *)extra + at)));
   if (kind == LEZERO_BF16) return number(left(weight, 16));
   const vi master = bits(loadf((const float *)extra + at));
   return number(if_equal(rounded(quiet(master)), weight, master, left(weight, 16)));
@@ -41,7 +31,7 @@ INLINE void keep_weight(void *param, void *extra, int64_t at, int kind, vf value
   }
   const vi exact = quiet(bits(value));
   store16((uint16_t *)param + at, rounded(exact));
-  if (kind == LEZERO_BF16_REMAINDER) store16((uint16_t *)extra + at, andi(exact, alli(0xffff)));
+  if (kind == LEZERO_BF16_REMAINDER) store16((uint16_t *)extra + at, exact);
   if (kind == LEZERO_BF16_MASTER) storef((float *)extra + at, number(exact));
 }
 
@@ -124,39 +114,6 @@ INLINE void run_fp32(const lezero_adamw *a, int64_t begin, int64_t end, int kind
   give(&r, a->param, a->extra, at, count, kind);
 }
 
-typedef struct {
-  table threshold, first, spacing, inverse, number;
-  float thresholds[8];
-} code;
-
-INLINE code of_code(const lezero_adamw_code *c) {
-  code made = {of_eight(c->threshold), of_eight(c->first), of_eight(c->spacing),
-               of_eight(c->inverse), of_eight(c->number), {0}};
-  memcpy(made.thresholds, c->threshold, sizeof made.thresholds);
-  return made;
-}
-
-/* Magnitudes of numbers n of a code; n has its leading 1 at bit `decade`. */
-INLINE vf decoded(const code *c, vi n) {
-  const vf x = to_float(n);
-  const vi decade = addi(right(bits(x), 23), alli(-127));
-  const vf along = sub(x, look_up(c->number, decade));
-  const vf value = add(look_up(c->first, decade), mul(along, look_up(c->spacing, decade)));
-  return number(if_greater(n, alli(0), bits(value), alli(0)));
-}
-
-/* Numbers of magnitudes x between 0 and 1. */
-INLINE vi encoded(const code *c, vf x) {
-  vi decade = alli(0);
-#pragma GCC unroll 8
-  for (int i = 1; i < 8; i++) decade = plus_one_if_reached(decade, x, allf(c->thresholds[i]));
-  const vf number_of_first = look_up(c->number, decade);
-  const vf along = mul(sub(x, look_up(c->first, decade)), look_up(c->inverse, decade));
-  const vf last = sub(add(number_of_first, number_of_first), allf(1.0f));
-  const vi n = nearest(least(add(along, number_of_first), last));
-  return if_greater(plus_one_if_reached(alli(0), x, allf(c->thresholds[0])), alli(0), n, alli(0));
-}
-
 /* The scale of a block whose largest magnitude has these bits, and what its values are multiplied by;
  * NaN marks a block that holds a NaN or an infinity, 0 one that holds nothing above 2^-126. */
 INLINE float scale_of(int32_t most, float *inverse) {
@@ -225,8 +182,8 @@ INLINE void run_block(const lezero_adamw8bit *a, const spread *s, const code *wi
     store8(m_codes + i, ori(n, andi(right(m, 24), alli(0x80))));
     store8(v_codes + i, encoded(without, mul(loadf(b.v + i), allf(v_inverse))));
   }
-  if (m_inverse == 0.0f) memset(m_codes, 0, count);
-  if (v_inverse == 0.0f) memset(v_codes, 0, count);
+  if (m_inverse == 0.0f) memset(m_codes, 0, count < BLOCK ? count & 255 : BLOCK);
+  if (v_inverse == 0.0f) memset(v_codes, 0, count < BLOCK ? count & 255 : BLOCK);
   if (count < BLOCK) {
     memcpy(a->exp_avg + start, m_codes, count);
     memcpy(a->exp_avg_sq + start, v_codes, count);

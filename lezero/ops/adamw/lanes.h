@@ -10,13 +10,14 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+enum { NAN_BITS = 0x7fc00000, INF_BITS = 0x7f800000 };
+
 #if defined(__AVX512F__)
 #include <immintrin.h>
 
 enum { LANES = 16 };
 typedef __m512 vf;
 typedef __m512i vi;
-typedef __m512 table;
 
 INLINE vf loadf(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void storef(float *p, vf x) { _mm512_storeu_ps(p, x); }
@@ -62,8 +63,17 @@ INLINE vi load16(const uint16_t *p) {
 INLINE void store16(uint16_t *p, vi x) {
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(x));
 }
-INLINE table of_eight(const float *p) { return _mm512_castps256_ps512(_mm256_loadu_ps(p)); }
-INLINE vf look_up(table t, vi at) { return _mm512_permutexvar_ps(andi(at, alli(7)), t); }
+INLINE vi load16_signed(const uint16_t *p) {
+  return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p));
+}
+INLINE vi quiet(vi x) {
+  const __mmask16 nan = _mm512_cmp_ps_mask(number(x), number(x), _CMP_UNORD_Q);
+  return _mm512_mask_ternarylogic_epi32(x, nan, alli(INT32_MIN), alli(NAN_BITS), 0xea);
+}
+INLINE vi not_negative_unless(vi x, vi flags, int32_t mask) {
+  const __mmask16 none = _mm512_testn_epi32_mask(flags, alli(mask));
+  return _mm512_mask_max_epi32(x, none, x, _mm512_setzero_si512());
+}
 
 #elif defined(__AVX2__)
 #include <immintrin.h>
@@ -117,7 +127,9 @@ INLINE void store8(uint8_t *p, vi x) {
 INLINE vi load16(const uint16_t *p) {
   return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
 }
-INLINE void store16(uint16_t *p, vi x) { _mm_storeu_si128((__m128i *)p, halves(x)); }
+INLINE void store16(uint16_t *p, vi x) {
+  _mm_storeu_si128((__m128i *)p, halves(andi(x, alli(0xffff))));
+}
 INLINE table of_eight(const float *p) { return _mm256_loadu_ps(p); }
 INLINE vf look_up(table t, vi at) { return _mm256_permutevar8x32_ps(t, at); }
 
@@ -161,4 +173,16 @@ INLINE table of_eight(const float *p) { return p; }
 INLINE vf look_up(table t, vi at) { return t[at & 7]; }
 
 #endif
+
+#if !defined(__AVX512F__)
+INLINE vi load16_signed(const uint16_t *p) { return right_signed(left(load16(p), 16), 16); }
+INLINE vi quiet(vi x) {
+  const vi magnitude = andi(x, alli(0x7fffffff)), nan = ori(andi(x, alli(INT32_MIN)), alli(NAN_BITS));
+  return if_greater(magnitude, alli(INF_BITS), nan, x);
+}
+INLINE vi not_negative_unless(vi x, vi flags, int32_t mask) {
+  return if_greater(andi(flags, alli(mask)), alli(0), x, mosti(x, alli(0)));
+}
+#endif
+
 #endif

@@ -17,7 +17,7 @@ NATIVE = Native(
             "avx512",
             frozenset({"avx512f", "avx512bw", "avx512vl", "fma"}),
             _FILES,
-            ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma", *_EXACT),
+            ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512cd", "-mfma", *_EXACT),
         ),
         Kernel("avx2", frozenset({"avx2", "fma"}), _FILES, ("-mavx2", "-mfma", *_EXACT)),
         Kernel("generic", frozenset(), _FILES, _EXACT),

@@ -17,10 +17,10 @@ typedef struct {
   float decay, lerp, beta2, square, step, root, eps; /* see reference.Coefficients */
 } lezero_adamw_coefficients;
 
-/* An 8-bit code: eight decades with the threshold that begins each, the value and code number of its
- * first entry, and the distance between its entries and its inverse (see eight_bit.py). */
+/* An 8-bit code: for each of eight decades the threshold that begins it, and the two lines from values
+ * to numbers (up, from value 0 on) and from numbers to values (see eight_bit.py). */
 typedef struct {
-  const float *threshold, *first, *spacing, *inverse, *number;
+  const float *threshold, *up, *up_from, *down, *down_from;
 } lezero_adamw_code;
 
 typedef struct {

@@ -27,8 +27,7 @@ def _value(n, tables):  # type: ignore[no-untyped-def]
     decade = tl.zeros_like(n)
     for bit in tl.static_range(1, 8):
         decade += (n >= (1 << bit)).to(tl.int32)
-    along = n.to(tl.float32) - tl.load(tables + 32 + decade)
-    value = tl.load(tables + 8 + decade) + along * tl.load(tables + 16 + decade)
+    value = n.to(tl.float32) * tl.load(tables + 24 + decade) + tl.load(tables + 32 + decade)
     return tl.where(n > 0, value, 0.0)
 
 
@@ -38,9 +37,7 @@ def _number(x, tables):  # type: ignore[no-untyped-def]
     decade = (x < 0).to(tl.int32)
     for index in tl.static_range(1, 8):
         decade += (x >= tl.load(tables + index)).to(tl.int32)
-    first = tl.load(tables + 32 + decade)
-    along = (x - tl.load(tables + 8 + decade)) * tl.load(tables + 24 + decade)
-    n = tl.minimum(along + first, first + first - 1.0)
+    n = x * tl.load(tables + 8 + decade) + tl.load(tables + 16 + decade)
     n = (n + SHIFT) - SHIFT
     return tl.where(x >= tl.load(tables), n, 0.0).to(tl.int32)
 
