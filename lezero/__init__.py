@@ -26,17 +26,22 @@ _NAMES = {
     "RunConfig": "lezero.train",
     "StepResult": "lezero.train",
     "Trainer": "lezero.train",
+    "Zero": "lezero.parallel.zero",
     "checkpoint": "lezero.checkpoint",
+    "clip_grad_norm_": "lezero.parallel.zero",
     "data": "lezero.data",
     "forecast": "lezero.plan",
     "from_pytorch": "lezero.hub",
     "hardware": "lezero.profiler",
+    "materialize_": "lezero.parallel.zero",
     "memory": "lezero.memory",
     "models": "lezero.models",
     "next_token_loss": "lezero.train",
     "nn": "lezero.nn",
+    "no_sync": "lezero.parallel.zero",
     "optim": "lezero.optim",
     "profiler": "lezero.profiler",
+    "shard_": "lezero.parallel.zero",
     "train": "lezero.train",
 }
 
@@ -65,6 +70,11 @@ if TYPE_CHECKING:
     from lezero.core.errors import OrderError as OrderError
     from lezero.data import DataConfig as DataConfig
     from lezero.hub import from_pytorch as from_pytorch
+    from lezero.parallel.zero import Zero as Zero
+    from lezero.parallel.zero import clip_grad_norm_ as clip_grad_norm_
+    from lezero.parallel.zero import materialize_ as materialize_
+    from lezero.parallel.zero import no_sync as no_sync
+    from lezero.parallel.zero import shard_ as shard_
     from lezero.plan import forecast as forecast
     from lezero.profiler import hardware as hardware
     from lezero.train import Engine as Engine
