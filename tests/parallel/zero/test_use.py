@@ -110,7 +110,7 @@ def misuse():
     with pytest.raises(OrderError, match="cannot be copied"):
         copy.deepcopy(model)
     loss_of(model, next(batches(1))).backward()
-    with pytest.raises(OrderError, match=r"before sharding: 21 of its 21 parameters"):
+    with pytest.raises(OrderError, match=r"before sharding: 22 of its 22 parameters"):
         early.step()
     with pytest.raises(ConfigError, match=r"max_norm is 0"):
         clip_grad_norm_(model, 0)
