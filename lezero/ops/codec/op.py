@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
@@ -72,6 +74,10 @@ def _encode(values: Tensor, payload: Tensor, error: Tensor | None, form: str, bl
         values = values.float()
     if values.device.type == "cpu" and native.NATIVE.available():
         native.NATIVE.ops.encode(values, payload, error, FORMS.index(form), block)
+    elif _has_triton(values):
+        from lezero.ops.codec import triton_kernel
+
+        triton_kernel.encode(values, payload, error, form, block)
     else:
         reference.encode(values, payload, error, form, block)
 
@@ -83,8 +89,16 @@ def _decode(payload: Tensor, out: Tensor, form: str, block: int, add: bool) -> N
         out.copy_(wide)
     elif out.device.type == "cpu" and native.NATIVE.available():
         native.NATIVE.ops.decode(payload, out, FORMS.index(form), block, add)
+    elif _has_triton(out):
+        from lezero.ops.codec import triton_kernel
+
+        triton_kernel.decode(payload, out, form, block, add)
     else:
         reference.decode(payload, out, form, block, add)
+
+
+def _has_triton(x: Tensor) -> bool:
+    return x.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _fake_encode(
