@@ -55,6 +55,7 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
     if kind is not None:
         device.use(device.device())
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    _need_interface()
     try:
         with sockets.noted():
             dist.init_process_group(
@@ -66,6 +67,27 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
             f"{str(error).splitlines()[0]}. Check that the port is free and that every rank "
             "was started with the same address."
         ) from error
+
+
+def _need_interface() -> None:
+    """`DistributedError` where Gloo would find no network interface, with what there is."""
+    import psutil
+
+    found = psutil.net_if_stats()
+    up = [name for name, stats in found.items() if stats.isup]
+    wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    missing = [name for name in wanted.split(",") if name and name not in up]
+    listed = ", ".join(f"{name} ({'up' if name in up else 'down'})" for name in sorted(found))
+    if missing:
+        raise DistributedError(
+            f"GLOO_SOCKET_IFNAME={wanted}: there is no network interface '{missing[0]}' that is "
+            f"up; this machine has {listed or 'none'}"
+        )
+    if not up:
+        raise DistributedError(
+            f"no network interface is up, not even the loopback: this machine has "
+            f"{listed or 'none'}. Bring one up (`ip link set lo up`), or run one rank."
+        )
 
 
 def join_alone() -> None:
