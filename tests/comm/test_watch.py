@@ -74,6 +74,7 @@ def stop_signal(bad):
     collective("embed")
     if bad:
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)  # continued by the test, it hears what the others said of it
     step(LABELS[1:])
 
 
@@ -232,9 +233,11 @@ def stuck():
     """The thread cannot be freed: the process ends with its own status."""
     watch = Watch.start(grace_s=0.5)
     if groups.rank() == 1:
+        while watch._judge.peers[0].entered == 0:
+            time.sleep(0.05)
         time.sleep(0.5)
         groups.leave()
-        time.sleep(2)
+        time.sleep(2.5)
         return
     watch.enter("all_reduce", (4,), torch.float32, "x")
     time.sleep(20)
