@@ -68,16 +68,19 @@ static __m256i magnitude(__m256 x) {
   return _mm256_and_si256(_mm256_castps_si256(x), _mm256_set1_epi32(0x7FFFFFFF));
 }
 
+static uint32_t largest_of(__m256i a) {
+  __m128i h = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4E));
+  return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xB1)));
+}
+
 static uint32_t largest_magnitude(const float* y, int64_t n) {
   __m256i a = _mm256_setzero_si256(), b = a;
   for (int64_t i = 0; i < n; i += 16) {
     a = _mm256_max_epi32(a, magnitude(_mm256_loadu_ps(y + i)));
     b = _mm256_max_epi32(b, magnitude(_mm256_loadu_ps(y + i + 8)));
   }
-  a = _mm256_max_epi32(a, b);
-  __m128i h = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-  h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4E));
-  return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xB1)));
+  return largest_of(_mm256_max_epi32(a, b));
 }
 
 static float magnitude_sum(const float* y, int64_t n) {
@@ -196,13 +199,15 @@ static __m256i of_fours(const int32_t table[16][4], uint8_t keep) {
 
 // Each lane is compared with the three others of its four; one that stands before it wins a tie,
 // so there a lane's own size counts one less.
-static void keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
+static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
   const __m256i tie1 = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0, 0, 1));
   const __m256i tie2 = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0, 1, 1));
   const __m256i tie3 = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 1, 1, 1));
+  __m256i top = _mm256_setzero_si256();
   for (int64_t i = 0; i < n; i += 8) {
     const __m256 x = _mm256_loadu_ps(y + i);
     const __m256i size = magnitude(x);
+    top = _mm256_max_epi32(top, size);
     const __m256i a = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x39),
                                          _mm256_sub_epi32(size, tie1));
     const __m256i b = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x4E),
@@ -217,15 +222,25 @@ static void keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
     const __m256d packed = _mm256_permute4x64_pd(_mm256_castps_pd(chosen), 0x08);
     _mm_storeu_ps(pairs + i / 2, _mm_castpd_ps(_mm256_castpd256_pd128(packed)));
   }
+  return largest_of(top);
+}
+
+static __m256 spread_8(const float* pairs, const uint8_t* kept, int64_t i) {
+  const __m256 x = _mm256_castps128_ps256(_mm_loadu_ps(pairs + i / 2));
+  const __m256 two = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0x10));
+  const __m256 placed = _mm256_permutevar_ps(two, of_fours(give, kept[i / 8]));
+  return _mm256_and_ps(placed, _mm256_castsi256_ps(lanes(kept[i / 8])));
 }
 
 static void spread(const float* pairs, const uint8_t* kept, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += 8) _mm256_storeu_ps(y + i, spread_8(pairs, kept, i));
+}
+
+static void subtract_spread(const float* y, const float* pairs, const uint8_t* kept, int64_t n,
+                            float* lost) {
   for (int64_t i = 0; i < n; i += 8) {
-    const __m256 x = _mm256_castps128_ps256(_mm_loadu_ps(pairs + i / 2));
-    const __m256 two = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0x10));
-    const __m256 placed = _mm256_permutevar_ps(two, of_fours(give, kept[i / 8]));
-    const __m256 mask = _mm256_castsi256_ps(lanes(kept[i / 8]));
-    _mm256_storeu_ps(y + i, _mm256_and_ps(placed, mask));
+    const __m256 x = _mm256_loadu_ps(y + i);
+    _mm256_storeu_ps(lost + i, _mm256_sub_ps(x, spread_8(pairs, kept, i)));
   }
 }
 

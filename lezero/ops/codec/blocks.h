@@ -82,7 +82,7 @@ static int encode_block(int form, const float* y, int64_t n, int64_t block, uint
     if (!good) memset(data, 0, (size_t)block / 8);
     return good;
   }
-  const uint32_t top = largest_magnitude(y, block);
+  const uint32_t top = sparse(form) ? keep_two(y, block, kept, pairs) : largest_magnitude(y, block);
   const float levels = form == LEZERO_INT8 || form == LEZERO_24_INT8 ? 127.0f : 7.0f;
   const uint32_t bits = scale_above(top, levels);
   const int good = bits != LEZERO_BF16_NAN;
@@ -92,23 +92,21 @@ static int encode_block(int form, const float* y, int64_t n, int64_t block, uint
   if (!good) {  // with a scale of NaN anything decodes to NaN; without a scale NaN itself is sent
     const float x = form == LEZERO_24_BF16 ? from_bits((uint32_t)LEZERO_BF16_NAN << 16) : 0.0f;
     for (int64_t i = 0; i < block; i++) instead[i] = x;
-    y = instead;
+    y = instead, lost = 0;
+    if (sparse(form)) keep_two(y, block, kept, pairs);
   }
-  if (!sparse(form)) {
-    if (form == LEZERO_INT8) encode_int8(y, block, inverse, step, (int8_t*)data, good ? lost : 0);
-    else encode_int4(y, block, inverse, step, data, good ? lost : 0);
-    return good;
+  switch (form) {
+    case LEZERO_INT8: encode_int8(y, block, inverse, step, (int8_t*)data, lost); return good;
+    case LEZERO_INT4: encode_int4(y, block, inverse, step, data, lost); return good;
+    case LEZERO_24_BF16: encode_bf16(pairs, block / 2, (uint16_t*)data); break;
+    case LEZERO_24_INT8: encode_int8(pairs, block / 2, inverse, step, (int8_t*)data, 0); break;
+    default: encode_int4(pairs, block / 2, inverse, step, data, 0);
   }
-  keep_two(y, block, kept, pairs);
-  if (form == LEZERO_24_BF16) encode_bf16(pairs, block / 2, (uint16_t*)data);
-  else if (form == LEZERO_24_INT8) encode_int8(pairs, block / 2, inverse, step, (int8_t*)data, 0);
-  else encode_int4(pairs, block / 2, inverse, step, data, 0);
-  if (lost && good) {
+  if (lost) {
     if (form == LEZERO_24_BF16) decode_bf16((const uint16_t*)data, block / 2, back);
     else if (form == LEZERO_24_INT8) decode_int8((const int8_t*)data, block / 2, step, back);
     else decode_int4(data, block / 2, step, back);
-    spread(back, kept, block, lost);
-    for (int64_t i = 0; i < block; i++) lost[i] = y[i] - lost[i];
+    subtract_spread(y, back, kept, block, lost);
   }
   return good;
 }

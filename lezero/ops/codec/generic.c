@@ -136,7 +136,9 @@ static void decode_bf16(const uint16_t* q, int64_t n, float* y) {
 }
 
 // Of each four the two largest in magnitude (of equal ones the first), in order, and a bit for each.
-static void keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
+// Gives the bits of the largest of all.
+static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
+  const uint32_t top = largest_magnitude(y, n);
   memset(kept, 0, (size_t)n / 8);
   for (int64_t i = 0; i < n; i += 4) {
     uint32_t size[4];
@@ -150,6 +152,7 @@ static void keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
       *pairs++ = y[i + j];
     }
   }
+  return top;
 }
 
 // The pairs back where they were, zeros between.
@@ -159,6 +162,13 @@ static void spread(const float* pairs, const uint8_t* kept, int64_t n, float* y)
     y[i] = there ? *pairs : 0.0f;
     pairs += there;
   }
+}
+
+// lost = y - the pairs where they were.
+static void subtract_spread(const float* y, const float* pairs, const uint8_t* kept, int64_t n,
+                            float* lost) {
+  spread(pairs, kept, n, lost);
+  for (int64_t i = 0; i < n; i++) lost[i] = y[i] - lost[i];
 }
 
 #include "blocks.h"
