@@ -89,22 +89,22 @@ def trained(make: Make, dtype: torch.dtype, steps: int) -> float:
     return statistics.fmean(losses[-max(1, steps // 10) :])
 
 
-def copy_rate() -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.ones(64 << 20)
+def copy_rate(elements: int) -> float:
+    """Bytes a second that a copy of as many fp32 reads and writes."""
+    source = torch.ones(elements)
     to = torch.empty_like(source)
     return 2 * source.nbytes / min(best_of(lambda: to.copy_(source), 5))
 
 
 def main() -> None:
     options = arguments(__doc__)
-    elements, repeats, steps = (4_000_000, 3, 6) if options.quick else (25_000_000, 9, 300)
+    elements, repeats, steps = (2_000_000, 3, 2) if options.quick else (25_000_000, 9, 300)
     if options.side:
         torch.set_num_threads(options.threads)
         make, dtype, moved = SIDES[options.side]
         found = step_time(make, dtype, elements, repeats)
         rate = moved * found["count"] / found["s"]
-        share = rate / copy_rate()
+        share = rate / copy_rate(64 << 20 if not options.quick else 4 << 20)
         loss = trained(make, dtype, steps)
         emit(**found, rate=rate / 1e9, share=share, loss=loss)
         return
