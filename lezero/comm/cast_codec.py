@@ -18,7 +18,7 @@ from lezero.core.errors import ConfigError
 _TYPES = {"none": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _RELATIVE = {"none": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 _ABSOLUTE = {"none": 0.0, "fp16": 2.0**-25, "bf16": 2.0**-134}
-_PIECE = 1 << 17  # elements worked on at once when there is an error: they stay in cache
+_PIECE = 1 << 14  # elements at once when there is an error: in cache, and malloc keeps such blocks
 
 
 @codecs.register("none")

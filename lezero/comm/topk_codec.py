@@ -17,6 +17,8 @@ from lezero.comm.cast_codec import typed
 from lezero.comm.codec import ERRORS, Codec, check_flat, codecs
 from lezero.core.errors import ConfigError
 
+_SAMPLED = 64  # one of so many values is looked at to find the threshold
+
 
 @codecs.register("topk")
 class TopkCodec(Codec):
@@ -93,7 +95,23 @@ def largest(values: Tensor, k: int) -> Tensor:
     torch.topk takes any of equal ones, another on each device; ranks must agree.
     """
     size = values.view(torch.int32) & 0x7FFFFFFF
+    places = _at_least_so_many(size, k)
+    size = size[places]
     least = size.kthvalue(size.numel() - k + 1).values
-    above = (size > least).nonzero()[:, 0]
-    equal = (size == least).nonzero()[: k - above.numel(), 0]
-    return torch.cat([above, equal]).sort().values
+    above, equal = places[size > least], places[size == least]
+    return torch.cat([above, equal[: k - above.numel()]]).sort().values
+
+
+def _at_least_so_many(size: Tensor, k: int) -> Tensor:
+    """Places that hold the `k` largest and not many more, by a threshold from a sample.
+
+    Selecting among all of them takes ten times as long.
+    """
+    sample = size[::_SAMPLED]
+    wanted = 2 * (k // _SAMPLED) + 16
+    if wanted < sample.numel():
+        least = sample.kthvalue(sample.numel() - wanted + 1).values
+        places = (size >= least).nonzero()[:, 0]
+        if places.numel() >= k:
+            return places
+    return torch.arange(size.numel(), device=size.device)

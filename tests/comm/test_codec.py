@@ -69,6 +69,10 @@ def test_top_k_keeps_the_exact_part_and_the_first_of_equals() -> None:
     assert codec("topk:0.01").bytes(1) == 8
     x = torch.tensor([1.0, -2.0, 2.0, 0.5, 2.0, float("nan")])
     assert largest(x, 3).tolist() == [1, 2, 5]
+    for x in (values(300_000, "wide"), values(300_000, "equal"), torch.arange(300_000) % 64 / 1.0):
+        for k in (1, 3000, 100_000):
+            order = torch.sort(x.abs(), descending=True, stable=True).indices[:k]
+            assert torch.equal(largest(x, k), order.sort().values)
     one, out = codec("topk:0.5"), torch.empty(4)
     payload = torch.empty(one.bytes(4), dtype=torch.uint8)
     one.encode(torch.tensor([3.0, -1.0, 1.0, -4.0]), payload)
