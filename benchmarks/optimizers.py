@@ -109,7 +109,7 @@ def main() -> None:
         emit(**found, rate=rate / 1e9, share=share, loss=loss)
         return
     extra = ("--quick",) if options.quick else ()
-    names = ["torch fused fp32", "remainder", "8 bit remainder"] if options.quick else list(SIDES)
+    names = ["torch fused fp32", "8 bit remainder"] if options.quick else list(SIDES)
     sides = [side(__file__, name, *extra) for name in names]
     result = compare(
         sides, rounds=options.rounds or (1 if options.quick else 3), threads=options.threads
