@@ -28,6 +28,7 @@ _NAMES = {
     "Trainer": "lezero.train",
     "Zero": "lezero.parallel.zero",
     "checkpoint": "lezero.checkpoint",
+    "comm": "lezero.comm",
     "clip_grad_norm_": "lezero.parallel.zero",
     "data": "lezero.data",
     "forecast": "lezero.plan",
@@ -50,6 +51,7 @@ __getattr__, __dir__ = _lazy(__name__, _NAMES)
 
 if TYPE_CHECKING:
     from lezero import checkpoint as checkpoint
+    from lezero import comm as comm
     from lezero import data as data
     from lezero import memory as memory
     from lezero import models as models
