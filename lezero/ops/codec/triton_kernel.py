@@ -88,10 +88,10 @@ def _level(x, inverse):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _encode_dense(
+def _encode_dense(  # type: ignore[no-untyped-def]
     x, error, payload, numel, blocks, data,
     FORM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, BF16: tl.constexpr, KEPT: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """int8 and int4: elements 2i and 2i+1 are worked on side by side."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     even = rows[:, None] * B + 2 * tl.arange(0, B // 2)[None, :]
@@ -123,10 +123,10 @@ def _halves(x, WIDTH: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _encode_sign(
+def _encode_sign(  # type: ignore[no-untyped-def]
     x, error, payload, numel, blocks, data,
     B: tl.constexpr, R: tl.constexpr, BF16: tl.constexpr, KEPT: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     lanes = rows[:, None] * B + tl.arange(0, 16)[None, :]
     sums = tl.zeros((R, 16), tl.float32)
@@ -162,10 +162,10 @@ def _kept(mine, a, b, c, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):  # 
 
 
 @triton.jit
-def _encode_sparse(
+def _encode_sparse(  # type: ignore[no-untyped-def]
     x, error, payload, numel, blocks, kept, data,
     FORM: tl.constexpr, B: tl.constexpr, R: tl.constexpr, BF16: tl.constexpr, KEPT: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """2:4: two fours, a byte of kept bits, side by side; G = B / 8 such pairs a block."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     G: tl.constexpr = B // 4
@@ -227,10 +227,10 @@ def _byte(payload, at, mask):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decode(
+def _decode(  # type: ignore[no-untyped-def]
     payload, out, numel, kept, data,
     FORM: tl.constexpr, B: tl.constexpr, BF16: tl.constexpr, ADD: tl.constexpr, TILE: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < numel
     if FORM != SPARSE_BF16:
