@@ -1,0 +1,273 @@
+"""ZeRO costs no more than DDP in time, and a fraction in memory.
+
+A GPT of 203M parameters (16 layers, 1024 wide, 256 tokens, one sequence a rank) on two ranks of one
+thread each, in bf16 with fp32 masters and fused AdamW. `step_s` is the median over the steps, the
+slower rank's; `bytes/param` is what a rank holds at the end of a step, gradients included, above
+what it held after its imports (pages that ranks share count in part), over the parameters of the
+whole model; `peak` the same at the highest point. `lowbit` is stage 3 on bf16 weights with
+remainder masters and 8-bit state. With `--device cuda`: one GPU, a model of 1.3B parameters.
+
+Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both) and the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from _table import Memory, arguments, columns, compare, emit, finish, side
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, LENGTH = 512, 256
+SIZES = {"full": (16, 1024), "quick": (4, 256), "cuda": (24, 2048)}
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x_BTD)).unflatten(-1, (3, self.heads, 64)).permute(2, 0, 3, 1, 4)
+        y_BHTE = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        x_BTD = x_BTD + self.out(y_BHTE.transpose(1, 2).flatten(2))
+        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.tokens(tokens_BT) + self.places.weight
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        return self.head(self.norm(x_BTD))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, adamw(model)
+
+
+def plain(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return model, adamw(model)
+
+
+def fsdp2(model: GPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, adamw(model)
+
+
+def zero(stage: int) -> Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]:
+    def make(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        import lezero as lz
+
+        lz.shard_(model, lz.Zero(stage=stage, compute="bf16"))
+        return model, adamw(model)
+
+    return make
+
+
+def lowbit(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    import lezero as lz
+    from lezero.optim import AdamW8bit
+
+    lz.shard_(model.bfloat16(), lz.Zero(stage=3))
+    return model, AdamW8bit(model.parameters(), lr=1e-4, masters="remainder")
+
+
+SIDES: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    **{name: zero(int(name[-1])) for name in STAGES},
+    "lowbit": lowbit,
+    "plain": plain,
+}
+
+
+def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
+    """One rank's figures."""
+    import lezero.optim  # noqa: F401  (imports are not what is measured)
+    from lezero.core import groups
+
+    torch.set_num_threads(1)
+    groups.join(backend="gloo" if device == "cpu" else None)
+    if not groups.active():
+        groups.join_alone()
+    if device == "cpu":
+        importlib.import_module("torch._dynamo")  # the first optimizer step imports it
+    memory, layers_width = Memory(shared=True), SIZES[size]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = GPT(*layers_width)
+    parameters = sum(p.numel() for p in model.parameters())
+    model, optimizer = SIDES[name](model)
+    cast = name in ("ddp", "plain")
+    times, held = [], 0
+    for step in range(steps + 2):
+        tokens = torch.randint(0, VOCAB, (1, LENGTH + 1), device=device)
+        if step >= 2:
+            dist.barrier()
+        began = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=cast):
+            logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+        held = max(held, memory.steady()) if step else held
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - began)
+    found = {"step_s": statistics.median(times[2:]), "bytes_per_param": held / parameters}
+    if device != "cpu":
+        found["bytes_per_param"] = torch.accelerator.max_memory_allocated() / parameters
+    groups.leave()
+    return found
+
+
+def launch(options: argparse.Namespace, ranks: int) -> None:
+    """Starts the ranks of one side, each in its own process, and prints the slowest's figures."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env=env | {"RANK": str(r), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(ranks)
+    ]
+    said = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        raise SystemExit("a rank failed")
+    every = [json.loads(text.strip().splitlines()[-1]) for text in said]
+    emit(**{key: max(one[key] for one in every) for key in every[0]})
+
+
+def bitwise(ranks: int = 2) -> bool:
+    """Whether all stages train alike, bit for bit, over 50 steps with clipping."""
+    from lezero.core import groups
+
+    if "RANK" not in os.environ:
+        return True
+    import hashlib
+
+    import lezero as lz
+    from lezero.parallel.zero import full_parameters
+
+    torch.set_num_threads(1)
+    groups.join(backend="gloo")
+    digests = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        model, optimizer = zero(stage)(GPT(2, 256))
+        torch.manual_seed(1 + groups.rank())
+        for _ in range(50):
+            tokens = torch.randint(0, VOCAB, (1, LENGTH + 1))
+            F.cross_entropy(
+                model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()
+            ).backward()
+            lz.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        digest = hashlib.sha256()
+        for _, tensor in full_parameters(model):
+            digest.update(tensor.numpy().tobytes())
+        digests.append(digest.hexdigest())
+    groups.leave()
+    return len(set(digests)) == 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", help="these sides, by comma")
+    options = arguments(__doc__, parser)
+    size = "quick" if options.quick else "full" if options.device == "cpu" else "cuda"
+    if options.side:
+        name, _, count = options.side.partition(" x")
+        ranks = int(count or (2 if options.device == "cpu" else 1))
+        if "RANK" not in os.environ:
+            launch(options, ranks)
+        elif name == "bitwise":
+            emit(same=float(bitwise()))
+        else:
+            emit(**train(name, size, 4 if options.quick else 8, options.device))
+        return
+    extra = ["--device", options.device] + (["--quick"] if options.quick else [])
+    names = (
+        ["ddp", "fsdp2", *STAGES, "lowbit"]
+        if options.device == "cpu"
+        else ["plain", "fsdp2", *STAGES]
+    )
+    if options.only:
+        names = options.only.split(",")
+    rounds = options.rounds or (1 if options.quick else 3)
+    result = compare([side(__file__, name, *extra) for name in names], rounds=rounds)
+    keys = ["step_s", "bytes_per_param"]
+    base = "ddp" if options.device == "cpu" else "plain"
+    table = result.table(keys, base=base)
+    if options.device != "cpu" or options.only:
+        finish(
+            table, {name: result.median(name, "step_s") for name in names if result.figures[name]}
+        )
+        return
+    once = [
+        side(__file__, "bitwise", *extra),
+        *(side(__file__, f"zero2 x{n}", *extra) for n in (1, 4)),
+    ]
+    more = compare(once, rounds=1)
+    scaling = [["ranks", "tokens/s"]]
+    for count, step_s in (
+        (1, more.median("zero2 x1", "step_s")),
+        (2, result.median("zero2", "step_s")),
+        (4, more.median("zero2 x4", "step_s")),
+    ):
+        scaling.append([str(count), f"{count * LENGTH / step_s:.0f}"])
+    slower = max(("zero1", "zero2"), key=lambda name: result.median(name, "step_s"))
+    finish(
+        f"{table}\n\n{columns(scaling)}",
+        {
+            "zero3_step_vs_ddp": result.ratio("step_s", "zero3", "ddp"),
+            "zero12_step_vs_ddp": result.ratio("step_s", slower, "ddp"),
+            "zero3_bytes_per_param": result.median("zero3", "bytes_per_param"),
+            "lowbit_bytes_per_param": result.median("lowbit", "bytes_per_param"),
+            "stages_bitwise": more.median("bitwise", "same") == 1.0,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
