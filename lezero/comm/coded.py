@@ -41,6 +41,10 @@ class Coded(Flat):
         self._codec, self._gather_codec = codec, gather
         self._feedback, self._server = feedback, server
 
+    def use(self, codec: Codec | None, feedback: Feedback | None, server: bool) -> None:
+        """Encodes gradients otherwise from the next collective on. Nothing is in flight."""
+        self._codec, self._feedback, self._server = codec, feedback, server
+
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
     ) -> Steps:

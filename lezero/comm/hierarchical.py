@@ -28,6 +28,10 @@ class Hierarchical(Route):
         self._inner, self._outer, self._buffers, self._sums = inner, outer, buffers, sums
         self._hosts, self._local, self._mine = hosts, inner.size, inner.rank
 
+    def sum_in(self, dtype: torch.dtype | None) -> None:
+        """Host sums are kept in `dtype` from now on (None: the tensor's). Nothing is in flight."""
+        self._sums = dtype
+
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.buffer(numel, dtype)
 

@@ -48,6 +48,20 @@ LEGAL = (
     ),
     Rule(
         "feedback",
+        "codec auto with feedback",
+        "auto chooses the feedback with the codec",
+        "set feedback: none, or choose a codec",
+        lambda c: c.codec == "auto" and c.feedback != "none",
+    ),
+    Rule(
+        "gather",
+        "gather: auto",
+        "only the codec of gradients is chosen; parameters are used as they arrive",
+        "set gather: none, fp16, bf16, int8 or int4",
+        lambda c: c.gather == "auto",
+    ),
+    Rule(
+        "feedback",
         "sign, topk or 2:4 without feedback",
         "most of each gradient would be lost for good, always from the same side",
         "set feedback: worker (both where gradients are all-reduced), or choose int8 or int4",
@@ -72,7 +86,9 @@ LEGAL = (
         "topology shared with a codec",
         "ranks read each other's memory, so fewer bytes save nothing and encoding costs time",
         "set codec: none and gather: none, or topology: auto",
-        lambda c: c.topology == "shared" and (c.codec != "none" or c.gather != "none"),
+        lambda c: (
+            c.topology == "shared" and (c.codec not in ("none", "auto") or c.gather != "none")
+        ),
     ),
 )
 """Every combination that no rule holds for is allowed."""

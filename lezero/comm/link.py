@@ -20,12 +20,13 @@ import torch
 
 from lezero.comm import legal
 from lezero.comm.account import Account, sent_bytes
+from lezero.comm.chooser import Chooser
 from lezero.comm.feedback import Feedback
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Call, Pending, Queue, Steps
 from lezero.comm.route import Route, Span
 from lezero.comm.routing import Routing, connect
-from lezero.comm.wire import Wire
+from lezero.comm.wire import AUTO, Wire
 from lezero.core import device, groups
 from lezero.core.errors import ConfigError, DistributedError, OrderError
 
@@ -71,6 +72,22 @@ class Link:
                 hosts=hosts,
             )
             self.topology, self._route = self._routing.topology, self._routing.route
+        self.chooser: Chooser | None = None
+        """With codec auto and several ranks: what chooses, and what it chose."""
+        if self._routing is not None and wire.codec == AUTO:
+            self.chooser = Chooser(mesh, axis, self._routing, self._queue, wire.budget)
+
+    @property
+    def codec(self) -> str:
+        """The codec of gradients in use: that of the wire, or what auto has chosen so far."""
+        if self.wire.codec == AUTO:
+            return self.chooser.codec if self.chooser is not None else "none"
+        return self.wire.codec
+
+    def step_done(self) -> None:
+        """Every rank calls it after each step's sums: where codec auto measures and switches."""
+        if self.chooser is not None:
+            self.chooser.step_done()
 
     @property
     def feedback(self) -> Feedback | None:
@@ -128,6 +145,7 @@ class Link:
         """
         self._check("reduce_scatter", key, flat=flat, out=out)
         self._fits("reduce_scatter", key, "flat", flat, "out", out)
+        self._observe("reduce_scatter", key, flat)
         steps = self._route.reduce_scatter(flat, out, key, tuple(spans))
         return self._launch(steps, "reduce_scatter", key, flat)
 
@@ -148,6 +166,7 @@ class Link:
                 f"all_gather '{key}': the shard lies in out, where decoding with wire.gather "
                 f"'{self.wire.gather}' overwrites it; give a shard outside of out"
             )
+        self._observe("all_gather", key, out)
         return self._launch(self._route.all_gather(shard, out, key), "all_gather", key, out)
 
     def all_reduce(self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] = ()) -> Pending:
@@ -159,6 +178,7 @@ class Link:
                 "ranks; pad the buffer to a multiple"
             )
         self.check("all_reduce")
+        self._observe("all_reduce", key, flat)
         steps = self._route.all_reduce(flat, key, tuple(spans))
         return self._launch(steps, "all_reduce", key, flat)
 
@@ -193,6 +213,10 @@ class Link:
                         f"{key} is {other.get(key)!r} on rank {rank} and {mine.get(key)!r} on rank "
                         f"{groups.rank()}; start every rank with the same"
                     )
+
+    def _observe(self, operation: str, key: str, x: torch.Tensor) -> None:
+        if self.chooser is not None:
+            self.chooser.observe(operation, key, x)
 
     def _launch(self, steps: Steps, operation: str, key: str, x: torch.Tensor) -> Pending:
         return self._queue.launch(steps, Call(operation, tuple(x.shape), x.dtype, key))

@@ -125,6 +125,8 @@ class Queue:
 
     def __init__(self, timeout_s: float, device: torch.device) -> None:
         self.timeout_s = timeout_s
+        self.waited_s = 0.0
+        """How long this process has stood still for other ranks."""
         self._running: deque[Pending] = deque()
         self._broken: Exception | None = None
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
@@ -193,8 +195,10 @@ class Queue:
         self.progress()
         while not pending.finished:
             head = self._running[0]
+            began = time.perf_counter()
             with self._guarded(head):
                 head.block(deadline)
+            self.waited_s += time.perf_counter() - began
             self.progress()
 
     def drain(self) -> None:

@@ -19,7 +19,7 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.route import Route
 from lezero.comm.shared import Shared
 from lezero.comm.topology import Hosts, find_hosts
-from lezero.comm.wire import Wire
+from lezero.comm.wire import AUTO, Wire
 from lezero.core import groups
 from lezero.core.errors import ConfigError
 
@@ -37,6 +37,18 @@ class Routing:
     gather: Codec | None
     feedback: Feedback | None
     made: list[dist.ProcessGroup | None]
+    device: torch.device
+    coded: Coded | None = None
+    outermost: Hierarchical | None = None
+
+    def use(self, name: str, feedback: str) -> None:
+        """Another codec from the next collective on; `coded` is there. Nothing is in flight."""
+        assert self.coded is not None
+        kept = self.feedback if feedback != "none" else None
+        self.codec = codec(name) if name != "none" or kept is not None else None
+        self.coded.use(self.codec, kept, feedback == "both")
+        if self.outermost is not None:
+            self.outermost.sum_in(torch.float32 if self.codec is not None else None)
 
 
 def connect(
@@ -57,14 +69,17 @@ def connect(
         found = find_hosts(lanes[0])
     topology = _choose(wire, mesh, found)
     buffers = Buffers(device)
-    encoder = None if wire.codec == "none" else codec(wire.codec)
+    auto = wire.codec == AUTO
+    encoder = None if wire.codec == "none" or auto else codec(wire.codec)
     gather = None if wire.gather == "none" else codec(wire.gather)
     names = mesh.ranks(axis)
     feedback = None
-    if wire.feedback != "none":
+    if wire.feedback != "none" or auto:
         share = len(found.ranks[0]) if topology == "hierarchical" else 1
         feedback = Feedback(mesh.index(axis), len(names), wire.feedback_dtype, device, share)
     route: Route
+    coded: Coded | None = None
+    outermost: Hierarchical | None = None
     if topology == "shared":
         route = Shared(lanes[0], names)
     else:
@@ -73,17 +88,21 @@ def connect(
             inside, lanes = _split(found, names, mesh.kind, timeout_s)
             made += [inside, *lanes]
         outer = Flat(lanes, buffers, account)
-        if encoder is not None or gather is not None:
+        if encoder is not None or gather is not None or auto:
             server = wire.feedback == "both"
-            outer = Coded(lanes, buffers, account, encoder, gather, feedback, server)
+            used = None if auto else feedback
+            coded = outer = Coded(lanes, buffers, account, encoder, gather, used, server)
         route = outer
         if inside is not None:
             mine = next(host for host in found.ranks if mesh.index(axis) in host)
             local = [names[rank] for rank in mine]
             sums = torch.float32 if encoder is not None else None
             shared = Shared(inside, local)
-            route = Hierarchical(shared, outer, len(found.ranks), buffers, sums)
-    return Routing(topology, route, found, encoder, gather, feedback, made)
+            outermost = Hierarchical(shared, outer, len(found.ranks), buffers, sums)
+            route = outermost
+    return Routing(
+        topology, route, found, encoder, gather, feedback, made, device, coded, outermost
+    )
 
 
 def _lanes(partition: Sequence[Sequence[int]], kind: str, timeout_s: float) -> Lanes:
@@ -122,7 +141,7 @@ def _choose(wire: Wire, mesh: Mesh, hosts: Hosts) -> str:
                 f"of kind '{mesh.kind}'; use auto or flat"
             )
         return "flat"
-    encoded = wire.codec != "none" or wire.gather != "none"
+    encoded = wire.codec not in ("none", AUTO) or wire.gather != "none"
     fits = {"shared": hosts.single, "hierarchical": hosts.regular}
     best = "flat"
     if hosts.single and not encoded:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lezero.comm import legal
 from lezero.core.config import Config
 from lezero.core.errors import ConfigError
+
+AUTO = "auto"
 
 
 class Wire(Config):
@@ -18,7 +20,11 @@ class Wire(Config):
     """
 
     codec: str = "none"
-    """How gradients are encoded: none, or a codec's name such as "int4" or "int8:128"."""
+    """How gradients are encoded: none, a codec's name such as "int4" or "int8:128", or auto: what
+    makes this run's steps shortest within `budget`, by measurement; none where nothing pays."""
+    budget: float = Field(0.15, gt=0)
+    """With codec auto: the largest error allowed, as what a codec still owes of a gradient,
+    ||e|| / ||g|| (0.15 admits int8 and int4 with feedback; docs/wires.md)."""
     gather: str = "none"
     """How parameters are encoded when they are gathered: none, fp16, bf16, int8 or int4."""
     feedback: Literal["none", "worker", "both"] = "none"
@@ -35,7 +41,7 @@ class Wire(Config):
     def _known(cls, name: Any) -> Any:
         from lezero.comm.codec import codec  # torch, which importing a config does not need
 
-        return codec(name).name
+        return name if name == AUTO else codec(name).name
 
     @model_validator(mode="after")
     def _allowed(self) -> Self:

@@ -25,7 +25,8 @@ from lezero.parallel.zero.held import Held
 class Backward:
     """Drives the buckets of one sharded model. `sync` False collects without reducing.
 
-    `on_end` is called when a backward is over, to release the units.
+    `on_end` is called when a backward is over, to release the units; `on_sums` after it, where the
+    gradients were summed.
     """
 
     def __init__(
@@ -34,9 +35,11 @@ class Backward:
         lent: Lent,
         helds: Sequence[Held],
         on_end: Callable[[], None],
+        on_sums: Callable[[], None],
     ) -> None:
         self.order = list(buckets)
-        self.lent, self.helds, self.on_end = lent, list(helds), on_end
+        self.lent, self.helds = lent, list(helds)
+        self.on_end, self.on_sums = on_end, on_sums
         self.sync = True
         self.active = False
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
@@ -90,6 +93,8 @@ class Backward:
             bucket.came.clear()
         self.active = False
         self.on_end()
+        if self.sync:
+            self.on_sums()
 
     def _reduce_rest(self) -> None:
         for bucket in self.order[self._next :]:

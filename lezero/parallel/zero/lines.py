@@ -69,6 +69,12 @@ class Lines:
             return torch.zeros(numel, dtype=dtype, device=self.place)
         return self._slabs.setdefault(id(link), Slabs(link)).take(numel, dtype)
 
+    def step_done(self) -> None:
+        """The sums of a step are there (`Link.step_done`)."""
+        for link in (self.shard, self.replicate):
+            if link is not None:
+                link.step_done()
+
     def close(self) -> None:
         for link in (self.shard, self.replicate):
             if link is not None:

@@ -48,7 +48,7 @@ class Sharding:
         self.lent = Lent(lines, limit=2 if config.stage >= 2 else None)
         buckets = [Bucket(s, lines, self.lent) for unit in units for s in unit.segments]
         buckets.sort(key=lambda bucket: -min(held.index for held in bucket.segment.helds))
-        self.backward = Backward(buckets, self.lent, helds, self._release)
+        self.backward = Backward(buckets, self.lent, helds, self._release, lines.step_done)
         for unit in units:
             unit.sharding = self
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}

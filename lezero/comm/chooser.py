@@ -1,0 +1,276 @@
+"""Codec "auto" at work: what a link measures, when it decides, how it holds itself to it.
+
+The first step of a run is not looked at. The next three run without a codec and give the seconds of
+a step, how long it stood still for the wire, which collectives it made, and what each candidate
+codec would owe of these very gradients. Then all ranks probe the network, time the codecs, and
+`choice` decides, the same on every rank. Ten steps later the predicted time is held against the
+real one: a codec that made steps longer is taken back. From then on the network is probed again
+now and then. Every switch is at the end of a backward, on all ranks together, and on the record.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from dataclasses import replace
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from lezero.comm.choice import PLAIN, Candidate, Choice, Exchange, Plain, Speed, Way, choose
+from lezero.comm.codec import FLOATS, codec
+from lezero.comm.mesh import Mesh
+from lezero.comm.pending import Queue
+from lezero.comm.probe import Topology, probe
+from lezero.comm.routing import Routing
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.log import logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CANDIDATES = ("int8:256", "int4:64", "2:4-int4:64", "sign:256", "topk:0.01")
+WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
+_SAMPLE = 1 << 16  # elements of each buffer that are encoded to see the error
+_TIMED = 1 << 20  # elements on which codecs are timed
+_SHARE = 0.01  # of the run's time that probing again may take
+
+
+class Errors:
+    """What each candidate owes after encoding a run's own gradients, over the last gradient."""
+
+    def __init__(self) -> None:
+        self._codecs = {name: codec(name) for name in CANDIDATES}
+        self._kept: dict[tuple[str, str], Tensor] = {}
+        self._norms: dict[str, float] = {}
+
+    def note(self, key: str, flat: Tensor) -> None:
+        part = flat[:_SAMPLE].float().cpu()
+        self._norms[key] = float(part.double().square().sum())
+        for name, one in self._codecs.items():
+            error = self._kept.get((name, key))
+            if error is None or error.numel() != part.numel():
+                error = self._kept[name, key] = torch.zeros_like(part)
+            one.encode(part, torch.empty(one.bytes(part.numel()), dtype=torch.uint8), error)
+
+    def found(self) -> dict[str, list[float]]:
+        """For each candidate the squares of what is owed, and of the gradients."""
+        total = sum(self._norms.values())
+        owed = dict.fromkeys(CANDIDATES, 0.0)
+        for (name, _), error in self._kept.items():
+            owed[name] += float(error.double().square().sum())
+        return {name: [square, total] for name, square in owed.items()}
+
+
+class Chooser:
+    """For one link with codec auto; every rank of the mesh calls the same, in the same order."""
+
+    def __init__(self, mesh: Mesh, axis: str, routing: Routing, queue: Queue, budget: float):
+        self.decisions = Decisions()
+        """Where choices are recorded and replayed from; a run puts its own here."""
+        self.topic = f"wire.{axis}"
+        self.codec = PLAIN
+        """What is in use."""
+        self.choice: Choice | None = None
+        self._mesh, self._axis, self._routing, self._queue = mesh, axis, routing, queue
+        self._budget = budget
+        self._errors: Errors | None = Errors()
+        self._traffic: Counter[Exchange] = Counter()
+        self._last_traffic: Counter[Exchange] = Counter()
+        self._encodable = True
+        self._times: deque[tuple[float, float]] = deque(maxlen=REALISED)
+        self._began = self._waited = self._own = 0.0
+        self._step, self._due = 0, WARM + MEASURED
+        self._plain: Plain | None = None
+        self._flushing = self._judge = False
+        self._wait = EVERY
+        self._owed: dict[str, float | None] = {}
+        self._speeds: dict[str, Speed] = {}
+        self._failed: set[str] = set()
+
+    def observe(self, operation: str, key: str, flat: Tensor) -> None:
+        """Before every collective of the link."""
+        if self.topic in self.decisions.replay:
+            self._replay()
+        began = time.perf_counter()
+        self._traffic[Exchange(operation, flat.numel(), flat.dtype.itemsize)] += 1
+        if operation != "all_gather":
+            self._encodable &= flat.dtype in FLOATS
+            if self._errors is not None and self._step >= WARM and self._encodable:
+                self._errors.note(key, flat)
+        self._own += time.perf_counter() - began
+
+    def step_done(self) -> None:
+        """After every backward, when its sums are there."""
+        now, waited = time.perf_counter(), self._queue.waited_s
+        if self._step >= WARM:
+            self._times.append((now - self._began - self._own, waited - self._waited))
+        self._last_traffic, self._traffic = self._traffic, Counter()
+        self._step += 1
+        if self._flushing:
+            self._use(PLAIN, feedback=False)
+        if self._step == self._due:
+            self._decide()
+        self._began, self._waited, self._own = time.perf_counter(), self._queue.waited_s, 0.0
+
+    def _decide(self) -> None:
+        if self._routing.coded is None or not self._possible():
+            self._errors = None
+            reason = "the ranks share one host's memory: no byte travels, so no codec can pay"
+            if self._routing.coded is not None:
+                reason = "gradients are fp64, which no codec carries"
+            self.decisions.record(self.topic, PLAIN, reason=reason, step=self._step)
+            self._due = -1
+            return
+        step_s, waited_s = self._measured()
+        if self._plain is None:
+            self._first(step_s, waited_s)
+        elif self._judge:
+            self._hold(step_s)
+        else:
+            self._again(step_s, waited_s)
+
+    def _possible(self) -> bool:
+        return all(groups.gather_objects(self._encodable))
+
+    def _measured(self) -> tuple[float, float]:
+        """Medians of the last steps: seconds of the slowest rank, waited of the one that waited
+        least."""
+        mine = [median(one[0] for one in self._times), median(one[1] for one in self._times)]
+        if self._mesh.kind != "cpu":  # there the stream waits, which nobody sees
+            mine[1] = mine[0]
+        every = groups.gather_objects(mine)
+        self._times.clear()
+        return max(one[0] for one in every), min(one[1] for one in every)
+
+    def _first(self, step_s: float, waited_s: float) -> None:
+        assert self._errors is not None
+        errors = groups.gather_objects(self._errors.found())
+        self._errors = None
+        self._owed = {name: _ratio([one[name] for one in errors]) for name in CANDIDATES}
+        self._speeds = codec_speeds(CANDIDATES, self._routing.device)
+        self._plain = Plain(step_s, waited_s, 0.0)
+        self._choose(step_s)
+
+    def _again(self, step_s: float, waited_s: float) -> None:
+        assert self._plain is not None
+        if self.codec == PLAIN:
+            self._plain = Plain(step_s, waited_s, 0.0)
+        self._choose(step_s)
+
+    def _choose(self, step_s: float) -> None:
+        """Probes, predicts, decides, switches; says when to look next."""
+        began = time.perf_counter()
+        way = way_of(probe(self._mesh, self._axis), self._routing)
+        took = max(groups.gather_objects(time.perf_counter() - began))
+        assert self._plain is not None
+        wire_s = way.seconds(self._last_traffic, None)
+        before = self._plain if self._plain.wire_s else replace(self._plain, wire_s=wire_s)
+        self._plain = before.moved(wire_s)
+        candidates = [
+            Candidate(
+                name,
+                way.seconds(self._last_traffic, codec(name)),
+                self._speeds[name].seconds(self._last_traffic, way.size),
+                self._owed[name],
+            )
+            for name in CANDIDATES
+            if name not in self._failed
+        ]
+        self.choice = choose(self._plain, candidates, self._budget)
+        self._switch(self.choice, self.choice.codec, self.choice.reason)
+        wait = max(EVERY, int(took / max(_SHARE * step_s, 1e-9)))
+        self._judge = self.codec != PLAIN
+        self._due = self._step + (REALISED + 1 if self._judge else wait)
+        self._wait = wait
+
+    def _hold(self, step_s: float) -> None:
+        """The prediction against what came of it."""
+        assert self.choice is not None
+        assert self._plain is not None
+        gain = 1 - step_s / self._plain.step_s
+        told = f"{self.choice.gain:.0%} predicted, {gain:.0%} realised over {REALISED} steps"
+        if gain > 0:
+            self._switch(self.choice, self.codec, f"saves {gain:.0%} of a step ({told})", step_s)
+        else:
+            self._failed.add(self.codec)
+            self._switch(self.choice, PLAIN, f"{self.codec} saved nothing ({told})", step_s)
+        self._judge = False
+        self._due = self._step + self._wait
+
+    def _switch(
+        self, choice: Choice, name: str, reason: str, realised_s: float | None = None
+    ) -> None:
+        figures = choice.figures()
+        if realised_s is not None:
+            figures[self.codec]["realised s"] = realised_s
+        name = self.decisions.record(self.topic, name, figures, reason, unit="s", step=self._step)
+        if name != self.codec:
+            logger("comm").info(f"{self.topic}: codec {name} from step {self._step + 1}: {reason}")
+            self._use(name)
+
+    def _use(self, name: str, feedback: bool = True) -> None:
+        """Going back to no codec, one more step adds the errors that are still owed, exactly."""
+        self._flushing = name == PLAIN and feedback
+        self._routing.use(name, "both" if feedback else "none")
+        self.codec = name
+
+    def _replay(self) -> None:
+        """A resumed run begins with what it had chosen."""
+        old = self.decisions.replay[self.topic]
+        self.decisions.record(self.topic, old.chosen)
+        del self.decisions.replay[self.topic]
+        able = self._routing.coded is not None
+        if able and old.chosen != self.codec and old.chosen in CANDIDATES:
+            self._use(old.chosen)
+
+
+def way_of(found: Topology, routing: Routing) -> Way:
+    """How the bytes of a link travel over a probed network."""
+    several = len(found.hosts.ranks) > 1
+    level = found.level("network" if several else "loopback")
+    assert level is not None
+    size = sum(map(len, found.hosts.ranks))
+    return Way(
+        routing.topology,
+        size,
+        len(found.hosts.ranks),
+        level.latency_s,
+        level.bytes_per_s,
+        routing.gather,
+    )
+
+
+def codec_speeds(names: tuple[str, ...], device: torch.device) -> dict[str, Speed]:
+    """Times each codec on this machine, with feedback; the slowest rank counts."""
+    values = torch.randn(_TIMED, device=device)
+    error, out = torch.zeros_like(values), torch.zeros_like(values)
+    mine = {}
+    for name in names:
+        one = codec(name)
+        payload = torch.empty(one.bytes(_TIMED), dtype=torch.uint8, device=device)
+        turns = []
+        for _ in range(3):
+            began = time.perf_counter()
+            one.encode(values, payload, error)
+            _settle(device)
+            middle = time.perf_counter()
+            one.decode(payload, out, add=True)
+            _settle(device)
+            turns.append((middle - began, time.perf_counter() - middle))
+        mine[name] = [min(turn[side] for turn in turns) / _TIMED for side in (0, 1)]
+    every = groups.gather_objects(mine)
+    return {name: Speed(*(max(one[name][i] for one in every) for i in (0, 1))) for name in names}
+
+
+def _settle(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _ratio(squares: list[list[float]]) -> float | None:
+    """The error of the ranks' gradients together; None where all were zero."""
+    owed, total = sum(one[0] for one in squares), sum(one[1] for one in squares)
+    return (owed / total) ** 0.5 if total else None

@@ -1,0 +1,72 @@
+"""The policy of codec auto on made-up figures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lezero.comm.choice import PLAIN, Candidate, Exchange, Plain, Speed, Way, choose, predict
+from lezero.comm.codec import codec
+
+SLOW = Plain(step_s=10.0, waited_s=8.0, wire_s=8.4)  # 0.4 s of the wire are hidden
+INT4 = Candidate("int4:64", wire_s=1.1, codec_s=0.05, error=0.1)
+SIGN = Candidate("sign:256", wire_s=0.3, codec_s=0.05, error=2.0)
+
+
+def test_what_pays_within_the_budget_is_chosen() -> None:
+    made = choose(SLOW, [INT4, SIGN], budget=0.15)
+    assert made.codec == "int4:64"
+    assert made.seconds["int4:64"] == pytest.approx(10 - 8 + (1.1 - 0.4) + 0.05)
+    assert made.gain == pytest.approx(0.725)
+    assert "budget 0.15" in made.refused["sign:256"]
+    assert made.figures()["sign:256"]["note"] == made.refused["sign:256"]
+    assert choose(SLOW, [INT4, SIGN], budget=3.0).codec == "sign:256"
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        Plain(step_s=1.0, waited_s=0.0, wire_s=0.5),  # all hidden
+        Plain(step_s=1.0, waited_s=0.9, wire_s=0.01),  # it waits for a slow rank, not for bytes
+        Plain(step_s=1.0, waited_s=0.06, wire_s=0.06),  # would save 2%
+    ],
+)
+def test_none_where_nothing_pays(plain: Plain) -> None:
+    quick = Candidate("int8:256", wire_s=plain.wire_s / 4, codec_s=0.025, error=0.006)
+    made = choose(plain, [quick], budget=0.15)
+    assert made.codec == PLAIN
+    assert made.gain == 0
+    assert "no codec saves 3%" in made.reason
+
+
+def test_errors_that_are_no_number_are_refused() -> None:
+    broken = Candidate("int4:64", 0.1, 0.0, math.nan)
+    assert choose(SLOW, [broken], budget=10.0).codec == PLAIN
+
+
+def test_steps_on_another_wire_hide_as_much() -> None:
+    faster = SLOW.moved(0.9)
+    assert faster == Plain(pytest.approx(10 - 8 + 0.5), pytest.approx(0.5), 0.9)
+    assert SLOW.moved(SLOW.wire_s) == SLOW
+    assert SLOW.moved(0.2).waited_s == 0
+    assert predict(SLOW, INT4) == SLOW.moved(1.1).step_s + 0.05
+
+
+def test_seconds_of_the_wire_follow_latency_bytes_and_hosts() -> None:
+    traffic = {Exchange("all_reduce", 8000, 4): 2, Exchange("all_gather", 8000, 2): 1}
+    way = Way("flat", size=2, hosts=2, latency_s=1e-3, bytes_per_s=1e6)
+    sent = 2 * 2 * 16000 + 8000
+    assert way.bytes(traffic, None) == sent
+    assert way.seconds(traffic, None) == pytest.approx(5e-3 + sent / 1e6)
+    int8 = codec("int8")
+    assert way.bytes(traffic, int8) == 2 * 2 * int8.bytes(4000) + 8000
+    both = Way("hierarchical", size=4, hosts=2, latency_s=0, bytes_per_s=1e6)
+    assert both.bytes({Exchange("reduce_scatter", 8000, 4): 1}, None) == 2 * 8000
+
+
+def test_encoding_counts_what_a_rank_encodes_and_decodes() -> None:
+    speed = Speed(encode_s=1.0, decode_s=10.0)
+    assert speed.seconds({Exchange("all_gather", 100, 4): 3}, 4) == 0
+    assert speed.seconds({Exchange("reduce_scatter", 100, 4): 1}, 4) == 75 * 11
+    assert speed.seconds({Exchange("all_reduce", 100, 4): 1}, 4) == 75 * 11 + 25 * (1 + 40)

@@ -1,0 +1,162 @@
+"""Codec auto on real ranks: measured, decided for all at once, replayed, held to what it said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.comm import chooser
+from lezero.comm.chooser import MEASURED, REALISED, WARM, Chooser
+from lezero.comm.link import Link
+from lezero.comm.mesh import Mesh
+from lezero.comm.probe import Level, Topology
+from lezero.comm.topology import Hosts
+from lezero.comm.wire import Wire
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from tests.ranks import RankPool
+
+NUMEL = 1 << 12
+
+
+def steps(link: Link, count: int) -> list[str]:
+    """The codec that each step used; sums of ones are checked as far as the codec is exact."""
+    used = []
+    for _ in range(count):
+        flat = torch.linspace(-1, 1, NUMEL)
+        link.all_reduce(flat, key="x").wait()
+        used.append(link.codec)
+        link.step_done()
+    return used
+
+
+def slow_network(monkeypatch: pytest.MonkeyPatch, step_s: list[float]) -> None:
+    """A wire that took most of the measured steps; later steps take what `step_s` says in turn."""
+    level = Level("network", 1e-6, 1e3)
+    found = Topology(Hosts(((0,), (1,))), (level,))
+    monkeypatch.setattr(chooser, "probe", lambda mesh, axis: found)
+    monkeypatch.setattr(Chooser, "_measured", lambda self: (step_s.pop(0), 18.0))
+
+
+def chosen(later_s: float) -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0, later_s])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            before = steps(link, WARM + MEASURED)
+            after = steps(link, REALISED + 3)
+            record = link.chooser.decisions.to_json()
+            first = link.account.take()["all_reduce"]
+            flat = torch.full((NUMEL,), 3.0)
+            link.all_reduce(flat, key="x").wait()
+            sent = link.account.take()["all_reduce"]
+            formula = link.sent_bytes("all_reduce", NUMEL, torch.float32)
+    assert first > 0
+    return {
+        "before": before,
+        "after": after,
+        "record": record["decisions"],
+        "bytes": [sent, formula],
+        "sum": flat.tolist()[:2],
+    }
+
+
+def test_a_slow_network_gets_a_codec_at_one_step_on_all_ranks(ranks: RankPool) -> None:
+    one, two = ranks(2, chosen, 3.0)
+    assert one == two
+    assert one["before"] == ["none"] * (WARM + MEASURED)
+    assert one["after"] == ["int4:64"] * (REALISED + 3)
+    (record,) = one["record"]
+    assert record["topic"] == "wire.s"
+    assert record["chosen"] == "int4:64"
+    assert "85% realised over 10 steps" in record["reason"]
+    assert "budget" in record["candidates"]["sign:256"]["note"]
+    assert record["candidates"]["int4:64"]["realised s"] == 3.0
+    assert one["bytes"][0] == one["bytes"][1] < NUMEL
+
+
+def test_a_codec_that_saves_nothing_is_taken_back(ranks: RankPool) -> None:
+    one, two = ranks(2, chosen, 21.0)
+    assert one == two
+    assert one["after"][: REALISED + 1] == ["int4:64"] * (REALISED + 1)
+    assert one["after"][REALISED + 1 :] == ["none"] * 2
+    assert "int4:64 saved nothing" in one["record"][0]["reason"]
+    assert one["bytes"] == [4 * NUMEL, 4 * NUMEL]
+    assert one["sum"] == [6.0, 6.0]  # what was owed went out in the step before
+
+
+def owed() -> list[float]:
+    """Sums over all steps, with a codec in the middle: in the end nothing is missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0, 21.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            total, wanted = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            generator = torch.Generator().manual_seed(0)
+            for _ in range(WARM + MEASURED + REALISED + 4):
+                values = torch.randn(2, NUMEL, generator=generator)
+                wanted += values.sum(0)
+                flat = values[groups.rank()].clone()
+                link.all_reduce(flat, key="x").wait()
+                total += flat
+                link.step_done()
+    return [float((total - wanted).abs().max())]
+
+
+def test_going_back_adds_what_is_still_owed(ranks: RankPool) -> None:
+    assert max(ranks(2, owed))[0] < 1e-4
+
+
+def replayed() -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0, 3.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            steps(link, WARM + MEASURED)
+            record = link.chooser.decisions.to_json()
+    with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+        assert link.chooser is not None
+        link.chooser.decisions = Decisions.from_json(record)
+        used = steps(link, 2)
+        made = link.chooser.decisions.records["wire.s"]
+    return [used, made.replayed, made.chosen]
+
+
+def test_a_resumed_run_begins_with_what_it_had_chosen(ranks: RankPool) -> None:
+    assert ranks(2, replayed) == [[["int4:64"] * 2, True, "int4:64"]] * 2
+
+
+def at_home(topology: str, dtype: str) -> list[Any]:
+    wire = Wire.parse({"codec": "auto", "topology": topology})
+    with Link(wire, Mesh({"s": 2}), "s") as link:
+        assert link.chooser is not None
+        for _ in range(WARM + MEASURED + 2):
+            link.all_reduce(torch.ones(NUMEL, dtype=getattr(torch, dtype)), key="x").wait()
+            link.step_done()
+        made = link.chooser.decisions.records["wire.s"]
+        return [link.topology, link.codec, made.chosen, made.reason]
+
+
+def test_nothing_pays_on_one_host(ranks: RankPool) -> None:
+    for topology, codec, made, reason in ranks(2, at_home, "auto", "float32"):
+        assert (topology, codec, made) == ("shared", "none", "none")
+        assert "no byte travels" in reason
+    for _, codec, made, reason in ranks(2, at_home, "flat", "float64"):
+        assert (codec, made) == ("none", "none")
+        assert "fp64" in reason
+
+
+def really_measured() -> list[Any]:
+    with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+        assert link.chooser is not None
+        steps(link, WARM + MEASURED)
+        made = link.chooser.decisions.records["wire.s"]
+        return [made.chosen, {name: dict(f) for name, f in made.candidates.items()}]
+
+
+def test_all_is_measured_on_a_real_wire(ranks: RankPool) -> None:
+    one, two = ranks(2, really_measured)
+    assert one == two
+    assert set(one[1]) == {"none", *chooser.CANDIDATES}
+    assert all(figures["s"] > 0 for figures in one[1].values())
