@@ -1,4 +1,4 @@
-"""The Python of the pages on training, verifying and memory runs as written, block after block."""
+"""The Python of the pages on training, verifying, memory and codecs runs as written, block after block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.house.floors import ROOT
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["training", "memory-pool", "verify"])
+@pytest.mark.parametrize("page", ["training", "memory-pool", "verify", "codecs"])
 def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))
     assert blocks
