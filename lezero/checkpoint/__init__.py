@@ -2,24 +2,37 @@
 
 from lezero.checkpoint.environment import environment, environment_difference
 from lezero.checkpoint.export import export_weights
-from lezero.checkpoint.find import Loaded, checkpoint_root, is_generation, load
+from lezero.checkpoint.find import (
+    Loaded,
+    Wanted,
+    checkpoint_root,
+    is_generation,
+    load,
+    load_together,
+)
 from lezero.checkpoint.marks import read_mark
 from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from lezero.checkpoint.random_state import pack_random, unpack_random
+from lezero.checkpoint.rows import is_split, rows_of, split_like
 from lezero.checkpoint.saver import Saver
 
 __all__ = [
     "Loaded",
     "Saver",
+    "Wanted",
     "checkpoint_root",
     "environment",
     "environment_difference",
     "export_weights",
     "is_generation",
+    "is_split",
     "load",
+    "load_together",
     "pack_optimizer",
     "pack_random",
     "read_mark",
+    "rows_of",
+    "split_like",
     "unpack_optimizer",
     "unpack_random",
 ]

@@ -12,10 +12,13 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from lezero.checkpoint.buffers import HostBuffers
+from lezero.checkpoint.crew import Crew
 from lezero.checkpoint.marks import marked_steps, write_mark
+from lezero.checkpoint.rows import slices
+from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.log import logger
-from lezero.files import check_json, discard, list_generations, step_of, write_generation
+from lezero.files import Slice, check_json, discard, list_generations, step_of
 
 _log = logger("checkpoint")
 
@@ -23,7 +26,10 @@ _log = logger("checkpoint")
 class Saver:
     """Writes generations under `root` and keeps the newest `keep` and every marked one.
 
-    Exactly one process may own a Saver for a root: in a distributed run, rank 0.
+    With `together` every rank makes one, at the same time, for a root that all of them see, and all
+    call `save` at the same steps: each writes the rows that it has (see `rows`), and a generation
+    appears when every rank's part is durable, or nowhere. Otherwise exactly one process may own a
+    Saver for a root.
 
     `save` copies and returns; a thread writes. A write that fails (disk full, for example) is
     passed to `on_error`, by default logged, and kept in `error`; it never stops training, and
@@ -38,6 +44,7 @@ class Saver:
         *,
         busy: Literal["wait", "skip"] = "wait",
         on_error: Callable[[int, Exception], None] | None = None,
+        together: bool = False,
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise ConfigError(f"keep: got {keep!r}, allowed is an integer from 1")
@@ -53,52 +60,69 @@ class Saver:
         self.error: Exception | None = None
         """Why the last write failed; None when it succeeded."""
         self._on_error = on_error or self._tell
+        self._crew = Crew(alone=not together)
         self._buffers = HostBuffers()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._writing: int | None = None
         self._marks: list[str] = []
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one that commits, marks and deletes generations."""
+        return self._crew.rank == 0
+
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocates the host memory for such tensors now, so that the first save is fast too."""
         self.wait()
-        self._buffers.reserve(tensors)
+        self._buffers.reserve(slices(tensors, self.leads)[0])
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], documents: Mapping[str, Any]) -> bool:
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        documents: Mapping[str, Any],
+        own: Mapping[str, Tensor] | None = None,
+    ) -> bool:
         """Copies everything as it is now and writes it as generation `step` in the background.
 
-        Returns False when it was skipped (see `busy`) or when the copy does not fit in memory.
-        Raises `FileError` for tensors or documents that cannot be stored at all.
+        Of `tensors`, which every rank gives alike, a rank copies and writes its rows of DTensors,
+        and rank 0 the rest; `own` are tensors that no other rank has, under names of their own.
+        `documents` are rank 0's. Returns False when it was skipped (see `busy`) or when the copy
+        does not fit in memory. Raises `FileError` for tensors or documents that cannot be stored.
         """
         began = time.perf_counter()
         try:
-            if self._busy() and self.busy == "skip":
+            if self.busy == "skip" and self._any_busy():
                 _log.warning(f"generation {step} skipped: the one before is still being written")
                 return False
             self.wait()
             check_json(documents, "documents")
             copied_documents = json.loads(json.dumps(documents))
-            try:
-                copied = self._buffers.copy(tensors)
-            except (MemoryError, OSError, RuntimeError) as error:
-                if isinstance(error, LeZeroError):
-                    raise
-                self._failed(step, error)
+            mine, places = slices(tensors, self.leads)
+            copied, problem = self._copied({**mine, **(own or {})})
+            if problem is not None and self._crew.size == 1:
+                self._failed(step, problem)
                 return False
             self._writing = step
             self._thread = threading.Thread(
-                target=self._write, args=(step, copied, copied_documents), name="lezero-save"
+                target=self._write,
+                args=(step, copied, places, copied_documents, problem),
+                name="lezero-save",
             )
             self._thread.start()
-            return True
+            return problem is None
         finally:
             self.stall_seconds = time.perf_counter() - began
 
     def mark(self, name: str, step: int) -> None:
         """Points `name` ("best", "last") at generation `step`, which retention then keeps.
 
-        For a generation that is still being written, this happens once it is complete.
+        For a generation that is still being written, this happens once it is complete. Of ranks
+        that save together, rank 0 does it.
         """
+        if not self.leads:
+            return
         with self._lock:
             if self._writing == step:
                 self._marks.append(name)
@@ -109,9 +133,12 @@ class Saver:
         """Moves generations newer than `step` out of the way, as `superseded-…`; returns them.
 
         Call it when training goes on from an earlier generation than the newest one; otherwise a
-        later load would pick a newer one of the history that was left.
+        later load would pick a newer one of the history that was left. Of ranks that save together,
+        rank 0 does it.
         """
         self.wait()
+        if not self.leads:
+            return []
         moved = []
         for path in list_generations(self.root):
             if (step_of(path) or 0) > step:
@@ -134,6 +161,7 @@ class Saver:
         """Waits for the last write and frees the host memory."""
         self.wait()
         self._buffers = HostBuffers()
+        self._crew.close()
 
     def __enter__(self) -> Self:
         return self
@@ -141,13 +169,31 @@ class Saver:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def _any_busy(self) -> bool:
+        mine = self._thread is not None and self._thread.is_alive()
+        return any(groups.gather_objects(mine)) if self._crew.size > 1 else mine
 
-    def _write(self, step: int, tensors: dict[str, Tensor], documents: dict[str, Any]) -> None:
+    def _copied(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Exception | None]:
+        """The copies, or why there are none: ranks that save together all hear of it."""
+        try:
+            return self._buffers.copy(tensors), None
+        except (MemoryError, OSError, RuntimeError) as error:
+            if isinstance(error, LeZeroError):
+                raise
+            return {}, error
+
+    def _write(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        places: dict[str, Slice],
+        documents: dict[str, Any],
+        problem: Exception | None,
+    ) -> None:
         began = time.perf_counter()
         try:
-            write_generation(self.root, step, tensors=tensors, documents=documents)
+            told = f"{type(problem).__name__}: {problem}" if problem else ""
+            self._crew.write(self.root, step, tensors, places, documents, told)
             self.error = None
         except Exception as error:  # whatever it is, training goes on
             self._failed(step, error)
@@ -158,7 +204,7 @@ class Saver:
     def _finish(self, step: int) -> None:
         with self._lock:
             marks, self._marks, self._writing = self._marks, [], None
-            if self.error is not None:
+            if self.error is not None or not self.leads:
                 return
             try:
                 for name in marks:

@@ -2,24 +2,34 @@
 
 from lezero.files.folder import discard, read_small, write_file
 from lezero.files.generation import (
+    Form,
     Generation,
+    Slice,
+    check_space,
+    commit_parts,
     list_generations,
-    read_documents,
-    read_generation,
     split_shared,
     step_of,
     step_path,
     tensor_bytes,
     write_generation,
+    write_part,
     write_tensor_file,
 )
+from lezero.files.reading import Rows, Select, read_documents, read_generation
 from lezero.files.sealed import check_json, seal, unseal
 from lezero.files.tensorfile import check_tensor, empty_bytes
 
 __all__ = [
+    "Form",
     "Generation",
+    "Rows",
+    "Select",
+    "Slice",
     "check_json",
+    "check_space",
     "check_tensor",
+    "commit_parts",
     "discard",
     "empty_bytes",
     "list_generations",
@@ -34,5 +44,6 @@ __all__ = [
     "unseal",
     "write_file",
     "write_generation",
+    "write_part",
     "write_tensor_file",
 ]

@@ -37,20 +37,46 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Rows `start` … `stop` of a tensor's dim 0, from byte `begin` of a file on.
+
+    A tensor without dims has one row.
+    """
+
+    file: str
+    begin: int
+    chunks: tuple[str, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class TensorEntry:
-    """One tensor: `kind` "plain" has bytes in a file, "same" is another tensor under this name."""
+    """One tensor: `kind` "plain" has bytes in files, "same" is another tensor under this name.
+
+    `parts` follow one another and hold every row once.
+    """
 
     kind: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    file: str = ""
-    begin: int = 0
-    chunks: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
     same_as: str = ""
 
     @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
+
+    @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return self.rows * self.row_bytes
+
+    def part_bytes(self, part: Part) -> int:
+        return (part.stop - part.start) * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -73,8 +99,8 @@ class Manifest:
             "step": self.step,
             "created": self.created,
             "chunk": self.chunk,
-            "files": {name: _file_json(entry) for name, entry in self.files.items()},
-            "tensors": {name: _tensor_json(entry) for name, entry in self.tensors.items()},
+            "files": {name: file_json(entry) for name, entry in self.files.items()},
+            "tensors": {name: tensor_json(entry) for name, entry in self.tensors.items()},
             "documents": self.documents,
         }
         return sealed.seal(FORMAT, body)
@@ -82,7 +108,12 @@ class Manifest:
     @classmethod
     def from_bytes(cls, raw: bytes, where: str, version: str) -> Manifest:
         """Checks digest, format and every field; `where` names the file in errors."""
-        data = _Fields(sealed.unseal(raw, where, FORMAT, version), where)
+        return cls.from_fields(sealed.unseal(raw, where, FORMAT, version), where)
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any], where: str) -> Manifest:
+        """Checks every field; raises `CorruptError` for the first that cannot be."""
+        data = _Fields(fields, where)
         chunk = data.count("chunk", 1)
         files = {n: _file(n, e) for n, e in data.each("files", _MAX_FILES)}
         tensors = {n: _tensor(e, files, chunk) for n, e in data.each("tensors", _MAX_TENSORS)}
@@ -165,18 +196,44 @@ def _tensor(data: _Fields, files: Mapping[str, FileEntry], chunk: int) -> Tensor
         raise data.bad("its shape is no list of sizes")
     if math.prod(max(n, 1) for n in shape) > _MAX_SIZE // 16:
         raise data.bad("its shape is too large")
-    parts = data.take("parts", list)
-    if len(parts) != 1 or not isinstance(parts[0], dict) or "offset" in parts[0]:
-        raise FileError(f"{data.where}: stored in shards, which this version does not read")
-    part = _Fields(parts[0], data.where)
-    file, begin = part.take("file", str), part.count("begin")
-    chunks = tuple(part.digest(item) for item in part.take("chunks", list))
-    made = TensorEntry(kind, dtype, tuple(shape), file, begin, chunks)
+    made = TensorEntry(kind, dtype, tuple(shape))
+    listed = data.take("parts", list)
+    parts = tuple(_part(item, data, made, files, chunk) for item in listed)
+    rows = 0
+    for part in parts:
+        if part.start != rows:
+            raise data.bad("its parts overlap, leave rows out or are not in order")
+        rows = part.stop
+    if not parts or rows != made.rows:
+        raise data.bad("its parts do not hold all of its rows")
+    return TensorEntry(kind, dtype, made.shape, parts)
+
+
+def _part(
+    item: object, data: _Fields, made: TensorEntry, files: Mapping[str, FileEntry], chunk: int
+) -> Part:
+    if not isinstance(item, dict):
+        raise data.bad("a part of it is no JSON object")
+    fields = _Fields(item, data.where)
+    file, begin = fields.take("file", str), fields.count("begin")
+    chunks = tuple(fields.digest(digest) for digest in fields.take("chunks", list))
+    start, stop = 0, made.rows
+    if "offset" in item or "shape" in item:
+        offset, shape = fields.take("offset", list), fields.take("shape", list)
+        if any(type(n) is not int or n < 0 for n in [*offset, *shape]):
+            raise data.bad("a part of it lies nowhere")
+        inner = list(made.shape[1:])
+        if not made.shape or offset[1:] != [0] * len(inner) or shape[1:] != inner:
+            raise FileError(
+                f"{data.where}: cut otherwise than by rows, which this version does not read"
+            )
+        start, stop = offset[0], offset[0] + shape[0]
+    part = Part(file, begin, chunks, start, stop)
     if file not in files:
         raise data.bad(f"lies in '{file[:80]}', which is not listed")
-    if len(chunks) != -(-made.nbytes // chunk):
+    if len(chunks) != -(-made.part_bytes(part) // chunk):
         raise data.bad("has the wrong number of digests")
-    return made
+    return part
 
 
 def _check_links(made: Manifest, where: str) -> None:
@@ -190,7 +247,11 @@ def _check_links(made: Manifest, where: str) -> None:
 def _check_tiling(made: Manifest, where: str) -> None:
     """Headers and tensors must cover every byte of every file once: no byte is left unchecked."""
     ends = {name: entry.header for name, entry in made.files.items()}
-    plain = [(e.file, e.begin, e.nbytes, n) for n, e in made.tensors.items() if e.kind == "plain"]
+    plain = [
+        (part.file, part.begin, entry.part_bytes(part), name)
+        for name, entry in made.tensors.items()
+        for part in entry.parts
+    ]
     for file, begin, size, name in sorted(plain):
         if begin != ends[file]:
             raise CorruptError(f"{where}: tensor '{name[:200]}' overlaps or leaves a gap in {file}")
@@ -200,7 +261,7 @@ def _check_tiling(made: Manifest, where: str) -> None:
             raise CorruptError(f"{where}: the tensors do not fill {file}")
 
 
-def _file_json(entry: FileEntry) -> dict[str, Any]:
+def file_json(entry: FileEntry) -> dict[str, Any]:
     return {
         "size": entry.size,
         "header": entry.header,
@@ -209,13 +270,21 @@ def _file_json(entry: FileEntry) -> dict[str, Any]:
     }
 
 
-def _tensor_json(entry: TensorEntry) -> dict[str, Any]:
+def tensor_json(entry: TensorEntry) -> dict[str, Any]:
     if entry.kind == "same":
         return {"kind": "same", "as": entry.same_as}
-    part = {"file": entry.file, "begin": entry.begin, "chunks": list(entry.chunks)}
     return {
         "kind": "plain",
         "dtype": entry.dtype,
         "shape": list(entry.shape),
-        "parts": [part],
+        "parts": [_part_json(entry, part) for part in entry.parts],
     }
+
+
+def _part_json(entry: TensorEntry, part: Part) -> dict[str, Any]:
+    made = {"file": part.file, "begin": part.begin, "chunks": list(part.chunks)}
+    if (part.start, part.stop) == (0, entry.rows):
+        return made
+    inner = entry.shape[1:]
+    offset, shape = [part.start, *(0 for _ in inner)], [part.stop - part.start, *inner]
+    return {**made, "offset": offset, "shape": shape}

@@ -155,10 +155,10 @@ class _Journey:
 
     def _resume(self) -> str:
         """Resumes as a run does: decisions replayed, state restored, the loader put in place."""
-        loaded = engine_state.load_together(self.root)
-        engine = self._engine(Decisions.from_json(loaded.documents["decisions"]))
+        found = engine_state.peek(self.root)
+        engine = self._engine(Decisions.from_json(found.documents["decisions"]))
         loader, _ = recipe.loaders(self.config, self.data)
-        documents = engine_state.restore(engine, loaded)
+        documents = engine_state.load(engine, self.root)
         loader.seek(documents["cursor"])
         self._judge_state(engine)
         for step in range(self.half, self.steps):

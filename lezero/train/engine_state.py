@@ -1,12 +1,17 @@
 """An engine's whole state, as tensors by name and documents, and back.
 
-What a generation holds: weights (`model/…`), optimizer state by parameter name (`optimizer/…`),
-the generators of every rank (`random/…`) and the documents `state` (step, precision, loss scale),
-`decisions` and `environment`. Restoring checks everything before it changes anything.
+What a generation holds: weights (`model/…`), optimizer state by parameter name (`optimizer/…`), the
+generators of every rank (`random/…`), what encoding lost on the wires of every rank (`feedback/…`,
+see `train/feedback.py`) and the documents `state` (step, precision, loss scale), `decisions` and
+`environment`. Every rank writes the rows that it has, and reads those that it needs, so that any
+number of ranks at any stage of ZeRO can go on from any other. Restoring checks everything before it
+changes anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +23,13 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import step_path
+from lezero.train import feedback
 
 if TYPE_CHECKING:
     from lezero.train.engine import Engine
 
 log = logger("train")
-_MODEL = "model/"
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
 
 
 def names_of(engine: Engine) -> dict[str, torch.nn.Parameter]:
@@ -31,13 +37,23 @@ def names_of(engine: Engine) -> dict[str, torch.nn.Parameter]:
     return dict(engine.model.named_parameters())
 
 
-def pack(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+@dataclass(frozen=True)
+class Packed:
+    """`tensors` are the same on every rank (DTensors: each has its rows), `own` this rank's."""
+
+    tensors: dict[str, torch.Tensor]
+    own: dict[str, torch.Tensor]
+    documents: dict[str, Any]
+
+
+def pack(engine: Engine) -> Packed:
     """Tensors (not copied) and documents of the engine. Every rank must call it together."""
     tensors = {_MODEL + name: value for name, value in engine.model.state_dict().items()}
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
     tensors |= found
-    random_tensors, everyone = _pack_random()
-    tensors |= random_tensors
+    # A step draws from (seed, step) and needs no generator; they are for the caller's own code.
+    own, random = checkpoint.pack_random(prefix=_random_prefix())
+    pending, lines = feedback.pack(engine.model)
     documents = {
         "state": {
             "step": engine.step,
@@ -46,29 +62,63 @@ def pack(engine: Engine) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "skipped_in_a_row": engine.skipped_in_a_row,
         },
         "optimizer": optimizer,
-        "random": everyone,
+        "random": groups.gather_objects(random),
+        "feedback": lines,
         "decisions": engine.decisions.to_json(),
         "environment": checkpoint.environment(),
     }
-    return tensors, documents
+    return Packed(tensors, {**own, **pending}, documents)
 
 
-def _random_prefix(rank: int) -> str:
-    return f"random/{rank}/"
+def _random_prefix() -> str:
+    return f"random/{groups.rank()}/"
 
 
-def _pack_random() -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """The generators of every rank. A step draws from (seed, step) and needs none of them; they
-    are the caller's, whose own code may."""
-    tensors, document = checkpoint.pack_random(prefix="")
-    mine = {"tensors": {k: [str(v.dtype)[6:], v.tolist()] for k, v in tensors.items()}}
-    everyone = groups.gather_objects({**mine, "document": document})
-    packed = {
-        _random_prefix(rank) + name: torch.tensor(values, dtype=getattr(torch, dtype))
-        for rank, one in enumerate(everyone)
-        for name, (dtype, values) in one["tensors"].items()
-    }
-    return packed, [one["document"] for one in everyone]
+def peek(path: Path) -> checkpoint.Loaded:
+    """The documents of the newest generation whose manifest is good, without its tensors.
+
+    The same on every rank, as are the errors.
+    """
+    return checkpoint.load_together(path, lambda _: checkpoint.Wanted(lambda name: False))
+
+
+def find(engine: Engine, path: Path) -> checkpoint.Loaded:
+    """The newest good generation (or the one named), the same on every rank.
+
+    Each rank reads what it needs: its rows of the model and of the optimizer's state.
+    """
+    likes = _likes(engine)
+
+    def rows(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
+        like = _like(likes, name, shape)
+        return None if like is None else checkpoint.rows_of(name, like)
+
+    def want(documents: Mapping[str, Any]) -> checkpoint.Wanted:
+        random = _random_prefix() if _same_ranks(documents) else "-"
+        pending = feedback.prefixes(engine.model, documents)
+        prefixes = (_MODEL, _OPTIMIZER, random, *pending)
+        return checkpoint.Wanted(lambda name: name.startswith(prefixes), rows)
+
+    return checkpoint.load_together(path, want)
+
+
+def _same_ranks(documents: Mapping[str, Any]) -> bool:
+    return len(documents["random"]) == groups.world_size()
+
+
+def _likes(engine: Engine) -> dict[str, torch.Tensor]:
+    """The split tensors of the engine: names as in a generation, state's without its last part."""
+    found = {_MODEL + name: value for name, value in engine.model.state_dict().items()}
+    found |= {_OPTIMIZER + name: value for name, value in names_of(engine).items()}
+    return {name: value for name, value in found.items() if checkpoint.is_split(value)}
+
+
+def _like(likes: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> Any:
+    """What a stored tensor is split like; None for whole ones. State of as many rows as its
+    parameter is split as that is."""
+    like = likes.get(name.rpartition("/")[0] if name.startswith(_OPTIMIZER) else name)
+    by_rows = like is not None and len(shape) > 0 and like.dim() > 0 and shape[0] == like.shape[0]
+    return like if by_rows else None
 
 
 def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
@@ -77,26 +127,32 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     Raises `FileError` naming the tensors when it belongs to another model, before any change.
     """
     state = loaded.documents["state"]
-    own = engine.model.state_dict()
+    own, likes = engine.model.state_dict(), _likes(engine)
+    tensors = {
+        name: checkpoint.split_like(value, like, loaded.forms[name].shape)
+        if (like := _like(likes, name, loaded.forms[name].shape)) is not None
+        else value
+        for name, value in loaded.tensors.items()
+    }
     saved = {
         name.removeprefix(_MODEL): value
-        for name, value in loaded.tensors.items()
+        for name, value in tensors.items()
         if name.startswith(_MODEL)
     }
     _check_model(loaded.path, own, saved)
     _warn_of_differences(loaded)
     checkpoint.unpack_optimizer(
-        engine.optimizer, names_of(engine), loaded.tensors, loaded.documents["optimizer"]
+        engine.optimizer, names_of(engine), tensors, loaded.documents["optimizer"]
     )
     engine.model.load_state_dict(saved)
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
     _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
-    everyone = loaded.documents["random"]
-    if len(everyone) == groups.world_size():
-        rank = groups.rank()
-        checkpoint.unpack_random(loaded.tensors, everyone[rank], prefix=_random_prefix(rank))
+    if _same_ranks(loaded.documents):
+        document = loaded.documents["random"][groups.rank()]
+        checkpoint.unpack_random(loaded.tensors, document, prefix=_random_prefix())
+    feedback.restore(engine.model, loaded)
     return loaded.documents
 
 
@@ -110,41 +166,19 @@ def _restore_precision(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
-    """Writes one generation and waits until it is durable."""
-    tensors, own = pack(engine)
-    error = ""
-    if groups.is_main():
-        with checkpoint.Saver(root) as saver:
-            saver.save(engine.step, tensors, {**own, **documents})
-            saver.wait()
-            error = str(saver.error or "")
-    error = groups.broadcast_object(error)
-    if error:
+    """Writes one generation, every rank its part, and waits until it is durable."""
+    packed = pack(engine)
+    with checkpoint.Saver(root, together=True) as saver:
+        saver.save(engine.step, packed.tensors, {**packed.documents, **documents}, packed.own)
+        error = saver.wait()
+    if error is not None:
         raise LeZeroError(f"the checkpoint of step {engine.step} was not written: {error}")
     return step_path(root, engine.step)
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
-    """Rank 0 finds the newest good generation (or checks the one named); every rank loads it."""
-    loaded = load_together(path)
-    return restore(engine, loaded)
-
-
-def load_together(path: Path) -> checkpoint.Loaded:
-    """The same verified generation on every rank; errors are the same on every rank too."""
-    loaded: checkpoint.Loaded | None = None
-    problem: dict[str, str] = {}
-    if groups.is_main():
-        try:
-            loaded = checkpoint.load(path)
-        except LeZeroError as error:
-            if groups.world_size() == 1:
-                raise
-            problem = {"error": str(error)}
-    answer = groups.broadcast_object(problem or {"path": str(loaded.path) if loaded else ""})
-    if "error" in answer:
-        raise FileError(answer["error"])
-    return loaded or checkpoint.load(Path(answer["path"]))
+    """Finds the newest good generation, or the one named, and puts it into the engine."""
+    return restore(engine, find(engine, path))
 
 
 def _check_model(path: Path, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:

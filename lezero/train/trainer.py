@@ -108,38 +108,43 @@ class Trainer:
         with watch.busy("prepares the data"):
             self.data = recipe.build_data(config)
         self.loader, self.validation = recipe.loaders(config, self.data)
-        loaded = self._find_checkpoint()
-        if loaded is not None:
-            self._check_same_run(loaded)
+        found = self._find_checkpoint()
+        if found is not None:
+            self._check_same_run(found)
         self.folder.write_config(config)  # from here on the run is this one
         with watch.busy("forecasts the run"):
             self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
         self.log.measure_from_here()
         decisions = Decisions()
-        if loaded is not None:
-            decisions = Decisions.from_json(loaded.documents["decisions"])
+        if found is not None:
+            decisions = Decisions.from_json(found.documents["decisions"])
         self.model = recipe.build_model(config, self.data.tokenizer.vocab_size)
         if groups.is_main():
             self.data.tokenizer.save(self.folder.tokenizer)
         self.engine = recipe.build_engine(config, self.model, decisions)
-        if groups.is_main():
-            self.saver = checkpoint.Saver(
-                self.folder.checkpoints, config.checkpoint.keep, on_error=self._save_failed
-            )
-        if loaded is not None:
-            self._resume(loaded)
-        elif self.saver is not None:
+        self.saver = checkpoint.Saver(
+            self.folder.checkpoints,
+            config.checkpoint.keep,
+            on_error=self._save_failed,
+            together=True,
+        )
+        if found is not None:
+            self._resume()
+        else:
             self._leave_history(self.saver, 0)
 
     def _find_checkpoint(self) -> checkpoint.Loaded | None:
-        """The newest good generation of this run. That all are damaged is an error."""
+        """What the newest generation of this run says of itself; its tensors come later.
+
+        That all are damaged is an error.
+        """
         there = bool(list_generations(self.folder.checkpoints)) if groups.is_main() else None
         # Ranks that a launcher started again go on with what they had, whatever the config says.
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
         wanted = self.config.checkpoint.resume or again
         if not wanted or not groups.broadcast_object(there):
             return None
-        return engine_state.load_together(self.folder.checkpoints)
+        return engine_state.peek(self.folder.checkpoints)
 
     def _check_same_run(self, loaded: checkpoint.Loaded) -> None:
         """Refuses a checkpoint of another model or other data while the folder is untouched."""
@@ -161,7 +166,10 @@ class Trainer:
             )
         self.loader.seek(cursor)
 
-    def _resume(self, loaded: checkpoint.Loaded) -> None:
+    def _resume(self) -> None:
+        """Goes on from the newest generation of which every rank can read what it needs."""
+        loaded = engine_state.find(self.engine, self.folder.checkpoints)
+        self._check_same_run(loaded)
         groups_now = self.engine.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups_now]
         documents = engine_state.restore(self.engine, loaded)
@@ -171,8 +179,8 @@ class Trainer:
         self.resumed_from = self._saved_step = loaded.step
         for path, reason in loaded.rejected:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
-        if self.saver is not None:
-            self._leave_history(self.saver, loaded.step)
+        assert self.saver is not None
+        self._leave_history(self.saver, loaded.step)
         for change in self.folder.changes(documents["config"], self.config):
             self._notes.append((f"changed since the checkpoint: {change}", "warning"))
         steps = self.config.train.steps
@@ -183,6 +191,8 @@ class Trainer:
     def _leave_history(self, saver: checkpoint.Saver, step: int) -> None:
         """Moves generations after `step` aside, with the marks that name them: the run is about to
         write others under their numbers."""
+        if not saver.leads:
+            return
         moved = saver.rewind(step)
         for name in ("best", "last"):
             try:
@@ -247,15 +257,15 @@ class Trainer:
                 self.event(f"step {step} could not be marked '{mark}': {error}", "warning")
 
     def _hand_over(self, step: int) -> None:
-        tensors, documents = engine_state.pack(self.engine)
-        documents |= {
+        packed = engine_state.pack(self.engine)
+        documents = packed.documents | {
             "cursor": self.loader.state(),
             "progress": {"best": self.best},
             "config": self.config.to_dict(),
             "model": self.model.config.to_dict(),
         }
         if self.saver is not None:
-            self.saver.save(step, tensors, documents)
+            self.saver.save(step, packed.tensors, documents, packed.own)
 
     def _save_last(self) -> str:
         """Saves this step and waits for it, with a second try; what went wrong, on every rank."""

@@ -130,13 +130,13 @@ def test_busy_policies(tmp_path, monkeypatch):
     from lezero.checkpoint import saver as module
 
     go = threading.Event()
-    real = module.write_generation
+    real = module.Crew.write
 
     def slow(*args, **kwargs):
         go.wait(5)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(module, "write_generation", slow)
+    monkeypatch.setattr(module.Crew, "write", slow)
     with Saver(tmp_path, busy="skip") as saver:
         assert saver.save(1, {}, {})
         assert not saver.save(2, {}, {})

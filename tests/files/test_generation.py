@@ -15,6 +15,7 @@ from lezero.files import (
     list_generations,
     read_documents,
     read_generation,
+    reading,
     tensor_bytes,
     tensorfile,
     write_generation,
@@ -117,7 +118,7 @@ def test_other_programs_read_the_tensor_files(tmp_path):
 
 def test_many_files_chunks_and_threads(tmp_path, monkeypatch, small_chunks):
     monkeypatch.setattr(generation, "FILE_BYTES", 4000)
-    monkeypatch.setattr(generation, "_INLINE", 0)
+    monkeypatch.setattr(reading, "_INLINE", 0)
     tensors = {f"t{i}": torch.randn(i * 100) for i in range(12)}
     path = write_generation(tmp_path, 1, tensors=tensors, documents={})
     assert len(os.listdir(path)) > 4
@@ -309,7 +310,7 @@ def test_a_really_full_disk(tmp_path, monkeypatch):
     if not mounted:
         pytest.skip("mounting a small disk needs root")
     try:
-        monkeypatch.setattr(generation, "_check_space", lambda root, needed: None)
+        monkeypatch.setattr(generation, "check_space", lambda root, needed: None)
         small = {"model/w": torch.randn(30_000)}
         write_generation(disk, 1, tensors=small, documents={})
         with pytest.raises(FileError, match="disk is full"):

@@ -36,8 +36,15 @@ def part(body):
 
 FORGERIES = {
     "kind": (lambda b: entry(b).update(kind="packed"), "'a': of kind 'packed'"),
-    "shards": (lambda b: entry(b)["parts"].append(part(b)), "stored in shards"),
-    "offset": (lambda b: part(b).update(offset=[0]), "stored in shards"),
+    "parts twice": (lambda b: entry(b)["parts"].append(part(b)), "overlap, leave rows out"),
+    "part no object": (lambda b: entry(b).update(parts=[1]), "no JSON object"),
+    "no parts": (lambda b: entry(b).update(parts=[]), "do not hold all"),
+    "offset alone": (lambda b: part(b).update(offset=[0]), "'shape' should be list"),
+    "negative offset": (lambda b: part(b).update(offset=[-1], shape=[4]), "lies nowhere"),
+    "columns": (lambda b: part(b).update(offset=[0, 1], shape=[4, 1]), "otherwise than by rows"),
+    "rows left out": (lambda b: part(b).update(offset=[1], shape=[3]), "leave rows out"),
+    "too few rows": (lambda b: part(b).update(offset=[0], shape=[3]), "do not hold all"),
+    "too many rows": (lambda b: part(b).update(offset=[0], shape=[2**70]), "wrong number|hold all"),
     "transform": (lambda b: b["files"][FILE].update(transforms=["aes"]), "through .'aes'"),
     "dtype": (lambda b: entry(b).update(dtype="F2"), "dtype 'F2'"),
     "negative shape": (lambda b: entry(b).update(shape=[-1]), "no list of sizes"),
