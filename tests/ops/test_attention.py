@@ -91,11 +91,16 @@ def errors(found, truth):
 @example(2, (4, 2), 256, 256, 64, True, 1.0, 0)
 @example(1, (1, 1), 257, 257, 64, True, 1.0, 0)
 @example(1, (1, 1), 300, 17, 32, True, 1.0, 0)
+@example(1, (1, 1), 1, 2, 32, False, 10.0, 0)
 @example(1, (1, 1), 17, 300, 32, True, 1.0, 0)
 def test_output_and_gradients_equal_the_reference(B, heads, M, N, E, causal, sharp, seed):
     tensors = case(B, *heads, M, N, E, sharp, seed)
-    for error in errors(ours(*tensors, causal), exact(*tensors, causal)):
-        assert error < 0.012
+    out, grad_q, grad_k, grad_v = errors(ours(*tensors, causal), exact(*tensors, causal))
+    assert max(out, grad_v) < 0.012
+    # Where one key takes all the weight, the gradients of queries and keys are differences of
+    # nearly equal numbers, which inputs in bf16 do not determine: torch misses them by 0.3 too.
+    # test_no_error_is_above_torchs holds them there.
+    assert sharp > 1.0 or max(grad_q, grad_k) < 0.012
 
 
 @needs_kernel
