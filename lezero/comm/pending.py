@@ -149,6 +149,7 @@ class Queue:
             pending.step()
         if not pending.finished:
             self._running.append(pending)
+            self.progress()
         return pending
 
     def _enqueue(self, stream: torch.Stream, steps: Steps, call: Call) -> Pending:

@@ -64,7 +64,8 @@ class SharedMemory:
                 data = open_other(self._pids[place.owner], place.fd, place.nbytes)
             except OSError as error:
                 raise DistributedError(
-                    f"cannot open the shared memory of rank {place.owner}: {error}"
+                    f"cannot open the shared memory of rank {place.owner} of this host, which "
+                    f"died or has closed its link ({error})"
                 ) from error
             found = self._keep(Block(place._replace(offset=0), data))
         return found

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+
 import pytest
 import torch
 
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
+from lezero.comm.watch import Watch
 from lezero.comm.wire import Wire
 from lezero.core import groups
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, DistributedError
+from lezero.ops import signal
 from tests.ranks import RankPool
 
 SIZES = (0, 1, 17, 1000, 4099)
@@ -54,10 +59,11 @@ def test_the_same_bits_as_a_sum_in_rank_order(ranks: RankPool, world: int, topol
     ranks(world, collectives, topology)
 
 
-def many_in_flight(topology: str) -> None:
+def many_in_flight(topology: str, hosts: list[list[int]] | None) -> None:
     """Launched in one order, waited for in another, with a different pace on each rank."""
     rank, world = groups.rank(), groups.world_size()
-    with Mesh({"shard": world}) as mesh, Link(Wire(topology=topology), mesh, "shard") as link:
+    wire = Wire(topology=topology)
+    with Mesh({"shard": world}) as mesh, Link(wire, mesh, "shard", hosts=hosts) as link:
         for _ in range(3):
             flats = [values(rank, world * 100, torch.float32, seed=i) for i in range(20)]
             outs = [torch.empty(100) for _ in flats]
@@ -68,14 +74,13 @@ def many_in_flight(topology: str) -> None:
                 pending.append(link.all_gather(flat[:100].clone(), wholes[i], key=f"g{i}"))
                 pending.append(link.all_reduce(flat.clone() if i % 3 else flat, key=f"a{i}"))
                 if i % (rank + 2) == 0:
-                    pending[-1 - rank].poll()
+                    pending[-1 - rank % 3].poll()
             for one in pending[:: -1 if rank else 1]:
                 one.wait()
             for i, out in enumerate(outs):
                 mine = [values(r, world * 100, torch.float32, seed=i) for r in range(world)]
-                total = mine[0].clone()
-                for other in mine[1:]:
-                    total += other
+                sums = [sum(mine[r] for r in host) for host in hosts or [list(range(world))]]
+                total = sum(sums)
                 assert torch.equal(out, total[rank * 100 : rank * 100 + 100])
                 assert torch.equal(wholes[i], torch.cat([one[:100] for one in mine]))
                 if i % 3 == 0:
@@ -84,7 +89,37 @@ def many_in_flight(topology: str) -> None:
 
 @pytest.mark.parametrize("topology", ["flat", "shared"])
 def test_many_in_flight_at_different_paces(ranks: RankPool, topology: str) -> None:
-    ranks(3, many_in_flight, topology)
+    ranks(3, many_in_flight, topology, None)
+
+
+@pytest.mark.skipif(not signal.available(), reason="no compiler, or not Linux")
+def test_many_in_flight_between_hosts(ranks: RankPool) -> None:
+    ranks(4, many_in_flight, "hierarchical", [[0, 1], [2, 3]])
+
+
+def watched(topology: str) -> str:
+    """A rank that fails is named to who waits for it, with what it failed of."""
+    with contextlib.suppress(ValueError), Watch.start(), Mesh({"shard": 2}) as mesh:
+        link = Link(Wire(topology=topology), mesh, "shard", timeout_s=30)
+        x = link.buffer(1000, torch.float32)
+        for _ in range(3):
+            link.all_reduce(x, key="layer 1").wait()
+        if groups.rank() == 1:
+            raise ValueError("no such file: batch 17")
+        began = time.monotonic()
+        with pytest.raises(DistributedError) as caught:
+            link.all_reduce(x, key="layer 2").wait()
+        assert time.monotonic() - began < 5
+        return str(caught.value)
+    time.sleep(6)
+    return ""
+
+
+@pytest.mark.parametrize("topology", ["flat", "shared"])
+def test_the_watch_names_who_failed(ranks: RankPool, topology: str) -> None:
+    text = ranks(2, watched, topology)[0]
+    assert "rank 1" in text
+    assert "no such file: batch 17" in text
 
 
 def test_one_rank_copies() -> None:
@@ -103,7 +138,7 @@ def test_arguments_that_do_not_fit_are_told() -> None:
         x = torch.zeros(6)
         with pytest.raises(ConfigError, match=r"'w': flat has 6 elements and out 5.*pad"):
             link.reduce_scatter(x, torch.zeros(5), key="w")
-        with pytest.raises(ConfigError, match=r"int64; allowed is float32 or bfloat16"):
+        with pytest.raises(ConfigError, match=r"int64; allowed is float32, bfloat16"):
             link.all_reduce(torch.zeros(3, dtype=torch.int64), key="w")
         with pytest.raises(ConfigError, match="flat, contiguous"):
             link.all_reduce(x[::2], key="w")
