@@ -4,7 +4,7 @@ A GPT of 203M parameters (16 layers, 1024 wide, 256 tokens, one sequence a rank)
 thread each, in bf16 with fp32 masters and fused AdamW. `step_s` is the median over the steps, the
 slower rank's; `bytes/param` is what a rank holds at the end of a step, gradients included, above
 what it held after its imports (pages that ranks share count in part), over the parameters of the
-whole model; `peak` the same at the highest point. `lowbit` is stage 3 on bf16 weights with
+whole model. `lowbit` is stage 3 on bf16 weights with
 remainder masters and 8-bit state. With `--device cuda`: one GPU, a model of 1.3B parameters.
 
 Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both) and the bytes.
@@ -22,10 +22,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _table import Memory, arguments, columns, compare, emit, finish, side
+from _table import arguments, columns, compare, emit, finish, side
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,6 +114,16 @@ SIDES: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
 }
 
 
+def resident() -> int:
+    """Bytes this process holds: its own pages, and its part of those that ranks share.
+
+    Without pages of files: which of the libraries' it holds depends on who else runs.
+    """
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    kinds = ("Pss_Anon:", "Pss_Shmem:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(kinds))
+
+
 def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
     """One rank's figures."""
     import lezero.optim  # noqa: F401  (imports are not what is measured)
@@ -124,7 +135,7 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
         groups.join_alone()
     if device == "cpu":
         importlib.import_module("torch._dynamo")  # the first optimizer step imports it
-    memory, layers_width = Memory(shared=True), SIZES[size]
+    before, layers_width = resident(), SIZES[size]
     torch.manual_seed(0)
     with torch.device(device):
         model = GPT(*layers_width)
@@ -143,7 +154,7 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
         optimizer.step()
         if device != "cpu":
             torch.accelerator.synchronize()
-        held = max(held, memory.steady()) if step else held
+        held = max(held, resident() - before) if step else held
         optimizer.zero_grad()
         times.append(time.perf_counter() - began)
     found = {"step_s": statistics.median(times[2:]), "bytes_per_param": held / parameters}

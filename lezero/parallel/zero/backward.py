@@ -23,7 +23,8 @@ from lezero.parallel.zero.held import Held
 
 
 class Backward:
-    """Drives the buckets of one sharded model. `sync` False collects without reducing.
+    """Drives the buckets of one sharded model. `sync` False collects without reducing; with `mute`
+    this rank's gradients count as zeros, whatever they are.
 
     `on_end` is called when a backward is over, to release the units; `on_sums` after it, where the
     gradients were summed.
@@ -40,7 +41,7 @@ class Backward:
         self.order = list(buckets)
         self.lent, self.helds = lent, list(helds)
         self.on_end, self.on_sums = on_end, on_sums
-        self.sync = True
+        self.sync, self.mute = True, False
         self.active = False
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
         self._next = 0
@@ -58,6 +59,8 @@ class Backward:
         self.begin()
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
+        if self.mute:
+            gradient = torch.zeros_like(gradient)
         held.used = True
         bucket = self._of[held]
         bucket.write(held, gradient, keep=not self.sync)

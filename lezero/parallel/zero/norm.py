@@ -21,6 +21,8 @@ from lezero.parallel.zero.held import HELD, Held, local
 from lezero.parallel.zero.layout import Rows
 from lezero.parallel.zero.lines import Lines
 
+_PIECE = 1 << 18
+
 
 def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients, fp64, on every rank. Collective where the model is sharded.
@@ -90,5 +92,7 @@ def _chunk_square(held: Held, rank: int, ranks: int, split: bool) -> torch.Tenso
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:
-    norm = torch.linalg.vector_norm(local(gradient), dtype=torch.float64)
-    return norm * norm
+    """Sum of squares in fp64, by pieces: of a large tensor torch would first make a copy in fp64."""
+    flat = local(gradient).reshape(-1)
+    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(_PIECE)]
+    return torch.stack(norms).square().sum() if norms else flat.new_zeros((), dtype=torch.float64)

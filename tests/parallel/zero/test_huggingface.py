@@ -82,7 +82,9 @@ def sharded(name):
         model = shard_(build(name, recompute), Zero(stage=stage))
         losses, grads = steps(model, name, groups.rank(), groups.world_size())
         blocks = len(sharding_of(model).units) - 1
-        whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
+        whole = {
+            n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()
+        }
         found.append((groups.all_reduce_sum(losses) / 2, whole, blocks))
         if name == "llama" and stage == 3:
             tokens = inputs(name, 0, 1)["input_ids"][:, :3]
@@ -96,7 +98,7 @@ def test_models_of_transformers(ranks, name):
     losses, grads = steps(build(name), name, 0, 1)
     for found, whole, blocks in ranks(2, sharded, name)[1]:
         assert blocks == 3
-        torch.testing.assert_close(found, losses, rtol=1e-9, atol=0)
+        torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)  # the loss is in fp32
         assert set(whole) == set(grads)
         for key, gradient in grads.items():
-            torch.testing.assert_close(whole[key], gradient, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(whole[key], gradient, rtol=1e-5, atol=1e-7)
