@@ -6,10 +6,11 @@
 """
 
 from lezero.parallel.zero.config import Zero
+from lezero.parallel.zero.layout import Part
 from lezero.parallel.zero.materialize import materialize_
 from lezero.parallel.zero.norm import clip_grad_norm_, grad_norm
 from lezero.parallel.zero.shard import shard_
-from lezero.parallel.zero.sharding import Part, Sharding, no_sync, sharding_of
+from lezero.parallel.zero.sharding import Sharding, no_sync, sharding_of
 from lezero.parallel.zero.whole import full_parameters, full_state_dict
 
 __all__ = [

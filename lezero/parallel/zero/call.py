@@ -21,6 +21,7 @@ _classes: dict[type, type] = {}
 class _Sharded:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         unit: Unit = self.__dict__[UNIT]
+        args, keywords = unit.cast(args, keywords)
         unit.enter()
         output = None
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -143,3 +144,11 @@ class Layout:
         """The rows of `rank`, as a view of its chunk."""
         shape = place.rows.shard_shape(rank)
         return chunk[place.at : place.at + math.prod(shape)].view(shape)
+
+
+class Part(NamedTuple):
+    """What this rank holds of one parameter: rows `start` … `stop` of dim 0 of `shape`."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int

@@ -36,7 +36,8 @@ def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Mo
         raise OrderError(
             "materialize_: the model is not sharded; apply lz.shard_ to it on meta first"
         )
-    if not any(held.sharded.is_meta for held in sharding.parameters.values()):
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if not on_meta or not isinstance(sharding, Sharding):
         raise OrderError("materialize_: the model has its memory already; it is not on meta")
     paths = {id(module): path for path, module in model.named_modules()}
     with kept_generators(sharding.lines.place):
@@ -51,7 +52,7 @@ def allocate_(model: Model) -> Model:
     Write every parameter with `sharding_of(model).write(name, rows)`. Buffers on meta become zeros.
     """
     sharding = sharding_of(model)
-    if sharding is None:
+    if not isinstance(sharding, Sharding):
         raise OrderError("allocate_: the model is not sharded; apply lz.shard_ to it on meta first")
     for unit in sharding.units:
         for module in _modules(unit, sharding):

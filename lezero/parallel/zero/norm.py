@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from lezero.core import groups
 from lezero.core.errors import ConfigError
@@ -38,7 +39,7 @@ def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
             lines = held.segment.unit.sharding.lines
             sharded.setdefault(id(lines), (lines, []))[1].append(held)
         elif parameter.grad is not None:
-            squares.append(float(_square(parameter.grad)))
+            squares.append(_square_of(parameter.grad))
     for lines, helds in sharded.values():
         squares += _exchanged(helds, lines)
     return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
@@ -60,6 +61,16 @@ def clip_grad_norm_(
         gradients = [local(p.grad) for p in listed if p.grad is not None]
         torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
     return norm
+
+
+def _square_of(gradient: torch.Tensor) -> float:
+    """Of a gradient that LeZero does not hold: plain, or a DTensor (FSDP2), over all its shards."""
+    mine = _square(gradient)
+    if isinstance(gradient, DTensor):
+        for dim, placement in enumerate(gradient.placements):
+            if isinstance(placement, Shard):
+                dist.all_reduce(mine, group=gradient.device_mesh.get_group(dim))
+    return float(mine)
 
 
 def _listed(parameters: nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,7 +103,7 @@ def _chunk_square(held: Held, rank: int, ranks: int, split: bool) -> torch.Tenso
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in fp64, by pieces: of a large tensor torch would first make a copy in fp64."""
+    """Sum of squares in fp64, by pieces: torch would first copy a large tensor to fp64."""
     flat = local(gradient).reshape(-1)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(_PIECE)]
     return torch.stack(norms).square().sum() if norms else flat.new_zeros((), dtype=torch.float64)

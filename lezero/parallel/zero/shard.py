@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from lezero import __version__
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
-from lezero.core import device, ledger
+from lezero.core import device, groups, ledger
 from lezero.core.errors import ConfigError, OrderError
-from lezero.parallel.zero import guard
+from lezero.parallel.zero import fsdp, guard
 from lezero.parallel.zero.agreement import agree, agree_on_errors
 from lezero.parallel.zero.blocks import blocks
 from lezero.parallel.zero.call import announce
@@ -56,18 +56,25 @@ def shard_(
     agree_on_errors("lz.shard_", problem)
     agree("lz.shard_", _description(model, config, wire, mesh))
     place = _place(model)
-    lines = Lines(arrange(config.stage, mesh, place.type), wire, place)
-    if place.type != "meta" and lines.world > 1:
+    arranged = arrange(config.stage, mesh, place.type)
+    if groups.world_size() > 1:
         _broadcast(model)
+    if fsdp.fits(model, config, wire, arranged, place):
+        model.__dict__[SHARDING] = fsdp.apply(model, config, arranged)
+    else:
+        _shard_with_units(model, config, Lines(arranged, wire, place))
+    ledger.record(model, "shard_")
+    guard.register()
+    return model
+
+
+def _shard_with_units(model: nn.Module, config: Zero, lines: Lines) -> None:
     sharding = Sharding(config, lines, _units(model, config, lines))
     _split(model, sharding)
     for unit in sharding.units:
         if unit is sharding.root or unit.helds:
             announce(unit.module, unit)
     model.__dict__[SHARDING] = sharding
-    ledger.record(model, "shard_")
-    guard.register()
-    return model
 
 
 def _check(model: nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,20 +19,14 @@ from torch import nn
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.backward import Backward
 from lezero.parallel.zero.config import Zero
+from lezero.parallel.zero.fsdp import FsdpSharding
 from lezero.parallel.zero.gradients import Bucket, Lent
 from lezero.parallel.zero.held import Held
+from lezero.parallel.zero.layout import Part
 from lezero.parallel.zero.lines import Lines
 from lezero.parallel.zero.unit import Unit
 
 SHARDING = "_lezero_sharding"
-
-
-class Part(NamedTuple):
-    """What this rank holds of one parameter: rows `start` … `stop` of dim 0 of `shape`."""
-
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class Sharding:
@@ -90,6 +84,11 @@ class Sharding:
         """Bytes that this rank sent, by axis, as the links count them."""
         found = {"shard": self.lines.shard, "replicate": self.lines.replicate}
         return {axis: getattr(link, "account", None) for axis, link in found.items() if link}
+
+    def synchronize(self, on: bool) -> bool:
+        """Whether backward reduces from now on; returns what was."""
+        before, self.backward.sync = self.backward.sync, on
+        return before
 
     def close(self) -> None:
         """Gives the links' groups and memory back, on every rank; the model is of no use then."""
@@ -150,13 +149,12 @@ class Sharding:
         raise OrderError(f"the sharded model has no parameter '{name}'")
 
 
-def sharding_of(model: nn.Module) -> Sharding | None:
-    """The sharding of `model`, or None when `lz.shard_` was not applied to it."""
-    found: Sharding | None = model.__dict__.get(SHARDING)
-    return found
+def sharding_of(model: nn.Module) -> Any:
+    """The `Sharding` of `model` (an `FsdpSharding` under FSDP2); None without `lz.shard_`."""
+    return model.__dict__.get(SHARDING)
 
 
-def shardings_in(model: nn.Module) -> Iterator[Sharding]:
+def shardings_in(model: nn.Module) -> Iterator[Sharding | FsdpSharding]:
     """Of `model` and of the models inside it."""
     for module in model.modules():
         found = sharding_of(module)
@@ -178,11 +176,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     found = list(shardings_in(model))
     if not found:
         raise OrderError("no_sync: the model is not sharded; apply lz.shard_ first")
-    before = [sharding.backward.sync for sharding in found]
-    for sharding in found:
-        sharding.backward.sync = False
+    before = [sharding.synchronize(False) for sharding in found]
     try:
         yield
     finally:
         for sharding, sync in zip(found, before, strict=True):
-            sharding.backward.sync = sync
+            sharding.synchronize(sync)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.held import REPLACED, Held, local
@@ -88,6 +89,20 @@ class Unit:
             except BaseException:
                 self.depth -= 1
                 raise
+
+    def cast(self, args: Any, keywords: Any) -> tuple[Any, Any]:
+        """The inputs of the model, floating ones in the type that it computes in."""
+        compute = self.sharding.config.compute
+        if compute == "auto" or self is not self.sharding.root:
+            return args, keywords
+        dtype = self.sharding.config.compute_dtype(torch.float32)
+
+        def to(value: Any) -> Any:
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if floating else value
+
+        cast: tuple[Any, Any] = tree_map(to, (args, keywords))
+        return cast
 
     def leave(self, output: Any) -> None:
         """After the module computed, or raised (`output` None)."""

@@ -1,0 +1,82 @@
+"""The adapter of FSDP2, as far as it runs on a CPU: like one process, with the same face."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo  # loaded once, for all ranks
+
+from lezero.comm.mesh import Mesh
+from lezero.comm.wire import Wire
+from lezero.core import groups
+from lezero.parallel.zero import Zero, clip_grad_norm_, fsdp, no_sync, shard_, sharding_of
+from tests.parallel.zero.models import Tiny, batches, loss_of, make, whole
+
+
+class Vectors(Tiny):
+    """FSDP2 takes no parameters without dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+
+
+def train(steps, axes=None):
+    fsdp.fits = lambda *_: True
+    mesh = Mesh(axes) if axes else None
+    model = shard_(make(Vectors, torch.float64), Zero(stage=3), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses, norms = [], []
+    for tokens in batches(steps, groups.world_size(), groups.rank()):
+        *parts, last = tokens.chunk(2)
+        with no_sync(model):
+            first = loss_of(model, parts[0]) / 2
+            first.backward()
+        second = loss_of(model, last) / 2
+        second.backward()
+        norms.append(float(clip_grad_norm_(model, 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((first + second).detach())
+    mean = groups.all_reduce_sum(torch.stack(losses)) / groups.world_size()
+    sharding = sharding_of(model)
+    part = sharding.layout["embed.weight"]
+    assert sharding.local("embed.weight").shape[0] == part.stop - part.start
+    return mean.tolist(), norms, whole(model), len(sharding.units)
+
+
+@pytest.mark.parametrize(("world", "axes"), [(2, None), (4, {"replicate": 2, "shard": 2})])
+def test_like_one_process(ranks, world, axes):
+    plain = make(Vectors, torch.float64)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+    losses, norms, found, units = ranks(world, train, 4, axes)[1]
+    assert units == 4
+    for step, tokens in enumerate(batches(4)):
+        loss = loss_of(plain, tokens)
+        loss.backward()
+        norm = clip_grad_norm_(plain, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-10)
+        assert norms[step] == pytest.approx(norm.item(), rel=1e-9)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-10)
+
+
+def choices():
+    cuda, mesh = torch.device("cuda"), Mesh({"shard": 2})
+    model = make(Vectors)
+    with torch.device("meta"):
+        meta = Vectors()
+    return [
+        fsdp.fits(model, Zero(stage=3), Wire(), mesh, cuda),
+        fsdp.fits(model, Zero(stage=2), Wire(), mesh, cuda),
+        fsdp.fits(make(), Zero(stage=3), Wire(), mesh, cuda),
+        fsdp.fits(meta, Zero(stage=3), Wire(), mesh, cuda),
+        fsdp.fits(model, Zero(stage=3), Wire(codec="int8"), mesh, cuda),
+        fsdp.fits(model, Zero(stage=3), Wire(), mesh, torch.device("cpu")),
+    ]
+
+
+def test_when_it_is_used(ranks):
+    assert ranks(2, choices) == [[True, False, False, False, False, False]] * 2
