@@ -47,6 +47,7 @@ COMMANDS: dict[str, Entry] = {
     "plan": Entry("lezero.cli.plan:plan", "Forecast the memory and time of a run."),
     "train": Entry("lezero.cli.train:train", "Train a model from a config file."),
     "launch": Entry("lezero.cli.launch:launch", "Train on several processes, resumed if one dies."),
+    "dist-test": Entry("lezero.cli.dist_test:dist_test", "Check and time the wires between ranks."),
     "verify": Entry("lezero.cli.verify:verify", "Compare a run with plain PyTorch, step by step."),
     "generate": Entry("lezero.cli.generate:generate", "Write text with a trained model."),
     "report": Entry("lezero.cli.report:report", "Write the report page of a run."),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lezero.comm.choice import PLAIN, Candidate, Choice, Exchange, Plain, Speed, Way, choose
-from lezero.comm.codec import FLOATS, codec
+from lezero.comm.codec import FLOATS, Codec, codec
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Queue
 from lezero.comm.probe import Topology, probe
@@ -163,7 +163,7 @@ class Chooser:
     def _choose(self, step_s: float) -> None:
         """Probes, predicts, decides, switches; says when to look next."""
         began = time.perf_counter()
-        way = way_of(probe(self._mesh, self._axis), self._routing)
+        way = way_of(probe(self._mesh, self._axis), self._routing.topology, self._routing.gather)
         took = max(groups.gather_objects(time.perf_counter() - began))
         assert self._plain is not None
         wire_s = way.seconds(self._last_traffic, None)
@@ -227,20 +227,14 @@ class Chooser:
             self._use(old.chosen)
 
 
-def way_of(found: Topology, routing: Routing) -> Way:
+def way_of(found: Topology, topology: str, gather: Codec | None) -> Way:
     """How the bytes of a link travel over a probed network."""
     several = len(found.hosts.ranks) > 1
     level = found.level("network" if several else "loopback")
     assert level is not None
     size = sum(map(len, found.hosts.ranks))
-    return Way(
-        routing.topology,
-        size,
-        len(found.hosts.ranks),
-        level.latency_s,
-        level.bytes_per_s,
-        routing.gather,
-    )
+    hosts = len(found.hosts.ranks)
+    return Way(topology, size, hosts, level.latency_s, level.bytes_per_s, gather)
 
 
 def codec_speeds(names: tuple[str, ...], device: torch.device) -> dict[str, Speed]:

@@ -78,6 +78,11 @@ class Link:
             self.chooser = Chooser(mesh, axis, self._routing, self._queue, wire.budget)
 
     @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """Which ranks (places on the axis) share a host, as far as this wire asked."""
+        return self._routing.hosts.ranks if self._routing is not None else ((0,),)
+
+    @property
     def codec(self) -> str:
         """The codec of gradients in use: that of the wire, or what auto has chosen so far."""
         if self.wire.codec == AUTO:

@@ -55,7 +55,7 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
     if kind is not None:
         device.use(device.device())
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    _need_interface()
+    need_interface()
     try:
         with sockets.noted():
             dist.init_process_group(
@@ -69,7 +69,7 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
         ) from error
 
 
-def _need_interface() -> None:
+def need_interface() -> None:
     """`DistributedError` where Gloo would find no network interface, with what there is."""
     import psutil
 
