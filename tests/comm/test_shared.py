@@ -172,17 +172,20 @@ def test_ranks_of_one_machine_share_a_host(ranks: RankPool) -> None:
 
 def both_axes() -> None:
     rank = groups.rank()
-    with Mesh({"replicate": 2, "shard": 2}) as mesh:
-        with Link(Wire(), mesh, "shard") as inner, Link(Wire(), mesh, "replicate") as outer:
-            assert inner.topology == outer.topology == "shared"
-            x = torch.full((4,), 10.0**rank)
-            out = torch.empty(2)
-            inner.reduce_scatter(x, out, key="g").wait()
-            outer.all_reduce(out, key="g").wait()
-            assert out.tolist() == [1111.0, 1111.0]
-            line = torch.empty(2)
-            outer.all_gather(torch.tensor([float(rank)]), line, key="p").wait()
-            assert line.tolist() == [rank % 2, rank % 2 + 2]
+    with (
+        Mesh({"replicate": 2, "shard": 2}) as mesh,
+        Link(Wire(), mesh, "shard") as inner,
+        Link(Wire(), mesh, "replicate") as outer,
+    ):
+        assert inner.topology == outer.topology == "shared"
+        x = torch.full((4,), 10.0**rank)
+        out = torch.empty(2)
+        inner.reduce_scatter(x, out, key="g").wait()
+        outer.all_reduce(out, key="g").wait()
+        assert out.tolist() == [1111.0, 1111.0]
+        line = torch.empty(2)
+        outer.all_gather(torch.tensor([float(rank)]), line, key="p").wait()
+        assert line.tolist() == [rank % 2, rank % 2 + 2]
 
 
 def test_links_on_both_axes_of_a_mesh(ranks: RankPool) -> None:
