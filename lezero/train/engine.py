@@ -12,7 +12,6 @@ anything is not finite → clip → optimizer step.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,9 +28,19 @@ from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.log import logger
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
-from lezero.train.loss import Batch, Count, LossFunction, counter, model_loss, split, to_device
+from lezero.train.gradients import Sharded, gradients_of, wires_untouched
+from lezero.train.loss import (
+    Batch,
+    Count,
+    LossFunction,
+    counter,
+    in_step,
+    model_loss,
+    split,
+    to_device,
+)  # fmt: skip
 from lezero.train.nonfinite import Culprit, find_culprit
-from lezero.train.precision import Precision, resolve
+from lezero.train.precision import Precision, resolve, resolve_sharded
 from lezero.train.randomness import seeded
 
 log = logger("train")
@@ -97,17 +106,14 @@ class Engine:
         self.decisions = decisions if decisions is not None else Decisions()
         self.place = next(model.parameters()).device
         self.asked_precision = precision
-        self.precision = Precision(resolve(precision, self.place, self.decisions), self.place)
+        self.gradients = gradients_of(model, optimizer, self.decisions)
+        self.precision = self._precision(precision)
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0
         self.skipped_in_a_row = 0
         self._stop = False
         self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
-        self._silent = False
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._meeting = 0  # buckets of gradients on their way
-        self._wrapped = self._data_parallel()
         self._base_lrs = [
             group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
         ]
@@ -125,7 +131,7 @@ class Engine:
     def _train_step(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
         self.model.train()
-        self.model.zero_grad(set_to_none=True)  # whatever a caller or a failed step has left
+        self.gradients.begin()
         micros = [to_device(micro, self.place) for micro in split(batch, self.accumulate)]
         counts = [self.count(micro) for micro in micros]
         total, stop = self._agree(sum(counts))
@@ -159,20 +165,29 @@ class Engine:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         try:
-            for batch in batches:
+            for batch, new in in_step(batches, self.model):
                 batch = to_device(batch, self.place)
                 count = self.count(batch)
                 if count:
                     with self.precision.autocast():
                         loss = self.loss(self.model, batch)
-                    sums += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+                    if new:
+                        sums += torch.tensor([float(loss) * count, count], dtype=torch.float64)
         finally:
             self.model.train(training)
         groups.all_reduce_sum(sums, "evaluation loss")
         return float(sums[0] / sums[1])
 
     def set_precision(self, name: str) -> None:
-        """Changes the precision from the next step on; parameters and optimizer state stay."""
+        """Changes the precision from the next step on; parameters and optimizer state stay.
+
+        `OrderError` for a sharded model, which computes in what `lz.Zero(compute=…)` said.
+        """
+        if isinstance(self.gradients, Sharded):
+            raise OrderError(
+                f"precision: the model was sharded to compute in {self.precision.name}; shard it "
+                "anew with another lz.Zero(compute=…)"
+            )
         resolved = resolve(name, self.place, self.decisions, self.step)
         if resolved != self.precision.name:
             self.precision = Precision(resolved, self.place)
@@ -190,35 +205,11 @@ class Engine:
         """Loads the newest good generation of a root, or the one named; returns its documents."""
         return engine_state.load(self, Path(path))
 
-    def _data_parallel(self) -> nn.Module:
-        """The model under torch DDP when there are several ranks.
-
-        `find_unused_parameters` keeps DDP from re-ordering its buckets after the first step, which
-        would make a resumed run sum in another order than one that was never interrupted.
-        """
-        if groups.world_size() == 1:
-            return self.model
-        from torch.nn.parallel import DistributedDataParallel
-
-        watch.Watch.start()
-        wrapped = DistributedDataParallel(
-            self.model, find_unused_parameters=True, gradient_as_bucket_view=True
-        )
-        wrapped.register_comm_hook(None, lambda _, bucket: self._meet(bucket))
-        return wrapped
-
-    def _meet(self, bucket: Any) -> Any:
-        """Averages a bucket of gradients over the ranks, as DDP does without being told."""
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-        watcher = watch.current()
-        if watcher is not None:
-            first = self._names[id(bucket.parameters()[0])]
-            watcher.enter("all_reduce", bucket.buffer().shape, bucket.buffer().dtype, first)
-            self._meeting += 1
-        if self._silent:  # a loss that is 0 / 0 where nothing counts has gradients of NaN
-            bucket.buffer().zero_()
-        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+    def _precision(self, asked: str) -> Precision:
+        if not isinstance(self.gradients, Sharded):
+            return Precision(resolve(asked, self.place, self.decisions), self.place)
+        name = resolve_sharded(asked, self.gradients.sharding, self.decisions)
+        return Precision(name, self.place, cache=False)
 
     # the parts of a step ---------------------------------------------------------------------
 
@@ -242,47 +233,36 @@ class Engine:
         assert self._forms is not None
         world = groups.world_size()
         summed = torch.zeros((), dtype=torch.float64, device=self.place)
-        counting = [i for i, count in enumerate(counts) if count]
-        # Gradients meet in the last backward, so every rank must have one.
-        self._silent = not counting
-        for i in counting or [len(micros) - 1]:
-            micro, count, last = micros[i], counts[i], i == (counting or [i])[-1]
-            with self._sync(last), seeded(self.seed, self.step, groups.rank() * len(micros) + i):
+        running = self.gradients.micros(counts)
+        for i in running:
+            micro, count, last = micros[i], counts[i], i == running[-1]
+            place = groups.rank() * len(micros) + i
+            with (
+                self.gradients.micro(counts=count > 0, last=last),
+                seeded(self.seed, self.step, place),
+            ):
                 with self.precision.autocast():
-                    loss = self._forms.loss(self._wrapped, micro)
+                    loss = self._forms.loss(self.gradients.module, micro)
                     scaled = loss * (count * world / total)
                 self.precision.scaler.scale(scaled).backward()
-            self._met()
             if count:
                 summed += loss.detach().double() * count
         return float(groups.all_reduce_sum(summed, "loss")) / total
 
-    def _met(self) -> None:
-        """A backward pass returns when all its buckets have met."""
-        watcher = watch.current()
-        for _ in range(self._meeting):
-            if watcher is not None:
-                watcher.leave()
-        self._meeting = 0
-
-    def _sync(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        if self._wrapped is self.model or last:
-            return contextlib.nullcontext()
-        return self._wrapped.no_sync()  # type: ignore[operator]
-
     def _gradient_norm(self) -> float:
         self.precision.scaler.unscale_(self.optimizer)
-        gradients = self._gradients()
-        if not gradients:
+        if not self._gradients():
             raise OrderError("the loss reached no parameter: nothing has a gradient")
-        return float(nn.utils.get_total_norm(gradients))
+        return self.gradients.norm(self._counted_parameters())
+
+    def _counted_parameters(self) -> list[torch.Tensor]:
+        """All; in fp16 only the optimizer's, whose gradients alone are unscaled."""
+        if self.precision.name == "fp16":
+            return [p for group in self.optimizer.param_groups for p in group["params"]]
+        return list(self.model.parameters())
 
     def _gradients(self) -> list[torch.Tensor]:
-        """Every gradient there is; in fp16 only the optimizer's, which alone are unscaled."""
-        parameters = list(self.model.parameters())
-        if self.precision.name == "fp16":
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        return [p.grad for p in parameters if p.grad is not None]
+        return self.gradients.of(self._counted_parameters())
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""
@@ -321,18 +301,22 @@ class Engine:
 
     def _culprit(self, micros: list[Batch]) -> Culprit | str:
         """The culprit on the first rank that finds one."""
+        together = isinstance(self.gradients, Sharded)
         mine: Culprit | None = None
         for i, micro in enumerate(micros):
-            if self.count(micro) == 0:
+            if self.count(micro) == 0 and not together:
                 continue
 
             def run(micro: Batch = micro) -> torch.Tensor:
                 with self.precision.autocast():
                     return self.loss(self.model, micro) * self.precision.scale
 
-            with seeded(self.seed, self.step, groups.rank() * len(micros) + i):
-                mine = find_culprit(self.model, run)
-            if "does not repeat" not in mine.where:
+            place = groups.rank() * len(micros) + i
+            with seeded(self.seed, self.step, place), wires_untouched(self.model):
+                found = find_culprit(self.model, run, together)
+            if mine is None or "does not repeat" in mine.where:
+                mine = found if self.count(micro) else mine
+            if not together and "does not repeat" not in found.where:
                 break
         texts = groups.gather_objects(str(mine) if mine else "")
         named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]

@@ -23,6 +23,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import step_path
+from lezero.parallel.zero import sharding_of
 from lezero.train import feedback
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _restore_precision(engine: Engine, state: dict[str, Any]) -> None:
     """The checkpoint's precision, one changed in mid-run included, unless the user asks for another
     than was asked for then."""
     same = engine.asked_precision in ("auto", state.get("asked"))
+    same = same and sharding_of(engine.model) is None  # which computes in what it was sharded for
     if same and engine.precision.name != state["name"]:
         engine.set_precision(state["name"])
     engine.precision.load_state(state)

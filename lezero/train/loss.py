@@ -16,15 +16,17 @@ first dim; anything else is a function `count(batch) -> int`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from lezero.core import groups
 from lezero.core.errors import ConfigError
 from lezero.ops.cross_entropy import cross_entropy_sum
 from lezero.ops.cross_entropy.reference import IGNORED
+from lezero.parallel.zero import sharding_of
 
 Batch = Any
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
@@ -131,6 +133,33 @@ def _slice(batch: Batch, begin: int, end: int) -> Batch:
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return _like(batch, [_slice(value, begin, end) for value in batch])
     return batch
+
+
+def in_step(batches: Iterable[Batch], model: nn.Module) -> Iterator[tuple[Batch, bool]]:
+    """(batch, whether it is new) of `batches`; where a forward pass gathers parameters, ranks that
+    have fewer batches repeat their last one until all are through.
+
+    Raises `ConfigError` on every rank when one of them has no batch at all and others do.
+    """
+    sharding = sharding_of(model)
+    if sharding is None or sharding.stage < 3 or groups.world_size() == 1:
+        yield from ((batch, True) for batch in batches)
+        return
+    source, last, none = iter(batches), None, object()
+    while True:
+        batch = next(source, none)
+        new = batch is not none
+        last = batch if new else last
+        able = last is not None
+        flags = groups.all_reduce_sum(torch.tensor([int(new), int(able)]), "batches left")
+        if not flags[0]:
+            return
+        if flags[1] < groups.world_size():
+            raise ConfigError(
+                "evaluate: a rank has no batch, and under stage 3 a forward pass needs every rank; "
+                "give each rank one at least"
+            )
+        yield last, new
 
 
 def to_device(batch: Batch, place: torch.device) -> Batch:

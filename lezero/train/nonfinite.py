@@ -28,23 +28,30 @@ class Culprit:
         return f"{self.where} of module '{self.module or '(the model)'}'{parameter}"
 
 
-def find_culprit(model: nn.Module, run: Callable[[], torch.Tensor]) -> Culprit:
+def find_culprit(
+    model: nn.Module, run: Callable[[], torch.Tensor], together: bool = False
+) -> Culprit:
     """Runs `run` (forward, returning the loss) and its backward once more and says what broke.
+
+    `together`: the ranks exchange something in both, so each runs both whatever it finds.
 
     In order: a parameter that is not finite already; the first module whose output is not finite
     while its inputs are; the last module in forward order whose gradient is not finite, which is
     the first that backward reached. The model's gradients are left empty.
     """
+    found: list[Culprit] = []
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             module, _, short = name.rpartition(".")
-            return Culprit(module, short, "weights")
-    found: list[Culprit] = []
+            found.append(Culprit(module, short, "weights"))
+            break
+    if found and not together:
+        return found[0]
     model.zero_grad(set_to_none=True)  # else every rank would see what one of them brought in
     try:
         with _hooked(model, found), torch.compiler.set_stance("force_eager"):
             loss = run()
-            if not found and _finite(loss):
+            if together or (not found and _finite(loss)):
                 loss.backward()
         if found:
             return found[0]
@@ -111,7 +118,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _finite(tensor: torch.Tensor) -> bool:
+def _finite(tensor: Any) -> bool:
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.detach().to_local()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(torch.isfinite(tensor.detach()).all())

@@ -2,13 +2,14 @@
 
 Parameters and optimizer state stay fp32 in every precision, so the precision can change in mid-run
 and nothing else has to: `fp32` computes plainly, `bf16` and `fp16` under `torch.autocast`, `fp16`
-with a dynamic loss scale on top (Micikevicius et al., "Mixed Precision Training", 2018).
+with a dynamic loss scale on top (Micikevicius et al., "Mixed Precision Training", 2018). A sharded
+model has 16-bit copies of its parameters already: then bf16 is `lz.Zero(compute="bf16")`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -16,6 +17,9 @@ from lezero.core import device
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
+
+if TYPE_CHECKING:
+    from lezero.parallel.zero import Sharding
 
 Name = Literal["auto", "fp32", "bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -46,11 +50,40 @@ def resolve(name: str, place: torch.device, decisions: Decisions, step: int = 0)
     return decisions.record("precision", found, reason=reason, step=step)
 
 
-class Precision:
-    """Autocast and loss scale of one precision on one kind of device."""
+def resolve_sharded(name: str, sharding: Sharding, decisions: Decisions) -> str:
+    """The precision of a sharded model: what `lz.Zero(compute=…)` made its parameters compute in.
 
-    def __init__(self, name: str, place: torch.device) -> None:
-        self.name, self.place = name, place
+    `ConfigError` when the user asks for another one.
+    """
+    types = {sharding.config.compute_dtype(h.dtype) for h in sharding.parameters.values()}
+    found = "bf16" if torch.bfloat16 in types else "fp32"
+    if name == "fp16" or torch.float16 in types:
+        raise ConfigError(
+            "precision: fp16 needs a loss scale, which a sharded model does not support; use bf16: "
+            "lz.Zero(compute='bf16')"
+        )
+    if name == "auto":
+        if "precision" in decisions.records:
+            return found
+        return decisions.record("precision", found, reason="what the model was sharded to compute")
+    if name not in get_args(Name):
+        raise ConfigError(f"precision: got '{name}', allowed is {', '.join(get_args(Name))}")
+    if name != found:
+        raise ConfigError(
+            f"precision: got '{name}', but the model was sharded to compute in {found}; use "
+            f"lz.shard_(model, lz.Zero(compute='{name}'))"
+        )
+    return decisions.record("precision", found, overridden=True, reason="given")
+
+
+class Precision:
+    """Autocast and loss scale of one precision on one kind of device.
+
+    `cache`: whether autocast keeps the weights that it has cast until it ends.
+    """
+
+    def __init__(self, name: str, place: torch.device, cache: bool = True) -> None:
+        self.name, self.place, self.cache = name, place, cache
         self.scaler = torch.amp.GradScaler(place.type, enabled=name == "fp16")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
@@ -58,7 +91,7 @@ class Precision:
         dtype = _DTYPES.get(self.name)
         if dtype is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.place.type, dtype=dtype)
+        return torch.autocast(self.place.type, dtype=dtype, cache_enabled=self.cache)
 
     @property
     def scale(self) -> float:

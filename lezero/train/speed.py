@@ -1,6 +1,8 @@
 """What makes a step faster, taken only where it was measured to: kernels, compiling, the pool.
 
 On the first batch, rank 0 times forward and backward of one micro-batch in each form, eager first.
+All ranks of a sharded model time together, since its passes exchange something; rank 0's figures
+count.
 The figure compared is the predicted time of the whole run, compilation included, so a short run
 stays eager. Nothing of the trial remains: gradients, buffers and generators are as before.
 """
@@ -24,6 +26,8 @@ from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
 from lezero.memory import HostPool
 from lezero.ops.attention import FastAttention, available, kernel_name
+from lezero.parallel.zero import sharding_of
+from lezero.train.gradients import wires_untouched
 from lezero.train.loss import Batch, LossFunction
 from lezero.train.precision import Precision
 from lezero.train.randomness import seeded
@@ -102,14 +106,15 @@ def choose(
     trial = _Trial(model, loss, micro, precision, (steps or _HORIZON) * accumulate, seed)
     attention = _choose_attention(trial, precision, decisions, asked_attention)
     trial.attention = attention
+    sharded = sharding_of(model) is not None
     candidates: dict[str, Callable[[], float]] = {"eager": lambda: trial.run_seconds("eager")}
     if repeated_blocks(model):
         candidates["blocks"] = lambda: trial.run_seconds("blocks")
-    if groups.world_size() == 1:
+    if groups.world_size() == 1 and not sharded:
         candidates["step"] = lambda: trial.run_seconds("step")
     chosen = decisions.choose(
         "compile",
-        candidates,
+        trial.together("compile", candidates, override, decisions),
         override=override,
         unit="predicted s for the run",
         why=f"forward and backward timed, compilation added, {trial.steps} micro-batches ahead",
@@ -137,12 +142,13 @@ def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions,
     if precision.name != "bf16" or precision.place.type != "cpu" or not kernel_name():
         reason = "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
         return decisions.record("attention", "torch", reason=reason)
+    candidates: dict[str, Callable[[], float]] = {
+        "torch": lambda: trial.step_seconds("torch"),
+        "lezero": lambda: trial.step_seconds("lezero"),
+    }
     return decisions.choose(
         "attention",
-        {
-            "torch": lambda: trial.step_seconds("torch"),
-            "lezero": lambda: trial.step_seconds("lezero"),
-        },
+        trial.together("attention", candidates, None, decisions),
         unit="s a micro-batch",
         why="forward and backward of the model timed with each kernel",
         keep="torch",
@@ -167,6 +173,19 @@ class _Trial:
         self.attention = "torch"
         self._eager: float | None = None
 
+    def together(
+        self,
+        topic: str,
+        candidates: dict[str, Callable[[], float]],
+        override: str | None,
+        decisions: Decisions,
+    ) -> dict[str, Callable[[], float]]:
+        """The candidates; of a sharded model measured by every rank already."""
+        decided = override is not None or topic in decisions.replay
+        if sharding_of(self.model) is None or groups.world_size() == 1 or decided:
+            return candidates
+        return {name: _measured(measure) for name, measure in candidates.items()}
+
     def run_seconds(self, name: str) -> float:
         """Predicted seconds of all micro-batches in this form, its compilation included."""
         if name != "eager" and self._eager is not None:
@@ -190,12 +209,15 @@ class _Trial:
     def _timed(self, form: Forms) -> tuple[float, float]:
         """Seconds of the first time and the median of the following ones."""
         try:
-            with self._untouched():
+            with self._untouched(), wires_untouched(self.model):
                 first = self._once(form)
                 times = [self._once(form) for _ in range(_ROUNDS)]
         finally:
             form.undo()
-        return first, statistics.median(times)
+        pair = [first, statistics.median(times)]
+        if sharding_of(self.model) is not None:  # ranks decide alike what to try next
+            pair = groups.broadcast_object(pair)
+        return pair[0], pair[1]
 
     def _once(self, form: Forms) -> float:
         started = time.perf_counter()
@@ -224,6 +246,20 @@ class _Trial:
             with torch.no_grad():
                 for buffer, old in buffers:
                     buffer.copy_(old)
+
+
+def _measured(measure: Callable[[], float]) -> Callable[[], float]:
+    """Measures now, and gives the figure or the failure when it is asked for."""
+    try:
+        figure = measure()
+    except Exception as error:  # as `Decisions.choose` takes it
+        failure = error
+
+        def fail() -> float:
+            raise failure
+
+        return fail
+    return lambda: figure
 
 
 def host_pool(decisions: Decisions) -> HostPool | None:

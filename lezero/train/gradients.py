@@ -1,0 +1,181 @@
+"""How the gradients of the ranks meet: not at all, under DDP, or over the wires of a sharded model.
+
+The engine asks one of these for everything that differs: which micro-batches a rank runs, what a
+backward pass exchanges, and what the norm of all gradients is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.comm import watch
+from lezero.core import groups
+from lezero.core.decisions import Decisions
+from lezero.core.errors import OrderError
+from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
+from lezero.parallel.zero.guard import check_optimizer
+from lezero.parallel.zero.sharding import shardings_in
+
+
+class Gradients:
+    """One rank: nothing meets. `module` is what a forward pass calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = self.module = model
+
+    def begin(self) -> None:
+        """Before the first micro-batch of a step: drops what a caller or a failed step has left."""
+        self.model.zero_grad(set_to_none=True)
+
+    def micros(self, counts: list[int]) -> list[int]:
+        """Which micro-batches to run: those in which something counts, and at least one, since
+        gradients meet in the last backward and every rank must have one."""
+        return [i for i, count in enumerate(counts) if count] or [len(counts) - 1]
+
+    @contextlib.contextmanager
+    def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
+        """Around forward and backward of one micro-batch; without `counts` it adds nothing, not
+        even NaN where the loss is 0 / 0."""
+        yield
+
+    def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients there are, as this rank holds them."""
+        return [p.grad for p in parameters if p.grad is not None]
+
+    def norm(self, parameters: list[torch.Tensor]) -> float:
+        """The 2-norm of all gradients, the same on every rank."""
+        return float(nn.utils.get_total_norm(self.of(parameters)))
+
+
+class Replicated(Gradients):
+    """torch DDP: every rank has everything, gradients are averaged in buckets.
+
+    `find_unused_parameters` keeps DDP from re-ordering its buckets after the first step, which
+    would make a resumed run sum in another order than one that was never interrupted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        from torch.nn.parallel import DistributedDataParallel
+
+        watch.Watch.start()
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._silent = False
+        self._meeting = 0  # buckets on their way
+        self._wrapped = DistributedDataParallel(
+            model, find_unused_parameters=True, gradient_as_bucket_view=True
+        )
+        self._wrapped.register_comm_hook(None, lambda _, bucket: self._meet(bucket))
+        self.module = self._wrapped
+
+    @contextlib.contextmanager
+    def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
+        self._silent = not counts
+        with contextlib.nullcontext() if last else self._wrapped.no_sync():
+            yield
+        watcher = watch.current()  # a backward pass returns when all its buckets have met
+        for _ in range(self._meeting):
+            if watcher is not None:
+                watcher.leave()
+        self._meeting = 0
+
+    def _meet(self, bucket: Any) -> Any:
+        """Averages a bucket of gradients over the ranks, as DDP does without being told."""
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        watcher = watch.current()
+        if watcher is not None:
+            first = self._names[id(bucket.parameters()[0])]
+            watcher.enter("all_reduce", bucket.buffer().shape, bucket.buffer().dtype, first)
+            self._meeting += 1
+        if self._silent:  # a loss that is 0 / 0 where nothing counts has gradients of NaN
+            bucket.buffer().zero_()
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+
+class Sharded(Gradients):
+    """A model under `lz.shard_`, which reduces its gradients itself.
+
+    Stages 0 and 1 add up micro-batches on each rank and reduce in the last; from stage 2 on nobody
+    keeps whole gradients, so each backward reduces. Every rank runs every micro-batch, since they
+    exchange something.
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding, decisions: Decisions) -> None:
+        super().__init__(model)
+        self.sharding = sharding
+        if groups.world_size() > 1:
+            watch.Watch.start()
+        for link in (sharding.lines.shard, sharding.lines.replicate):
+            if link is not None and link.chooser is not None:
+                link.chooser.decisions = decisions
+
+    def begin(self) -> None:
+        super().begin()
+        if any(bucket.written for bucket in self.sharding.backward.order):
+            self.sharding.backward.recover()
+
+    def micros(self, counts: list[int]) -> list[int]:
+        return list(range(len(counts)))
+
+    @contextlib.contextmanager
+    def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
+        backward = self.sharding.backward
+        backward.mute = not counts
+        try:
+            collect = self.sharding.stage < 2 and not last
+            with no_sync(self.model) if collect else contextlib.nullcontext():
+                yield
+        finally:
+            backward.mute = False
+
+    def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        found: list[Any] = super().of(parameters)
+        return [g.to_local() if hasattr(g, "to_local") else g for g in found]
+
+    def norm(self, parameters: list[torch.Tensor]) -> float:
+        return float(grad_norm(parameters))
+
+
+def gradients_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, decisions: Decisions
+) -> Gradients:
+    """The way for this model: `OrderError` for an optimizer or a model that does not fit it."""
+    check_optimizer(optimizer)
+    sharding = sharding_of(model)
+    if sharding is not None:
+        return Sharded(model, sharding, decisions)
+    if next(shardings_in(model), None) is not None:
+        raise OrderError(
+            "only a part of the model is sharded; apply lz.shard_ to the whole model that the "
+            "Engine trains"
+        )
+    return Gradients(model) if groups.world_size() == 1 else Replicated(model)
+
+
+@contextlib.contextmanager
+def wires_untouched(model: nn.Module) -> Iterator[None]:
+    """Inside, wires keep what they have: errors are put back, and codec auto does not look."""
+    sharding = sharding_of(model)
+    found = [] if sharding is None else [sharding.lines.shard, sharding.lines.replicate]
+    links = [link for link in found if link is not None]
+    kept: list[Mapping[str, torch.Tensor] | None] = [
+        link.feedback.state_dict() if link.feedback is not None else None for link in links
+    ]
+    choosers = [link.chooser for link in links]
+    for link in links:
+        link.chooser = None
+    try:
+        yield
+    finally:
+        for link, errors, chooser in zip(links, kept, choosers, strict=True):
+            link.chooser = chooser
+            if link.feedback is not None and errors is not None:
+                states: list[Mapping[str, torch.Tensor]] = [{} for _ in range(link.size)]
+                states[link.rank] = errors
+                link.feedback.load_state_dict(states)

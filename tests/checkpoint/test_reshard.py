@@ -1,0 +1,149 @@
+"""Saved with any stage and number of ranks, a generation loads with any other, bit for bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch._dynamo  # loaded once, for all ranks
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from lezero import checkpoint
+from lezero.core import groups
+from lezero.optim import AdamW, AdamW8bit
+from lezero.parallel.zero import Zero, shard_, sharding_of
+from lezero.train import Engine
+
+STAGES, RANKS = (0, 1, 2, 3), (1, 2, 3, 4)
+KINDS = ("adamw", "fp32", "remainder", "8bit", "8bit-remainder")
+
+
+class Tiny(nn.Module):
+    """Rows that do not divide among ranks, fewer rows than ranks, no dims, tied ends, a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(71, 64)
+        self.up = nn.Linear(64, 66)
+        self.down = nn.Linear(66, 64)
+        self.few = nn.Parameter(torch.randn(2, 64))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(64, 71, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.randn(64))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.offset
+        x = x + self.down(F.gelu(self.up(x))) + self.few.sum(0)
+        return self.head(x) * self.scale
+
+
+def loss_of(model, tokens):
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def engine(kind, stage, seed, wire=None, mesh=None):
+    torch.manual_seed(seed)
+    model = Tiny().to(torch.float32 if kind in ("adamw", "8bit") else torch.bfloat16)
+    if stage is not None:
+        shard_(model, Zero(stage=stage), wire=wire, mesh=mesh)
+    masters = kind.removeprefix("8bit-") if "-" in kind or kind in ("fp32", "remainder") else "none"
+    build = AdamW8bit if kind.startswith("8bit") else AdamW
+    optimizer = build(model.parameters(), lr=1e-2, masters=masters)
+    return Engine(
+        model, optimizer, loss=loss_of, counted="samples", compile="off", attention="torch",
+        pool=False, seed=seed,
+    )  # fmt: skip
+
+
+def train(made, steps):
+    torch.manual_seed(groups.rank())
+    for _ in range(steps):
+        made.train_step(torch.randint(0, 71, (2, 7)))
+
+
+def whole(tensor):
+    """The whole of a tensor that may be split; as bytes, since Gloo knows few types."""
+    if not hasattr(tensor, "to_local") or not tensor.dim():
+        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().clone()
+    local, count = tensor.detach().to_local(), groups.world_size()
+    each = -(-tensor.shape[0] // count)
+    padded = local.new_zeros(each, *local.shape[1:])
+    padded[: len(local)] = local
+    every = [torch.empty_like(padded.view(torch.uint8)) for _ in range(count)]
+    dist.all_gather(every, padded.view(torch.uint8))
+    return torch.cat(every).view(tensor.dtype)[: tensor.shape[0]]
+
+
+def contents(made):
+    """Everything that training goes on from, whole, by name; collective."""
+    found = {}
+    for name, parameter in made.model.named_parameters():
+        found[f"model/{name}"] = whole(parameter)
+        for key, value in made.optimizer.state[parameter].items():
+            found[f"optimizer/{name}/{key}"] = whole(value)
+    return found
+
+
+def save(folder):
+    """Every stage, with the kinds in turn; returns what each saved."""
+    saved, count = {}, groups.world_size()
+    for stage in STAGES:
+        kind = KINDS[(4 * count + stage) % len(KINDS)]
+        made = engine(kind, stage, seed=1)
+        train(made, 2)
+        made.save(folder / f"{kind}-{stage}-{count}")
+        saved[kind, stage] = contents(made)
+        sharding_of(made.model).close()
+    return saved
+
+
+def load(folder, expected):
+    """Loads what `expected` ranks saved into other stages, and says what differs."""
+    wrong = []
+    for (ranks, kind, stage), values in expected.items():
+        to = STAGES[(stage + ranks + groups.world_size()) % 4]
+        made = engine(kind, to, seed=2)
+        made.load(folder / f"{kind}-{stage}-{ranks}")
+        found = contents(made)
+        if found.keys() != values.keys():
+            wrong.append(f"{kind} {stage}→{to}: {found.keys() ^ values.keys()}")
+            continue
+        for name, value in values.items():
+            if found[name].dtype != value.dtype or not torch.equal(found[name], value):
+                wrong.append(f"{kind} {stage}→{to} of {ranks} ranks: {name}")
+        train(made, 1)
+        sharding_of(made.model).close()
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    values = {}
+    for count in RANKS:
+        by_rank = ranks(count, save, folder)
+        for (kind, stage), found in by_rank[0].items():
+            values[count, kind, stage] = found
+    return folder, values
+
+
+@pytest.mark.parametrize("count", RANKS)
+def test_any_stage_and_number_of_ranks_loads_with_any_other(ranks, saved, count):
+    folder, values = saved
+    for wrong in ranks(count, load, folder, values):
+        assert wrong == []
+
+
+def test_one_process_reads_what_several_wrote(saved):
+    folder, values = saved
+    for (ranks, kind, stage), expected in values.items():
+        loaded = checkpoint.load(folder / f"{kind}-{stage}-{ranks}")
+        for name, value in expected.items():
+            assert torch.equal(loaded.tensors[name], value), (ranks, kind, stage, name)
+        files = os.listdir(loaded.path)
+        assert stage == 0 or sum("tensors-" in name for name in files) == ranks
+        assert loaded.tensors["model/head.weight"] is loaded.tensors["model/embed.weight"]
