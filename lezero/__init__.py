@@ -20,12 +20,14 @@ _NAMES = {
     "Engine": "lezero.train",
     "FileError": "lezero.core.errors",
     "LeZeroError": "lezero.core.errors",
+    "Mesh": "lezero.comm",
     "MissingExtraError": "lezero.core.errors",
     "NumericsError": "lezero.core.errors",
     "OrderError": "lezero.core.errors",
     "RunConfig": "lezero.train",
     "StepResult": "lezero.train",
     "Trainer": "lezero.train",
+    "Wire": "lezero.comm",
     "Zero": "lezero.parallel.zero",
     "checkpoint": "lezero.checkpoint",
     "comm": "lezero.comm",
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from lezero import optim as optim
     from lezero import profiler as profiler
     from lezero import train as train
+    from lezero.comm import Mesh as Mesh
+    from lezero.comm import Wire as Wire
     from lezero.core.config import Config as Config
     from lezero.core.decisions import Decisions as Decisions
     from lezero.core.errors import CapacityError as CapacityError
