@@ -1,11 +1,14 @@
-"""What would fit when a step does not: smaller micro-batches, another precision, less sequence."""
+"""What would fit when a step does not: smaller micro-batches, a higher stage, less of the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lezero.parallel.zero import Zero
 from lezero.plan.spec import Build, StepSpec
 from lezero.plan.trace import trace_step
+
+_STAGE = "zero.stage="
 
 
 def suggest(build: Build, spec: StepSpec, limit_bytes: int) -> tuple[str, ...]:
@@ -16,6 +19,8 @@ def suggest(build: Build, spec: StepSpec, limit_bytes: int) -> tuple[str, ...]:
     """
     found: list[str] = []
     for change, text in _one_change_each(spec):
+        if text.startswith(_STAGE) and any(line.startswith(_STAGE) for line in found):
+            continue
         smaller = _largest_micro_batch(build, change, limit_bytes)
         if smaller is not None:
             lines = [text] if text else []
@@ -30,10 +35,21 @@ def suggest(build: Build, spec: StepSpec, limit_bytes: int) -> tuple[str, ...]:
     return tuple(found)
 
 
+def can_shard_more(spec: StepSpec) -> bool:
+    """Whether there is a higher stage of ZeRO than the step has."""
+    return spec.ranks > 1 and (spec.zero is None or spec.zero.stage < 3)
+
+
 def _one_change_each(spec: StepSpec) -> Iterator[tuple[StepSpec, str]]:
     yield spec, ""
+    if can_shard_more(spec):
+        zero = spec.zero or Zero(stage=0, compute="bf16" if spec.precision == "bf16" else "fp32")
+        for stage in range(zero.stage + 1, 4):
+            higher = zero.model_copy(update={"stage": stage})
+            yield spec.with_(zero=higher), f"{_STAGE}{stage}"
     if spec.precision == "fp32":
-        yield spec.with_(precision="bf16"), "train.precision=bf16"
+        half = spec.zero and spec.zero.model_copy(update={"compute": "bf16"})
+        yield spec.with_(precision="bf16", zero=half), "train.precision=bf16"
     if spec.pool and spec.device == "cpu":
         yield spec.with_(pool=False), "train.pool=false"
     tokens = spec.tokens // 2

@@ -17,7 +17,7 @@ from typing import Any
 from lezero.core import facts
 from lezero.core.errors import CapacityError
 from lezero.ops.attention import available
-from lezero.plan import trace as kinds
+from lezero.plan import communication, kinds
 from lezero.plan.heap import resident_bytes
 from lezero.plan.measure import OpTimes, as_in_a_step
 from lezero.plan.spec import Build, StepSpec
@@ -31,7 +31,6 @@ _HEAP_STEPS = 5
 _LIBRARY_BYTES = {"fp32": 18 << 20, "bf16": 32 << 20, "fp16": 32 << 20}
 """What torch's CPU kernels keep besides tensors (code made at run time, scratch, threads),
 measured with a model of a few kilobytes on torch 2.13."""
-_LINK_BYTES_PER_S = 1.2e9
 _DISPATCH_S = 12e-6
 """What autograd, autocast and the modules add to an operation, as measured on a small model."""
 _WORTH_A_TRIAL = 200
@@ -46,9 +45,10 @@ class Forecast:
     at the moment of the peak. state_bytes: whole size of parameters, gradients, optimizer state and
     buffers, whether or not all of it is there at the peak. step_seconds and time_parts: one
     optimizer step. flops: of matrix products and attention, one step of all ranks here; ceiling:
-    the machine's measured rate for them in FLOP/s, where known. attention: whose kernel computes
-    it. limit_bytes: what one rank may use. stated_error: of memory and time, as fractions; memory's
-    is never less than 32 MiB.
+    the machine's measured rate for them in FLOP/s, where known. stage: of ZeRO, None where the
+    model is not sharded (pages that ranks share count once over their sharers). attention: whose
+    kernel computes it. limit_bytes: what one rank may use. stated_error: of memory and time, as
+    fractions; memory's is never less than 32 MiB.
     """
 
     memory_bytes: int
@@ -64,6 +64,7 @@ class Forecast:
     ranks: int
     precision: str
     form: str
+    stage: int | None = None
     attention: str = "torch"
     steps: int | None = None
     suggestions: tuple[str, ...] = ()
@@ -118,6 +119,7 @@ class Forecast:
             "ranks": self.ranks,
             "precision": self.precision,
             "form": self.form,
+            "stage": self.stage,
             "attention": self.attention,
             "steps": self.steps,
             "stated_error": self.stated_error,
@@ -147,9 +149,9 @@ def forecast(
     memory, parts = memory_of(trace, spec)
     suggestions: tuple[str, ...] = ()
     if memory > limit:
-        from lezero.plan.capacity import suggest
+        from lezero.plan.capacity import can_shard_more, suggest
 
-        if sum(trace.state_bytes.values()) < limit:
+        if can_shard_more(spec) or sum(trace.state_bytes.values()) < limit:
             suggestions = suggest(build, spec, limit)
     return Forecast(
         memory_bytes=memory,
@@ -165,6 +167,7 @@ def forecast(
         ranks=spec.ranks,
         precision=spec.precision,
         form=spec.form,
+        stage=spec.zero.stage if spec.zero is not None else None,
         attention=attention,
         steps=spec.steps,
         suggestions=suggestions,
@@ -218,16 +221,18 @@ def free_bytes(spec: StepSpec) -> int:
 def memory_of(trace: Trace, spec: StepSpec) -> tuple[int, dict[str, int]]:
     """Peak resident bytes of one rank and their parts."""
     live, found = trace.peak()
-    names = (kinds.PARAMETER, kinds.GRADIENT, kinds.OPTIMIZER, kinds.ACTIVATION)
+    names = [kinds.PARAMETER, kinds.GRADIENT, kinds.OPTIMIZER, kinds.ACTIVATION]
+    names += [name for name in (kinds.WHOLE, kinds.WIRE, kinds.FEEDBACK) if name in found]
     parts = {name: found.get(name, 0) for name in names}
     parts[kinds.BUFFER] = live - sum(parts.values())
     if spec.device != "cpu":
         parts["allocator"] = live // 50
     else:
+        heap = live - trace.mapped_bytes
         resident = resident_bytes(
-            trace.steps(_HEAP_STEPS), live, keep=spec.pool, most=facts.memory().total
+            trace.heap_steps(_HEAP_STEPS), heap, keep=spec.pool, most=facts.memory().total
         )
-        parts["pool" if spec.pool else "allocator"] = resident - live
+        parts["pool" if spec.pool else "allocator"] = resident - heap
         parts["libraries"] = _LIBRARY_BYTES[spec.precision]
     if spec.saves:
         state = trace.state_bytes
@@ -248,9 +253,7 @@ def _time_of(trace: Trace, spec: StepSpec, budget_s: float) -> tuple[float, dict
         parts[name] += repeat * sum(each[key] * count for key, count in counts.items())
         operations += repeat * (sum(counts.values()) + trace.views[phase])
     parts["dispatch"] = operations * _DISPATCH_S
-    if spec.ranks > 1:
-        moved = 2 * (spec.ranks - 1) / spec.ranks * trace.state_bytes[kinds.GRADIENT]
-        parts["communication"] = moved / _LINK_BYTES_PER_S
+    parts |= communication.seconds(trace, spec)
     return sum(parts.values()), dict(parts)
 
 

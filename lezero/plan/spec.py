@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from lezero.comm.probe import Level
+from lezero.comm.wire import Wire
 from lezero.core.errors import ConfigError
 from lezero.ops.cross_entropy import cross_entropy_sum
 from lezero.ops.cross_entropy.reference import IGNORED
+from lezero.parallel.zero import Zero
 
 Build = Callable[[], nn.Module]
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -40,6 +43,10 @@ class StepSpec:
     attention: whose kernel computes it, "torch" or "lezero"; "auto": the faster one by measurement,
     as the engine chooses.
 
+    zero: how the model is sharded over the ranks (None: not at all, torch's data parallelism).
+    wire: how they exchange then. levels: how fast they reach each other, as `lezero.comm.probe`
+    measured (`Topology.levels`); without it a speed is assumed.
+
     Raises `ConfigError` for a value that is not allowed.
     """
 
@@ -59,6 +66,9 @@ class StepSpec:
     attention: str = "auto"
     steps: int | None = None
     device: str = "cpu"
+    zero: Zero | None = None
+    wire: Wire = field(default_factory=Wire)
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "accumulate", "ranks", "ranks_here", "steps"):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from lezero.plan.forecast import Forecast, size
 
 _MEANING = {
-    "parameters": "fp32 weights",
+    "parameters": "weights that this rank keeps",
     "gradients": "held at the peak",
+    "whole copies": "gathered parameters: two blocks by turns, and the rest of the model",
+    "wire buffers": "gradients on their way",
+    "feedback": "errors of encoding, kept",
     "optimizer": "state of the optimizer",
     "activations": "kept for backward",
     "buffers": "temporaries, buffers of the model",
@@ -20,7 +23,8 @@ _TIMES = {
     "backward": "backward",
     "update": "norm, clipping, optimizer",
     "dispatch": "between kernels",
-    "communication": "gradients between ranks",
+    "communication": "between ranks",
+    "codec": "encoding and decoding",
 }
 
 
@@ -29,6 +33,8 @@ def render(forecast: Forecast) -> str:
     memory_error = forecast.stated_error["memory"]
     time_error = forecast.stated_error["time"]
     ranks = "1 rank" if forecast.ranks == 1 else f"{forecast.ranks} ranks"
+    if forecast.stage is not None:
+        ranks += f", ZeRO stage {forecast.stage}"
     lines = [
         f"{forecast.parameters / 1e6:,.1f}M parameters, {forecast.precision}, {forecast.form}, "
         f"attention by {forecast.attention}, {ranks}, {forecast.tokens_per_step:,} tokens a step",

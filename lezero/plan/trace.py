@@ -12,6 +12,7 @@ makes neither a new storage nor work. Time counts the second step only.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -23,12 +24,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lezero.comm.choice import Exchange
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.ops.attention import FastAttention
+from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
+from lezero.plan.meeting import Buckets, Meeting, Shards
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
 
-PARAMETER, GRADIENT, OPTIMIZER, BUFFER = "parameters", "gradients", "optimizer", "buffers"
-ACTIVATION, TEMPORARY = "activations", "temporaries"
 _SKIPPED = {"prim.device.default", "aten.detach.default"}
 _SILENT = ("profiler.", "prim.")
 
@@ -77,6 +79,18 @@ class Trace:
     views: Counter[str] = field(default_factory=Counter)
     bounds: list[int] = field(default_factory=list)
     """Events before the first step, the second, and the end."""
+    mapped: set[int] = field(default_factory=set)
+    """Blocks outside of the heap, in memory that ranks share; never freed."""
+    traffic: Counter[Exchange] = field(default_factory=Counter)
+    """What a sharded step exchanges, in all its micro-batches."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        return sum(size for block, size in self.events if block in self.mapped and size > 0)
+
+    def heap_steps(self, count: int) -> list[tuple[int, int]]:
+        """`steps`, of what lies in the heap."""
+        return [event for event in self.steps(count) if event[0] not in self.mapped]
 
     def steps(self, count: int) -> list[tuple[int, int]]:
         """Events of `count` steps: the second one is repeated with blocks of its own."""
@@ -119,7 +133,7 @@ class Trace:
         return highest, dict(parts)
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Writes allocations, frees and operations into a `Trace`."""
 
     def __init__(self, trace: Trace) -> None:
@@ -147,6 +161,13 @@ class _Recorder(TorchDispatchMode):
 
         self._known[cdata] = (weakref.ref(storage, gone), block)
         return True
+
+    def keep(self, tensor: torch.Tensor, kind: str, mapped: bool = False) -> None:
+        """Counts a tensor as `kind`, whoever made it."""
+        self.adopt(tensor, kind)
+        self.rename(tensor, kind)
+        if mapped:
+            self.trace.mapped.add(self._known[tensor.untyped_storage()._cdata][1])
 
     def rename(self, tensor: torch.Tensor, kind: str) -> None:
         found = self._known.get(tensor.untyped_storage()._cdata)
@@ -178,25 +199,6 @@ class _Recorder(TorchDispatchMode):
         plain = tuple(_plain(a) for a in args)
         named = {key: _plain(value) for key, value in kwargs.items()}
         return Call(func, plain, named, f"{name}{_text(plain)}{_text(sorted(named.items()))}")
-
-
-class _Buckets:
-    """Gradients as views of standing buckets, as torch's data-parallel wrapper keeps them.
-
-    In the last micro-batch of a step each gradient moves into its bucket as soon as it is whole.
-    """
-
-    def __init__(self, trainable: list[nn.Parameter], recorder: _Recorder) -> None:
-        self.meet = True
-        for parameter in trainable:
-            view = torch.empty_like(parameter, requires_grad=False)
-            recorder.adopt(view, GRADIENT)
-
-            def move(parameter: torch.Tensor, view: torch.Tensor = view) -> None:
-                if self.meet:
-                    parameter.grad = view
-
-            parameter.register_post_accumulate_grad_hook(move)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -233,8 +235,11 @@ def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Tr
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     trace = Trace()
-    recorder = _Recorder(trace)
-    with FakeTensorMode(allow_non_fake_inputs=True), _untouched_random():
+    recorder = Recorder(trace)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, _untouched_random(), warnings.catch_warnings():
+        # a fake tensor's address is 0 everywhere, which is what is asked for
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             _run(build, spec, trace, recorder, fast_attention)
         except LeZeroError:
@@ -250,31 +255,34 @@ def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Tr
 
 
 def _run(
-    build: Build, spec: StepSpec, trace: Trace, recorder: _Recorder, fast_attention: bool
+    build: Build, spec: StepSpec, trace: Trace, recorder: Recorder, fast_attention: bool
 ) -> None:
     with torch.device(spec.device):
         model = build()
     model.train()
+    shards = Shards(model, spec, recorder) if spec.zero is not None else None
     for parameter in model.parameters():
-        recorder.adopt(parameter, PARAMETER)
+        recorder.keep(parameter, PARAMETER)
     for buffer in model.buffers():
         recorder.adopt(buffer, BUFFER)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ConfigError("the model has no trainable parameter: nothing to train")
-    trace.parameters = sum(p.numel() for p in model.parameters())
+    held = sum(p.numel() for p in model.parameters())
+    trace.parameters = held if shards is None else shards.parameters
     trace.state_bytes = {
         PARAMETER: sum(_nbytes(p) for p in model.parameters()),
         GRADIENT: sum(_nbytes(p) for p in trainable),
         BUFFER: sum(_nbytes(b) for b in model.buffers()),
     }
-    buckets = _Buckets(trainable, recorder) if spec.ranks > 1 else None
+    meeting: Meeting = shards or (Buckets(trainable, recorder) if spec.ranks > 1 else Meeting())
     optimizer = spec.make_optimizer(model)
     for timed in (False, True):
         trace.bounds.append(len(trace.events))
         with FastAttention() if fast_attention else nullcontext():
-            _one_step(model, optimizer, spec, recorder, timed, buckets)
+            _one_step(model, optimizer, spec, recorder, timed, meeting)
     trace.bounds.append(len(trace.events))
+    meeting.finish(model)
     states = [s for state in optimizer.state.values() for s in _tensors(list(state.values()))]
     trace.state_bytes[OPTIMIZER] = sum(_nbytes(s) for s in states)
 
@@ -283,9 +291,9 @@ def _one_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     spec: StepSpec,
-    recorder: _Recorder,
+    recorder: Recorder,
     timed: bool,
-    buckets: _Buckets | None,
+    meeting: Meeting,
 ) -> None:
     """One step in the engine's order. Micro-batches after the second repeat the second."""
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -293,36 +301,38 @@ def _one_step(
     micros = min(spec.accumulate, 2)
     for index in range(micros):
         recorder.kind = BUFFER
-        if buckets is not None:
-            buckets.meet = index == micros - 1
+        meeting.begin(last=index == micros - 1)
         with recorder:
             recorder.phase = None
             batch = spec.make_batch()
             name = ("first", "again")[index] if timed else None
             recorder.kind, recorder.phase = ACTIVATION, name and f"{name} forward"
-            with torch.autocast(spec.device, dtype=dtype) if dtype else nullcontext():
+            cast = torch.autocast(spec.device, dtype=dtype, cache_enabled=meeting.cache)
+            with cast if dtype else nullcontext():
                 loss = spec.mean_loss(model, batch)
                 scaled = loss * 1.0
             recorder.kind, recorder.phase = TEMPORARY, name and f"{name} backward"
             scaled.backward()
             recorder.phase = None
             del loss, scaled, batch
+        meeting.end()
         for parameter in trainable:
             if parameter.grad is not None:
                 recorder.rename(parameter.grad, GRADIENT)
     with recorder, torch.no_grad():
         recorder.kind, recorder.phase = TEMPORARY, "update" if timed else None
-        gradients = [p.grad for p in trainable if p.grad is not None]
+        gradients = meeting.gradients(trainable)
         if not gradients:
             raise ConfigError("the loss reaches no parameter: nothing to train")
-        nn.utils.get_total_norm(gradients)
         if spec.clip:
             torch._foreach_mul_(gradients, 0.5)
         recorder.kind = OPTIMIZER
         optimizer.step()
         recorder.phase = None
+        recorder.kind = BUFFER
         del gradients
         optimizer.zero_grad(set_to_none=True)
+    meeting.end()
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
