@@ -53,6 +53,13 @@ def _libc() -> ctypes.CDLL | None:
         return None
 
 
+def give_back_free_blocks() -> None:
+    """Returns what is free on the C heap to the kernel, once; for after large frees."""
+    libc = _libc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
 @dataclass(frozen=True)
 class PoolStats:
     """Bytes that the C heap holds: in use by tensors and others, and free but still resident."""

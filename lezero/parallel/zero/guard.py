@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as hooks
 
-from lezero.core.errors import OrderError
+from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero.held import HELD, REPLACED
 
 if TYPE_CHECKING:
     from lezero.parallel.zero.sharding import Sharding
 
 _registered = False
+_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
 def register() -> None:
@@ -40,8 +41,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` when `optimizer` needs whole parameters but is given shards."""
+    if not isinstance(optimizer, _WHOLE):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = getattr(parameter, HELD, None)
+            if held is not None and held.segment.link is not None:
+                name, stage = type(optimizer).__name__, held.segment.unit.sharding.stage
+                raise ConfigError(
+                    f"{name} needs whole parameters and cannot keep its state in shards (stage "
+                    f"{stage}); use lz.Zero(stage=0), or an optimizer that works element by "
+                    "element, such as lz.optim.AdamW"
+                )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     check_optimizer(optimizer)
+    check_state(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -16,6 +16,7 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core import device, groups, ledger
 from lezero.core.errors import ConfigError, OrderError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.parallel.zero import fsdp, guard
 from lezero.parallel.zero.agreement import agree, agree_on_errors
 from lezero.parallel.zero.blocks import blocks
@@ -219,3 +220,5 @@ def _split(model: nn.Module, sharding: Sharding) -> None:
                     mine.copy_(whole[first:last] if held.rows.shape else whole)
             segment.show_shards(rows, sharding.lines.mesh)
         unit.changed()
+    if sharding.lines.place.type == "cpu":
+        give_back_free_blocks()  # the whole parameters'

@@ -32,7 +32,7 @@ def all_stages(*args, **options):
     return [train(stage, *args, **options) for stage in range(4)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, 4])
 def test_equal_to_one_process_in_fp64(ranks, world):
     expected, parameters = plain_losses(6, max_norm=0.5)
     for losses, _, found in ranks(world, all_stages, 6, torch.float64)[0]:
@@ -41,10 +41,9 @@ def test_equal_to_one_process_in_fp64(ranks, world):
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("compute", ["auto", "bf16"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("world", "compute"), [(2, "auto"), (4, "bf16")])
 def test_stages_agree_bit_for_bit_over_50_steps(ranks, world, compute):
-    stages = ranks(world, all_stages, 50, compute=compute, width=64, timeout_s=120)
+    stages = ranks(world, all_stages, 50, compute=compute, width=64, blocks=2, timeout_s=120)
     for losses, norms, found in stages[-1]:
         assert losses == stages[0][0][0]
         assert norms == stages[0][0][1]

@@ -112,6 +112,8 @@ def misuse():
     loss_of(model, next(batches(1))).backward()
     with pytest.raises(OrderError, match=r"before sharding: 22 of its 22 parameters"):
         early.step()
+    with pytest.raises(ConfigError, match=r"LBFGS needs whole parameters .* \(stage 2\)"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
     with pytest.raises(ConfigError, match=r"max_norm is 0"):
         clip_grad_norm_(model, 0)
     quantized = make()
