@@ -163,23 +163,24 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every weight from (seed, its name): equal on any device, order and split.
+        """Gives every parameter its `first_weight`."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self.first_weight(name, tuple(parameter.shape), seed))
+
+    def first_weight(self, name: str, shape: tuple[int, ...], seed: int = 0) -> Tensor:
+        """fp32 values drawn from (seed, name): equal on any device, order and split.
 
         Normal with deviation 0.02, divided by sqrt(2 × layers) where a projection adds to the
         residual stream (Radford et al., 2019, "GPT-2", section 2.3); norms 1, biases 0.
         """
+        if name.endswith("bias") or "norm" in name:
+            return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
         residual = 1 / math.sqrt(2 * self.config.layers)
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                scale = residual if "o_proj" in name or "down_proj" in name else 1.0
-                digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-                generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest) >> 1)
-                drawn = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                parameter.copy_(drawn.normal_(0.0, 0.02 * scale, generator=generator))
+        scale = residual if "o_proj" in name or "down_proj" in name else 1.0
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest) >> 1)
+        drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
+        return drawn.normal_(0.0, 0.02 * scale, generator=generator)
 
     def forward(
         self, tokens_BT: Tensor, cache: KVCache | None = None, positions: Tensor | None = None

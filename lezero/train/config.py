@@ -15,12 +15,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from lezero.comm.wire import Wire
 from lezero.core.config import Config, read_yaml, set_path
 from lezero.core.errors import ConfigError
 from lezero.data import DataConfig
 from lezero.models import TransformerConfig
 from lezero.models.config import RopeScaling
 from lezero.optim import Schedule
+from lezero.parallel.zero import Zero
 
 
 class ModelConfig(Config):
@@ -76,6 +78,11 @@ class TrainConfig(Config):
     batch: int = Field(8, ge=1)
     accumulate: int = Field(1, ge=1)
     """Micro-batches that a rank's part of the batch is cut into."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit keeps the moments in 8 bits: 2 bytes a parameter instead of 8."""
+    masters: Literal["none", "fp32", "remainder"] = "none"
+    """Weights in bf16 with an exact fp32 master each: whole (fp32), or the 16 bits that the weight
+    lacks (remainder). Needs the section `zero` and precision bf16."""
     lr: float = Field(3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
@@ -98,6 +105,8 @@ class TrainConfig(Config):
     def _check(self) -> Self:
         if not all(0 <= b < 1 for b in self.betas):
             raise ValueError("betas must be at least 0 and below 1")
+        if self.masters != "none" and self.precision not in ("auto", "bf16"):
+            raise ValueError(f"masters are of bf16 weights, but precision is {self.precision}")
         return self
 
 
@@ -132,9 +141,34 @@ class RunConfig(Config):
     model: ModelConfig = ModelConfig()
     data: DataConfig
     train: TrainConfig = TrainConfig()
+    zero: Zero | None = None
+    """How the training state is split over the ranks; not at all if not given."""
+    wire: Wire = Wire()
+    """How the ranks of a split state exchange; needs the section `zero`."""
     validation: ValidationConfig = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        train, zero = self.train, self.zero
+        if zero is None:
+            for name, given in (
+                ("wire", self.wire != Wire()),
+                ("train.masters", train.masters != "none"),
+            ):
+                if given:
+                    raise ValueError(f"{name} needs the section zero; stage 0 splits nothing")
+            return self
+        if train.precision == "fp16":
+            raise ValueError("train.precision fp16 does not go with zero; use bf16")
+        if train.precision != "auto" and zero.compute not in ("auto", train.precision):
+            raise ValueError(
+                f"zero.compute is {zero.compute} and train.precision {train.precision}; give one"
+            )
+        if train.masters != "none" and zero.compute == "fp32":
+            raise ValueError("train.masters are of bf16 weights, but zero.compute is fp32")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Self:

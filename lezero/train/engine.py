@@ -27,6 +27,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.log import logger
 from lezero.optim import Schedule
+from lezero.parallel.zero.guard import check_optimizer
 from lezero.train import engine_state, speed
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
 from lezero.train.loss import (
@@ -39,7 +40,7 @@ from lezero.train.loss import (
     split,
     to_device,
 )  # fmt: skip
-from lezero.train.nonfinite import Culprit, find_culprit
+from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve, resolve_sharded
 from lezero.train.randomness import seeded
 
@@ -106,7 +107,7 @@ class Engine:
         self.decisions = decisions if decisions is not None else Decisions()
         self.place = next(model.parameters()).device
         self.asked_precision = precision
-        self.gradients = gradients_of(model, optimizer, self.decisions)
+        self.gradients = gradients_of(model, self.decisions)
         self.precision = self._precision(precision)
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0
@@ -208,7 +209,7 @@ class Engine:
     def _precision(self, asked: str) -> Precision:
         if not isinstance(self.gradients, Sharded):
             return Precision(resolve(asked, self.place, self.decisions), self.place)
-        name = resolve_sharded(asked, self.gradients.sharding, self.decisions)
+        name = resolve_sharded(asked, self.model, self.decisions)
         return Precision(name, self.place, cache=False)
 
     # the parts of a step ---------------------------------------------------------------------
@@ -314,14 +315,13 @@ class Engine:
             place = groups.rank() * len(micros) + i
             with seeded(self.seed, self.step, place), wires_untouched(self.model):
                 found = find_culprit(self.model, run, together)
-            if mine is None or "does not repeat" in mine.where:
-                mine = found if self.count(micro) else mine
-            if not together and "does not repeat" not in found.where:
+            if self.count(micro) and (mine is None or vague(mine.where)):
+                mine = found
+            if not together and not vague(found.where):
                 break
         texts = groups.gather_objects(str(mine) if mine else "")
         named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]
-        real = [t for t in named if "does not repeat" not in t]
-        return (real or named or ["unknown place"])[0]
+        return min(named or ["unknown place"], key=vague)
 
     def _choose_form(self, micro: Batch) -> speed.Forms:
         return speed.choose(
@@ -355,6 +355,7 @@ def _check(
         raise ConfigError(f"schedule '{schedule.kind}' needs total_steps to know where it ends")
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has nothing to train: no parameter requires a gradient")
+    check_optimizer(optimizer)
     own = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
     strangers = sum(id(p) not in own for p in held)

@@ -18,7 +18,7 @@ from lezero.checkpoint import Loaded
 from lezero.comm.link import Link
 from lezero.core import groups
 from lezero.core.log import logger
-from lezero.parallel.zero import sharding_of
+from lezero.train.gradients import wires
 
 log = logger("train")
 _PREFIX = "feedback"
@@ -73,8 +73,4 @@ def _of(loaded: Loaded, axis: str, rank: int) -> dict[str, torch.Tensor]:
 
 def _links(model: nn.Module) -> dict[str, Link]:
     """The wires that keep errors, by their axis."""
-    sharding = sharding_of(model)
-    if sharding is None:
-        return {}
-    found = {"shard": sharding.lines.shard, "replicate": sharding.lines.replicate}
-    return {axis: link for axis, link in found.items() if link is not None and link.feedback}
+    return {axis: link for axis, link in wires(model).items() if link.feedback is not None}

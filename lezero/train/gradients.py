@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from lezero.comm import watch
+from lezero.comm.link import Link
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
-from lezero.parallel.zero.guard import check_optimizer
 from lezero.parallel.zero.sharding import shardings_in
 
 
@@ -106,33 +106,35 @@ class Sharded(Gradients):
     exchange something.
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding, decisions: Decisions) -> None:
+    def __init__(self, model: nn.Module, decisions: Decisions) -> None:
         super().__init__(model)
-        self.sharding = sharding
+        self.stage: int = sharding_of(model).stage
+        self._backward = getattr(sharding_of(model), "backward", None)  # FSDP2 has its own
         if groups.world_size() > 1:
             watch.Watch.start()
-        for link in (sharding.lines.shard, sharding.lines.replicate):
-            if link is not None and link.chooser is not None:
+        for link in wires(model).values():
+            if link.chooser is not None:
                 link.chooser.decisions = decisions
 
     def begin(self) -> None:
         super().begin()
-        if any(bucket.written for bucket in self.sharding.backward.order):
-            self.sharding.backward.recover()
+        if self._backward is not None and any(b.written for b in self._backward.order):
+            self._backward.recover()
 
     def micros(self, counts: list[int]) -> list[int]:
         return list(range(len(counts)))
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        backward = self.sharding.backward
-        backward.mute = not counts
+        if self._backward is not None:
+            self._backward.mute = not counts
+        collect = self.stage < 2 and not last
         try:
-            collect = self.sharding.stage < 2 and not last
             with no_sync(self.model) if collect else contextlib.nullcontext():
                 yield
         finally:
-            backward.mute = False
+            if self._backward is not None:
+                self._backward.mute = False
 
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         found: list[Any] = super().of(parameters)
@@ -142,14 +144,10 @@ class Sharded(Gradients):
         return float(grad_norm(parameters))
 
 
-def gradients_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, decisions: Decisions
-) -> Gradients:
-    """The way for this model: `OrderError` for an optimizer or a model that does not fit it."""
-    check_optimizer(optimizer)
-    sharding = sharding_of(model)
-    if sharding is not None:
-        return Sharded(model, sharding, decisions)
+def gradients_of(model: nn.Module, decisions: Decisions) -> Gradients:
+    """The way for this model: `OrderError` for one of which only a part is sharded."""
+    if sharding_of(model) is not None:
+        return Sharded(model, decisions)
     if next(shardings_in(model), None) is not None:
         raise OrderError(
             "only a part of the model is sharded; apply lz.shard_ to the whole model that the "
@@ -158,12 +156,19 @@ def gradients_of(
     return Gradients(model) if groups.world_size() == 1 else Replicated(model)
 
 
+def wires(model: nn.Module) -> dict[str, Link]:
+    """The links of a sharded model by their axis; none where FSDP2 or nobody splits it."""
+    sharding = sharding_of(model)
+    if not isinstance(sharding, Sharding):
+        return {}
+    found = {"shard": sharding.lines.shard, "replicate": sharding.lines.replicate}
+    return {axis: link for axis, link in found.items() if link is not None}
+
+
 @contextlib.contextmanager
 def wires_untouched(model: nn.Module) -> Iterator[None]:
     """Inside, wires keep what they have: errors are put back, and codec auto does not look."""
-    sharding = sharding_of(model)
-    found = [] if sharding is None else [sharding.lines.shard, sharding.lines.replicate]
-    links = [link for link in found if link is not None]
+    links = list(wires(model).values())
     kept: list[Mapping[str, torch.Tensor] | None] = [
         link.feedback.state_dict() if link.feedback is not None else None for link in links
     ]

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+UNREPEATED = "does not repeat"
+SUMMED = "gradient, summed over the ranks,"
+
 
 @dataclass(frozen=True)
 class Culprit:
@@ -28,12 +31,18 @@ class Culprit:
         return f"{self.where} of module '{self.module or '(the model)'}'{parameter}"
 
 
+def vague(where: str) -> int:
+    """0 for a place that is surely the cause, more for others."""
+    return 2 * (UNREPEATED in where) + (SUMMED in where)
+
+
 def find_culprit(
     model: nn.Module, run: Callable[[], torch.Tensor], together: bool = False
 ) -> Culprit:
     """Runs `run` (forward, returning the loss) and its backward once more and says what broke.
 
-    `together`: the ranks exchange something in both, so each runs both whatever it finds.
+    `together`: the ranks exchange something in both, so each runs both whatever it finds; a bad
+    gradient that is found in no backward of its own may then come from another rank.
 
     In order: a parameter that is not finite already; the first module whose output is not finite
     while its inputs are; the last module in forward order whose gradient is not finite, which is
@@ -57,17 +66,17 @@ def find_culprit(
             return found[0]
         if not _finite(loss):
             return Culprit("", "", "loss function (the model's output is finite), outside")
-        return _bad_gradient(model)
+        return _bad_gradient(model, SUMMED if together else "gradient")
     finally:
         model.zero_grad(set_to_none=True)
 
 
-def _bad_gradient(model: nn.Module) -> Culprit:
+def _bad_gradient(model: nn.Module, what: str) -> Culprit:
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not _finite(parameter.grad):
             module, _, short = name.rpartition(".")
-            return Culprit(module, short, "gradient")
-    return Culprit("", "", "gradient (finite when run again: a fault that does not repeat)")
+            return Culprit(module, short, what)
+    return Culprit("", "", f"gradient (finite when run again: a fault that {UNREPEATED})")
 
 
 @contextmanager

@@ -9,17 +9,16 @@ model has 16-bit copies of its parameters already: then bf16 is `lz.Zero(compute
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from lezero.core import device
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
-
-if TYPE_CHECKING:
-    from lezero.parallel.zero import Sharding
+from lezero.parallel.zero import sharding_of
 
 Name = Literal["auto", "fp32", "bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -50,12 +49,13 @@ def resolve(name: str, place: torch.device, decisions: Decisions, step: int = 0)
     return decisions.record("precision", found, reason=reason, step=step)
 
 
-def resolve_sharded(name: str, sharding: Sharding, decisions: Decisions) -> str:
+def resolve_sharded(name: str, model: nn.Module, decisions: Decisions) -> str:
     """The precision of a sharded model: what `lz.Zero(compute=…)` made its parameters compute in.
 
     `ConfigError` when the user asks for another one.
     """
-    types = {sharding.config.compute_dtype(h.dtype) for h in sharding.parameters.values()}
+    zero = sharding_of(model).config
+    types = {zero.compute_dtype(parameter.dtype) for parameter in model.parameters()}
     found = "bf16" if torch.bfloat16 in types else "fp32"
     if name == "fp16" or torch.float16 in types:
         raise ConfigError(

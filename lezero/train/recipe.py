@@ -1,8 +1,8 @@
 """From a run config to the pieces of a run, in the order in which they can be composed.
 
-build (on meta, then materialised) → data-parallel wrap and compile (in the engine) → optimizer →
-resume. What comes later in LeZero's life keeps to the same order: module swaps before the split,
-the split before recompute, recompute before compile, compile before sharding.
+build (on meta, then materialised) → ZeRO, or the data-parallel wrap in the engine → optimizer →
+compile (in the engine, block by block) → resume. What comes later in LeZero's life keeps to the
+same order: module swaps before the split, the split before recompute, recompute before sharding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.data import Data, EvalLoader, Loader, prepare
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
-from lezero.optim import AdamW
+from lezero.optim import AdamW, AdamW8bit
+from lezero.parallel.zero import Zero, shard_, sharding_of
+from lezero.parallel.zero.materialize import allocate_
 from lezero.plan import StepSpec
 from lezero.train.config import ModelConfig, RunConfig
 from lezero.train.engine import Engine
@@ -54,21 +56,69 @@ def _shape(config: RunConfig, model: ModelConfig, vocab: int) -> TransformerConf
     return model.transformer(vocab, config.data.sequence)
 
 
-def build_model(config: RunConfig, vocab: int) -> Transformer:
-    """The model with its first weights, on this rank's device, in fp32."""
+def build_model(config: RunConfig, vocab: int, decisions: Decisions | None = None) -> Transformer:
+    """The model with its first weights, on this rank's device, sharded where the config says so.
+
+    In fp32, or with masters in bf16. A sharded model on the CPU is never whole on any rank.
+    """
     place = device.device()
+    kind = torch.float32 if config.train.masters == "none" else torch.bfloat16
+    shape = model_config(config, vocab)
     if config.model.folder is not None:
-        model_config(config, vocab)
-        return load_hf(config.model.folder, dtype=torch.float32).to(place)
-    with torch.device(place):
-        return Transformer(model_config(config, vocab), seed=config.train.seed)
+        model = load_hf(config.model.folder, dtype=kind).to(place)
+    elif config.zero is not None and place.type == "cpu":
+        with torch.device("meta"):
+            model = Transformer(shape).to(kind)
+    else:
+        with torch.device(place):
+            model = Transformer(shape, seed=config.train.seed).to(kind)
+    if config.zero is not None:
+        found = zero_of(config, place, decisions or Decisions())
+        meta = next(model.parameters()).is_meta
+        shard_(model, found, wire=config.wire)
+        if meta:
+            _fill(model, config.train.seed)
+    return model
 
 
-def build_optimizer(config: RunConfig, model: nn.Module) -> AdamW:
+def zero_of(config: RunConfig, place: torch.device, decisions: Decisions) -> Zero:
+    """The config's `zero`, with the type that its parameters compute in."""
+    zero, train = config.zero, config.train
+    assert zero is not None
+    if zero.compute != "auto":
+        return zero
+    name = resolve(train.precision, place, decisions)
+    if train.masters != "none" and name != "bf16":
+        raise ConfigError(
+            f"train.masters: '{train.masters}' keeps masters of bf16 weights, but this run's "
+            f"precision is {name}; set train.precision=bf16, or masters=none"
+        )
+    if name == "fp16":
+        raise ConfigError("train.precision: fp16 does not go with zero; set bf16 or fp32")
+    return zero.model_copy(update={"compute": name})
+
+
+def _fill(model: Transformer, seed: int) -> None:
+    """Memory for a sharded model on meta and this rank's rows of its first weights."""
+    allocate_(model)
+    sharding = sharding_of(model)
+    for name, part in sharding.layout.items():
+        drawn = model.first_weight(name, part.shape, seed)
+        sharding.write(name, drawn[part.start : part.stop])
+
+
+def build_optimizer(config: RunConfig, model: nn.Module) -> AdamW | AdamW8bit:
     train = config.train
-    return AdamW(
-        model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
+    kind = {"adamw": AdamW, "adamw8bit": AdamW8bit}[train.optimizer]
+    made: AdamW | AdamW8bit = kind(
+        model,
+        lr=train.lr,
+        betas=train.betas,
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        masters=train.masters,
     )
+    return made
 
 
 def build_engine(config: RunConfig, model: nn.Module, decisions: Decisions) -> Engine:

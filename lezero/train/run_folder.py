@@ -71,7 +71,8 @@ class RunFolder:
             if tokens and room > 0:
                 new = generate(model, tokens, room, temperature=0.8, top_k=50)[0]
                 samples.append({"prompt": prompt, "text": tokenizer.decode(new)})
-        self.write_json("sample.json", samples)
+        if groups.is_main():  # the others are here where a forward pass needs every rank
+            self.write_json("sample.json", samples)
 
     @staticmethod
     def changes(saved: dict[str, Any], now: RunConfig) -> list[str]:

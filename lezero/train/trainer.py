@@ -13,11 +13,12 @@ from typing import Any
 from lezero import checkpoint
 from lezero.comm import watch
 from lezero.core import groups
-from lezero.core.decisions import Decisions
+from lezero.core.decisions import Decision, Decisions
 from lezero.core.errors import FileError
 from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
 from lezero.models import Transformer
+from lezero.parallel.zero import sharding_of
 from lezero.train import engine_state, recipe
 from lezero.train.callbacks import Callback
 from lezero.train.config import RunConfig
@@ -62,6 +63,7 @@ class Trainer:
         self.last_validation: float | None = None
         self.resumed_from: int | None = None
         self._saved_step = -1
+        self._written: dict[str, Decision] = {}
         self._failed: deque[tuple[int, Exception]] = deque()
         self._notes: list[tuple[str, str]] = []
 
@@ -118,7 +120,7 @@ class Trainer:
         decisions = Decisions()
         if found is not None:
             decisions = Decisions.from_json(found.documents["decisions"])
-        self.model = recipe.build_model(config, self.data.tokenizer.vocab_size)
+        self.model = recipe.build_model(config, self.data.tokenizer.vocab_size, decisions)
         if groups.is_main():
             self.data.tokenizer.save(self.folder.tokenizer)
         self.engine = recipe.build_engine(config, self.model, decisions)
@@ -214,7 +216,7 @@ class Trainer:
             result = engine.train_step(next(self.loader))
             loss, stopped = result.loss, result.stop
             self._tell("on_step", result)
-            if result.step == 1 or result.step == (self.resumed_from or 0) + 1:
+            if engine.decisions.records != self._written:
                 self._try_to_write("decisions.json", self._write_decisions)
             self._after(result)
             self._tell_failures()
@@ -294,10 +296,13 @@ class Trainer:
     # after the last step -----------------------------------------------------------------------
 
     def _finish(self, result: TrainResult) -> None:
-        if groups.is_main() and result.exit_status == 0:
+        sharding = sharding_of(self.model)
+        gathers = sharding is not None and sharding.stage == 3  # every rank runs the model then
+        if (groups.is_main() or gathers) and result.exit_status == 0:
             self._try_to_write("sample.json", self._write_samples)
 
     def _write_decisions(self) -> None:
+        self._written = dict(self.engine.decisions.records)
         self.folder.write_decisions(self.engine.decisions)
 
     def _write_samples(self) -> None:
