@@ -130,6 +130,10 @@ class Rope(nn.Module):
         self._fill(len(self.cos_TP), self.cos_TP.device)
         return result
 
+    def reset_parameters(self) -> None:
+        """Computes the tables on the device where they are, as after `to_empty`."""
+        self._fill(len(self.cos_TP), self.cos_TP.device)
+
     def ready(self, length: int, device: torch.device) -> None:
         """Makes the tables reach `length` tokens on `device`."""
         config = self.config

@@ -17,6 +17,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.data import Data, EvalLoader, Loader, prepare
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
+from lezero.models.rope import Rope
 from lezero.optim import AdamW, AdamW8bit
 from lezero.parallel.zero import Zero, shard_, sharding_of
 from lezero.parallel.zero.materialize import allocate_
@@ -101,6 +102,9 @@ def zero_of(config: RunConfig, place: torch.device, decisions: Decisions) -> Zer
 def _fill(model: Transformer, seed: int) -> None:
     """Memory for a sharded model on meta and this rank's rows of its first weights."""
     allocate_(model)
+    for module in model.modules():
+        if isinstance(module, Rope):  # its tables are no weights, but on meta they had no values
+            module.reset_parameters()
     sharding = sharding_of(model)
     for name, part in sharding.layout.items():
         drawn = model.first_weight(name, part.shape, seed)
