@@ -22,20 +22,26 @@ times as far from the fp32 loop: 4 in bf16 and fp16, where rounding reaches a pe
 and more slack would hide faults; 32 in fp32, where rounding stays below a hundred-thousandth and
 slack hides nothing. The loss is allowed `SLACK` times the mean distance of its tokens' losses.
 
+A lossy wire is allowed what it loses (`exchange.py`, Note [a lossy wire]).
+
 Everything after the gradients is fp32 arithmetic in every precision and gets no slack of that kind:
-AdamW on the engine's gradients must give the engine's parameters to a few units in the last place.
+AdamW on the engine's gradients must give the engine's parameters to a few units in the last place
+of the type that they are kept in. With 8-bit moments an update is only held to be of its size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from lezero.jobs import exchange
 from lezero.jobs.plain_loop import PlainLoop, learning_rate
 from lezero.jobs.verification import Largest, Parting, StepFigures
+from lezero.parallel.zero import Sharding
 from lezero.train.config import TrainConfig
 from lezero.train.engine import Engine, StepResult
 
@@ -47,23 +53,28 @@ _DTYPES = {"fp32": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass
 class Watch:
     """The gradients of the engine's last step: summed over ranks and unscaled, and then as the
-    optimizer got them. Empty where the step did not come that far."""
+    optimizer got them. Empty where the step did not come that far, and on ranks other than 0.
+
+    `owes`: what the wire's feedback has kept, before the step and after its sums."""
 
     place: torch.device
     gradients: dict[str, Tensor] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)
+    owes: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
 
     def attach(self, engine: Engine) -> None:
-        """Looks at `engine` between its backward pass, its clipping and its optimizer."""
+        """Looks at `engine` between its backward pass, its clipping and its optimizer. On every
+        rank: those of a sharded model gather its gradients together."""
         measure = engine._gradient_norm
 
         def norm() -> float:
             value = measure()
-            self.gradients = _gradients(engine.model, self.place)
+            self.gradients = exchange.whole_gradients(engine.model, self.place)
+            self.owes = (self.owes[1], exchange.owed(engine.model))
             return value
 
         def before_update(*_: object) -> None:
-            self.clipped = _gradients(engine.model, self.place)
+            self.clipped = exchange.whole_gradients(engine.model, self.place)
 
         setattr(engine, "_gradient_norm", norm)  # noqa: B010
         engine.optimizer.register_step_pre_hook(before_update)
@@ -75,12 +86,21 @@ class Watch:
 class Judge:
     """Holds the plain loops and what they found. Call `before` and `after` around each step.
 
-    `alone` starts as the engine does and is never corrected; `beside` takes over the engine's
-    parameters before each step; `other` does too, and rounds otherwise.
+    model: a plain one like the engine's. `alone` starts as the engine does and is never corrected;
+    `beside` takes over the engine's parameters before each step; `other` does too, and rounds
+    otherwise. sharding: the engine's, None where its model is whole on every rank.
     """
 
-    def __init__(self, model: nn.Module, train: TrainConfig, precision: str, at_once: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        train: TrainConfig,
+        precision: str,
+        at_once: int,
+        sharding: Sharding | None = None,
+    ) -> None:
         place = next(model.parameters()).device
+        self.sharding = sharding
         if place.type == "mps":  # it has no fp64
             place = torch.device("cpu")
         self.train, self.precision, self.place = train, precision, place
@@ -94,18 +114,30 @@ class Judge:
         self.loss, self.gradient, self.update = Largest(), Largest(), Largest()
         self.equal = True
         self._losses = (math.nan, math.nan, math.nan)
+        self._masters: dict[str, Tensor] = {}
 
-    def before(self, model: nn.Module, tokens: Tensor, targets: Tensor, scale: float) -> None:
+    def start(self, parameters: Mapping[str, Tensor]) -> None:
+        """The loop that is left alone begins where the engine does."""
+        self.alone.follow(parameters)
+
+    def before(
+        self, parameters: Mapping[str, Tensor], tokens: Tensor, targets: Tensor, scale: float
+    ) -> None:
         """Loss and gradients of the plain loops at the parameters that the engine starts from."""
         self.tokens = int((targets != -100).sum())
-        self.beside.follow(model)
-        self.other.follow(model)
+        if self.sharding is not None:  # what computes is not what is updated
+            self._masters = {name: value.clone() for name, value in parameters.items()}
+        computed = exchange.as_computed(self.sharding, parameters)
+        self.beside.follow(computed)
+        self.other.follow(computed)
         at_engine = self.beside.gradients(tokens, targets)
         scale = scale if self.precision == "fp16" else 1.0
         rounded = self.other.gradients(tokens, targets, scale)
         self._losses = (at_engine, rounded, self.alone.gradients(tokens, targets))
 
-    def after(self, step: int, result: StepResult, model: nn.Module, watch: Watch) -> None:
+    def after(
+        self, step: int, result: StepResult, parameters: Mapping[str, Tensor], watch: Watch
+    ) -> None:
         """Judges what the engine did in `step` (from 0)."""
         plain, _, alone = self._losses
         self.equal &= result.loss == plain
@@ -115,21 +147,20 @@ class Judge:
         self._judge_loss(step, result.loss)
         gradient = Largest(step=step + 1)
         if result.skipped is None:
-            gradient = self._judge_gradients(step, result.loss, watch.gradients)
+            gradient = self._judge_gradients(step, result.loss, watch)
             self._judge_norm(step, result.grad_norm, watch.gradients)
             self._judge_clipping(step, watch)
             self._judge_lr(step, result.lr)
         else:
             self._judge_skip(step, result)
-        update = self._judge_update(step, model)
+        update = self._judge_update(step, parameters)
         if result.skipped is None and math.isfinite(alone):
             self.alone.update(step)
         self.figures.append(StepFigures(step + 1, result.loss, alone, gradient, update))
 
     @torch.no_grad()
-    def drift(self, model: nn.Module) -> float:
+    def drift(self, mine: Mapping[str, Tensor]) -> float:
         """The largest distance, in any parameter, from the plain loop that was left alone."""
-        mine = dict(model.named_parameters())
         return max(
             float((parameter - mine[name].to(parameter.device)).abs().max())
             for name, parameter in self.alone.parameters.items()
@@ -149,8 +180,10 @@ class Judge:
             text = f"{loss:.7g} here, {plain:.7g} in plain PyTorch; {allowed:.2g} is allowed"
             self._part("loss", step, text)
 
-    def _judge_gradients(self, step: int, loss: float, found: dict[str, Tensor]) -> Largest:
+    def _judge_gradients(self, step: int, loss: float, watch: Watch) -> Largest:
         plain, other = self.beside.found(), self.other.found()
+        found, wire = self._sent(watch)
+        lost = exchange.encoding_loss(self.sharding, plain)
         size = {name: _norm(value) for name, value in plain.items()}
         length = math.hypot(*size.values()) or 1.0
         spread = {name: _distance(other.get(name), value) for name, value in plain.items()}
@@ -163,6 +196,7 @@ class Judge:
             difference = _distance(found.get(name), plain.get(name))
             unit = size.get(name, 0.0)
             allowed = self.slack * max(self._rounding.get(name, 0.0) * length, whole * unit)
+            allowed += exchange.LOSS_SLACK * lost.get(name, 0.0) + wire.get(name, 0.0)
             share, unit = _share(difference, allowed), unit or 1.0
             one = Largest(difference / unit, allowed / unit, share, step + 1, name)
             worst = worst.of_two(one)
@@ -179,6 +213,20 @@ class Judge:
             )
             self._part("gradient", step, text, name, len(beyond) - 1)
         return worst
+
+    def _sent(self, watch: Watch) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """The gradients that were to be sent (what arrived and what is owed since), and by how much
+        the storage of what is owed may have changed them."""
+        before, after = watch.owes
+        if not after or self.sharding is None:
+            return watch.gradients, {}
+        share = exchange.STORED[self.sharding.lines.wire.feedback_dtype]
+        sent, stored = {}, {}
+        for name, arrived in watch.gradients.items():
+            now, then = after[name], before.get(name, torch.zeros_like(after[name]))
+            sent[name] = arrived.double() + (now - then).view(arrived.shape).to(arrived.device)
+            stored[name] = share * (_norm(now) + _norm(then))
+        return sent, stored
 
     def _judge_norm(self, step: int, norm: float, found: dict[str, Tensor]) -> None:
         own = math.hypot(*(_norm(value) for value in found.values()))
@@ -198,7 +246,9 @@ class Judge:
         """Clipping and AdamW of the plain loop, on the gradients that the engine had."""
         for name, parameter in self.beside.parameters.items():
             found = watch.gradients.get(name)
-            parameter.grad = None if found is None else found.clone()
+            parameter.grad = None if found is None else found.clone().to(parameter.dtype)
+        if self.sharding is not None:
+            self.beside.follow(self._masters)
         self.beside.update(step)
         expected, beyond = self.beside.found(), []
         for name, value in expected.items():
@@ -219,17 +269,20 @@ class Judge:
             self._part("learning rate", step, f"{lr:.9g} here, {expected:.9g} by its formula")
 
     @torch.no_grad()
-    def _judge_update(self, step: int, model: nn.Module) -> Largest:
+    def _judge_update(self, step: int, parameters: Mapping[str, Tensor]) -> Largest:
         """Parameters after the step: a few units in the last place of the parameter, and of the
         update, which is at most some ten times the learning rate."""
         moved = 640 * _EPS * learning_rate(self.train, step)
+        if self.train.optimizer == "adamw8bit":
+            moved = 2 * learning_rate(self.train, step)
         worst, beyond = Largest(), []
-        for name, parameter in model.named_parameters():
+        for name, parameter in parameters.items():
             expected = self.beside.parameters[name]
             found = parameter.to(expected.device)
             self.equal &= torch.equal(found, expected)
             difference = (found - expected).abs()
-            share = difference / (4 * _EPS * expected.abs() + moved)
+            eps = torch.finfo(parameter.dtype).eps
+            share = difference / (4 * eps * expected.abs() + moved)
             at = int(share.argmax())
             gap, part = float(difference.flatten()[at]), float(share.flatten()[at])
             one = Largest(gap, gap / part if part else moved, part, step + 1, name)
@@ -251,14 +304,6 @@ class Judge:
     ) -> None:
         if all(parting.check != check for parting in self.partings):
             self.partings.append(Parting(check, step + 1, text, parameter, others))
-
-
-def _gradients(model: nn.Module, place: torch.device) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.detach().to(place, copy=True)
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
 
 
 def _norm(value: Tensor) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -119,7 +120,7 @@ class PlainLoop:
         return {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
 
     @torch.no_grad()
-    def follow(self, model: nn.Module) -> None:
-        """Takes over the parameters of `model`; the optimizer's own state stays."""
-        for name, parameter in model.named_parameters():
+    def follow(self, parameters: Mapping[str, Tensor]) -> None:
+        """Takes over the `parameters` by name; the optimizer's own state stays."""
+        for name, parameter in parameters.items():
             self.parameters[name].copy_(parameter)

@@ -20,13 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.data import Data, Loader
+from lezero.jobs import exchange
 from lezero.jobs.judge import Judge, Watch
 from lezero.jobs.plain_loop import global_batch, learning_rate
 from lezero.jobs.verification import Parting, Verification, read
+from lezero.parallel.zero import sharding_of
+from lezero.parallel.zero.held import local
 from lezero.train import engine_state, recipe
 from lezero.train.config import RunConfig
 from lezero.train.engine import Engine, StepResult
@@ -85,12 +89,16 @@ class _Journey:
         engine = self._engine(Decisions())
         judge = None
         if groups.is_main():
-            judge = Judge(engine.model, self.config.train, engine.precision.name, at_once)
+            sharding = sharding_of(engine.model)
+            model = engine.model if sharding is None else self._plain_model()
+            judge = Judge(model, self.config.train, engine.precision.name, at_once, sharding)
         self._uninterrupted(engine, loader, judge)
-        drift = judge.drift(engine.model) if judge else 0.0
+        now = exchange.whole(engine.model)
+        drift = judge.drift(now) if judge else 0.0
         precision = engine.precision.name
         form = engine._forms.name if engine._forms else "eager"
-        del engine
+        _close(engine)
+        del engine, now
         resume = self._resume() if self.half else "Resume: not checked (it takes 2 steps or more)."
         if judge is None:
             return None
@@ -114,31 +122,42 @@ class _Journey:
         )
 
     def _engine(self, decisions: Decisions) -> Engine:
-        model = recipe.build_model(self.config, self.data.tokenizer.vocab_size)
+        model = recipe.build_model(self.config, self.data.tokenizer.vocab_size, decisions)
         return recipe.build_engine(self.config, model, decisions)
+
+    def _plain_model(self) -> nn.Module:
+        """A model of the same shape, whole, on this rank alone."""
+        train = self.config.train.model_copy(update={"masters": "none"})
+        plain = self.config.model_copy(update={"zero": None, "wire": Wire(), "train": train})
+        return recipe.build_model(plain, self.data.tokenizer.vocab_size)
 
     # the uninterrupted run -------------------------------------------------------------------
 
     def _uninterrupted(self, engine: Engine, loader: Loader, judge: Judge | None) -> None:
         watch = Watch(judge.place if judge else torch.device("cpu"))
+        watch.attach(engine)
+        parameters = exchange.whole(engine.model)
         if judge is not None:
-            watch.attach(engine)
+            judge.start(parameters)
         for step in range(self.steps):
             batch = next(loader)
             tokens, targets = self._plain_batch(step)
             self._part(self._other_samples(step, batch), "data order", step)
+            watch.clear()
             if judge is not None:
-                watch.clear()
-                judge.before(engine.model, tokens, targets, engine.precision.scale)
+                judge.before(parameters, tokens, targets, engine.precision.scale)
             result = engine.train_step(batch)
+            parameters = exchange.whole(engine.model)
             if judge is not None:
-                judge.after(step, result, engine.model, watch)
-            self._record(step, batch, result, engine)
+                judge.after(step, result, parameters, watch)
+            self._record(step, batch, result, engine, parameters)
             if step + 1 == self.half:
                 self._save(engine, loader)
 
-    def _record(self, step: int, batch: Any, result: StepResult, engine: Engine) -> None:
-        parameters = _digests(dict(engine.model.named_parameters()))
+    def _record(
+        self, step: int, batch: Any, result: StepResult, engine: Engine, now: dict[str, Tensor]
+    ) -> None:
+        parameters = _digests(now)
         state = _digests(_optimizer_state(engine)) if step + 1 == self.half else {}
         self.recorded.append(_Step(batch["tokens"], batch["targets"], result, parameters, state))
         everyone = groups.gather_objects(parameters)
@@ -169,6 +188,7 @@ class _Journey:
                 text = f"{result.lr:.9g}, uninterrupted it was {was.result.lr:.9g}"
                 self._part(text, "resume: learning rate", step)
             self._judge_bits(step, result, engine)
+        _close(engine)
         exact = not any(p.check.startswith("resume") for p in self.partings) and not self.notes
         where = f"Resume: saved after step {self.half}, {self.steps - self.half} steps on"
         return f"{where}, {'bit for bit as uninterrupted' if exact else 'see below'}."
@@ -179,16 +199,17 @@ class _Journey:
     def _judge_state(self, engine: Engine) -> None:
         """Parameters and optimizer state right after loading."""
         was = self.recorded[self.half - 1]
-        now = _digests(dict(engine.model.named_parameters())) | _digests(_optimizer_state(engine))
+        now = _digests(exchange.whole(engine.model)) | _digests(_optimizer_state(engine))
         before = was.parameters | was.state
-        if now != before:
-            name, more = _first_difference(now, before)
-            text = "not what was saved"
-            self._keep(Parting("resume: state", self.half + 1, text, name, more))
+        mine: list[Any] = list(_first_difference(now, before)) if now != before else []
+        for rank, found in enumerate(groups.gather_objects(mine)):
+            if found:
+                text = "not what was saved" + (f" (rank {rank})" if rank else "")
+                self._keep(Parting("resume: state", self.half + 1, text, found[0], found[1]))
 
     def _judge_bits(self, step: int, result: StepResult, engine: Engine) -> None:
         was = self.recorded[step]
-        now = _digests(dict(engine.model.named_parameters()))
+        now = _digests(exchange.whole(engine.model))
         if now == was.parameters and result.loss == was.result.loss:
             return
         if engine.place.type != "cpu" and not self.partings:
@@ -265,7 +286,14 @@ def _is_row(batch: Any, i: int, tokens: Tensor, targets: Tensor) -> bool:
     return bool(same)
 
 
-def _digests(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, str]:
+def _close(engine: Engine) -> None:
+    """Gives back the links of a sharded model, on every rank."""
+    sharding = sharding_of(engine.model)
+    if sharding is not None:
+        sharding.close()
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A digest of the bits of each tensor."""
     digests = {}
     for name, tensor in tensors.items():
@@ -277,9 +305,9 @@ def _digests(tensors: dict[str, Tensor] | dict[str, nn.Parameter]) -> dict[str, 
 
 
 def _optimizer_state(engine: Engine) -> dict[str, Tensor]:
-    """Every tensor of the optimizer's state, under the parameter's name."""
+    """Every tensor of the optimizer's state that this rank has, under the parameter's name."""
     return {
-        f"{name} ({key})": value
+        f"{name} ({key})": local(value)
         for name, parameter in engine.model.named_parameters()
         for key, value in engine.optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
