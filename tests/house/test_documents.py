@@ -49,7 +49,7 @@ def test_make_targets_commands_and_files_exist(path: Path) -> None:
     )
     for target in re.findall(r"^make (?:[A-Z]+=\S+ )*([a-z-]+)", code, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
-    for command in re.findall(r"(?:^|/)lz ([a-z-]+)", code, re.MULTILINE):
+    for command in re.findall(r"(?:^|/)lz ([a-z][a-z-]*)", code, re.MULTILINE):
         assert command in COMMANDS, f"lz {command} in {named(path)}"
     for file in re.findall(
         r"(?:benchmarks|tests|examples|docs|lezero)/[\w./-]+\.(?:py|md|txt|yaml)", code
