@@ -151,7 +151,7 @@ def main() -> None:
     for _ in range(job["warm"]):
         trained.step(*next(feed))
     before = trained.figures()
-    seconds = []
+    seconds, cpu = [], time.process_time()
     for _ in range(job["steps"]):
         began = time.perf_counter()
         trained.step(*next(feed))
@@ -161,6 +161,7 @@ def main() -> None:
     found |= {
         "tokens_s": tokens * len(seconds) / sum(seconds),
         "step_s": statistics.median(seconds),
+        "cpu_s": (time.process_time() - cpu) / len(seconds),
         "sent_mb": (found.pop("sent", 0) - before.get("sent", 0)) / len(seconds) / 1e6,
         "waited_s": (found.pop("waited", 0) - before.get("waited", 0)) / len(seconds),
     }
