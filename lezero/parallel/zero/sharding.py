@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import OrderError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.parallel.zero.backward import Backward
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.fsdp import FsdpSharding
@@ -45,6 +46,7 @@ class Sharding:
         self.backward = Backward(buckets, self.lent, helds, self._release, lines.step_done)
         for unit in units:
             unit.sharding = self
+        self._stepped = False
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._next: dict[tuple[str, Unit], Unit] = {}
 
@@ -79,6 +81,9 @@ class Sharding:
                 unit.changed()
                 if unit.slots is None:
                     unit.start()
+        if not self._stepped and self.lines.place.type == "cpu":
+            give_back_free_blocks()  # what the first step needed beside the optimizer's state
+        self._stepped = True
 
     def account(self) -> dict[str, Any]:
         """Bytes that this rank sent, by axis, as the links count them."""
