@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,15 +36,19 @@ class Case:
     ranks: int
     precision: str
     compile: str
+    stage: int | None = None
+    """Of ZeRO, over a wire of int4 that keeps what encoding lost; None: plain data parallelism."""
 
     def __str__(self) -> str:
         ranks = "1 rank " if self.ranks == 1 else f"{self.ranks} ranks"
         form = "eager" if self.compile == "off" else f"compiled ({self.compile})"
-        return f"{ranks}  {self.precision}  {form}"
+        zero = "" if self.stage is None else f"  ZeRO {self.stage}, int4"
+        return f"{ranks}  {self.precision}  {form}{zero}"
 
 
 CASES = [Case(*c) for c in itertools.product((1, 2), ("fp32", "bf16"), ("off", "blocks"))]
-QUICK = [Case(1, "fp32", "off"), Case(2, "bf16", "off")]
+CASES += [Case(2, "bf16", "off", stage) for stage in range(4)]
+QUICK = [Case(1, "fp32", "off"), Case(2, "bf16", "off"), Case(2, "bf16", "off", 3)]
 
 
 def differences(case: Case, folder: Path) -> list[str]:
@@ -58,7 +63,7 @@ def differences(case: Case, folder: Path) -> list[str]:
 
 def _train(case: Case, folder: Path, text: Path, kill_at: int) -> Path:
     run = folder / ("killed" if kill_at else "whole")
-    config = {
+    config: dict[str, Any] = {
         "run": str(run),
         "model": {"layers": 2, "dim": 32, "heads": 2},
         "data": {"train": [str(text)], "tokenizer": "bytes", "sequence": 32},
@@ -74,6 +79,9 @@ def _train(case: Case, folder: Path, text: Path, kill_at: int) -> Path:
         "checkpoint": {"every": EVERY},
         "report": {"samples": []},
     }
+    if case.stage is not None:
+        config["zero"] = {"stage": case.stage}
+        config["wire"] = {"codec": "int4", "feedback": "worker", "topology": "flat"}
     path = folder / f"{run.name}.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
     launched = LaunchConfig(

@@ -208,7 +208,7 @@ def _some(names: list[str]) -> str:
 def _warn_of_differences(loaded: checkpoint.Loaded) -> None:
     now = checkpoint.environment()
     differences = checkpoint.environment_difference(loaded.documents["environment"], now)
-    if differences:
+    if differences and groups.is_main():
         log.warning(
             "resuming in another environment (%s): the run goes on, but its figures need not be "
             "bit for bit those of an uninterrupted one",

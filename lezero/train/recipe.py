@@ -177,12 +177,13 @@ def plan_inputs(
     entries = planned_vocab(config) if vocab is None else vocab
     shape = model_config(config, entries)
     place = device.device()
-    precision = resolve(config.train.precision, place, Decisions())
+    zero = None if config.zero is None else zero_of(config, place, Decisions())
+    computes = config.train.precision if zero is None else zero.compute
     spec = StepSpec(
         batch=config.micro_batch(world),
         tokens=config.data.sequence,
         accumulate=config.train.accumulate,
-        precision=precision,
+        precision=resolve(computes, place, Decisions()),
         form=_form(config),
         ranks=world,
         pool=config.train.pool and place.type == "cpu",
@@ -193,11 +194,18 @@ def plan_inputs(
         attention=config.train.attention,
         steps=config.train.steps,
         device=place.type,
+        zero=zero,
+        wire=config.wire,
     )
+    kind = torch.float32 if config.train.masters == "none" else torch.bfloat16
 
     def build() -> nn.Module:
-        require_room(config.model, lambda model: _shape(config, model, entries), spec)
-        return Transformer(shape)
+        require_room(config, lambda model: _shape(config, model, entries), spec)
+        model = Transformer(shape)
+        for module in model.modules() if kind != torch.float32 else ():
+            for name, parameter in module.named_parameters(recurse=False):
+                module.register_parameter(name, nn.Parameter(parameter.detach().to(kind)))
+        return model
 
     return build, spec
 

@@ -12,26 +12,35 @@ from lezero.core.errors import CapacityError, ConfigError
 from lezero.models import TransformerConfig, count_parameters
 from lezero.plan import StepSpec
 from lezero.plan.forecast import free_bytes, size
-from lezero.train.config import ModelConfig
+from lezero.train.config import ModelConfig, RunConfig
 
-STATE_BYTES = 16
-"""Of one parameter: fp32 weight and gradient, and AdamW's two moments."""
 _FOR_ACTIVATIONS = 0.75
 
 Shape = Callable[[ModelConfig], TransformerConfig]
 
 
-def require_room(model: ModelConfig, shape: Shape, spec: StepSpec) -> None:
+def state_bytes(config: RunConfig, ranks: int) -> float:
+    """Bytes a parameter of weights, gradients and optimizer state on one of `ranks` ranks, at
+    least: fp32, or bf16 weights and gradients with a master, and two moments."""
+    train, stage = config.train, config.zero.stage if config.zero is not None else 0
+    weight = 4 if train.masters == "none" else 2
+    moments = 8 if train.optimizer == "adamw" else 2
+    optimizer = moments + {"none": 0, "fp32": 4, "remainder": 2}[train.masters]
+    parts = (optimizer, weight, weight)  # in the order in which the stages split them
+    return sum(part / ranks if stage > at else part for at, part in enumerate(parts))
+
+
+def require_room(config: RunConfig, shape: Shape, spec: StepSpec) -> None:
     """Raises `CapacityError` with what would fit, when weights, gradients and optimizer state of
     one rank are more than the memory that is free for it. `shape` completes a model's config."""
-    limit = free_bytes(spec)
-    count = count_parameters(shape(model))
-    if count * STATE_BYTES <= limit:
+    limit, model = free_bytes(spec), config.model
+    count, each = count_parameters(shape(model)), state_bytes(config, spec.ranks)
+    if count * each <= limit:
         return
-    fit = _what_would_fit(model, shape, int(limit * _FOR_ACTIVATIONS / STATE_BYTES))
+    fit = _what_would_fit(model, shape, int(limit * _FOR_ACTIVATIONS / each))
     raise CapacityError(
         f"this run does not fit: the model has {_many(count)} parameters, whose weights, gradients "
-        f"and optimizer state alone take {size(count * STATE_BYTES)} a rank, and {size(limit)} is "
+        f"and optimizer state alone take {size(int(count * each))} a rank, and {size(limit)} is "
         f"free for one. What would fit: {fit}."
     )
 
