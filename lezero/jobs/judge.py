@@ -254,7 +254,8 @@ class Judge:
         for name, value in expected.items():
             given = watch.clipped.get(name)
             self.equal &= _same(given, value)
-            if not _distance(given, value) <= 1e-5 * _norm(value):
+            rounding = 1e-5 if given is None else max(1e-5, torch.finfo(given.dtype).eps / 2)
+            if not _distance(given, value) <= rounding * _norm(value):
                 beyond.append(name)
         if beyond:
             name = beyond[0]
@@ -282,7 +283,8 @@ class Judge:
             self.equal &= torch.equal(found, expected)
             difference = (found - expected).abs()
             eps = torch.finfo(parameter.dtype).eps
-            share = difference / (4 * eps * expected.abs() + moved)
+            rounded = 8 * eps * learning_rate(self.train, step)  # of gradients of that type
+            share = difference / (4 * eps * expected.abs() + max(moved, rounded))
             at = int(share.argmax())
             gap, part = float(difference.flatten()[at]), float(share.flatten()[at])
             one = Largest(gap, gap / part if part else moved, part, step + 1, name)

@@ -6,29 +6,20 @@ from lezero.comm.link import Link
 from tests.jobs.verify_runs import rank_verifies_each
 
 PLAIN = [{"zero": {"stage": stage}} for stage in range(4)]
-HALF = [{"zero": {"stage": stage}, "precision": "bf16"} for stage in (1, 3)]
-KINDS = [
-    {"zero": {"stage": 3}, "precision": "bf16", "masters": "remainder"},
-    {"zero": {"stage": 2}, "precision": "bf16", "masters": "fp32", "optimizer": "adamw8bit"},
-]
-FLAT = {"topology": "flat"}
-WIRES = [
-    {"zero": {"stage": 2}, "wire": {"codec": "bf16"}},
-    {"zero": {"stage": 0}, "wire": {"codec": "int8", "feedback": "both"}},
-    {"zero": {"stage": 2}, "wire": {"codec": "int4"}},
-    {"zero": {"stage": 1}, "wire": {"codec": "int4", "feedback": "worker"}},
-    {"zero": {"stage": 3}, "wire": {"codec": "sign", "feedback": "worker", **FLAT}},
-    {"zero": {"stage": 2}, "wire": {"codec": "topk:0.05", "feedback": "both"}},
-    {
-        "zero": {"stage": 3},
-        "wire": {"codec": "2:4-int8", "feedback": "worker", "feedback_dtype": "int8"},
-    },
-    {
-        "zero": {"stage": 1},
-        "wire": {"codec": "int8", "feedback": "worker", "feedback_dtype": "bf16"},
-    },
-    {"zero": {"stage": 3, "compute": "bf16"}, "wire": {"gather": "int8"}},
-]
+HALF = {"zero": {"stage": 3}, "precision": "bf16"}
+REMAINDER = {"zero": {"stage": 3}, "precision": "bf16", "masters": "remainder"}
+EIGHT_BIT = {"zero": {"stage": 2}, "precision": "bf16", "optimizer": "adamw8bit"}
+INT4 = {"zero": {"stage": 2}, "wire": {"codec": "int4"}}
+BOTH = {"zero": {"stage": 0}, "wire": {"codec": "topk:0.05", "feedback": "both"}}
+SIGN = {
+    "zero": {"stage": 3},
+    "wire": {"codec": "sign", "feedback": "worker", "feedback_dtype": "int8"},
+}
+GATHER = {
+    "zero": {"stage": 3},
+    "precision": "bf16",
+    "wire": {"codec": "int8", "feedback": "worker", "feedback_dtype": "bf16", "gather": "int8"},
+}
 
 
 class Then:
@@ -117,38 +108,36 @@ def told(ranks, text, folder, cases, steps=2):
     return every[0]
 
 
-def test_no_stage_is_accused(ranks, text, tmp_path):
-    cases = [*PLAIN, *HALF, *KINDS]
-    for config, (verdict, first, table) in zip(
-        cases, told(ranks, text, tmp_path, [(None, one) for one in cases]), strict=True
-    ):
+def healthy(ranks, text, folder, cases, steps):
+    everything = told(ranks, text, folder, [(None, one) for one in cases], steps)
+    for config, (verdict, first, table) in zip(cases, everything, strict=True):
         assert verdict == "within tolerance", (config, first)
-        assert "bit for bit as uninterrupted" in table
+        assert "bit for bit as uninterrupted" in table, (config, table)
+
+
+def caught(ranks, text, folder, fault, cases, steps):
+    everything = told(ranks, text, folder, [(fault, one) for one in cases], steps)
+    for config, (verdict, first, _) in zip(cases, everything, strict=True):
+        assert verdict == "parts", config
+        yield config, first
+
+
+def test_no_stage_is_accused(ranks, text, tmp_path):
+    healthy(ranks, text, tmp_path, [*PLAIN, HALF, REMAINDER, EIGHT_BIT], 2)
 
 
 def test_no_wire_is_accused(ranks, text, tmp_path):
-    for config, (verdict, first, table) in zip(
-        WIRES, told(ranks, text, tmp_path, [(None, one) for one in WIRES], 4), strict=True
-    ):
-        assert verdict == "within tolerance", (config, first)
-        assert "bit for bit as uninterrupted" in table
+    healthy(ranks, text, tmp_path, [INT4, BOTH, SIGN, GATHER], 3)
 
 
-@pytest.mark.parametrize("fault", [dropped, doubled], ids=lambda fault: fault.__name__)
-def test_a_broken_sum_is_caught_at_every_stage(ranks, text, tmp_path, fault):
-    wires = [WIRES[2], WIRES[4], WIRES[6]]
-    cases = [*PLAIN, *HALF, *wires]
-    for config, (verdict, first, _) in zip(
-        cases, told(ranks, text, tmp_path, [(fault, one) for one in cases], 1), strict=True
-    ):
-        assert verdict == "parts", config
+@pytest.mark.parametrize(
+    ("fault", "cases"), [(dropped, [*PLAIN, INT4, SIGN]), (doubled, [*PLAIN, HALF, BOTH])]
+)
+def test_a_broken_sum_is_caught(ranks, text, tmp_path, fault, cases):
+    for config, first in caught(ranks, text, tmp_path, fault, cases, 1):
         assert first.startswith("step 1, gradient of layers.0."), (config, first)
 
 
-def test_a_stale_gather_is_caught_at_every_stage(ranks, text, tmp_path):
-    cases = [*PLAIN[1:], *HALF, WIRES[3], WIRES[8]]
-    for config, (verdict, first, _) in zip(
-        cases, told(ranks, text, tmp_path, [(stale, one) for one in cases]), strict=True
-    ):
-        assert verdict == "parts", config
+def test_a_stale_gather_is_caught(ranks, text, tmp_path):
+    for config, first in caught(ranks, text, tmp_path, stale, [*PLAIN[1:], HALF, GATHER], 2):
         assert first.startswith(("step 2, loss", "step 2, gradient")), (config, first)
