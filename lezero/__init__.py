@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from lezero.parallel.zero import materialize_ as materialize_
     from lezero.parallel.zero import no_sync as no_sync
     from lezero.parallel.zero import shard_ as shard_
-    from lezero.plan import forecast as forecast
+    from lezero.plan.forecast import forecast as forecast
     from lezero.profiler import hardware as hardware
     from lezero.train import Engine as Engine
     from lezero.train import RunConfig as RunConfig
