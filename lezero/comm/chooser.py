@@ -35,6 +35,7 @@ CANDIDATES = ("int8:256", "int4:64", "2:4-int4:64", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
 _SAMPLE = 1 << 16  # elements of each buffer that are encoded to see the error
 _TIMED = 1 << 20  # elements on which codecs are timed
+_WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
 _SHARE = 0.01  # of the run's time that probing again may take
 
 
@@ -98,7 +99,8 @@ class Chooser:
         self._traffic[Exchange(operation, flat.numel(), flat.dtype.itemsize)] += 1
         if operation != "all_gather":
             self._encodable &= flat.dtype in FLOATS
-            if self._errors is not None and self._step >= WARM and self._encodable:
+            soon = 0 < self._due - self._step <= MEASURED
+            if self._errors is not None and soon and self._encodable:
                 self._errors.note(key, flat)
         self._own += time.perf_counter() - began
 
@@ -150,7 +152,6 @@ class Chooser:
         errors = groups.gather_objects(self._errors.found())
         self._errors = None
         self._owed = {name: _ratio([one[name] for one in errors]) for name in CANDIDATES}
-        self._speeds = codec_speeds(CANDIDATES, self._routing.device)
         self._plain = Plain(step_s, waited_s, 0.0)
         self._choose(step_s)
 
@@ -162,6 +163,8 @@ class Chooser:
 
     def _choose(self, step_s: float) -> None:
         """Probes, predicts, decides, switches; says when to look next."""
+        if not self._speeds:
+            self._speeds = codec_speeds(CANDIDATES, self._routing.device)
         began = time.perf_counter()
         way = way_of(probe(self._mesh, self._axis), self._routing.topology, self._routing.gather)
         took = max(groups.gather_objects(time.perf_counter() - began))
@@ -203,7 +206,12 @@ class Chooser:
     def _switch(
         self, choice: Choice, name: str, reason: str, realised_s: float | None = None
     ) -> None:
+        assert self._plain is not None
         figures = choice.figures()
+        for each, owed in self._owed.items():
+            if each in figures:
+                figures[each][_OWED] = owed
+        figures[PLAIN] |= {_WAITED: self._plain.waited_s, _WIRE: self._plain.wire_s}
         if realised_s is not None:
             figures[self.codec]["realised s"] = realised_s
         name = self.decisions.record(self.topic, name, figures, reason, unit="s", step=self._step)
@@ -222,8 +230,18 @@ class Chooser:
         old = self.decisions.replay[self.topic]
         self.decisions.record(self.topic, old.chosen)
         del self.decisions.replay[self.topic]
-        able = self._routing.coded is not None
-        if able and old.chosen != self.codec and old.chosen in CANDIDATES:
+        self._due, self._judge = self._step + EVERY, False
+        if old.chosen == PLAIN and self.codec != PLAIN:
+            self._use(PLAIN, feedback=False)
+        figures = old.candidates.get(PLAIN, {})
+        if self._routing.coded is None or old.chosen not in CANDIDATES or _WIRE not in figures:
+            return
+        self._errors = None
+        self._plain = Plain(*(_number(figures[key]) for key in ("s", _WAITED, _WIRE)))
+        for name in CANDIDATES:
+            owed = old.candidates.get(name, {}).get(_OWED)
+            self._owed[name] = None if owed is None else _number(owed)
+        if old.chosen != self.codec:
             self._use(old.chosen)
 
 
@@ -257,6 +275,11 @@ def codec_speeds(names: tuple[str, ...], device: torch.device) -> dict[str, Spee
         mine[name] = [min(turn[side] for turn in turns) / _TIMED for side in (0, 1)]
     every = groups.gather_objects(mine)
     return {name: Speed(*(max(one[name][i] for one in every) for i in (0, 1))) for name in names}
+
+
+def _number(value: float | str | None) -> float:
+    assert isinstance(value, float)
+    return value
 
 
 def _settle(device: torch.device) -> None:
