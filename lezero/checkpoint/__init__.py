@@ -1,7 +1,7 @@
 """Checkpoints: saved in the background, verified when loaded, never silently wrong."""
 
 from lezero.checkpoint.environment import environment, environment_difference
-from lezero.checkpoint.export import export_weights
+from lezero.checkpoint.export import export_hf, export_weights
 from lezero.checkpoint.find import (
     Loaded,
     Wanted,
@@ -23,6 +23,7 @@ __all__ = [
     "checkpoint_root",
     "environment",
     "environment_difference",
+    "export_hf",
     "export_weights",
     "is_generation",
     "is_split",

@@ -2,7 +2,6 @@
 
 from lezero.files.folder import discard, read_small, write_file
 from lezero.files.generation import (
-    Form,
     Generation,
     Slice,
     check_space,
@@ -15,10 +14,11 @@ from lezero.files.generation import (
     write_generation,
     write_part,
     write_tensor_file,
+    write_tensor_stream,
 )
 from lezero.files.reading import Rows, Select, read_documents, read_generation
 from lezero.files.sealed import check_json, seal, unseal
-from lezero.files.tensorfile import check_tensor, empty_bytes
+from lezero.files.tensorfile import Form, check_tensor, empty_bytes
 
 __all__ = [
     "Form",
@@ -46,4 +46,5 @@ __all__ = [
     "write_generation",
     "write_part",
     "write_tensor_file",
+    "write_tensor_stream",
 ]

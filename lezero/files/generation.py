@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lezero.core.errors import FileError
@@ -33,24 +32,18 @@ from lezero.files.manifest import (
 from lezero.files.tensorfile import (
     CHUNK,
     CODES,
+    Form,
     Written,
     check_tensor,
     in_order,
     nbytes,
-    write_tensors,
+    write_forms,
 )
 
 FILE_BYTES = 4 << 30
 """A tensor file is closed when the next tensor would make it longer than this."""
 
 _STEP = re.compile(r"step-(\d{8,18})")
-
-
-class Form(NamedTuple):
-    """What a stored tensor is like, whole."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 class Slice(NamedTuple):
@@ -64,7 +57,8 @@ class Slice(NamedTuple):
 class Generation:
     """A generation as read: every tensor is on the CPU and has passed its digests.
 
-    `forms` tells of every tensor that is stored, read or not.
+    `forms` tells of every tensor that is stored, read or not; `ties` of those that are another one
+    under a second name.
     """
 
     path: Path
@@ -74,6 +68,7 @@ class Generation:
     created: str
     writer: str
     forms: dict[str, Form]
+    ties: dict[str, str]
 
 
 def step_path(root: Path, step: int) -> Path:
@@ -149,7 +144,8 @@ def write_part(
     for index, names in enumerate(_by_file(plain)):
         file = f"tensors-{label}{index:05d}.safetensors"
         group = {name: plain[name] for name in names}
-        written = _write_durable(made / file, group)
+        shapes = {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in group.items()}
+        written = _write_durable(made / file, shapes, group.__getitem__)
         files[file] = FileEntry(written.size, written.header, written.header_digest)
         entries |= _entries(file, group, written, slices)
     return {
@@ -195,12 +191,20 @@ def commit_parts(
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes one plain safetensors file, whole or not at all, for programs other than LeZero."""
-    path = Path(path)
     checked = {name: check_tensor(name, tensor) for name, tensor in tensors.items()}
-    needed = sum(map(nbytes, checked.values()))
+    forms = {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in checked.items()}
+    write_tensor_stream(path, forms, checked.__getitem__)
+
+
+def write_tensor_stream(
+    path: Path, forms: Mapping[str, Form], get: Callable[[str], Tensor]
+) -> None:
+    """The same of tensors that `get` brings one at a time, in any order; none is kept."""
+    path = Path(path)
+    needed = sum(form.nbytes for form in forms.values())
     try:
         with folder.aside(path.absolute().parent, path.name) as made:
-            _write_durable(made / path.name, checked)
+            _write_durable(made / path.name, forms, get)
             os.replace(made / path.name, path)
             folder.sync_folder(path.absolute().parent)
     except OSError as error:
@@ -252,10 +256,10 @@ def _by_file(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     return groups
 
 
-def _write_durable(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+def _write_durable(path: Path, forms: Mapping[str, Form], get: Callable[[str], Tensor]) -> Written:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        written = write_tensors(descriptor, tensors)
+        written = write_forms(descriptor, forms, get)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

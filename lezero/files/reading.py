@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lezero.core.errors import CapacityError, CorruptError, FileError
 from lezero.files import folder, sealed
-from lezero.files.generation import Form, Generation, step_of, version
+from lezero.files.generation import Generation, step_of, version
 from lezero.files.manifest import NAME, Manifest, Part
-from lezero.files.tensorfile import DTYPES, empty_bytes, read_digested
+from lezero.files.tensorfile import DTYPES, Form, empty_bytes, read_digested
 
 _INLINE = 4 << 20  # less than this is read without threads
 
@@ -84,6 +84,7 @@ def read_generation(
         created=manifest.created,
         writer=manifest.writer,
         forms={name: _form(manifest, name) for name in manifest.tensors},
+        ties={name: e.same_as for name, e in manifest.tensors.items() if e.same_as},
     )
 
 

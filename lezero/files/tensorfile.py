@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,20 +86,39 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+class Form(NamedTuple):
+    """What a stored tensor is like, whole."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_order(tensors: Mapping[str, Tensor] | Mapping[str, Form]) -> list[str]:
     """Names with the widest elements first, so that every tensor in a file is aligned."""
-    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
 def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> Written:
     """Writes one safetensors file to an empty, open file."""
-    names, begins, begin = in_order(tensors), {}, 0
+    forms = {name: Form(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_forms(descriptor, forms, tensors.__getitem__)
+
+
+def write_forms(
+    descriptor: int, forms: Mapping[str, Form], get: Callable[[str], Tensor]
+) -> Written:
+    """The same of tensors that `get` brings one at a time; none is kept."""
+    names, begins, begin = in_order(forms), {}, 0
     fields: dict[str, object] = {}
     for name in names:
-        size = nbytes(tensors[name])
+        size = forms[name].nbytes
         fields[name] = {
-            "dtype": CODES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
+            "dtype": CODES[forms[name].dtype],
+            "shape": list(forms[name].shape),
             "data_offsets": [begin, begin + size],
         }
         begins[name], begin = begin, begin + size
@@ -106,7 +126,11 @@ def write_tensors(descriptor: int, tensors: Mapping[str, Tensor]) -> Written:
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     _write(descriptor, memoryview(header))
-    chunks = {name: _write_digested(descriptor, tensors[name]) for name in names}
+    chunks = {}
+    for name in names:
+        tensor = get(name)
+        assert (tensor.dtype, tuple(tensor.shape)) == forms[name], name
+        chunks[name] = _write_digested(descriptor, tensor)
     moved = {name: len(header) + at for name, at in begins.items()}
     digest = hashlib.sha256(header).hexdigest()
     return Written(len(header) + begin, len(header), digest, moved, chunks)

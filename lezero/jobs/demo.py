@@ -1,7 +1,8 @@
 """The demo: LeZero's main job from nothing to a report, with a crash on the way.
 
-Doctor's summary → forecast → training on every core or GPU → a real SIGKILL half-way, from which
-the run resumes by itself → generated text → what was forecast and what was measured.
+Doctor's summary → forecast → training on every core or GPU, its state split by ZeRO, over wires
+whose codec is chosen → a real SIGKILL half-way, from which the run resumes by itself → generated
+text → what was chosen and why → what was forecast and what was measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import statistics
 import sys
+import textwrap
 import threading
 import time
 from importlib import resources
@@ -20,6 +22,7 @@ import psutil
 import yaml
 
 from lezero.core import device
+from lezero.core.decisions import Decisions
 from lezero.core.errors import LeZeroError
 from lezero.core.facts import usable_cores
 from lezero.data import prepare
@@ -57,7 +60,9 @@ def demo(folder: str | None = None) -> int:
     for piece in open_writer(str(run)).write(_PROMPT, 60, temperature=0.7, top_k=40):
         print(piece, end="", flush=True)
     print()
-    _title("5  Forecast against measured")
+    _title("5  What was chosen, and why")
+    print("\n".join(_choices(run)))
+    _title("6  Forecast against measured")
     print("\n".join(_comparison(run)))
     print(f"\nreport      {run / 'report.html'}")
     print(f"why         lz why {run}")
@@ -130,6 +135,16 @@ def _process_of(rank: int) -> psutil.Process | None:
         if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
             return process
     return None
+
+
+def _choices(run: Path) -> list[str]:
+    """The run's own decisions, a paragraph each."""
+    record = json.loads((run / "decisions.json").read_text(encoding="utf-8"))
+    lines = []
+    for made in Decisions.from_json(record).replay.values():
+        text = f"{made.topic}: {made.chosen} ({made.reason})"
+        lines += textwrap.wrap(text, 78, subsequent_indent="    ")
+    return lines
 
 
 def _comparison(run: Path) -> list[str]:

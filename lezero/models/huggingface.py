@@ -173,12 +173,29 @@ def save_hf(
     becomes the model's. Everything is written to a folder aside first and then moved in,
     `config.json` last, so a failed save leaves what was there. Returns the folder.
     """
+    state = {name_there(name): tensor for name, tensor in export(model).items()}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
+    return write_hf(
+        model.config,
+        folder,
+        lambda aside: _write_weights(state, aside, shard_bytes),
+        dtypes.pop() if len(dtypes) == 1 else "float32",
+        tokenizer_folder,
+    )
+
+
+def write_hf(
+    config: TransformerConfig,
+    folder: str | os.PathLike[str],
+    write_weights: Callable[[Path], object],
+    dtype: str = "float32",
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+) -> Path:
+    """The same for weights that `write_weights(folder aside)` writes, named by `name_there`."""
     root = Path(folder).absolute()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
-    state = {_name_there(name): tensor for name, tensor in export(model).items()}
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
-    data = to_hf(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
+    data = to_hf(config, dtype)
     copies = _tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:
         data |= _special_tokens(Path(tokenizer_folder))
@@ -188,7 +205,7 @@ def save_hf(
         aside.mkdir(parents=True)
         for path in copies:
             shutil.copyfile(path, aside / path.name)
-        _write_weights(state, aside, shard_bytes)
+        write_weights(aside)
         _write_json(aside / "config.json", data)
         _move_in(aside, root)
     except OSError as error:
@@ -198,7 +215,8 @@ def save_hf(
     return root
 
 
-def _name_there(name: str) -> str:
+def name_there(name: str) -> str:
+    """A parameter's name in a Hugging Face folder."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import shutil
+import signal
 
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 from lezero import checkpoint
+from lezero.checkpoint import crew
 from lezero.core import groups
+from lezero.core.errors import CorruptError, LeZeroError
+from lezero.files import list_generations
+from lezero.ops.adamw import masters
 from lezero.optim import AdamW, AdamW8bit
 from lezero.parallel.zero import Zero, shard_, sharding_of
 from lezero.train import Engine
@@ -147,3 +156,88 @@ def test_one_process_reads_what_several_wrote(saved):
         files = os.listdir(loaded.path)
         assert stage == 0 or sum("tensors-" in name for name in files) == ranks
         assert loaded.tensors["model/head.weight"] is loaded.tensors["model/embed.weight"]
+
+
+def test_export_takes_exact_masters_one_tensor_at_a_time(saved, tmp_path):
+    folder, values = saved
+    for (ranks, kind, stage), expected in values.items():
+        path = tmp_path / f"{kind}-{stage}-{ranks}.safetensors"
+        names = checkpoint.export_weights(folder / f"{kind}-{stage}-{ranks}", path)
+        exported = load_file(path)
+        assert sorted(exported) == names
+        for name, value in exported.items():
+            known = "embed.weight" if name == "head.weight" else name
+            master = expected.get(f"optimizer/{known}/master")
+            rest = expected.get(f"optimizer/{known}/remainder")
+            if rest is not None:
+                master = masters.join(expected[f"model/{known}"], rest)
+            if master is None:
+                master = expected.get(f"model/{known}", value).float()
+            assert value.dtype == torch.float32
+            assert torch.equal(value, master), (kind, name)
+
+
+def test_damage_to_one_ranks_part_is_named(ranks, saved, tmp_path):
+    folder, values = saved
+    key = next(key for key in values if key[0] == 3 and key[2] == 3)
+    path = checkpoint.load(folder / f"{key[1]}-3-3").path
+    copied = tmp_path / path.name
+    shutil.copytree(path, copied)
+    file = copied / "tensors-00001-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    manifest = json.loads((copied / "manifest.json").read_text())
+    data[manifest["tensors"]["model/embed.weight"]["parts"][1]["begin"]] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(
+        CorruptError,
+        match=r"tensors-00001-00000\.safetensors: tensor 'model/embed.weight' is damaged",
+    ):
+        checkpoint.load(copied)
+    for told in ranks(2, damaged, copied, key[1]):
+        assert "tensors-00001-00000.safetensors: tensor '" in told
+
+
+def damaged(path, kind):
+    made = engine(kind, 3, seed=2)
+    with pytest.raises(CorruptError) as found:
+        made.load(path)
+    return str(found.value)
+
+
+def full_disk(folder, dies):
+    made = engine("adamw", 3, seed=1)
+    train(made, 1)
+    made.save(folder)
+    train(made, 1)
+    real = crew.write_part
+
+    def fail(*args, **keywords):
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if groups.rank() == 1:
+        crew.write_part = fail
+    told = ""
+    try:
+        made.save(folder)
+    except LeZeroError as error:
+        told = str(error)
+    crew.write_part = real
+    train(made, 1)
+    made.save(folder)
+    return told, [path.name for path in list_generations(folder)], os.listdir(folder)
+
+
+def test_a_full_disk_on_one_rank_is_told_on_all_and_training_goes_on(ranks, tmp_path):
+    for told, steps, listed in ranks(3, full_disk, tmp_path, False):
+        assert "rank 1: " in told
+        assert "the disk is full" in told
+        assert steps == ["step-00000001", "step-00000003"] == sorted(listed)
+
+
+def test_a_rank_that_dies_in_the_middle_leaves_no_half_generation(ranks, tmp_path):
+    with pytest.raises(AssertionError, match="rank 1 was killed by SIGKILL"):
+        ranks(3, full_disk, tmp_path, True)
+    assert [path.name for path in list_generations(tmp_path)] == ["step-00000001"]
+    checkpoint.load(tmp_path)
