@@ -31,7 +31,7 @@ from lezero.core.log import logger
 if TYPE_CHECKING:
     from torch import Tensor
 
-CANDIDATES = ("int8:256", "int4:64", "2:4-int4:64", "sign:256", "topk:0.01")
+CANDIDATES = ("int8:256", "int4:64", "2:4-int4:256", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
 _SAMPLE = 1 << 16  # elements of each buffer that are encoded to see the error
 _TIMED = 1 << 20  # elements on which codecs are timed
