@@ -90,8 +90,8 @@ class StillLink(Link):
         self._encoder = codec(wire.codec) if wire.codec not in ("none", AUTO) else None
         self._gather = codec(wire.gather) if wire.gather != "none" else None
         self._buffers, self._count = Buffers(torch.device(spec.device)), count
-        self._errors: set[tuple[str, str]] = set()
-        self._scratch: set[int] = set()
+        self._errors: dict[tuple[str, str], torch.Tensor] = {}
+        self._scratch: dict[int, torch.Tensor] = {}
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -138,16 +138,16 @@ class StillLink(Link):
         wanted = ("worker", "server") if wire.feedback == "both" else (wire.feedback,)
         if self._encoder is None or side not in wanted or (side, key) in self._errors:
             return
-        self._errors.add((side, key))
         dtype = _FEEDBACK.get(wire.feedback_dtype)
-        if dtype is not None:
-            self._count(torch.empty(numel, dtype=dtype), "feedback")
-            return
-        packed = codec("int8").bytes(numel)
-        self._count(torch.empty(packed, dtype=torch.uint8), "feedback")
-        if numel not in self._scratch:
-            self._scratch.add(numel)
-            self._count(torch.empty(numel), "feedback")
+        if dtype is None:
+            error = torch.empty(codec("int8").bytes(numel), dtype=torch.uint8)
+            if numel not in self._scratch:  # to decode into, one for each size
+                self._scratch[numel] = torch.empty(numel)
+                self._count(self._scratch[numel], "feedback")
+        else:
+            error = torch.empty(numel, dtype=dtype)
+        self._errors[side, key] = error
+        self._count(error, "feedback")
 
 
 class StillLines(Lines):
