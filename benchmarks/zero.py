@@ -249,7 +249,7 @@ def main() -> None:
     result = compare([side(__file__, name, *extra) for name in names], rounds=rounds)
     keys = ["step_s", "bytes_per_param"]
     base = "ddp" if options.device == "cpu" else "plain"
-    table = result.table(keys, base=base)
+    table = result.table(keys, base=base if base in names else None)
     if options.device != "cpu" or options.only:
         finish(
             table, {name: result.median(name, "step_s") for name in names if result.figures[name]}
