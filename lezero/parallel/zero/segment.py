@@ -73,6 +73,7 @@ class Segment:
             held.segment, held.place = self, spot
         self.key = helds[0].name
         self.master = helds[0].dtype
+        self.encoded = self.link is not None and lines.wire.gather != "none"
         self.alias = self.link is None and compute == self.master
         self.unit: Unit
         self.shard: torch.Tensor | None = None
@@ -101,7 +102,7 @@ class Segment:
                 else held.sharded.detach()
                 for held in self.helds
             ]
-        if self.whole is not None and self.compute == self.master:
+        if self.whole is not None and self.compute == self.master and not self.encoded:
             self.shard = self.whole.flat[self.rank * chunk : (self.rank + 1) * chunk].data
         else:
             self.shard = self.buffer(chunk, self.master)
@@ -150,6 +151,8 @@ class Segment:
         source = self.shard
         if self.compute != self.master:
             source = flat[self.rank * chunk : (self.rank + 1) * chunk]
+            if self.encoded:  # all ranks, this one too, compute with what decoding writes there
+                source = torch.empty_like(source)
             source.copy_(self.shard)
         self._pending = self.link.all_gather(source, flat, key=self.key)
 
