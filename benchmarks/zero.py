@@ -7,7 +7,8 @@ what it held after its imports (pages that ranks share count in part), over the 
 whole model. `lowbit` is stage 3 on bf16 weights with
 remainder masters and 8-bit state. With `--device cuda`: one GPU, a model of 1.3B parameters.
 
-Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both) and the bytes.
+Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both), the bytes, and how far
+the forecast of memory and time is from what was measured at any stage (`_zero_forecast.py`).
 """
 
 from __future__ import annotations
@@ -237,6 +238,8 @@ def main() -> None:
         else:
             emit(**train(name, size, 4 if options.quick else 8, options.device))
         return
+    from _zero_forecast import errors as foreseen  # it reads this file
+
     extra = ["--device", options.device] + (["--quick"] if options.quick else [])
     names = (
         ["ddp", "fsdp2", *STAGES, "lowbit"]
@@ -267,15 +270,17 @@ def main() -> None:
         (4, more.median("zero2 x4", "step_s")),
     ):
         scaling.append([str(count), f"{count * LENGTH / step_s:.0f}"])
+    forecast, ahead = foreseen(options.quick, 1)
     slower = max(("zero1", "zero2"), key=lambda name: result.median(name, "step_s"))
     finish(
-        f"{table}\n\n{columns(scaling)}",
+        f"{table}\n\n{columns(scaling)}\n\n{forecast}",
         {
             "zero3_step_vs_ddp": result.ratio("step_s", "zero3", "ddp"),
             "zero12_step_vs_ddp": result.ratio("step_s", slower, "ddp"),
             "zero3_bytes_per_param": result.median("zero3", "bytes_per_param"),
             "lowbit_bytes_per_param": result.median("lowbit", "bytes_per_param"),
             "stages_bitwise": more.median("bitwise", "same") == 1.0,
+            **ahead,
         },
     )
 
