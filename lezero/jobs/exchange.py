@@ -24,8 +24,8 @@ from lezero.core import groups
 from lezero.parallel.zero import Sharding, full_parameters, sharding_of
 from lezero.parallel.zero.segment import Segment
 
-STORED = {"fp32": 1e-5, "bf16": 2.0**-7, "int8": 2.0**-5}
-"""Share of the errors that storing them in a type may lose."""
+STORED = {"fp32": 1e-5, "bf16": 2.0**-7, "int8": 1 / 127}
+"""Share of the errors that storing them in a type may lose; in int8 of the largest one."""
 LOSS_SLACK = 4.0
 
 

@@ -220,12 +220,16 @@ class Judge:
         before, after = watch.owes
         if not after or self.sharding is None:
             return watch.gradients, {}
-        share = exchange.STORED[self.sharding.lines.wire.feedback_dtype]
+        kind = self.sharding.lines.wire.feedback_dtype
+        largest = max(float(one.abs().max()) for owes in (before, after) for one in owes.values())
         sent, stored = {}, {}
         for name, arrived in watch.gradients.items():
             now, then = after[name], before.get(name, torch.zeros_like(after[name]))
             sent[name] = arrived.double() + (now - then).view(arrived.shape).to(arrived.device)
-            stored[name] = share * (_norm(now) + _norm(then))
+            kept = _norm(now) + _norm(then)
+            if kind == "int8":  # a block rounds by its largest, of whichever parameter
+                kept = 2 * largest * math.sqrt(now.numel())
+            stored[name] = exchange.STORED[kind] * kept
         return sent, stored
 
     def _judge_norm(self, step: int, norm: float, found: dict[str, Tensor]) -> None:
