@@ -13,12 +13,12 @@ INT4 = {"zero": {"stage": 2}, "wire": {"codec": "int4"}}
 BOTH = {"zero": {"stage": 0}, "wire": {"codec": "topk:0.05", "feedback": "both"}}
 SIGN = {
     "zero": {"stage": 3},
-    "wire": {"codec": "sign", "feedback": "worker", "feedback_dtype": "int8"},
+    "wire": {"codec": "sign", "feedback": "worker", "feedback_dtype": "bf16"},
 }
 GATHER = {
     "zero": {"stage": 3},
     "precision": "bf16",
-    "wire": {"codec": "int8", "feedback": "worker", "feedback_dtype": "bf16", "gather": "int8"},
+    "wire": {"codec": "int8", "feedback": "worker", "gather": "int8"},
 }
 
 
