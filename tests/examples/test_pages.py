@@ -1,4 +1,4 @@
-"""The Python of the pages on training, verifying, memory and codecs runs as written, block after block."""
+"""The Python of the pages on training, verifying, memory and codecs runs as it is written."""
 
 from __future__ import annotations
 
