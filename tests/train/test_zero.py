@@ -14,9 +14,11 @@ from lezero.core.errors import ConfigError, OrderError
 from lezero.models import Transformer, TransformerConfig
 from lezero.optim import AdamW
 from lezero.parallel.zero import Zero, full_parameters, shard_
+from lezero.train import Trainer
 from lezero.train.engine import Engine
 from lezero.train.gradients import wires
 from lezero.train.loss import next_token_loss
+from tests.train.runs import config, filled_cache
 from tests.train.test_distributed import (
     STEPS,
     Poisoned,
@@ -28,6 +30,7 @@ from tests.train.test_distributed import (
 )
 from tests.train.test_distributed import train as train_plain
 
+__all__ = ["filled_cache"]
 STAGES = (0, 1, 2, 3)
 
 
@@ -229,3 +232,21 @@ def test_pending_errors_survive_another_number_of_ranks(ranks, tmp_path):
             assert np.array_equal(loaded[key], value), key
     for rank, loaded in enumerate(ranks(4, with_feedback, tmp_path, True)):
         assert all(np.array_equal(loaded[key], value) for key, value in saved[rank].items())
+
+
+def run(folder, steps, stage):
+    schedule = {"kind": "constant"}  # which does not know where the run ends
+    made = config(
+        folder, train__steps=steps, train__schedule=schedule, zero={"stage": stage},
+        checkpoint={"every": 3},
+    )  # fmt: skip
+    return Trainer(made).run().loss
+
+
+def test_a_run_goes_on_with_other_ranks_at_another_stage(ranks, filled_cache, tmp_path):
+    env = {"LEZERO_CACHE": str(filled_cache)}
+    (tmp_path / "alone").mkdir()
+    alone = ranks(1, run, tmp_path / "alone", 9, 0, env=env)[0]
+    ranks(2, run, tmp_path, 5, 3, env=env)
+    for loss in ranks(4, run, tmp_path, 9, 1, env=env):
+        assert loss == pytest.approx(alone, rel=1e-5)
