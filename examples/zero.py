@@ -1,7 +1,6 @@
-"""Training state split over the ranks in a plain PyTorch loop, gradients sent in int8.
+"""Training state split over the ranks in a plain loop, gradients sent in int8 by a wire."""
 
-Alone it runs on one rank; on two: `lz launch -n 2 examples/zero.py`.
-"""
+# Alone it runs on one rank; on two: lz launch -n 2 examples/zero.py
 
 import torch
 

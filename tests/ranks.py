@@ -32,7 +32,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "lezero")
+PRELOAD = (
+    *("torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "lezero"),
+    "torch._dynamo",  # torch loads it with the first optimizer
+    "torch.distributed.tensor",
+)
 JOIN_S = 30.0
 
 

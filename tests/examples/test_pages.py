@@ -30,10 +30,13 @@ def test_the_code_of_the_page_runs(page: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_config_of_the_training_page_is_one(tmp_path: Path) -> None:
+def test_the_configs_of_the_training_page_are_ones() -> None:
+    import yaml
+
     from lezero import RunConfig
 
     text = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "run.yaml").write_text(block)
-    assert RunConfig.load(tmp_path / "run.yaml").micro_batch(2) == 8
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    whole, split = (yaml.safe_load(block) for block in blocks)
+    assert RunConfig.parse(whole, "whole").micro_batch(2) == 8
+    assert RunConfig.parse({**whole, **split}, "split").zero.stage == 3

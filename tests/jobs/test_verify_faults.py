@@ -103,8 +103,8 @@ def decay_everything(model, optimizer):
 def frozen(patch):
     build = recipe.build_model
 
-    def built(config, vocab):
-        model = build(config, vocab)
+    def built(config, vocab, decisions):
+        model = build(config, vocab, decisions)
         model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         return model
 
