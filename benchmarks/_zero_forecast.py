@@ -121,7 +121,7 @@ def errors(quick: bool, rounds: int) -> tuple[str, dict[str, float]]:
     rows = [["model, stage", "memory", "forecast", "error", "step", "forecast", "error"]]
     worst = {"memory": 0.0, "seconds": 0.0}
     for layers, width in SIZES["quick" if quick else "full"]:
-        for name in STAGES:
+        for name in STAGES[-1:] if quick else STAGES:
             extra = ("--shape", f"{layers}x{width}", "--stage", name[-1])
             sides = [side(__file__, kind, *extra) for kind in ("measured", "forecast")]
             result = compare(sides, rounds=rounds)
