@@ -1,0 +1,29 @@
+"""Linear layers whose weight was packed for the processor: in bf16, int8 or int4.
+
+    codes, scale, zero = quantize(weight, Grid("int4", group=64))
+    packed = pack(codes, scale, zero, bits=4)
+    y = linear_int(x, packed, bias, out_features=N, bits=4, group=64)              # W4A16
+    y = linear_int(x, packed, bias, out_features=N, bits=4, group=64, x_bits=8)    # W4A8
+
+Weights, scales and zero points are plain tensors: they lie in safetensors files as they are. The
+ops take part in torch.compile and torch.export. `layout.py` says how weights lie in memory,
+`reference.py` what is computed.
+"""
+
+from __future__ import annotations
+
+from lezero.ops.linear.conv import conv_int8
+from lezero.ops.linear.layout import Packed, pack, pack_bf16, unpack, unpack_bf16
+from lezero.ops.linear.op import embedding_int, linear_bf16, linear_int
+
+__all__ = [
+    "Packed",
+    "conv_int8",
+    "embedding_int",
+    "linear_bf16",
+    "linear_int",
+    "pack",
+    "pack_bf16",
+    "unpack",
+    "unpack_bf16",
+]

@@ -1,0 +1,181 @@
+"""The op `lezero::conv_int8`: int8 convolution by oneDNN, which torch brings for x86 processors.
+
+    a = clamp(round(x / t) + u, 0, 255);  y = t · s_n · Σ (a - u) w + bias_n
+
+with a scale s for each output channel, and t, u for the whole input (static, from a calibration).
+Elsewhere, and for what oneDNN does not take, the formula runs in fp32.
+
+[Note: packed once]
+oneDNN wants weights in a layout of its own, which is opaque and cannot be saved. The op takes plain
+int8 weights and keeps oneDNN's copy as long as the weight tensor lives and is not written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lezero.core.errors import ConfigError
+
+_library = torch.library.Library("lezero", "FRAGMENT")
+_library.define(
+    "conv_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor x_scale, Tensor x_zero, "
+    "int[] stride, int[] padding, int[] dilation, int groups) -> Tensor"
+)
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def conv_int8(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor,
+    x_zero: Tensor,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    """Convolution of one or two dims in int8: x (B, C, …) → (B, O, …) in x's dtype.
+
+    `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
+    `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. A sample
+    with a NaN or an infinity gives NaN. Raises `ConfigError` for shapes and dtypes that do not fit.
+    """
+    dims = weight.dim() - 2
+    shapes = x.dim() == weight.dim() and tuple(scale.shape) == weight.shape[:1] and dims in (1, 2)
+    places = all(len(numbers) == dims for numbers in (stride, padding, dilation))
+    if not (
+        shapes
+        and places
+        and x.shape[1] == weight.shape[1] * groups
+        and x.dtype in _FLOATS
+        and weight.dtype == torch.int8
+        and x_scale.numel() == x_zero.numel() == 1
+        and (bias is None or bias.shape == scale.shape)
+    ):
+        raise ConfigError(
+            f"conv_int8: got x {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
+            f"{tuple(weight.shape)}, scale {tuple(scale.shape)}, stride {tuple(stride)}; allowed "
+            "are floats (B, C, …), int8 (O, C / groups, …), (O,), one stride a dim"
+        )
+    lists = (list(stride), list(padding), list(dilation))
+    return torch.ops.lezero.conv_int8(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor,
+    x_zero: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """The formula, in fp32."""
+    a, bad_B = _activations(x, x_scale, x_zero)
+    a = a.float() - x_zero.reshape(()).float()
+    convolve = torch.nn.functional.conv1d if x.dim() == 3 else torch.nn.functional.conv2d
+    out = convolve(a, weight.float(), None, stride, padding, dilation, groups)
+    ones = [1] * (x.dim() - 2)
+    out = out * (x_scale.reshape(()).float() * scale).view(-1, *ones)
+    out = out if bias is None else out + bias.float().view(-1, *ones)
+    return _marked(out.to(x.dtype), bad_B)
+
+
+def _activations(x: Tensor, x_scale: Tensor, x_zero: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes, and which samples hold what is not finite."""
+    wide = x.float()
+    bad_B = ~torch.isfinite(wide.flatten(1)).all(1)
+    codes = torch.round(wide / x_scale.reshape(()).float()) + x_zero.reshape(()).float()
+    return codes.nan_to_num(0.0).clamp(0, 255).to(torch.uint8), bad_B
+
+
+def _marked(out: Tensor, bad_B: Tensor) -> Tensor:
+    return out.masked_fill_(bad_B.view(-1, *[1] * (out.dim() - 1)), torch.nan)
+
+
+def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Tensor:
+    key = (weight._version, *map(tuple, lists), groups)
+    found = _packed.get(weight)
+    if found is None or found[0] != key:
+        ones = torch.ones(len(weight))
+        made = torch.ops.onednn.qconv_prepack(weight, ones, 1.0, 0, *lists, groups, None)
+        found = _packed[weight] = (key, made)
+    kept: Tensor = found[1]
+    return kept
+
+
+def _suits(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.numel() > 0 and torch.backends.mkldnn.is_available()
+
+
+def _conv(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor,
+    x_zero: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    lists = (stride, padding, dilation)
+    if not _suits(x):
+        return reference(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
+    a, bad_B = _activations(x, x_scale, x_zero)
+    packed = _prepacked(weight, lists, groups)
+    out = torch.ops.onednn.qconv_pointwise(
+        a,
+        float(x_scale),
+        int(x_zero),
+        packed,
+        scale,
+        torch.zeros(len(weight), dtype=torch.int64),
+        None if bias is None else bias.float(),
+        *lists,
+        groups,
+        1.0,
+        0,
+        torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
+        "none",
+        [],
+        "",
+    )
+    return _marked(out.to(x.dtype), bad_B) if bad_B.any() else out.to(x.dtype)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor,
+    x_zero: Tensor,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    sizes = [
+        (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
+        for size, kernel, step, pad, wide in zip(
+            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+    return x.new_empty((x.shape[0], weight.shape[0], *sizes))
+
+
+_library.impl("conv_int8", _conv, "CompositeExplicitAutograd")
+torch.library.register_fake("lezero::conv_int8", _fake, lib=_library)

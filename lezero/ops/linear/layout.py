@@ -1,0 +1,124 @@
+"""How packed weights lie in memory: one layout for every kernel, so that files hold them too.
+
+Letters: N output features, K input features, P = ⌈N / 16⌉ panels of 16 output features, G groups.
+
+    bf16   (P, ⌈K / 32⌉ · 16, 16, 2)  bf16   [panel][pair of inputs][output][which of the pair]
+    8 bit  (P, ⌈K / 64⌉ · 16, 16, 4)  uint8  [panel][four inputs][output][which of the four]
+    4 bit  (P, ⌈K / 64⌉ · 8, 16, 4)   uint8  [panel][eight inputs][output][which of the first four];
+                                             the first four in the low halves of the bytes, the
+                                             others in the high ones
+    scale  (P, G, 16)  fp32, fp16 or bf16    [panel][group][output]; zero points alike
+
+One line of 64 bytes is thus what one vector instruction multiplies for 16 outputs. Codes are
+counted from 0: symmetric int8 is stored plus 128, symmetric int4 plus 8 (as `quantize` gives it).
+Padding holds whatever codes and the scale 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+
+PANEL = 16
+BITS = (4, 8)
+SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DEPTH = 64  # inputs are filled up to a multiple of it; bf16: 32
+
+
+class Packed(NamedTuple):
+    """A weight of 4 or 8 bits as kernels read it: plain tensors, see the layout above."""
+
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+def pack_bf16(weight_NK: Tensor) -> Tensor:
+    """A float (N, K) weight, rounded to bf16, in the packed layout."""
+    _matrix("pack_bf16", weight_NK, weight_NK.is_floating_point(), "floats")
+    return _panels(weight_NK.bfloat16(), 32, 2)
+
+
+def unpack_bf16(packed: Tensor, out_features: int, in_features: int) -> Tensor:
+    """The (N, K) bf16 weight that `pack_bf16` packed, bit for bit."""
+    return _rows(packed)[:out_features, :in_features].contiguous()
+
+
+def pack(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, *, bits: int) -> Packed:
+    """What `quantize` gave for an (N, K) weight, packed. `bits`: 4 or 8.
+
+    `codes`: uint8 of 0 … 15 or 0 … 255, or int8 (8 bits, symmetric). `scale`, `zero`: (N, G) in a
+    dtype that is kept, both the same. Raises `ConfigError` for anything else.
+    """
+    signed = codes_NK.dtype == torch.int8 and bits == 8 and zero_NG is None
+    # Symmetric codes are counted from 0 already when there are four bits, never when there are 8.
+    known = signed or (codes_NK.dtype == torch.uint8 and (bits == 4 or zero_NG is not None))
+    _matrix("pack", codes_NK, known and bits in BITS, f"codes of {bits} bits")
+    for name, x in (("scale", scale_NG), ("zero", zero_NG)):
+        if x is None:
+            continue
+        if x.dim() != 2 or len(x) != len(codes_NK) or x.shape[1] < 1 or x.shape != scale_NG.shape:
+            raise ConfigError(f"pack: {name} has shape {tuple(x.shape)}; it is (N, groups)")
+        if x.dtype not in SCALE_DTYPES or x.dtype != scale_NG.dtype:
+            raise ConfigError(
+                f"pack: {name} is {x.dtype}; both are fp32, fp16 or bf16, and the same"
+            )
+    codes = (codes_NK.to(torch.int16) + 128).to(torch.uint8) if signed else codes_NK
+    weight = _panels(codes, _DEPTH, 4)
+    if bits == 4:
+        eights = weight.unflatten(1, (-1, 2))
+        weight = (eights[:, :, 0] | eights[:, :, 1] << 4).contiguous()
+    return Packed(
+        weight, _pack_groups(scale_NG), zero_NG if zero_NG is None else _pack_groups(zero_NG)
+    )
+
+
+def unpack(packed: Packed, out_features: int, in_features: int, *, bits: int) -> Packed:
+    """The `codes`, `scale` and `zero` that `pack` packed, bit for bit."""
+    codes = _rows(eights(packed.weight) if bits == 4 else packed.weight)
+    codes = codes[:out_features, :in_features]
+    if bits == 8 and packed.zero is None:
+        codes = (codes.to(torch.int16) - 128).to(torch.int8)
+    scale, zero = (
+        None if x is None else x.transpose(1, 2).flatten(0, 1)[:out_features].contiguous()
+        for x in (packed.scale, packed.zero)
+    )
+    assert scale is not None
+    return Packed(codes.contiguous(), scale, zero)
+
+
+def eights(weight: Tensor) -> Tensor:
+    """A packed weight of 4 bits with a byte a code, laid out as one of 8 bits."""
+    return torch.stack([weight & 15, weight >> 4], 2).flatten(1, 2)
+
+
+def padded_inputs(weight: Tensor, bits: int) -> int:
+    """K with its padding."""
+    return weight.shape[1] * (8 if bits == 4 else 4)
+
+
+def _panels(x_NK: Tensor, depth: int, together: int) -> Tensor:
+    N, K = x_NK.shape
+    x = torch.nn.functional.pad(x_NK, (0, -K % depth, 0, -N % PANEL))
+    x = x.view(-1, PANEL, x.shape[1] // together, together)
+    return x.transpose(1, 2).contiguous()
+
+
+def _rows(packed: Tensor) -> Tensor:
+    return packed.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _pack_groups(x_NG: Tensor) -> Tensor:
+    x = torch.nn.functional.pad(x_NG, (0, 0, 0, -len(x_NG) % PANEL))
+    return x.view(-1, PANEL, x.shape[1]).transpose(1, 2).contiguous()
+
+
+def _matrix(what: str, x: Tensor, known: bool, allowed: str) -> None:
+    if x.dim() != 2 or 0 in x.shape or not known:
+        raise ConfigError(
+            f"{what}: got {x.dtype} {tuple(x.shape)}; allowed are {allowed}, (N, K), not empty"
+        )

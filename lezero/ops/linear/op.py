@@ -1,0 +1,253 @@
+"""The ops `lezero::linear_bf16`, `linear_int` and `embedding_int`. See `reference.py`.
+
+Letters: M tokens (all leading dims), N output features, K input features, G groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+from lezero.ops.linear import reference
+from lezero.ops.linear.layout import BITS, PANEL, SCALE_DTYPES, Packed, padded_inputs
+
+_library = torch.library.Library("lezero", "FRAGMENT")
+_library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
+_library.define(
+    "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
+    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits) -> Tensor"
+)
+_library.define(
+    "embedding_int(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, SymInt in_features, "
+    "int bits, int group, ScalarType dtype) -> Tensor"
+)
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""What activations may be."""
+MOST_INPUTS = 1 << 16
+"""K may be up to this, so that sums of whole numbers fit 32 bits."""
+
+
+def linear_bf16(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_features: int
+) -> Tensor:
+    """x wᵀ + bias for a weight of `pack_bf16`, summed in fp32: (…, K) → (…, N) in x's dtype.
+
+    Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias.
+    """
+    _check_x("linear_bf16", x, weight.shape[1] * 2, 32)
+    _check_weight("linear_bf16", weight, torch.bfloat16, 2, out_features)
+    _check_bias("linear_bf16", bias, out_features)
+    return torch.ops.lezero.linear_bf16(x, weight, bias, out_features)
+
+
+def linear_int(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None = None,
+    *,
+    out_features: int,
+    bits: int,
+    group: int = 0,
+    x_bits: int = 16,
+    x_scale: Tensor | None = None,
+) -> Tensor:
+    """x wᵀ + bias for a weight of `pack`: (…, K) → (…, N) in x's dtype.
+
+    `bits`: of the weight, 4 or 8. `group`: inputs that share a scale, a multiple of 32, or 0 for a
+    scale a row. `x_bits`: 16 keeps activations (weight-only: W8A16, W4A16), 8 rounds each token to
+    int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all. Raises
+    `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
+    not been rounded.
+    """
+    weight, scale, zero = packed
+    check_packed("linear_int", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
+    _check_x("linear_int", x, padded_inputs(weight, bits), 64)
+    _check_bias("linear_int", bias, out_features)
+    if x_bits not in (8, 16) or (x_scale is not None and (x_bits == 16 or x_scale.numel() != 1)):
+        raise ConfigError(
+            f"linear_int: x_bits is {x_bits}, x_scale {None if x_scale is None else 'given'}; "
+            "allowed are 16, or 8 with or without a scale of one element"
+        )
+    return torch.ops.lezero.linear_int(
+        x, weight, scale, zero, bias, x_scale, out_features, bits, group, x_bits
+    )
+
+
+def embedding_int(
+    ids: Tensor,
+    packed: Packed,
+    *,
+    in_features: int,
+    bits: int,
+    group: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Rows `ids` (int64 or int32, any shape) of a packed (N, K) weight: (…, K) in `dtype`.
+
+    The layout is that of `linear_int`, so an output head may share the weight. On the CPU, an id that
+    is not among the packed rows raises `IndexError`.
+    """
+    if ids.dtype not in (torch.int64, torch.int32) or dtype not in FLOATS:
+        raise ConfigError(
+            f"embedding_int: ids are {ids.dtype}, dtype is {dtype}; allowed: int64 or int32 ids, "
+            "fp32, bf16 or fp16"
+        )
+    rows = packed.weight.shape[0] * PANEL
+    check_packed("embedding_int", packed, in_features, rows, bits, group)
+    return torch.ops.lezero.embedding_int(ids, *packed, in_features, bits, group, dtype)
+
+
+def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: int) -> None:
+    """Raises `ConfigError` where the tensors are not a weight of N × K."""
+    weight, scale, zero = packed
+    if bits not in BITS or group < 0 or group % 32:
+        raise ConfigError(f"{what}: {bits} bits, group {group}; bits are 4 or 8, groups of 32 · n")
+    _check_weight(what, weight, torch.uint8, 4, N)
+    shape = (weight.shape[0], -(-K // group) if group else 1, PANEL)
+    for name, x in (("scale", scale), ("zero", zero)):
+        fits = x is None or (
+            tuple(x.shape) == shape
+            and x.is_contiguous()
+            and x.dtype in SCALE_DTYPES
+            and x.dtype == scale.dtype
+        )
+        if not fits:
+            assert x is not None
+            raise ConfigError(
+                f"{what}: {name} is {x.dtype} {tuple(x.shape)}; for {N} × {K} in groups of "
+                f"{group or K} it is {shape}, contiguous, fp32, fp16 or bf16"
+            )
+
+
+def _check_x(what: str, x: Tensor, padded: int, depth: int) -> None:
+    K = x.shape[-1] if x.dim() else 0
+    if x.dtype not in FLOATS or not padded - depth < K <= padded or K > MOST_INPUTS:
+        raise ConfigError(
+            f"{what}: x is {x.dtype} {tuple(x.shape)}; allowed are fp32, bf16 and fp16 of (…, K), "
+            f"K of the weight at most {padded}, and at most {MOST_INPUTS}"
+        )
+
+
+def _check_weight(what: str, w: Tensor, dtype: torch.dtype, together: int, N: int) -> None:
+    fits = w.dim() == 4 and w.shape[2:] == (PANEL, together) and w.is_contiguous()
+    if w.dtype != dtype or not fits or not (w.shape[0] - 1) * PANEL < N <= w.shape[0] * PANEL:
+        raise ConfigError(
+            f"{what}: the weight is {w.dtype} {tuple(w.shape)} for {N} outputs; allowed is what "
+            "pack gave for them, contiguous"
+        )
+
+
+def _check_bias(what: str, bias: Tensor | None, N: int) -> None:
+    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
+        raise ConfigError(
+            f"{what}: bias is {bias.dtype} {tuple(bias.shape)}; allowed: floats ({N},)"
+        )
+
+
+def _bf16(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return reference.linear_bf16(flat, weight, bias, out_features).view(*x.shape[:-1], out_features)
+
+
+def _int(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+    bits: int,
+    group: int,
+    x_bits: int,
+) -> Tensor:
+    flat, packed = x.reshape(-1, x.shape[-1]), Packed(weight, scale, zero)
+    out = reference.linear_int(flat, packed, bias, x_scale, out_features, bits, group, x_bits)
+    return out.view(*x.shape[:-1], out_features)
+
+
+def _embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    in_features: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    flat = ids.flatten().long()
+    if flat.numel() and flat.device.type == "cpu":
+        low, high = flat.aminmax()
+        if low < 0 or high >= weight.shape[0] * PANEL:
+            raise IndexError(
+                f"embedding_int: ids from {low} to {high}; there are {weight.shape[0] * PANEL}"
+            )
+    packed = Packed(weight, scale, zero)
+    out = reference.embedding(flat, packed, in_features, bits, group, dtype)
+    return out.view(*ids.shape, in_features)
+
+
+def _fake_linear(x: Tensor, *rest: Any) -> Tensor:
+    out_features = rest[2] if len(rest) == 3 else rest[5]
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+def _fake_embedding(
+    ids: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    in_features: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return ids.new_empty((*ids.shape, in_features), dtype=dtype)
+
+
+def _save_bf16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.out_features = inputs
+    ctx.in_features, ctx.bias = x.shape[-1], None if bias is None else bias.dtype
+    ctx.save_for_backward(weight)
+
+
+def _differentiate_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    from lezero.ops.linear.layout import unpack_bf16
+
+    wide = unpack_bf16(ctx.saved_tensors[0], ctx.out_features, ctx.in_features)
+    return grad @ wide.to(grad.dtype), None, _bias_grad(ctx, grad), None
+
+
+def _save_int(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, scale, zero, bias, _, ctx.out_features, ctx.bits, ctx.group, _ = inputs
+    ctx.in_features, ctx.bias = x.shape[-1], None if bias is None else bias.dtype
+    ctx.save_for_backward(weight, scale, zero)
+
+
+def _differentiate_int(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    sizes = (ctx.out_features, ctx.in_features, ctx.bits, ctx.group)
+    wide = reference.dequantize_packed(Packed(*ctx.saved_tensors), *sizes)
+    return (grad @ wide.to(grad.dtype), *[None] * 3, _bias_grad(ctx, grad), *[None] * 5)
+
+
+def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:
+    return None if ctx.bias is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias)
+
+
+_library.impl("linear_bf16", _bf16, "CompositeExplicitAutograd")
+_library.impl("linear_int", _int, "CompositeExplicitAutograd")
+_library.impl("embedding_int", _embedding, "CompositeExplicitAutograd")
+torch.library.register_fake("lezero::linear_bf16", _fake_linear, lib=_library)
+torch.library.register_fake("lezero::linear_int", _fake_linear, lib=_library)
+torch.library.register_fake("lezero::embedding_int", _fake_embedding, lib=_library)
+torch.library.register_autograd(
+    "lezero::linear_bf16", _differentiate_bf16, setup_context=_save_bf16, lib=_library
+)
+torch.library.register_autograd(
+    "lezero::linear_int", _differentiate_int, setup_context=_save_int, lib=_library
+)

@@ -1,0 +1,125 @@
+"""Linear layers on packed weights in plain PyTorch: the formulas that every kernel is held to.
+
+    bf16    y = x wᵀ + bias; x in bf16 as it is, in fp32 and fp16 as the sum of two bf16
+    4, 8 bits, x of 8 bits (A8): a (int8), t from `quantize_tokens`, for each group g of inputs
+                y = t · Σ_g s_g · Σ_k a (w - z) + bias
+    4, 8 bits, x of 16 bits (A16): a (int16), t_b from `fixed_point`, for each block b of inputs
+                y = Σ_b (s_b · t_b) · Σ_k a (w - z) + bias
+
+The inner sums are of whole numbers and exact (with zero points that are whole); the outer ones go
+through blocks in order, in fp32, each product and addition rounded once (fused). W8A8 with a scale
+a row has one inner sum, and y = (t · s) · it + bias, each rounded.
+
+[Note: blocks]
+A block is the widest of 128, 64 and 32 inputs that divides the group; 128 with a scale a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lezero.ops.linear.layout import Packed, eights, unpack, unpack_bf16
+from lezero.ops.quantize.tokens import fixed_point, quantize_tokens
+
+
+def block_of(group: int) -> int:
+    """Inputs that are summed as whole numbers at a time; `group` 0: one scale a row."""
+    return next(size for size in (128, 64, 32) if group % size == 0)
+
+
+def linear_bf16(x_MK: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """(M, N) in x's dtype."""
+    w_NK = unpack_bf16(weight, out_features, x_MK.shape[1]).float()
+    high = x_MK.bfloat16().float()
+    out = high @ w_NK.T
+    if x_MK.dtype != torch.bfloat16:
+        low = (x_MK.float() - high).bfloat16().float()
+        # An infinity has no remainder: it would turn into a NaN.
+        out = out + torch.where(torch.isfinite(high), low, 0.0) @ w_NK.T
+    return (out if bias is None else out + bias.float()).to(x_MK.dtype)
+
+
+def linear_int(
+    x_MK: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+    bits: int,
+    group: int,
+    x_bits: int,
+) -> Tensor:
+    """(M, N) in x's dtype."""
+    codes_NK, scale_NG, zero_NG = unpack(packed, out_features, x_MK.shape[1], bits=bits)
+    scale_NG = scale_NG.float()
+    if bits == 4 and zero_NG is None:
+        codes_NK = codes_NK.to(torch.int16) - 8
+    if x_bits == 8:
+        a_MK, token_M = quantize_tokens(x_MK, x_scale)
+        if not group and bits == 8 and zero_NG is None:
+            total = (a_MK.double() @ codes_NK.double().T).float()
+            return _finish(total, token_M[:, None] * scale_NG.T, bias, x_MK.dtype)
+    else:
+        a_MK, token_MB = fixed_point(x_MK, block_of(group))
+    size = block_of(group)
+    out = x_MK.new_zeros(len(x_MK), out_features, dtype=torch.float32)
+    for block, begin in enumerate(range(0, x_MK.shape[1], size)):
+        w_NB = codes_NK[:, begin : begin + size].double()
+        a_MB = a_MK[:, begin : begin + w_NB.shape[1]].double()
+        at = begin // group if group else 0
+        total = (a_MB @ w_NB.T).float()
+        if zero_NG is not None:
+            total = _fused(-zero_NG[:, at].float(), a_MB.sum(1)[:, None].float(), total)
+        scale = scale_NG[:, at]
+        if x_bits == 16:
+            scale = scale * token_MB[:, block, None]
+        out = _fused(scale, total, out)
+    ones = torch.ones((), device=out.device)
+    return _finish(out, token_M[:, None] if x_bits == 8 else ones, bias, x_MK.dtype)
+
+
+def dequantize_packed(
+    packed: Packed, out_features: int, in_features: int, bits: int, group: int
+) -> Tensor:
+    """The fp32 (N, K) weight that a packed one stands for."""
+    codes, scale, zero = unpack(packed, out_features, in_features, bits=bits)
+    wide = codes.float()
+    spread = (
+        (lambda x: x.float().repeat_interleave(group, 1)[:, :in_features])
+        if group
+        else Tensor.float
+    )
+    if zero is not None:
+        wide = wide - spread(zero)
+    elif bits == 4:
+        wide = wide - 8
+    return wide * spread(scale)
+
+
+def embedding(
+    ids: Tensor, packed: Packed, in_features: int, bits: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows `ids` (flat) of the weight that `packed` stands for: (len(ids), K)."""
+    panel, row = ids // 16, ids % 16
+    lines = packed.weight[panel]
+    lines = eights(lines) if bits == 4 else lines
+    codes = lines[torch.arange(len(ids), device=ids.device), :, row].flatten(1)[:, :in_features]
+
+    def per_input(x: Tensor) -> Tensor:
+        found = x[panel, :, row].float()
+        return found.repeat_interleave(group, 1)[:, :in_features] if group else found
+
+    middle = 128.0 if bits == 8 else 8.0
+    start = middle if packed.zero is None else per_input(packed.zero)
+    return ((codes.float() - start) * per_input(packed.scale)).to(dtype)
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a · b + c of fp32 values: exact in fp64 but for the sum, so rounded as once."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def _finish(out: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    out = out * factor
+    return (out if bias is None else out + bias.float()).to(dtype)

@@ -1,0 +1,149 @@
+"""Quantize and dequantize in groups: codes of one element each, with scales and zero points.
+
+For each group of elements x, with L the format's highest level:
+
+    symmetric        s = |x|max / L; code = clamp(round(x / s)), halves to even
+    with zero point  s = (max(x, 0) - min(x, 0)) / (codes - 1); z = round(-min(x, 0) / s);
+                     code = clamp(round(x / s + z))
+    fp8              code = x / s as float8_e4m3fn, nearest, with L = 448 (arXiv:2209.05433)
+    nf4              code = the number of the nearest of nf4's 16 values to x / s, with L = 1
+
+and back: (code - z) · s, where z is 8 for symmetric int4 and 0 for symmetric int8.
+
+[Note: values that are not finite]
+A group that holds one gets the scale NaN and decodes to NaN, never to something finite. A group of
+zeros has the scale 0, and so has one whose scale would be so small that 1 / s overflows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+from lezero.ops.quantize.grid import LEVELS, NF4, SCALE_DTYPES, Grid
+
+_LEAST = 2.0**-126
+
+
+class Quantized(NamedTuple):
+    """`codes`: the shape of what was quantized, dtype `grid.code_dtype`. `scale`, `zero` (fp32):
+    `grid.scale_shape` of it; `zero` is None without zero points."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+
+
+def quantize(
+    x: Tensor, grid: Grid, *, scale: Tensor | None = None, zero: Tensor | None = None
+) -> Quantized:
+    """Codes of `x` (floats, at least one dim) on `grid`.
+
+    `scale` and `zero`, of `grid.scale_shape(x.shape)`, come from `find_scale` unless given (by a
+    calibration, GPTQ, HQQ: then `zero` need not be whole). Raises `ConfigError` for other shapes.
+    """
+    _check(x, grid)
+    if scale is None:
+        scale, zero = find_scale(x, grid)
+    for name, given in (("scale", scale), ("zero", zero)):
+        if given is not None and tuple(given.shape) != grid.scale_shape(x.shape):
+            raise ConfigError(
+                f"quantize: {name} has shape {tuple(given.shape)}; for values of "
+                f"{tuple(x.shape)} it is {grid.scale_shape(x.shape)}"
+            )
+    if (zero is not None) != grid.zero_point:
+        raise ConfigError("quantize: zero points are given exactly where the grid has them")
+    scale = scale.float()
+    usable = torch.isfinite(scale) & (scale.abs() >= _LEAST)
+    inverse = torch.where(usable, 1 / scale, 0.0)
+    scaled = _spread_times(x.float(), inverse, grid)
+    return Quantized(_codes(scaled, zero, grid), scale, None if zero is None else zero.float())
+
+
+def dequantize(
+    codes: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The values that `codes` stand for, computed in fp32, in `dtype`; the shape of `codes`."""
+    if grid.format == "nf4":
+        table = torch.tensor(NF4, dtype=torch.float32, device=codes.device)
+        wide = table[codes.long()]
+    else:
+        wide = codes.float()
+    if zero is not None:
+        wide = wide - _spread(zero.float(), wide, grid)
+    elif grid.middle:
+        wide = wide - grid.middle
+    return _spread_times(wide, scale.float(), grid).to(dtype)
+
+
+def find_scale(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
+    """Scales and zero points (fp32, of `grid.scale_shape`) from each group's extremes."""
+    groups = _in_groups(x.float(), grid)
+    if not groups.numel():
+        empty = x.new_zeros(grid.scale_shape(x.shape), dtype=torch.float32)
+        return empty, empty.clone() if grid.zero_point else None
+    finite = torch.isfinite(groups).all(-1)
+    if grid.zero_point:
+        low = groups.amin(-1).clamp(max=0.0)
+        high = groups.amax(-1).clamp(min=0.0)
+        # Halved first, so that the range of huge values does not overflow.
+        exact = (high / 2 - low / 2) / (grid.code_range[1] / 2)
+    else:
+        low, exact = None, groups.abs().amax(-1) / LEVELS[grid.format]
+    scale = exact.to(SCALE_DTYPES[grid.scale_dtype]).float()
+    scale = torch.where(scale < _LEAST, 0.0, scale)
+    scale = torch.where(finite & torch.isfinite(scale), scale, torch.nan)
+    zero = None
+    if low is not None:
+        zero = torch.where(scale > 0, torch.round(-low / scale), 0.0)
+        zero = zero.clamp(*grid.code_range).view(grid.scale_shape(x.shape))
+    return scale.view(grid.scale_shape(x.shape)), zero
+
+
+def _codes(scaled: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
+    if grid.format == "fp8":
+        return scaled.nan_to_num(0.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    if grid.format == "nf4":
+        table = torch.tensor(NF4, dtype=torch.float32, device=scaled.device)
+        return torch.bucketize(scaled.nan_to_num(0.0), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+    start = grid.middle if zero is None else _spread(zero.float(), scaled, grid)
+    whole = torch.round(scaled + start)
+    return whole.nan_to_num(0.0).clamp(*grid.code_range).to(grid.code_dtype)
+
+
+def _check(x: Tensor, grid: Grid) -> None:
+    if not x.is_floating_point() or x.dim() == 0:
+        raise ConfigError(
+            f"quantize: got {x.dtype} {tuple(x.shape)}; allowed are floats of at least one dim"
+        )
+
+
+def _group_size(columns: int, grid: Grid) -> int:
+    return columns if grid.group == "row" else int(grid.group)
+
+
+def _in_groups(x: Tensor, grid: Grid) -> Tensor:
+    """(…, groups, elements); a short last group is filled with zeros, which change no scale."""
+    if grid.group == "tensor":
+        return x.reshape(1, -1)
+    size = max(1, _group_size(x.shape[-1], grid))
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
+    return padded.unflatten(-1, (-1, size)) if padded.shape[-1] else padded[..., None]
+
+
+def _spread(per_group: Tensor, like: Tensor, grid: Grid) -> Tensor:
+    """One number a group as one an element (or what broadcasts to that)."""
+    if grid.group in ("row", "tensor"):
+        return per_group
+    return per_group.repeat_interleave(int(grid.group), -1)[..., : like.shape[-1]]
+
+
+def _spread_times(x: Tensor, per_group: Tensor, grid: Grid) -> Tensor:
+    return x * _spread(per_group, x, grid)

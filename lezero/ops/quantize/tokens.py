@@ -1,0 +1,52 @@
+"""Activations as whole numbers, a scale a token: int8, and 16 bits with a scale for each block.
+
+int8 is what W8A8 and W4A8 multiply. 16 bits are what W8A16 and W4A16 multiply: of each block of 32,
+64 or 128 elements of a token the largest becomes 32,639 = 127 · 256 + 127, so that a value is two
+int8 digits, high · 256 + low; an element's error is at most 1.6e-5 of its block's largest (bf16
+would lose up to 3.9e-3 of that largest). Sums of products are then exact whole numbers, whatever
+the order, so that a token's result does not depend on the batch or on the kernel.
+
+[Note: tokens that are not finite]
+A token (for 16 bits: a block) with a NaN or an infinity has the scale NaN and codes 0, also where
+the scale was given. A finite value beyond a given scale saturates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+INT8_LEVELS = 127.0
+INT16_LEVELS = 32639.0
+
+
+def quantize_tokens(x_MK: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """int8 codes (M, K) and fp32 scales (M,): each token's own, or the given one (one element)."""
+    wide = x_MK.float()
+    if scale is None:
+        return _levels(wide, INT8_LEVELS, torch.int8)
+    finite = torch.isfinite(wide).all(-1)
+    step = scale.reshape(()).float()
+    inverse = torch.where(step >= 2.0**-126, 1 / step, 0.0)
+    codes = torch.round(wide * inverse).clamp(-INT8_LEVELS, INT8_LEVELS)
+    codes = torch.where(finite[:, None], codes, 0.0).to(torch.int8)
+    return codes, torch.where(finite, step, torch.nan)
+
+
+def fixed_point(x_MK: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """int16 codes (M, blocks · block), zeros past K, and fp32 scales (M, blocks)."""
+    wide = torch.nn.functional.pad(x_MK.float(), (0, -x_MK.shape[1] % block))
+    codes, scale = _levels(wide.unflatten(1, (-1, block)), INT16_LEVELS, torch.int16)
+    return codes.flatten(1), scale
+
+
+def _levels(x: Tensor, levels: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not x.shape[-1]:
+        return x.to(dtype), x.new_zeros(x.shape[:-1])
+    most = x.abs().amax(-1)
+    finite = torch.isfinite(x).all(-1)
+    scale = most / levels
+    scale = torch.where(scale < 2.0**-126, 0.0, scale)
+    inverse = torch.where(finite & (scale > 0), 1 / scale, 0.0)
+    whole = torch.round(torch.where(finite[..., None], x, 0.0) * inverse[..., None])
+    return whole.clamp(-levels, levels).to(dtype), torch.where(finite, scale, torch.nan)
