@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 CANDIDATES = ("int8:256", "int4:64", "2:4-int4:256", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
-_SAMPLE = 1 << 16  # elements of each buffer that are encoded to see the error
+_SAMPLE = 1 << 14  # elements of each buffer that are encoded to see the error; five errors stay
 _TIMED = 1 << 20  # elements on which codecs are timed
 _WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
 _SHARE = 0.01  # of the run's time that probing again may take
@@ -77,7 +77,8 @@ class Chooser:
         self.choice: Choice | None = None
         self._mesh, self._axis, self._routing, self._queue = mesh, axis, routing, queue
         self._budget = budget
-        self._errors: Errors | None = Errors()
+        # Where nothing can be encoded, nothing is looked at: `Errors` would raise the peak.
+        self._errors = Errors() if routing.coded is not None else None
         self._traffic: Counter[Exchange] = Counter()
         self._last_traffic: Counter[Exchange] = Counter()
         self._encodable = True

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 _PAGE_FIELD = 1
+_NOTICED = 1 << 20  # bytes of change in resident shared memory that are worth a walk
 _lock = threading.Lock()
 _running: list[MemorySampler] = []
 
@@ -37,6 +38,25 @@ def pss() -> int:
     """
     found = _kilobytes("/proc/self/smaps_rollup", "Pss:")
     return rss() if found is None else found
+
+
+class SharedElsewhere:
+    """Bytes of shared memory that are resident here but are other processes' to count (as `pss`).
+
+    `rss()` and `peak_rss()` count every shared page whole; subtract this for what a rank costs. The
+    page tables are walked only when the resident shared memory has changed; 0 where not known.
+    """
+
+    def __init__(self) -> None:
+        self._mine, self._found = 0, 0
+
+    def bytes(self) -> int:
+        mine = _kilobytes("/proc/self/status", "RssShmem:") or 0
+        if abs(mine - self._mine) >= _NOTICED:
+            proportional = _kilobytes("/proc/self/smaps_rollup", "Pss_Shmem:")
+            self._mine = mine
+            self._found = 0 if proportional is None else max(0, mine - proportional)
+        return self._found
 
 
 def peak_rss() -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lezero.core import device, groups
 from lezero.core.errors import FileError
-from lezero.profiler.memory import peak_rss, reset_peak_rss, rss
+from lezero.profiler.memory import SharedElsewhere, peak_rss, reset_peak_rss, rss
 from lezero.report.units import count
 from lezero.train.callbacks import Callback
 from lezero.train.live import LiveView, RunInfo
@@ -30,6 +30,7 @@ class RunLog(Callback):
         self.metrics: MetricsWriter | None = None
         self.board: TensorBoardSink | None = None
         self.baseline = 0
+        self._elsewhere = SharedElsewhere()
         self._pending: StepRecord | None = None
         self._early: list[tuple[str, str]] = []
         self._started = False
@@ -125,12 +126,15 @@ class RunLog(Callback):
                 self.view.stop(said)
 
     def _step_peak(self) -> int:
-        """Peak memory of the step that just ended: the accelerator's, or resident above imports."""
+        """Peak memory of the step that just ended: the accelerator's, or resident above imports.
+
+        Shared memory counts once over its ranks, as in the forecast.
+        """
         if device.accelerator() is not None:
             found = device.max_memory_allocated()
             device.reset_peak()
             return found
-        found = max(0, peak_rss() - self.baseline)
+        found = max(0, peak_rss() - self.baseline - self._elsewhere.bytes())
         reset_peak_rss()
         return found
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import threading
 
 import numpy as np
 import pytest
 
 from lezero.profiler import memory as module
-from lezero.profiler.memory import MemorySampler, peak_rss, pss, reset_peak_rss, rss
+from lezero.profiler.memory import (
+    MemorySampler,
+    SharedElsewhere,
+    peak_rss,
+    pss,
+    reset_peak_rss,
+    rss,
+)
 
 MIB = 2**20
 
@@ -87,3 +95,27 @@ def test_a_bad_interval_is_refused(interval: float) -> None:
 def test_resident_and_proportional_bytes() -> None:
     assert 0 < pss() <= rss() + 32 * MIB
     assert peak_rss() >= rss() - 8 * MIB
+
+
+def test_shared_pages_count_once_over_their_processes() -> None:
+    block = mmap.mmap(-1, 32 * MIB)  # shared with a child that is forked
+    block.write(b"x" * len(block))
+    elsewhere = SharedElsewhere()
+    before = elsewhere.bytes()
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        sum(block[:: mmap.PAGESIZE])
+        os.write(ready[1], b".")
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        found = SharedElsewhere().bytes() - before
+    finally:
+        os.write(go[1], b".")
+        os.waitpid(child, 0)
+        for end in (*ready, *go):
+            os.close(end)
+        block.close()
+    assert abs(found - 16 * MIB) < 2 * MIB
