@@ -2,8 +2,10 @@
 
     python benchmarks/_wire_ranks.py '{"kind": "lezero", "wire": {"codec": "int4"}, …}'
 
-The model and the loop are plain PyTorch and the same for every kind; only what joins the ranks
-differs. Peers run it in their own environment, so LeZero is imported only where it is used.
+The model, the data and the optimizer are plain PyTorch and the same for every kind. DDP and
+DeepSpeed run in a bare bf16 loop, LeZero in its Engine as it ships (`no codec` shows what that
+alone gives); compiling is off, since 20 steps would not earn its trial. Peers run in their own
+environment, so LeZero is imported only where it is used.
 """
 
 from __future__ import annotations
@@ -78,12 +80,15 @@ class LeZero(Plain):
 
         lz.shard_(model, lz.Zero(**job["zero"]), wire=Wire(**job["wire"]))
         super().__init__(model, job)
-        self.cast = job["zero"].get("compute") != "bf16"
+        self.engine = lz.Engine(model, self.optimizer, loss=lz.next_token_loss, compile="off")
         lines = sharding_of(model).lines
         self.links = [link for link in (lines.shard, lines.replicate) if link is not None]
         self.formula = 0
         for link in self.links:
             link._launch = self.counting(link, link._launch)
+
+    def step(self, tokens, targets) -> None:
+        self.engine.train_step({"tokens": tokens, "targets": targets})
 
     def counting(self, link, launch):
         """Adds up what the formula says of every collective."""

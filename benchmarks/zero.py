@@ -5,7 +5,8 @@ thread each, in bf16 with fp32 masters and fused AdamW. `step_s` is the median o
 slower rank's; `bytes/param` is what a rank holds at the end of a step, gradients included, above
 what it held after its imports (pages that ranks share count in part), over the parameters of the
 whole model. `lowbit` is stage 3 on bf16 weights with
-remainder masters and 8-bit state. With `--device cuda`: one GPU, a model of 1.3B parameters.
+remainder masters and 8-bit state. With `--device cuda`: one GPU, a model of 1.3B parameters. Peers
+(`make peers`) run the same loop: torch's DDP and FSDP2, DeepSpeed's stages 1 to 3.
 
 Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both), the bytes, and how far
 the forecast of memory and time is from what was measured at any stage (`_zero_forecast.py`).
@@ -27,13 +28,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _table import arguments, columns, compare, emit, finish, side
+from _table import arguments, columns, compare, emit, finish, peer, side
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB, LENGTH = 512, 256
 SIZES = {"full": (16, 1024), "quick": (4, 256), "cuda": (24, 2048)}
 STAGES = ("zero0", "zero1", "zero2", "zero3")
+DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
 
 
 class Block(nn.Module):
@@ -106,11 +108,29 @@ def lowbit(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, AdamW8bit(model.parameters(), lr=1e-4, masters="remainder")
 
 
+def deepspeed(stage: int) -> Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]:
+    def make(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        from deepspeed import initialize
+
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "zero_optimization": {"stage": stage},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        engine, optimizer, *_ = initialize(model=model, optimizer=adamw(model), config=config)
+        return engine, optimizer
+
+    return make
+
+
 SIDES: dict[str, Callable[..., tuple[nn.Module, torch.optim.Optimizer]]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     **{name: zero(int(name[-1])) for name in STAGES},
     "lowbit": lowbit,
+    **{name: deepspeed(int(name[-1])) for name in DEEPSPEED},
     "plain": plain,
 }
 
@@ -127,13 +147,8 @@ def resident() -> int:
 
 def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
     """One rank's figures."""
-    import lezero.optim  # noqa: F401  (imports are not what is measured)
-    from lezero.core import groups
-
     torch.set_num_threads(1)
-    groups.join(backend="gloo" if device == "cpu" else None)
-    if not groups.active():
-        groups.join_alone()
+    join(name, device)
     if device == "cpu":
         importlib.import_module("torch._dynamo")  # the first optimizer step imports it
     before, layers_width = resident(), SIZES[size]
@@ -151,18 +166,47 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
         began = time.perf_counter()
         with torch.autocast(device, torch.bfloat16, enabled=cast):
             logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        if name in DEEPSPEED:
+            model.backward(loss)
+            model.step()
+        else:
+            loss.backward()
+            optimizer.step()
         if device != "cpu":
             torch.accelerator.synchronize()
         held = max(held, resident() - before) if step else held
-        optimizer.zero_grad()
+        if name not in DEEPSPEED:  # its step does it
+            optimizer.zero_grad()
         times.append(time.perf_counter() - began)
     found = {"step_s": statistics.median(times[2:]), "bytes_per_param": held / parameters}
     if device != "cpu":
         found["bytes_per_param"] = torch.accelerator.max_memory_allocated() / parameters
-    groups.leave()
+    leave(name)
     return found
+
+
+def join(name: str, device: str) -> None:
+    """Joins the ranks; what a side imports is not what is measured."""
+    if name in DEEPSPEED:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        importlib.import_module("deepspeed").init_distributed("gloo", verbose=False)
+        return
+    import lezero.optim  # noqa: F401
+    from lezero.core import groups
+
+    groups.join(backend="gloo" if device == "cpu" else None)
+    if not groups.active():
+        groups.join_alone()
+
+
+def leave(name: str) -> None:
+    if name in DEEPSPEED:
+        dist.destroy_process_group()
+        return
+    from lezero.core import groups
+
+    groups.leave()
 
 
 def launch(options: argparse.Namespace, ranks: int) -> None:
@@ -242,14 +286,22 @@ def main() -> None:
 
     extra = ["--device", options.device] + (["--quick"] if options.quick else [])
     names = (
-        ["ddp", "fsdp2", *STAGES, "lowbit"]
+        ["ddp", "fsdp2", *DEEPSPEED, *STAGES, "lowbit"]
         if options.device == "cpu"
         else ["plain", "fsdp2", *STAGES]
     )
     if options.only:
         names = options.only.split(",")
     rounds = options.rounds or (1 if options.quick else 3)
-    result = compare([side(__file__, name, *extra) for name in names], rounds=rounds)
+    if options.quick:
+        names = [name for name in names if name not in DEEPSPEED]
+    sides = [
+        peer(__file__, name, "deepspeed", *extra)
+        if name in DEEPSPEED
+        else side(__file__, name, *extra)
+        for name in names
+    ]
+    result = compare(sides, rounds=rounds)
     keys = ["step_s", "bytes_per_param"]
     base = "ddp" if options.device == "cpu" else "plain"
     table = result.table(keys, base=base if base in names else None)
