@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lezero.comm.mesh import Mesh
+from lezero.comm.probe import probe
 from lezero.core import groups
 from lezero.core.errors import CapacityError
-from lezero.plan import forecast
+from lezero.plan import StepSpec, forecast
 from lezero.profiler.hardware import hardware
 from lezero.train import recipe
 from lezero.train.config import RunConfig
@@ -29,6 +31,15 @@ class Prospect:
         return self.flops / seconds / self.ceiling
 
 
+def _with_network(spec: StepSpec) -> StepSpec:
+    """With how the ranks reach each other, as they measure it together: about a second."""
+    if spec.ranks == 1:
+        return spec
+    with Mesh({"ranks": spec.ranks}) as mesh:
+        found = probe(mesh, "ranks")
+    return spec.with_(levels=found.levels, ranks_here=len(found.hosts.ranks[0]))
+
+
 def foresee(config: RunConfig, vocab: int, folder: RunFolder) -> Prospect:
     """Forecasts on rank 0, writes `forecast.json` and `hardware.json`, tells every rank.
 
@@ -36,6 +47,7 @@ def foresee(config: RunConfig, vocab: int, folder: RunFolder) -> Prospect:
     """
     answer: dict[str, object] = {}
     build, spec = recipe.plan_inputs(config, vocab)  # the ranks agree on the precision there
+    spec = _with_network(spec)
     if groups.is_main():
         machine = hardware()
         folder.write_json("hardware.json", machine.to_dict())
