@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from lezero.ops.linear.conv import conv_int8
 from lezero.ops.linear.layout import Packed, pack, pack_bf16, unpack, unpack_bf16
+from lezero.ops.linear.native import available, kernel_name
 from lezero.ops.linear.op import embedding_int, linear_bf16, linear_int
 
 __all__ = [
     "Packed",
+    "available",
     "conv_int8",
     "embedding_int",
+    "kernel_name",
     "linear_bf16",
     "linear_int",
     "pack",

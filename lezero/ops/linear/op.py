@@ -11,8 +11,15 @@ import torch
 from torch import Tensor
 
 from lezero.core.errors import ConfigError
-from lezero.ops.linear import reference
-from lezero.ops.linear.layout import BITS, PANEL, SCALE_DTYPES, Packed, padded_inputs
+from lezero.ops.linear import native, reference
+from lezero.ops.linear.layout import (
+    BITS,
+    PANEL,
+    SCALE_DTYPES,
+    Packed,
+    padded_inputs,
+    unpack_bf16,
+)
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
@@ -88,8 +95,8 @@ def embedding_int(
 ) -> Tensor:
     """Rows `ids` (int64 or int32, any shape) of a packed (N, K) weight: (…, K) in `dtype`.
 
-    The layout is that of `linear_int`, so an output head may share the weight. On the CPU, an id that
-    is not among the packed rows raises `IndexError`.
+    The layout is that of `linear_int`, so an output head may share the weight. On the CPU, an id
+    that is not among the packed rows raises `IndexError`.
     """
     if ids.dtype not in (torch.int64, torch.int32) or dtype not in FLOATS:
         raise ConfigError(
@@ -148,9 +155,22 @@ def _check_bias(what: str, bias: Tensor | None, N: int) -> None:
         )
 
 
+def _on_kernel(x: Tensor) -> bool:
+    return x.device.type == "cpu" and native.NATIVE.available()
+
+
+def _wide(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.dtype == torch.float32 else x.float()
+
+
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    return reference.linear_bf16(flat, weight, bias, out_features).view(*x.shape[:-1], out_features)
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    if _on_kernel(x):
+        out = x.new_empty(len(flat), out_features)
+        native.NATIVE.ops.linear_bf16(flat, weight, _wide(bias), out)
+    else:
+        out = reference.linear_bf16(flat, weight, bias, out_features)
+    return out.view(*x.shape[:-1], out_features)
 
 
 def _int(
@@ -165,8 +185,14 @@ def _int(
     group: int,
     x_bits: int,
 ) -> Tensor:
-    flat, packed = x.reshape(-1, x.shape[-1]), Packed(weight, scale, zero)
-    out = reference.linear_int(flat, packed, bias, x_scale, out_features, bits, group, x_bits)
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    if _on_kernel(x):
+        out = x.new_empty(len(flat), out_features)
+        rest = (weight, scale, zero, _wide(bias), _wide(x_scale))
+        native.NATIVE.ops.linear_int(flat, *rest, out, bits, group, x_bits)
+    else:
+        packed = Packed(weight, scale, zero)
+        out = reference.linear_int(flat, packed, bias, x_scale, out_features, bits, group, x_bits)
     return out.view(*x.shape[:-1], out_features)
 
 
@@ -217,8 +243,6 @@ def _save_bf16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    from lezero.ops.linear.layout import unpack_bf16
-
     wide = unpack_bf16(ctx.saved_tensors[0], ctx.out_features, ctx.in_features)
     return grad @ wide.to(grad.dtype), None, _bias_grad(ctx, grad), None
 

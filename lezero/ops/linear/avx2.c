@@ -1,0 +1,5 @@
+/* Linear layers for AVX2. */
+#include "problem.h"
+#define INLINE static inline __attribute__((always_inline))
+#include "avx2.h"
+#include "tiles.h"

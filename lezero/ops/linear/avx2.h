@@ -1,0 +1,176 @@
+/* The primitives of tiles.h, which says what each does, for AVX2 with FMA and F16C. */
+#include <immintrin.h>
+#include <string.h>
+
+typedef struct {
+  __m256 a, b;
+} floats;
+typedef struct {
+  __m256i a, b;
+} ints;
+
+enum { MOST_WHOLE = 2, MOST_BLOCKS = 2, MOST_DIGITS = 1, MOST_BF16 = 2 };
+
+#define BOTH(type, call_a, call_b) ((type){call_a, call_b})
+
+INLINE __m256 widen8(__m128i half, int type) {
+  if (type == LEZERO_FP16) return _mm256_cvtph_ps(half);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+INLINE floats read16(const void *x, int type, int64_t i, int64_t count) {
+  const int size = type == LEZERO_FP32 ? 4 : 2;
+  const char *at = (const char *)x + i * size;
+  char part[64] = {0};
+  if (count < 16) memcpy(part, at, (size_t)count * size), at = part;
+  if (type == LEZERO_FP32)
+    return BOTH(floats, _mm256_loadu_ps((const float *)at), _mm256_loadu_ps((const float *)at + 8));
+  return BOTH(floats, widen8(_mm_loadu_si128((const __m128i *)at), type),
+              widen8(_mm_loadu_si128((const __m128i *)(at + 16)), type));
+}
+
+INLINE __m128i narrow8(__m256 v) {
+  const __m256i bits = _mm256_castps_si256(v), one = _mm256_set1_epi32(1);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  const __m256i high =
+      _mm256_blendv_epi8(_mm256_srli_epi32(up, 16), _mm256_set1_epi32(0x7fc0), nan);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
+  return _mm256_castsi256_si128(packed);
+}
+
+INLINE void store_bf16(uint16_t to[16], floats v) {
+  _mm_storeu_si128((__m128i *)to, narrow8(v.a));
+  _mm_storeu_si128((__m128i *)(to + 8), narrow8(v.b));
+}
+
+INLINE void write16(void *x, int type, int64_t i, int64_t count, floats v) {
+  const int size = type == LEZERO_FP32 ? 4 : 2;
+  char part[64], *to = (char *)x + i * size, *at = count < 16 ? part : to;
+  if (type == LEZERO_FP32) {
+    _mm256_storeu_ps((float *)at, v.a), _mm256_storeu_ps((float *)at + 8, v.b);
+  } else if (type == LEZERO_FP16) {
+    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph(v.a, 0));
+    _mm_storeu_si128((__m128i *)(at + 16), _mm256_cvtps_ph(v.b, 0));
+  } else {
+    store_bf16((uint16_t *)at, v);
+  }
+  if (count < 16) memcpy(to, part, (size_t)count * size);
+}
+
+INLINE ints load_line(const void *at) {
+  return BOTH(ints, _mm256_loadu_si256((const __m256i *)at),
+              _mm256_loadu_si256((const __m256i *)at + 1));
+}
+INLINE void prefetch(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
+INLINE ints low_halves(ints x) {
+  const __m256i low = _mm256_set1_epi8(15);
+  return BOTH(ints, _mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+}
+INLINE ints high_halves(ints x) {
+  return low_halves(BOTH(ints, _mm256_srli_epi16(x.a, 4), _mm256_srli_epi16(x.b, 4)));
+}
+
+INLINE ints all_ints(int32_t x) { return BOTH(ints, _mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+
+/* 8 sums of four products: even and odd bytes as words, since sums of 8-bit pairs would saturate. */
+INLINE __m256i dot8(__m256i sum, __m256i w, __m256i x_even, __m256i x_odd) {
+  const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x_even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x_odd));
+}
+INLINE ints dot_bytes(ints sum, ints w, int32_t x) {
+  const __m256i all = _mm256_set1_epi32(x);
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
+  const __m256i odd = _mm256_srai_epi16(all, 8);
+  return BOTH(ints, dot8(sum.a, w.a, even, odd), dot8(sum.b, w.b, even, odd));
+}
+INLINE ints ints_sum(ints x, ints y) {
+  return BOTH(ints, _mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b));
+}
+INLINE ints digits_joined(ints high, ints low) {
+  return ints_sum(BOTH(ints, _mm256_slli_epi32(high.a, 8), _mm256_slli_epi32(high.b, 8)), low);
+}
+INLINE floats float_of(ints x) {
+  return BOTH(floats, _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b));
+}
+INLINE floats all_floats(float x) { return BOTH(floats, _mm256_set1_ps(x), _mm256_set1_ps(x)); }
+INLINE floats product(floats x, floats y) {
+  return BOTH(floats, _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b));
+}
+INLINE floats sum_of(floats x, floats y) {
+  return BOTH(floats, _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b));
+}
+INLINE floats fused(floats x, floats y, floats z) {
+  return BOTH(floats, _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
+INLINE floats fused_less(floats x, floats y, floats z) {
+  return BOTH(floats, _mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b));
+}
+
+INLINE ints magnitude(floats x) {
+  const __m256i all = _mm256_set1_epi32(0x7fffffff);
+  return BOTH(ints, _mm256_and_si256(_mm256_castps_si256(x.a), all),
+              _mm256_and_si256(_mm256_castps_si256(x.b), all));
+}
+INLINE ints larger(ints x, ints y) {
+  return BOTH(ints, _mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b));
+}
+INLINE int32_t largest_lane(ints x) {
+  const __m256i h = _mm256_max_epi32(x.a, x.b);
+  __m128i q = _mm_max_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+INLINE int32_t lanes_sum(ints x) {
+  const __m256i h = _mm256_add_epi32(x.a, x.b);
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(h), _mm256_extracti128_si256(h, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
+}
+
+INLINE __m256i rounded8(__m256 x, __m256 inverse, float most) {
+  const __m256 low = _mm256_max_ps(_mm256_mul_ps(x, inverse), _mm256_set1_ps(-most));
+  return _mm256_cvtps_epi32(_mm256_min_ps(low, _mm256_set1_ps(most)));
+}
+INLINE ints rounded(floats x, floats inverse, float most) {
+  return BOTH(ints, rounded8(x.a, inverse.a, most), rounded8(x.b, inverse.b, most));
+}
+INLINE ints high_digit(ints q) {
+  const __m256i half = _mm256_set1_epi32(128);
+  return BOTH(ints, _mm256_srai_epi32(_mm256_add_epi32(q.a, half), 8),
+              _mm256_srai_epi32(_mm256_add_epi32(q.b, half), 8));
+}
+INLINE ints low_digit(ints q, ints high) {
+  return BOTH(ints, _mm256_sub_epi32(q.a, _mm256_slli_epi32(high.a, 8)),
+              _mm256_sub_epi32(q.b, _mm256_slli_epi32(high.b, 8)));
+}
+INLINE void store_bytes(int8_t to[16], ints q) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
+  _mm_storeu_si128((__m128i *)to, _mm_packs_epi16(_mm256_castsi256_si128(words),
+                                                  _mm256_extracti128_si256(words, 1)));
+}
+
+INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+INLINE __m256 second_of(__m256i pairs) {
+  return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000u)));
+}
+INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
+  const __m256i all = _mm256_set1_epi32(x);
+  const __m256 x0 = first_of(all), x1 = second_of(all);
+  sum.a = _mm256_fmadd_ps(first_of(w.a), x0, sum.a);
+  sum.b = _mm256_fmadd_ps(first_of(w.b), x0, sum.b);
+  sum.a = _mm256_fmadd_ps(second_of(w.a), x1, sum.a);
+  sum.b = _mm256_fmadd_ps(second_of(w.b), x1, sum.b);
+  return sum;
+}
+INLINE __m256 low_part8(__m256 v) {
+  const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow8(v)), 16);
+  const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi32(0x7fffffff));
+  const __m256i finite = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), size);
+  return _mm256_and_ps(_mm256_sub_ps(v, _mm256_castsi256_ps(wide)), _mm256_castsi256_ps(finite));
+}
+INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finite */
+  return BOTH(floats, low_part8(v.a), low_part8(v.b));
+}

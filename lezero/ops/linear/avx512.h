@@ -1,0 +1,101 @@
+/* The primitives of tiles.h, which says what each does, for AVX-512 with VNNI. */
+#include <immintrin.h>
+#include <string.h>
+
+typedef __m512 floats;
+typedef __m512i ints;
+
+enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14 };
+
+INLINE __mmask16 first_lanes(int64_t count) {
+  return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
+}
+
+INLINE floats read16(const void *x, int type, int64_t i, int64_t count) {
+  const __mmask16 m = first_lanes(count);
+  if (type == LEZERO_FP32) return _mm512_maskz_loadu_ps(m, (const float *)x + i);
+  const __m256i half = _mm256_maskz_loadu_epi16(m, (const uint16_t *)x + i);
+  if (type == LEZERO_FP16) return _mm512_cvtph_ps(half);
+  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
+}
+
+INLINE __m256i to_bf16(floats v) {
+  const ints bits = (ints)v, one = _mm512_set1_epi32(1);
+  const ints odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const ints up = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  const ints high = _mm512_mask_set1_epi32(_mm512_srli_epi32(up, 16), nan, 0x7fc0);
+  return _mm512_cvtepi32_epi16(high);
+}
+
+INLINE void write16(void *x, int type, int64_t i, int64_t count, floats v) {
+  const __mmask16 m = first_lanes(count);
+  if (type == LEZERO_FP32) {
+    _mm512_mask_storeu_ps((float *)x + i, m, v);
+    return;
+  }
+  const __m256i half = type == LEZERO_BF16 ? to_bf16(v) : _mm512_cvtps_ph(v, 0);
+  _mm256_mask_storeu_epi16((uint16_t *)x + i, m, half);
+}
+
+INLINE ints load_line(const void *at) { return _mm512_loadu_si512(at); }
+INLINE void prefetch(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
+INLINE ints low_halves(ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+INLINE ints high_halves(ints x) { return low_halves(_mm512_srli_epi16(x, 4)); }
+
+INLINE ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE ints dot_bytes(ints sum, ints w, int32_t x) {
+  return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x));
+}
+INLINE ints digits_joined(ints high, ints low) {
+  return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
+}
+INLINE floats float_of(ints x) { return _mm512_cvtepi32_ps(x); }
+INLINE floats all_floats(float x) { return _mm512_set1_ps(x); }
+INLINE floats product(floats a, floats b) { return _mm512_mul_ps(a, b); }
+INLINE floats sum_of(floats a, floats b) { return _mm512_add_ps(a, b); }
+INLINE floats fused(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE floats fused_less(floats a, floats b, floats c) { return _mm512_fnmadd_ps(a, b, c); }
+
+INLINE ints magnitude(floats x) {
+  return _mm512_and_si512((ints)x, _mm512_set1_epi32(0x7fffffff));
+}
+INLINE ints larger(ints a, ints b) { return _mm512_max_epi32(a, b); }
+INLINE int32_t largest_lane(ints a) { return _mm512_reduce_max_epi32(a); }
+INLINE ints ints_sum(ints a, ints b) { return _mm512_add_epi32(a, b); }
+INLINE int32_t lanes_sum(ints a) { return _mm512_reduce_add_epi32(a); }
+
+INLINE ints rounded(floats x, floats inverse, float most) {
+  const floats v = _mm512_mul_ps(x, inverse);
+  const floats low = _mm512_max_ps(v, _mm512_set1_ps(-most));
+  return _mm512_cvtps_epi32(_mm512_min_ps(low, _mm512_set1_ps(most)));
+}
+INLINE ints high_digit(ints q) {
+  return _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
+}
+INLINE ints low_digit(ints q, ints high) {
+  return _mm512_sub_epi32(q, _mm512_slli_epi32(high, 8));
+}
+INLINE void store_bytes(int8_t to[16], ints q) {
+  _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(q));
+}
+
+/* bf16: sum + w · x for pairs of bf16. */
+INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+#else
+  const ints pair = _mm512_set1_epi32(x), odd = _mm512_set1_epi32((int)0xffff0000u);
+  sum = _mm512_fmadd_ps((floats)_mm512_slli_epi32(w, 16), (floats)_mm512_slli_epi32(pair, 16), sum);
+  return _mm512_fmadd_ps((floats)_mm512_and_si512(w, odd), (floats)_mm512_and_si512(pair, odd), sum);
+#endif
+}
+INLINE void store_bf16(uint16_t to[16], floats v) {
+  _mm256_storeu_si256((__m256i *)to, to_bf16(v));
+}
+INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finite */
+  const ints wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16);
+  const __mmask16 finite =
+      _mm512_cmplt_epi32_mask(magnitude((floats)wide), _mm512_set1_epi32(0x7f800000));
+  return _mm512_maskz_sub_ps(finite, v, (floats)wide);
+}

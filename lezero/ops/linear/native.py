@@ -1,0 +1,47 @@
+"""The kernels of linear layers, one row for each instruction set, the fastest first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lezero.ops.native import Kernel, Native
+
+_FOLDER = Path(__file__).parent
+# A product and the sum around it stay two roundings where the reference has two.
+_EXACT = ("-ffp-contract=off", "-mfma", "-mf16c")
+_VNNI = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_HAS_VNNI = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma", "f16c"})
+
+NATIVE = Native(
+    "linear",
+    (
+        Kernel(
+            "avx512_bf16",
+            _HAS_VNNI | {"avx512_bf16"},
+            (_FOLDER / "avx512_vnni.c",),
+            (*_EXACT, *_VNNI, "-mavx512bf16"),
+        ),
+        Kernel("avx512_vnni", _HAS_VNNI, (_FOLDER / "avx512_vnni.c",), (*_EXACT, *_VNNI)),
+        Kernel(
+            "avx2",
+            frozenset({"avx2", "fma", "f16c"}),
+            (_FOLDER / "avx2.c",),
+            (*_EXACT, "-mavx2"),
+        ),
+    ),
+    registration=_FOLDER / "registration.cpp",
+    otherwise="packed linear layers run their reference, many times slower",
+)
+
+
+def kernel_name() -> str:
+    """The kernel that suits this machine's instruction sets, "" if there is none."""
+    return NATIVE.kernel_name()
+
+
+def available() -> bool:
+    """True where a kernel runs: builds it (a few seconds, once a machine) and loads it.
+
+    Where none can be built, one line of the log says why, and the reference runs.
+    """
+    return NATIVE.available()

@@ -1,0 +1,171 @@
+/* Tokens as the multiplication reads them. Included by tiles.h.
+ *
+ * [Note: tiles of tokens]
+ * The tokens are split evenly into tiles of at most `most` rows. In a tile of R tokens with D digits
+ * each, what is multiplied lies as [four inputs][R][D][which of the four], so that one 4-byte
+ * broadcast after the other is read in order, whatever K is. bf16 lies as [high, low part][pair of
+ * inputs][R][which of the pair]. Beside it, for each block of inputs: `start`, what the whole-number
+ * sum of each digit begins with, -middle · its sum (0 where there are zero points); `total`, the sum of
+ * each token as a float; and the scale of each token (x of 16 bits: of each of its blocks).
+ */
+
+typedef struct {
+  int64_t tokens, digits, padded, block, blocks;
+  int whole, parts; /* whole: one sum over all inputs; parts: of bf16, high only or high and low */
+  int64_t tiles;
+  int8_t *codes;
+  int32_t *start;
+  float *total, *scale;
+  size_t bytes;
+} workspace;
+
+typedef struct {
+  int64_t row, rows; /* the first token, among those prepared, and how many */
+  int8_t *codes;
+  int32_t *start;
+  float *total, *scale;
+} token_tile;
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
+  workspace w = {0};
+  w.tokens = tokens;
+  int64_t most = MOST_BF16;
+  if (l->bits == 16) {
+    w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 ? 1 : 2;
+    w.digits = 2 * w.parts, w.block = w.padded; /* bytes of an input */
+  } else {
+    w.padded = round_up(l->K, 64), w.digits = l->x_bits == 16 ? 2 : 1;
+    w.whole = l->x_bits == 8 && l->bits == 8 && !l->group && !l->zero;
+    w.block = w.whole ? w.padded : l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
+    most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
+  }
+  w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
+  w.tiles = (tokens + most - 1) / most;
+  char *at = base;
+  w.codes = (int8_t *)at, at += round_up(tokens * w.padded * w.digits, 64);
+  w.start = (int32_t *)at, at += round_up(tokens * w.blocks * w.digits * 4, 64);
+  w.total = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
+  w.scale = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
+  w.bytes = (size_t)(at - base);
+  return w;
+}
+
+static token_tile tile_at(const workspace *w, int64_t index) {
+  const int64_t rows = w->tokens / w->tiles, longer = w->tokens % w->tiles;
+  token_tile t;
+  t.row = index * rows + least(index, longer), t.rows = rows + (index < longer);
+  t.codes = w->codes + t.row * w->padded * w->digits;
+  t.start = w->start + t.row * w->blocks * w->digits;
+  t.total = w->total + t.row * w->blocks, t.scale = w->scale + t.row * w->blocks;
+  return t;
+}
+
+/* The largest magnitude of x[begin .. end), as its bits: beyond 0x7f7fffff something is not finite. */
+static int32_t largest(const void *x, int type, int64_t begin, int64_t end) {
+  ints most = all_ints(0);
+  for (int64_t i = begin; i < end; i += 16)
+    most = larger(most, magnitude(read16(x, type, i, end - i)));
+  return largest_lane(most);
+}
+
+/* The scale and its inverse for values up to `bits`, see tokens.py; `given` or null. */
+static float scale_of(int32_t bits, float levels, const float *given, float *inverse) {
+  float most, scale;
+  memcpy(&most, &bits, 4);
+  *inverse = 0;
+  if (bits >= 0x7f800000) return NAN;
+  scale = given ? *given : most / levels;
+  if (!(scale >= 0x1p-126f)) return given ? scale : 0;
+  *inverse = 1 / scale;
+  return scale;
+}
+
+INLINE void scatter(int8_t *to, const int8_t from[16], int64_t stride) {
+  for (int i = 0; i < 4; i++) memcpy(to + i * stride, from + 4 * i, 4);
+}
+
+/* Inputs begin to end of one token, where `to` is its place among its tile's first four inputs. */
+static void digits_of(const lezero_linear *l, const void *x, int64_t begin, int64_t end,
+                      int64_t filled, float inverse, int8_t *to, int64_t stride, int32_t sums[2]) {
+  const int two = l->x_bits == 16;
+  const floats factor = all_floats(inverse);
+  ints total = all_ints(0), upper = total;
+  int8_t bytes[16];
+  for (int64_t i = begin; i < filled; i += 16) {
+    int8_t *at = to + i / 4 * stride;
+    /* What is not finite has the scale NaN: its digits only must not harm other tokens. */
+    const floats v = inverse > 0 && i < end ? read16(x, l->x_type, i, end - i) : all_floats(0);
+    if (!two) {
+      const ints q = rounded(v, factor, 127);
+      total = ints_sum(total, q);
+      store_bytes(bytes, q), scatter(at, bytes, stride);
+      continue;
+    }
+    const ints q = rounded(v, factor, 32639), high = high_digit(q), low = low_digit(q, high);
+    upper = ints_sum(upper, high), total = ints_sum(total, low);
+    store_bytes(bytes, high), scatter(at, bytes, stride);
+    store_bytes(bytes, low), scatter(at + 4, bytes, stride);
+  }
+  sums[0] = two ? lanes_sum(upper) : lanes_sum(total);
+  sums[1] = two ? lanes_sum(total) : 0;
+}
+
+static void prepare_codes(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
+                          const void *x) {
+  const int64_t D = w->digits, R = t->rows, stride = 4 * R * D;
+  const int middle = l->zero ? 0 : l->bits == 8 ? 128 : 8;
+  float inverse = 0;
+  if (D == 1) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
+  for (int64_t b = 0; b < w->blocks; b++) {
+    const int64_t begin = b * w->block, end = least(begin + w->block, l->K);
+    const int64_t filled = least(begin + w->block, w->padded);
+    if (D == 2)
+      t->scale[b * R + r] =
+          scale_of(largest(x, l->x_type, begin, end), 32639, 0, &inverse);
+    int32_t sums[2];
+    digits_of(l, x, begin, end, filled, inverse, t->codes + 4 * r * D, stride, sums);
+    for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
+    t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
+  }
+}
+
+static void prepare_bf16(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
+                         const void *x) {
+  const int64_t stride = 4 * t->rows;
+  uint16_t half[16];
+  for (int part = 0; part < w->parts; part++) {
+    int8_t *to = t->codes + part * w->padded * 2 * t->rows + 4 * r;
+    for (int64_t i = 0; i < w->padded; i += 16) {
+      const floats v = i < l->K ? read16(x, l->x_type, i, l->K - i) : all_floats(0);
+      store_bf16(half, part ? low_part(v) : v);
+      for (int j = 0; j < 8; j++) memcpy(to + (i / 2 + j) * stride, half + 2 * j, 4);
+    }
+  }
+}
+
+size_t lezero_linear_scratch(const lezero_linear *l, int64_t count) {
+  return lay_out(l, count, (char *)64).bytes;
+}
+
+int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count) {
+  return lay_out(l, count, (char *)64).tiles;
+}
+
+int64_t lezero_linear_pairs(const lezero_linear *l) { return (l->N + 31) / 32; }
+
+void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
+                           int64_t begin, int64_t end) {
+  const workspace w = lay_out(l, count, scratch);
+  const int64_t size = l->x_type == LEZERO_FP32 ? 4 : 2;
+  for (int64_t index = begin; index < end; index++) {
+    const token_tile t = tile_at(&w, index);
+    for (int64_t r = 0; r < t.rows; r++) {
+      const void *x = (const char *)l->x + (first + t.row + r) * l->K * size;
+      if (l->bits == 16) prepare_bf16(l, &w, &t, r, x);
+      else prepare_codes(l, &w, &t, r, x);
+    }
+  }
+}

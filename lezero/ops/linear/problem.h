@@ -1,0 +1,51 @@
+/* What a linear kernel is asked, in plain C. Every kernel file defines the functions below, through
+ * tiles.h; registration.cpp is linked with one of them, the one for this machine's instruction set.
+ *
+ * Letters: M tokens, N outputs, K inputs. Layout of packed weights: layout.py; formulas: reference.py.
+ */
+#ifndef LEZERO_LINEAR_PROBLEM_H
+#define LEZERO_LINEAR_PROBLEM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(hidden)
+
+enum { LEZERO_FP32, LEZERO_BF16, LEZERO_FP16 };
+enum { LEZERO_TOKENS = 256 }; /* tokens that are prepared and multiplied at a time */
+
+typedef struct {
+  int64_t M, N, K;
+  const void *x; /* (M, K), contiguous */
+  void *out;     /* (M, N), of x's type */
+  int x_type;
+  int bits; /* of the weight: 16 (bf16), 8, 4 */
+  int x_bits; /* 16 or 8; 16-bit weights: not read */
+  int64_t group; /* inputs that share a scale, 0: all */
+  const void *weight;
+  const void *scale, *zero; /* (panels, groups, 16); zero may be null */
+  int scale_type;
+  const float *bias;    /* (N,) or null */
+  const float *x_scale; /* one for all tokens, or null */
+} lezero_linear;
+
+/* Bytes of scratch, aligned to 64, for tokens first … first + count - 1 (at most LEZERO_TOKENS). */
+size_t lezero_linear_scratch(const lezero_linear *l, int64_t count);
+/* How many tiles of tokens there are, and pairs of panels. */
+int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count);
+int64_t lezero_linear_pairs(const lezero_linear *l);
+/* Writes tiles begin to end of those tokens into scratch, as the multiplication reads them. */
+void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
+                           int64_t begin, int64_t end);
+/* Multiplies all of those tokens with pairs of panels begin to end, and writes `out`. */
+void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
+                            const void *scratch, int64_t begin, int64_t end);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,99 @@
+// Makes the kernel linked beside this file known to torch, through torch's stable ABI: one build
+// serves every torch from 2.11 on. Callers have checked types, shapes and contiguity.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <optional>
+
+#include "problem.h"
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+namespace {
+
+constexpr int64_t kProductsAThread = 1 << 18;
+
+int type(const Tensor& x) {
+  const ScalarType found = x.scalar_type();
+  return found == ScalarType::Float      ? LEZERO_FP32
+         : found == ScalarType::BFloat16 ? LEZERO_BF16
+                                         : LEZERO_FP16;
+}
+
+const float* floats(const std::optional<Tensor>& x) {
+  return x ? static_cast<const float*>(x->data_ptr()) : nullptr;
+}
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+void run(const lezero_linear& l) {
+  const int64_t most = std::min<int64_t>(l.M, LEZERO_TOKENS);
+  if (most == 0) return;
+  const size_t bytes = (lezero_linear_scratch(&l, most) + 63) / 64 * 64;
+  std::unique_ptr<void, Free> scratch(std::aligned_alloc(64, bytes));
+  if (!scratch) throw std::bad_alloc();
+  for (int64_t first = 0; first < l.M; first += LEZERO_TOKENS) {
+    const int64_t count = std::min<int64_t>(l.M - first, LEZERO_TOKENS);
+    const int64_t tiles = lezero_linear_tiles(&l, count);
+    const int64_t elements = l.K * (count / tiles);
+    torch::stable::parallel_for(
+        0, tiles, std::max<int64_t>(1, kProductsAThread / 16 / std::max<int64_t>(elements, 1)),
+        [&](int64_t begin, int64_t end) {
+          lezero_linear_prepare(&l, first, count, scratch.get(), begin, end);
+        });
+    const int64_t products = std::max<int64_t>(1, 32 * l.K * ((count + 7) / 8));
+    torch::stable::parallel_for(0, lezero_linear_pairs(&l),
+                                std::max<int64_t>(1, kProductsAThread / products),
+                                [&](int64_t begin, int64_t end) {
+                                  lezero_linear_multiply(&l, first, count, scratch.get(), begin, end);
+                                });
+  }
+}
+
+lezero_linear call(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                   const Tensor& out) {
+  lezero_linear l{};
+  l.M = x.size(0), l.K = x.size(1), l.N = out.size(1);
+  l.x = x.data_ptr(), l.out = out.data_ptr(), l.x_type = type(x);
+  l.weight = weight.data_ptr(), l.bits = 16, l.x_bits = 16, l.bias = floats(bias);
+  return l;
+}
+
+void linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
+                 const Tensor& out) {
+  run(call(x, weight, bias, out));
+}
+
+void linear_int(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                std::optional<Tensor> zero, std::optional<Tensor> bias,
+                std::optional<Tensor> x_scale, const Tensor& out, int64_t bits, int64_t group,
+                int64_t x_bits) {
+  lezero_linear l = call(x, weight, bias, out);
+  l.bits = static_cast<int>(bits), l.group = group, l.x_bits = static_cast<int>(x_bits);
+  l.scale = scale.data_ptr(), l.scale_type = type(scale);
+  l.zero = zero ? zero->data_ptr() : nullptr;
+  l.x_scale = floats(x_scale);
+  run(l);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
+  m.def("linear_bf16(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def(
+      "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
+      "Tensor? x_scale, Tensor(a!) out, int bits, int group, int x_bits) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {
+  m.impl("linear_bf16", TORCH_BOX(&linear_bf16));
+  m.impl("linear_int", TORCH_BOX(&linear_int));
+}

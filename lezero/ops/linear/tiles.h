@@ -1,0 +1,198 @@
+/* The multiplication, over the primitives of one instruction set (avx512.h says what they are; a
+ * `floats` or `ints` holds one number for each output of a panel). Included by each kernel file.
+ *
+ * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs, with
+ * all sums in registers. Weights are read once a tile, in order. Its loops over tokens have constant
+ * bounds: `R` is a literal in every copy of it.
+ */
+#include <math.h>
+#include <string.h>
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+#include "prepare.h"
+
+enum { AHEAD = 1024, LINE = 64 }; /* bytes of weights that are fetched ahead for few tokens */
+
+typedef struct {
+  const uint8_t *weight[2];
+  const char *scale[2], *zero[2];
+  int64_t outputs[2]; /* how many of the panel's outputs there are; 0: there is no such panel */
+  int64_t first;      /* output */
+} panel_pair;
+
+static panel_pair pair_at(const lezero_linear *l, const workspace *w, int64_t index) {
+  const int64_t panels = (l->N + 15) / 16, groups = l->group ? (l->K + l->group - 1) / l->group : 1;
+  const int64_t line = groups * 16 * (l->scale_type == LEZERO_FP32 ? 4 : 2);
+  panel_pair p;
+  p.first = 32 * index;
+  for (int i = 0; i < 2; i++) {
+    const int64_t panel = least(2 * index + i, panels - 1);
+    p.weight[i] = (const uint8_t *)l->weight + panel * w->padded * 2 * l->bits;
+    p.scale[i] = (const char *)l->scale + panel * line;
+    p.zero[i] = l->zero ? (const char *)l->zero + panel * line : 0;
+    const int64_t left = l->N - p.first - 16 * i;
+    p.outputs[i] = left < 0 ? 0 : least(left, 16);
+  }
+  return p;
+}
+
+/* out = sum · factor + bias, of token `row` and panel `i` of the pair; each rounded. */
+INLINE void finish(const lezero_linear *l, const panel_pair *p, int i, int64_t row, floats sum) {
+  if (!p->outputs[i]) return;
+  const int64_t n = p->first + 16 * i;
+  if (l->bias) sum = sum_of(sum, read16(l->bias, LEZERO_FP32, n, p->outputs[i]));
+  write16(l->out, l->x_type, row * l->N + n, p->outputs[i], sum);
+}
+
+/* Sums of whole numbers over `fours` of inputs: acc[row][panel] += a · w, 8 bits a code. */
+INLINE void sum_bytes(const int R, const int far, const uint8_t *w0, const uint8_t *w1,
+                      const int8_t *a, int64_t fours, ints acc[][2]) {
+  for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
+    if (far) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+    const ints b0 = load_line(w0), b1 = load_line(w1);
+    UNROLL for (int r = 0; r < R; r++) {
+      int32_t x;
+      memcpy(&x, a + 4 * r, 4);
+      acc[r][0] = dot_bytes(acc[r][0], b0, x);
+      acc[r][1] = dot_bytes(acc[r][1], b1, x);
+    }
+  }
+}
+
+/* The same for 4 bits a code: a line holds eight inputs of each output. */
+INLINE void sum_halves(const int R, const int far, const uint8_t *w0, const uint8_t *w1,
+                       const int8_t *a, int64_t eights, ints acc[][2]) {
+  for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 8 * R) {
+    if (far) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+    const ints l0 = load_line(w0), l1 = load_line(w1);
+    const ints b0 = low_halves(l0), b1 = low_halves(l1), c0 = high_halves(l0), c1 = high_halves(l1);
+    UNROLL for (int r = 0; r < R; r++) {
+      int32_t x, y;
+      memcpy(&x, a + 4 * r, 4), memcpy(&y, a + 4 * (R + r), 4);
+      acc[r][0] = dot_bytes(acc[r][0], b0, x);
+      acc[r][1] = dot_bytes(acc[r][1], b1, x);
+      acc[r][0] = dot_bytes(acc[r][0], c0, y);
+      acc[r][1] = dot_bytes(acc[r][1], c1, y);
+    }
+  }
+}
+
+INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
+                       const panel_pair *p, int64_t first, const int R) {
+  ints acc[MOST_WHOLE][2];
+  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
+  sum_bytes(R, R <= 2, p->weight[0], p->weight[1], t->codes, w->padded / 4, acc);
+  for (int i = 0; i < 2; i++) {
+    const floats scale = read16(p->scale[i], l->scale_type, 0, 16);
+    UNROLL for (int r = 0; r < R; r++) {
+      const floats factor = product(all_floats(t->scale[r]), scale);
+      finish(l, p, i, first + t->row + r, product(float_of(acc[r][i]), factor));
+    }
+  }
+}
+
+/* R tokens of D digits, block by block. */
+INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
+                        const panel_pair *p, int64_t first, const int R, const int D,
+                        const int bits) {
+  floats sum[MOST_BLOCKS][2];
+  UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
+  const int8_t *a = t->codes;
+  const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
+  for (int64_t b = 0; b < w->blocks; b++) {
+    const int64_t inputs = least(w->block, w->padded - b * w->block);
+    const int64_t group = l->group ? b * w->block / l->group : 0;
+    ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
+    UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(t->start[b * R * D + i]);
+    if (bits == 8) sum_bytes(R * D, R == 1, w0, w1, a, inputs / 4, acc);
+    else sum_halves(R * D, R == 1, w0, w1, a, inputs / 8, acc);
+    a += inputs * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
+    UNROLL for (int i = 0; i < 2; i++) {
+      const floats scale = read16(p->scale[i], l->scale_type, 16 * group, 16);
+      UNROLL for (int r = 0; r < R; r++) {
+        floats found = float_of(D == 2 ? digits_joined(acc[D * r][i], acc[D * r + D - 1][i]) : acc[r][i]);
+        if (l->zero)
+          found = fused_less(read16(p->zero[i], l->scale_type, 16 * group, 16),
+                             all_floats(t->total[b * R + r]), found);
+        const floats step = D == 2 ? product(scale, all_floats(t->scale[b * R + r])) : scale;
+        sum[r][i] = fused(step, found, sum[r][i]);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++) {
+    const floats found = D == 2 ? sum[r][i] : product(sum[r][i], all_floats(t->scale[r]));
+    finish(l, p, i, first + t->row + r, found);
+  }
+}
+
+INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
+                      const panel_pair *p, int64_t first, const int R) {
+  floats acc[MOST_BF16][2];
+  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
+  const int8_t *a = t->codes;
+  for (int part = 0; part < w->parts; part++) {
+    const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
+    for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
+      if (R <= 2) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+      const ints b0 = load_line(w0), b1 = load_line(w1);
+      UNROLL for (int r = 0; r < R; r++) {
+        int32_t x;
+        memcpy(&x, a + 4 * r, 4);
+        acc[r][0] = dot_pairs(acc[r][0], b0, x);
+        acc[r][1] = dot_pairs(acc[r][1], b1, x);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++)
+    finish(l, p, i, first + t->row + r, acc[r][i]);
+}
+
+#define CASE(most, R, call) \
+  case R:                   \
+    if (R <= most) call;    \
+    break;
+#define FEW(most, tile, ...)                                                       \
+  CASE(most, 1, tile(l, w, t, p, first, 1 __VA_ARGS__))                            \
+  CASE(most, 2, tile(l, w, t, p, first, 2 __VA_ARGS__))                            \
+  CASE(most, 3, tile(l, w, t, p, first, 3 __VA_ARGS__))                            \
+  CASE(most, 4, tile(l, w, t, p, first, 4 __VA_ARGS__))                            \
+  CASE(most, 5, tile(l, w, t, p, first, 5 __VA_ARGS__))                            \
+  CASE(most, 6, tile(l, w, t, p, first, 6 __VA_ARGS__))
+#define MANY(most, tile)                                                           \
+  FEW(most, tile)                                                                  \
+  CASE(most, 7, tile(l, w, t, p, first, 7))                                        \
+  CASE(most, 8, tile(l, w, t, p, first, 8))                                        \
+  CASE(most, 9, tile(l, w, t, p, first, 9))                                        \
+  CASE(most, 10, tile(l, w, t, p, first, 10))                                      \
+  CASE(most, 11, tile(l, w, t, p, first, 11))                                      \
+  CASE(most, 12, tile(l, w, t, p, first, 12))                                      \
+  CASE(most, 13, tile(l, w, t, p, first, 13))                                      \
+  CASE(most, 14, tile(l, w, t, p, first, 14))
+
+#define TILE static void __attribute__((noinline))
+#define GIVEN \
+  const lezero_linear *l, const workspace *w, const token_tile *t, const panel_pair *p, int64_t first
+
+TILE any_whole(GIVEN) { switch (t->rows) { MANY(MOST_WHOLE, whole_tile) } }
+TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_tile) } }
+#define COMMA ,
+TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 8) } }
+TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 4) } }
+TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 8) } }
+TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 4) } }
+
+void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
+                            const void *scratch, int64_t begin, int64_t end) {
+  const workspace w = lay_out(l, count, (char *)scratch);
+  for (int64_t index = begin; index < end; index++) {
+    const panel_pair p = pair_at(l, &w, index);
+    for (int64_t i = 0; i < w.tiles; i++) {
+      const token_tile t = tile_at(&w, i);
+      if (l->bits == 16) any_bf16(l, &w, &t, &p, first);
+      else if (w.whole) any_whole(l, &w, &t, &p, first);
+      else if (w.digits == 1) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, first);
+      else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, first);
+    }
+  }
+}
