@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
 
 from lezero.core.errors import ConfigError, Problem
 
@@ -34,6 +35,15 @@ class Config(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise explain(type(self), error) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts True as 1; someone who writes `lr: true` does not mean 1.0."""
+        kinds = _leaves(cls.model_fields[str(info.field_name)].annotation)
+        if bool not in kinds and kinds & {int, float} and _holds_bool(value):
+            raise PydanticKnownError("float_type" if float in kinds else "int_type")
+        return value
 
     @classmethod
     def parse(cls, data: object, source: str = "config") -> Self:
@@ -113,6 +123,22 @@ def _config_in(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
+
+
+def _leaves(annotation: Any) -> set[type]:
+    """The types that a field's values are made of: `tuple[float, ...] | None` is {float, None}."""
+    if get_origin(annotation) is Literal:
+        return {type(value) for value in get_args(annotation)}
+    inner = get_args(annotation)
+    return set().union(*map(_leaves, inner)) if inner else {annotation}
+
+
+def _holds_bool(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_bool, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_bool, value))
+    return isinstance(value, bool)
 
 
 def set_path(data: dict[str, Any], assignment: str) -> None:
