@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from lezero.comm.wire import Wire
 from lezero.core.config import Config, read_yaml, set_path
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, Problem
 from lezero.data import DataConfig
 from lezero.models import TransformerConfig
 from lezero.models.config import RopeScaling
@@ -57,6 +57,8 @@ class ModelConfig(Config):
         others = [k for k in fields if k != "folder" and getattr(self, k) != fields[k].default]
         if self.folder is not None and others:
             raise ValueError(f"folder brings its own shape: remove {', '.join(others)}")
+        if self.folder is None:
+            self.transformer(vocab=1, sequence=1)  # its checks across fields hold here already
         return self
 
     def transformer(self, vocab: int, sequence: int) -> TransformerConfig:
@@ -151,7 +153,13 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        train, zero = self.train, self.zero
+        train, zero, sequence = self.train, self.zero, self.data.sequence
+        if self.model.folder is None:
+            longest = self.model.transformer(vocab=1, sequence=sequence).longest
+            if longest < sequence:
+                reason = f"got {sequence}, the model reads at most {longest} (model.context)"
+                problem = Problem(("data", "sequence"), sequence, reason)
+                raise ConfigError(str(problem), (problem,))
         if zero is None:
             for name, given in (
                 ("wire", self.wire != Wire()),

@@ -59,6 +59,8 @@ def test_what_show_prints_is_a_config_that_means_the_same(
         ("trian.steps=3", "did you mean 'train'?"),
         ("train.lr", "write it as section.key=value"),
         ("run.deeper=3", "'run' is not a section"),
+        ("model.heads=5", "run.yaml: model.heads: got 5, which does not divide dim 512"),
+        ("model.context=8", "run.yaml: data.sequence: got 256, the model reads at most 8"),
     ],
 )
 def test_a_bad_value_is_one_line_and_status_2(
