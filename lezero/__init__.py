@@ -19,9 +19,14 @@ _NAMES = {
     "DistributedError": "lezero.core.errors",
     "Engine": "lezero.train",
     "FileError": "lezero.core.errors",
+    "Fp8": "lezero.compress.quantize",
+    "Int4Weight": "lezero.compress.quantize",
+    "Int8Weight": "lezero.compress.quantize",
+    "Int8WeightActivation": "lezero.compress.quantize",
     "LeZeroError": "lezero.core.errors",
     "Mesh": "lezero.comm",
     "MissingExtraError": "lezero.core.errors",
+    "Nf4": "lezero.compress.quantize",
     "NumericsError": "lezero.core.errors",
     "OrderError": "lezero.core.errors",
     "RunConfig": "lezero.train",
@@ -30,9 +35,10 @@ _NAMES = {
     "Wire": "lezero.comm",
     "Zero": "lezero.parallel.zero",
     "checkpoint": "lezero.checkpoint",
-    "comm": "lezero.comm",
     "clip_grad_norm_": "lezero.parallel.zero",
+    "comm": "lezero.comm",
     "data": "lezero.data",
+    "dequantize_": "lezero.compress.quantize",
     "forecast": "lezero.plan",
     "from_pytorch": "lezero.hub",
     "hardware": "lezero.profiler",
@@ -44,6 +50,8 @@ _NAMES = {
     "no_sync": "lezero.parallel.zero",
     "optim": "lezero.optim",
     "profiler": "lezero.profiler",
+    "quantization_report": "lezero.compress.quantize",
+    "quantize_": "lezero.compress.quantize",
     "shard_": "lezero.parallel.zero",
     "train": "lezero.train",
 }
@@ -63,6 +71,14 @@ if TYPE_CHECKING:
     from lezero import train as train
     from lezero.comm import Mesh as Mesh
     from lezero.comm import Wire as Wire
+    from lezero.compress.quantize import Fp8 as Fp8
+    from lezero.compress.quantize import Int4Weight as Int4Weight
+    from lezero.compress.quantize import Int8Weight as Int8Weight
+    from lezero.compress.quantize import Int8WeightActivation as Int8WeightActivation
+    from lezero.compress.quantize import Nf4 as Nf4
+    from lezero.compress.quantize import dequantize_ as dequantize_
+    from lezero.compress.quantize import quantization_report as quantization_report
+    from lezero.compress.quantize import quantize_ as quantize_
     from lezero.core.config import Config as Config
     from lezero.core.decisions import Decisions as Decisions
     from lezero.core.errors import CapacityError as CapacityError

@@ -32,3 +32,8 @@ def refuse_again(model: nn.Module, verb: str, remedy: str) -> None:
         if verb in applied(module):
             where = f"its part '{name}'" if name else "this model"
             raise OrderError(f"{verb}: {where} went through {verb} already; {remedy}")
+
+
+def forget(model: nn.Module, verb: str) -> None:
+    """Takes `verb` off the ledger; for the verb that undoes it."""
+    model.__dict__[_ATTRIBUTE] = [name for name in applied(model) if name != verb]

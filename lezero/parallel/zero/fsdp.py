@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core.errors import OrderError
-from lezero.parallel.zero.blocks import blocks
+from lezero.nn.blocks import blocks
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.held import REPLACED, local
 from lezero.parallel.zero.layout import Part, Rows

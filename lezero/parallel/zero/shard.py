@@ -17,9 +17,9 @@ from lezero.comm.wire import Wire
 from lezero.core import device, groups, ledger
 from lezero.core.errors import ConfigError, OrderError
 from lezero.memory.pool import give_back_free_blocks
+from lezero.nn.blocks import blocks
 from lezero.parallel.zero import fsdp, guard
 from lezero.parallel.zero.agreement import agree, agree_on_errors
-from lezero.parallel.zero.blocks import blocks
 from lezero.parallel.zero.call import announce
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.held import Held

@@ -1,4 +1,4 @@
-"""Which modules are gathered and reduced as one: the repeated blocks of a model.
+"""The repeated blocks of a model: what is sharded, compiled or calibrated as one.
 
 A block is a child of an `nn.ModuleList` or `nn.Sequential` that has modules inside, parameters, and
 a sibling of the same class; the outermost such modules count. The rest of the model is one unit of

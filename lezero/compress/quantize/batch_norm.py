@@ -1,0 +1,100 @@
+"""Batch norms multiplied into the convolutions before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.folds import near
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.sites import kind_of
+
+# A batch norm comes soon after its convolution.
+_WAITING = 4
+
+
+class FoldedBatchNorm(nn.Identity):
+    """Stands where a batch norm was that is part of the convolution before it now."""
+
+
+def fold_batch_norms_(
+    model: nn.Module, run: Callable[[], list[Tensor]], journal: Journal
+) -> list[tuple[str, str]]:
+    """Folds every batch norm that alone reads a convolution's outputs; their names, in pairs.
+
+    In eval mode a batch norm multiplies each channel by a = γ / √(σ² + ε) and adds β - a μ (Jacob
+    et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
+    Only Inference", arXiv:1712.05877, equation 14), so w → a w and b → a (b - μ) + β. Pairs are
+    found by watching which tensor goes where, and each is kept only if the outputs stay.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    pairs = _pairs(model, run)
+    folded = []
+    before = run() if pairs else []
+    for conv, norm in pairs:
+        kept = _fold(conv, norm, journal)
+        tolerance = 1e-3 if conv.weight.dtype == torch.float32 else 0.05  # weights are rounded anew
+        if all(near(one, two, tolerance) for one, two in zip(before, run(), strict=True)):
+            folded.append((names[id(conv)], names[id(norm)]))
+        else:
+            _unfold(conv, norm, *kept)
+    return folded
+
+
+def _pairs(model: nn.Module, run: Callable[[], list[Tensor]]) -> list[tuple[Any, Any]]:
+    made: list[tuple[Tensor, nn.Module]] = []
+    pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
+
+    def convolved(module: nn.Module, args: Any, output: Tensor) -> None:
+        made.append((output, module))
+        del made[:-_WAITING]
+
+    def normed(module: nn.Module, args: Any) -> None:
+        conv = next((conv for output, conv in made if output is args[0]), None)
+        if conv is not None:
+            pairs[id(module)] = (conv, module)
+
+    hooks = []
+    for module in model.modules():
+        if kind_of(module) == "conv":
+            hooks.append(module.register_forward_hook(convolved))
+        elif type(module) in (nn.BatchNorm1d, nn.BatchNorm2d) and module.running_mean is not None:
+            hooks.append(module.register_forward_pre_hook(normed))
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(pairs.values())
+
+
+@torch.no_grad()
+def _fold(conv: Any, norm: Any, journal: Journal) -> tuple[Tensor, nn.Parameter | None, Any, Any]:
+    journal.remember(conv)
+    journal.remember(norm)
+    journal.save_values(conv.weight)
+    kept = (conv.weight.data, conv.bias, type(norm), dict(norm.__dict__))
+    gamma = 1.0 if norm.weight is None else norm.weight.float()
+    factor = gamma / (norm.running_var.float() + norm.eps).sqrt()
+    bias = (
+        -norm.running_mean.float() if conv.bias is None else conv.bias.float() - norm.running_mean
+    )
+    shift = 0.0 if norm.bias is None else norm.bias.float()
+    width = [1] * (conv.weight.dim() - 1)
+    conv.weight.data = (conv.weight.float() * factor.view(-1, *width)).to(conv.weight.dtype)
+    conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype))
+    norm.__class__ = FoldedBatchNorm
+    for name in ("_parameters", "_buffers"):
+        norm.__dict__[name] = {}
+    return kept
+
+
+def _unfold(
+    conv: Any, norm: Any, weight: Tensor, bias: Any, kind: Any, own: dict[str, Any]
+) -> None:
+    conv.weight.data, conv.bias = weight, bias
+    norm.__class__ = kind
+    norm.__dict__.update(own)

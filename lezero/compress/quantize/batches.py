@@ -1,0 +1,105 @@
+"""Calibration data: batches, and how a model is called with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lezero.core.errors import ConfigError, LeZeroError
+
+Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
+
+
+def read_batches(data: Any) -> list[Batch]:
+    """`data` as batches, each checked.
+
+    A tensor, a tuple of arguments or a mapping of keyword arguments is one batch; any other
+    iterable gives batches of these kinds. Raises `ConfigError` for anything else, and where there
+    is nothing in it.
+    """
+    if _is_batch(data):
+        batches = [data]
+    elif isinstance(data, Iterable) and not isinstance(data, str | bytes):
+        batches = list(data)
+    else:
+        raise ConfigError(f"data: got {type(data).__name__}, allowed are batches: {_ALLOWED}")
+    if not batches:
+        raise ConfigError("data: there is no batch in it; calibration needs at least one")
+    for index, batch in enumerate(batches):
+        if not _is_batch(batch):
+            raise ConfigError(
+                f"data: batch {index} is a {type(batch).__name__}, allowed is {_ALLOWED}"
+            )
+        tensors = [leaf for leaf in pytree.tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
+        if not tensors or any(tensor.numel() == 0 for tensor in tensors):
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise ConfigError(f"data: batch {index} is empty (tensors of {shapes})")
+    return batches
+
+
+_ALLOWED = "a tensor, a tuple of arguments or a mapping of keyword arguments"
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    """What the model gives for one batch."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def first_call(model: nn.Module, batch: Batch) -> Any:
+    """`call`, with an error that speaks of the calibration data when the model refuses it."""
+    try:
+        return call(model, batch)
+    except LeZeroError:
+        raise
+    except Exception as error:
+        shapes = pytree.tree_map(
+            lambda leaf: f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else leaf,
+            _plain(batch),
+        )
+        raise ConfigError(
+            f"data: the model does not take the first batch, {shapes}: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """The floating-point tensors of a model's output, in order."""
+    if not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "to_tuple"):
+        output = output.to_tuple()
+    leaves = pytree.tree_leaves(_plain(output))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients, no KV cache, random state untouched; all put back afterwards."""
+    flags = [(part, part.training) for part in model.modules()]
+    config = getattr(model, "config", None)
+    cached = getattr(config, "use_cache", None)
+    model.eval()
+    try:
+        if config is not None and cached is not None:
+            config.use_cache = False
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        if config is not None and cached is not None:
+            config.use_cache = cached
+        for part, training in flags:
+            part.training = training
+
+
+def _is_batch(data: Any) -> bool:
+    return isinstance(data, Tensor | tuple | Mapping)
+
+
+def _plain(batch: Any) -> Any:
+    """Mappings of other libraries (a tokenizer's, a model's output) as plain dictionaries."""
+    return dict(batch) if isinstance(batch, Mapping) else batch

@@ -1,0 +1,32 @@
+"""Takes the mean error of a quantized layer's outputs out of its bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.modules import QuantizedLayer
+
+
+@torch.no_grad()
+def corrected_bias(
+    layer: nn.Module, quantized: QuantizedLayer, inputs: Inputs, weight: Tensor
+) -> nn.Parameter:
+    """The bias with which the quantized layer's outputs have the mean that the layer's have.
+
+    Nagel et al., 2019, "Data-Free Quantization Through Weight Equalization and Bias Correction",
+    arXiv:1906.04721, equations 16 and 17: E[ỹ] - E[y] = ε E[x] with ε the error of the weights. Of
+    a linear layer E[x] is that of all calibration data; of a convolution, whose borders see less,
+    both outputs are computed on the first batch.
+    """
+    assert inputs.first is not None
+    bias = quantized.bias
+    if inputs.image:
+        difference = layer(inputs.first).float() - quantized(inputs.first).float()
+        error_N = difference.transpose(0, 1).flatten(1).mean(1)
+    else:
+        error_N = (weight.float() - quantized.weight.decode(torch.float32)) @ inputs.mean
+    before = torch.zeros_like(error_N) if bias is None else bias.float()
+    kind = weight.dtype if bias is None else bias.dtype
+    return nn.Parameter((before + error_N).to(kind))

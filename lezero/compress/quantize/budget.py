@@ -1,0 +1,59 @@
+"""A budget of quality: met, or an error that names the layers to blame."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.layer import relative_error
+from lezero.compress.quantize.report import QuantizationReport
+from lezero.compress.quantize.sites import Site
+from lezero.core.errors import NumericsError
+from lezero.report.units import number, percent
+
+_TRIED = 8
+
+
+def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float:
+    """The largest relative error of the output tensors."""
+    pairs = zip(wanted, found, strict=True)
+    return max((relative_error(one, two) for one, two in pairs), default=0.0)
+
+
+def check_budget(
+    report: QuantizationReport,
+    budget: float,
+    is_metric: bool,
+    sites: dict[str, Site],
+    rescaled: bool,
+    journal: Journal,
+    measure: Callable[[], float],
+) -> None:
+    """Raises `NumericsError` when the quality is worse than `budget` allows.
+
+    To say which layers are to blame, those with the largest errors become what they were, one after
+    the other, until the budget is met: the caller undoes the rest.
+    """
+    before, after = report.quality_before or 0.0, report.quality_after
+    assert after is not None
+    limit = before + budget * abs(before) if is_metric else budget
+    if after <= limit:
+        return
+    worst = report.worst(_TRIED)
+    named = ", ".join(f"'{x.name}' (error {percent(x.error)})" for x in worst[:5])
+    remedy = "use more bits, another method, or leave layers out with filter="
+    # A layer whose channels were scaled beforehand cannot come back without the layer before it.
+    for count, layer in enumerate([] if rescaled else worst, 1):
+        for user in sites[layer.name].users:
+            journal.restore(user.module)
+        if measure() <= limit:
+            kept = ", ".join(f"'{x.name}'" for x in worst[:count])
+            remedy = f"leaving out {kept} would meet it (filter=)"
+            break
+    raise NumericsError(
+        f"lz.quantize_: {report.metric_name} is {number(after)} (before: {number(before)}), and "
+        f"budget={budget:g} allows {number(limit)}. Most of the error comes from {named}; "
+        f"{remedy}. The model is as it was"
+    )

@@ -1,0 +1,88 @@
+"""Watches layers while calibration data goes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.observers import observers
+from lezero.compress.quantize.scheme import Recipe, Target
+from lezero.compress.quantize.sites import Site, User
+
+
+class Capture:
+    """The `Inputs` of each layer by name, and the order in which modules were called.
+
+    make: the record for a layer seen for the first time.
+    """
+
+    def __init__(self, users: Iterable[User], make: Callable[[User], Inputs]) -> None:
+        self._users, self._make = list(users), make
+        self.inputs: dict[str, Inputs] = {}
+        self.calls: list[nn.Module] = []
+        self._called: set[int] = set()
+        self._seen: list[tuple[Tensor, Inputs]] = []
+
+    @contextmanager
+    def watching(self, part: nn.Module) -> Iterator[None]:
+        """Takes in what goes through `part` (which holds the layers) once."""
+        hooks = [
+            user.module.register_forward_pre_hook(self._hook(user), with_kwargs=True)
+            for user in self._users
+        ]
+        hooks += [
+            module.register_forward_hook(self._order)
+            for module in part.modules()
+            if not self.calls and next(module.children(), None) is None
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._seen.clear()
+
+    def _hook(self, user: User) -> Callable[..., None]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            known = self.inputs.get(user.name)
+            image = user.kind == "conv"
+            shared = next((r for seen, r in self._seen if seen is x and r.image == image), None)
+            if known is None:
+                known = shared if shared is not None else self._make(user)
+                if known is shared:
+                    known.layers.append(user.name)
+                self.inputs[user.name] = known
+            if known is shared:
+                return
+            known.add(x)
+            self._seen.append((x, known))
+
+        return before
+
+    def _order(self, module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) not in self._called:
+            self._called.add(id(module))
+            self.calls.append(module)
+
+
+def record_for(
+    targets: dict[str, tuple[Site, Target]], recipe: Recipe, hessian: bool
+) -> Callable[[User], Inputs]:
+    """What `Capture` makes a record with: a Hessian and an observer where the layer needs one."""
+
+    def make(user: User) -> Inputs:
+        _, target = targets[user.name]
+        static = target.activations == "tensor" and user.kind != "embedding"
+        return Inputs(
+            user.name,
+            image=user.kind == "conv",
+            hessian=hessian and user.kind == "linear",
+            observer=observers.get(recipe.observer)() if static else None,
+        )
+
+    return make

@@ -1,0 +1,53 @@
+"""Floating-point and table formats: `Fp8` and `Nf4`. Weights are decoded at each use: for size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from lezero.compress.quantize.scheme import Scheme, Target, check_rule, group_for
+from lezero.compress.quantize.sites import Site
+from lezero.ops.quantize import Grid
+
+
+class Fp8(Scheme):
+    """Weights as float8_e4m3fn (Micikevicius et al., "FP8 Formats for Deep Learning", 2022,
+    arXiv:2209.05433): 8 bits with four of exponent, for weights of very different sizes."""
+
+    group: int | Literal["row", "tensor"] = "row"
+    """Inputs that share a scale: "row", "tensor", or a number that divides them."""
+    scales: str = "minmax"
+    """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
+    vocabulary: Literal["fp8", "keep"] = "fp8"
+    """Token embeddings and output head."""
+
+    _scales = field_validator("scales")(lambda cls, value: check_rule(value))
+
+    def target(self, site: Site) -> Target | None:
+        if site.is_vocabulary and self.vocabulary == "keep":
+            return None
+        group = "row" if site.kind == "conv" else group_for(site, self.group)
+        return Target(Grid("fp8", group=group), has_kernel=False)
+
+
+class Nf4(Scheme):
+    """Weights of linear layers as 4-bit NormalFloat (Dettmers et al., "QLoRA", 2023,
+    arXiv:2305.14314): 16 values that normally distributed weights use equally often."""
+
+    group: int = Field(default=64, ge=2)
+    """Inputs that share a scale; it divides all layers' inputs."""
+    scales: str = "minmax"
+    """Which range of weights a scale covers: "minmax" or "mse"."""
+    vocabulary: Literal["int8", "nf4", "keep"] = "int8"
+    """Token embeddings and output head."""
+
+    _scales = field_validator("scales")(lambda cls, value: check_rule(value))
+
+    def target(self, site: Site) -> Target | None:
+        if site.is_vocabulary and self.vocabulary != "nf4":
+            return None if self.vocabulary == "keep" else Target(Grid("int8"))
+        if site.kind != "linear" and not site.is_vocabulary:
+            return None
+        grid = Grid("nf4", group=group_for(site, self.group), scale_dtype="fp16")
+        return Target(grid, has_kernel=False)

@@ -1,0 +1,117 @@
+"""Which module before a layer can take a division of the layer's input channels.
+
+Multiplying input channels of layers and dividing the outputs of what comes before them by the same
+numbers changes nothing, if no one else reads those outputs and nothing in between mixes channels: a
+norm before projections, the value before the output projection, the up before the down projection.
+Nothing is assumed of the architecture: a pair is tried, by powers of two, which floating point
+multiplies without rounding, and taken when the outputs stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.sites import Site, kind_of
+
+_TRIES = 6
+_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Fold:
+    """`producer`'s output channels are the input channels of `sites`, and of nothing else."""
+
+    producer: nn.Module
+    sites: tuple[Site, ...]
+    inputs: Inputs
+
+
+def find_folds(
+    groups: list[tuple[Inputs, tuple[Site, ...]]],
+    calls: list[nn.Module],
+    run: Callable[[], list[Tensor]],
+) -> list[Fold]:
+    """The fold of each group of linear layers that share their inputs, where there is one.
+
+    calls: modules in the order in which they were called. run: the outputs of what holds them.
+    """
+    before = run()
+    found = []
+    for inputs, sites in groups:
+        places = [calls.index(site.users[0].module) for site in sites]
+        K = sites[0].weight().shape[1]
+        tried = 0
+        for producer in reversed(calls[: min(places)]):
+            if _width(producer) != K or tried == _TRIES:
+                continue
+            tried += 1
+            if _holds(producer, sites, before, run):
+                found.append(Fold(producer, sites, inputs))
+                break
+    return found
+
+
+@torch.no_grad()
+def scale_channels(fold_producer: nn.Module, sites: tuple[Site, ...], s_K: Tensor) -> None:
+    """Divides the producer's outputs by `s_K` and multiplies the sites' inputs by it, in place."""
+    for parameter in producer_parameters(fold_producer):
+        transposed = type(fold_producer).__name__ == "Conv1D" and parameter.dim() == 2
+        rows = parameter.data.T if transposed else parameter.data
+        rows.div_(s_K.view(-1, *[1] * (rows.dim() - 1)))
+    for site in sites:
+        site.weight().mul_(s_K)
+
+
+def producer_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Weight and bias: of a norm (K,), of a linear layer (K, …)."""
+    return [p for name, p in module._parameters.items() if p is not None]
+
+
+def _width(module: nn.Module) -> int | None:
+    """Output channels of a norm or a linear layer; None for anything else."""
+    weight = module._parameters.get("weight")
+    if weight is None or set(module._parameters) - {"weight", "bias"}:
+        return None
+    if kind_of(module) == "linear":
+        return weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
+    return len(weight) if weight.dim() == 1 else None
+
+
+def _holds(
+    producer: nn.Module,
+    sites: tuple[Site, ...],
+    before: list[Tensor],
+    run: Callable[[], list[Tensor]],
+) -> bool:
+    K = sites[0].weight().shape[1]
+    place = sites[0].weight().device
+    mine = torch.Generator().manual_seed(0)
+    s_K = torch.tensor([0.5, 2.0])[torch.randint(0, 2, (K,), generator=mine)].to(place)
+    kept = [(p, p.data) for p in producer_parameters(producer)]
+    kept += [(site.parameter, site.parameter.data) for site in sites]
+    if len({id(p) for p, _ in kept}) < len(kept):
+        return False
+    try:
+        for parameter, values in kept:
+            parameter.data = values.clone()
+        scale_channels(producer, sites, s_K)
+        after = run()
+    finally:
+        for parameter, values in kept:
+            parameter.data = values
+    if len(before) != len(after):
+        return False
+    return all(near(one, two) for one, two in zip(before, after, strict=True))
+
+
+def near(one: Tensor, two: Tensor, tolerance: float = _TOLERANCE) -> bool:
+    """Whether no element differs by more than `tolerance` times the largest."""
+    if one.shape != two.shape:
+        return False
+    most = float(one.abs().max()) if one.numel() else 0.0
+    return bool(((one - two).abs() <= tolerance * most).all())

@@ -1,0 +1,91 @@
+"""What is kept of the inputs of a layer while calibration data goes through it.
+
+Layers that are given the same tensor (query, key and value projections) share one record.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezero.compress.quantize.observers import Observer, arranged
+from lezero.core.errors import NumericsError
+
+
+class Inputs:
+    """Statistics of a layer's inputs, along the channels K (of images: dim 1).
+
+    first: the input of the first batch, whole. absmax, mean, mean_square, mean_size: per channel,
+    over all batches; mean_size is that of |x|. hessian: Σ x xᵀ (K, K), where asked for; a method
+    may use it up, and leave in `factor` what it made of it for the layers that share the inputs.
+    """
+
+    def __init__(
+        self, layer: str, *, image: bool, hessian: bool = False, observer: Observer | None = None
+    ) -> None:
+        self.layers = [layer]
+        self.image = image
+        self.first: Tensor | None = None
+        self.count = 0
+        self.absmax = self.mean = self.mean_square = self.mean_size = torch.empty(0)
+        self.observer = observer
+        self._wants_hessian = hessian
+        self.hessian: Tensor | None = None
+        self.factor: Any = None
+
+    @torch.no_grad()
+    def add(self, x: Tensor) -> None:
+        """Takes one call's input in. Raises `NumericsError` where it is not finite."""
+        if not x.is_floating_point():
+            self.first = x.detach().clone() if self.first is None else self.first
+            self.count += x.numel()
+            return
+        if not bool(torch.isfinite(x.sum(dtype=torch.float64))) and not bool(
+            torch.isfinite(x).all()
+        ):
+            raise NumericsError(
+                f"lz.quantize_: activations that enter '{self.layers[0]}' are NaN or infinite on "
+                "the calibration data; the model or the data is broken before that layer"
+            )
+        if self.first is None:
+            self.first = x.detach().clone()
+        if self.observer is not None:
+            self.observer.observe(arranged(x.detach(), "tensor"))
+        x_MK = self.rows(x).float()
+        if not len(x_MK):
+            return
+        total = self.count + len(x_MK)
+        share = len(x_MK) / total
+        if not self.count:
+            zeros = x_MK.new_zeros(x_MK.shape[1])
+            self.absmax, self.mean, self.mean_square, self.mean_size = (
+                zeros.clone() for _ in range(4)
+            )
+        size = x_MK.abs()
+        torch.maximum(self.absmax, size.amax(0), out=self.absmax)
+        self.mean_size.lerp_(size.mean(0), share)
+        del size
+        self.mean.lerp_(x_MK.mean(0), share)
+        self.mean_square.lerp_(x_MK.square().mean(0), share)
+        if self._wants_hessian:
+            if self.hessian is None:
+                self.hessian = x_MK.new_zeros(x_MK.shape[1], x_MK.shape[1])
+            self.hessian.addmm_(x_MK.T, x_MK)
+        self.count = total
+
+    def rows(self, x: Tensor) -> Tensor:
+        """`x` as (M, K): a row a token, or a place of an image."""
+        return x.movedim(1, -1).flatten(0, -2) if self.image else x.reshape(-1, x.shape[-1])
+
+    @torch.no_grad()
+    def divide(self, s_K: Tensor) -> None:
+        """The inputs are divided by `s_K` from now on: all statistics follow."""
+        assert self.first is not None
+        self.first = (self.first.float() / s_K).to(self.first.dtype)
+        for channels in (self.absmax, self.mean, self.mean_size):
+            channels.div_(s_K)
+        self.mean_square.div_(s_K.square())
+        if self.hessian is not None:
+            self.hessian.div_(s_K).div_(s_K[:, None])

@@ -1,0 +1,90 @@
+"""int8: `Int8Weight` (W8A16) and `Int8WeightActivation` (W8A8)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from lezero.compress.quantize.methods import check_method
+from lezero.compress.quantize.scheme import Scheme, Target, check_group, check_rule, group_for
+from lezero.compress.quantize.sites import Site
+from lezero.ops.quantize import Grid
+
+
+class Int8Weight(Scheme):
+    """Weights in int8, activations as they are: half the size of bf16, nearly no loss.
+
+    Reading weights, which limits one token at a time, takes half as long. Convolutions have no
+    such kernel: they are stored in int8 and decoded at each use, with `objective="size"`.
+    """
+
+    group: int | Literal["row", "tensor"] = "row"
+    """Inputs that share a scale: "row" (each output channel), "tensor", or a multiple of 32."""
+    zero_point: bool = False
+    """Whether 0 may lie elsewhere than in the middle of the codes."""
+    method: str = "nearest"
+    """How codes are found: "nearest", "gptq", "awq" or "hqq"."""
+    scales: str = "minmax"
+    """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
+    bias_correction: bool = False
+    """Take the mean error of the outputs out of the bias (needs data)."""
+    vocabulary: Literal["int8", "keep"] = "int8"
+    """Token embeddings and output head."""
+
+    _group = field_validator("group")(lambda cls, value: check_group(value))
+    _method = field_validator("method")(lambda cls, value: check_method(value))
+    _scales = field_validator("scales")(lambda cls, value: check_rule(value))
+
+    def target(self, site: Site) -> Target | None:
+        if site.is_vocabulary and self.vocabulary == "keep":
+            return None
+        if site.kind == "conv":
+            return Target(Grid("int8"), has_kernel=False)
+        group = "row" if site.is_vocabulary else group_for(site, self.group)
+        kept: Literal["fp16", "fp32"] = "fp16" if isinstance(group, int) else "fp32"
+        return Target(Grid("int8", group, self.zero_point, kept))
+
+
+class Int8WeightActivation(Scheme):
+    """Weights and activations in int8: products in whole numbers, for prompts and batches.
+
+    Linear layers round each token with a scale of its own; convolutions take one scale for the
+    whole input from the calibration data, and without data stay as they are. Outlier channels of
+    activations, which would cost accuracy, are moved into the weights (SmoothQuant).
+    """
+
+    activations: Literal["token", "tensor"] = "token"
+    """Scales of linear layers' inputs: of each token as it comes, or one from the calibration."""
+    observer: str = "minmax"
+    """Which range of activations one scale covers: "minmax", "percentile", "kl" or "mse"."""
+    smooth: float | Literal["auto"] | None = Field(default="auto")
+    """SmoothQuant's α, between 0 and 1; "auto": for each group of layers the best of five; None:
+    without. Needs data."""
+    method: str = "nearest"
+    """How codes are found: "nearest", "gptq" or "awq"."""
+    scales: str = "minmax"
+    """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
+    bias_correction: bool = False
+    """Take the mean error of the outputs out of the bias (needs data)."""
+    fold_batch_norm: bool = True
+    """Multiply batch norms into the convolutions before them (needs data)."""
+    vocabulary: Literal["int8", "keep"] = "int8"
+    """Token embeddings and output head."""
+
+    _method = field_validator("method")(lambda cls, value: check_method(value))
+    _rules = field_validator("scales", "observer")(lambda cls, value: check_rule(value))
+
+    @field_validator("smooth")
+    @classmethod
+    def _smooth(cls, value: float | str | None) -> float | str | None:
+        if isinstance(value, float) and not 0 <= value <= 1:
+            raise ValueError("allowed is a number from 0 to 1, 'auto' or null")
+        return value
+
+    def target(self, site: Site) -> Target | None:
+        if site.is_vocabulary and self.vocabulary == "keep":
+            return None
+        if site.kind == "conv":
+            return Target(Grid("int8"), "tensor")
+        return Target(Grid("int8"), "float" if site.kind == "embedding" else self.activations)

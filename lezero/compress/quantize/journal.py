@@ -1,0 +1,82 @@
+"""What was changed in a model, so that all of it can be undone: all or nothing.
+
+Before a module changes, `remember` notes what it is made of. `release` moves a parameter's values
+to the disk, so that the quantized weight can take their place in memory. `undo` gives every module
+its class, its parameters (the same objects, with the same values), buffers and attributes back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.spill import Spill
+
+_CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class Journal:
+    """Undoes what was remembered. The values of released parameters wait in `spill`."""
+
+    def __init__(self, spill: Spill) -> None:
+        self._spill = spill
+        self._modules: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}
+        self._released: dict[int, nn.Parameter] = {}
+
+    def remember(self, module: nn.Module) -> None:
+        """Call it before the class, parameters or attributes of `module` change."""
+        if id(module) in self._modules:
+            return
+        own = dict(module.__dict__)
+        for name in _CONTAINERS:
+            own[name] = own[name].copy()
+        self._modules[id(module)] = (module, type(module), own)
+
+    def keep_values(self, tensor: Tensor) -> None:
+        """Call it before values of `tensor` (a small one) are written to."""
+        if id(tensor) not in self._values and id(tensor) not in self._released:
+            self._values[id(tensor)] = (tensor, tensor.detach().clone())
+
+    def save_values(self, parameter: nn.Parameter) -> None:
+        """As `keep_values`, to the disk: for weights."""
+        if id(parameter) not in self._released:
+            self._released[id(parameter)] = parameter
+            self._spill.put(("original", id(parameter)), parameter.data)
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Frees the memory of `parameter`, which no module uses any more."""
+        self.save_values(parameter)
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def restore(self, module: nn.Module) -> None:
+        """Gives one remembered module back; its parameters get their values from before."""
+        _, kind, own = self._modules.pop(id(module))
+        for parameter in own["_parameters"].values():
+            key = id(parameter)
+            if key in self._released:
+                self._give_back(key)
+        module.__class__ = kind
+        module.__dict__.clear()
+        module.__dict__.update(own)
+
+    def undo(self) -> None:
+        """Everything is as it was."""
+        for module, _, _ in list(self._modules.values()):
+            self.restore(module)
+        for key in list(self._released):
+            self._give_back(key)
+        with torch.no_grad():
+            for tensor, before in self._values.values():
+                tensor.data.copy_(before)
+        self._values.clear()
+
+    def _give_back(self, key: int) -> None:
+        parameter = self._released[key]
+        values = self._spill.get(("original", key))
+        if parameter.data.shape == values.shape:
+            parameter.data.copy_(values)
+        else:
+            parameter.data = values

@@ -1,0 +1,130 @@
+"""Makes the quantized layers of one weight, beside the float ones, and puts them in their place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.bias_correction import corrected_bias
+from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.methods import Method, Nearest
+from lezero.compress.quantize.modules import (
+    QuantizedConv,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
+from lezero.compress.quantize.observers.scales import storable, weight_scale
+from lezero.compress.quantize.scheme import Recipe, Target
+from lezero.compress.quantize.sites import Site, User
+from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
+
+
+@torch.no_grad()
+def build(
+    site: Site, target: Target, recipe: Recipe, method: Method, inputs: dict[str, Inputs]
+) -> list[QuantizedLayer]:
+    """One quantized layer for each user of the site, sharing one weight; nothing changes yet.
+
+    `inputs` by the name of the user; those that no data went through are missing.
+    """
+    weight = site.weight()
+    seen = inputs.get(_linear_user(site).name)
+    flat = weight.flatten(1)
+    grid = target.grid
+    wide = replace(grid, scale_dtype="fp32")
+    grid = storable(grid, weight_scale(flat.float(), wide, "minmax")[0])
+    given = seen is not None or not method.needs_data
+    if site.kind != "linear" or not given or not method.suits(grid):
+        method = Nearest()
+    statistics = seen if site.kind == "linear" else None
+    made = method.codes(flat.float().clone(), grid, recipe.scales, statistics)
+    held: QuantizedWeight
+    if target.has_kernel and site.kind != "conv":
+        held = PackedWeight.of(made, grid, weight.dtype)
+    else:
+        held = CodedWeight.of(made, grid, weight.shape, weight.dtype)
+    layers = [_layer(user, held, target, inputs.get(user.name)) for user in site.users]
+    if recipe.bias_correction:
+        for user, layer in zip(site.users, layers, strict=True):
+            known = inputs.get(user.name)
+            if known is not None and user.kind != "embedding":
+                layer.bias = corrected_bias(user.module, layer, known, weight)
+    return layers
+
+
+def _linear_user(site: Site) -> User:
+    return next((user for user in site.users if user.kind == site.kind), site.users[0])
+
+
+def _layer(
+    user: User, weight: QuantizedWeight, target: Target, inputs: Inputs | None
+) -> QuantizedLayer:
+    was: Any = user.module
+    if user.kind == "embedding":
+        return QuantizedEmbedding(was, weight)
+    static = target.activations == "tensor" and inputs is not None
+    scale, zero = _static_scale(inputs, user.kind == "conv") if static else (None, None)
+    if user.kind == "conv":
+        assert isinstance(weight, CodedWeight)
+        return QuantizedConv(was, weight, was.bias, scale, zero)
+    bits = 16 if target.activations == "float" else 8
+    return QuantizedLinear(was, weight, was.bias, scale, bits)
+
+
+def _static_scale(inputs: Inputs | None, with_zero: bool) -> tuple[Tensor, Tensor | None]:
+    """Scale (and zero point 0 … 255) of a layer's inputs from what its observer saw."""
+    assert inputs is not None
+    assert inputs.observer is not None
+    low, high = inputs.observer.range(256)
+    least = torch.finfo(torch.float32).tiny
+    if not with_zero:
+        return (torch.maximum(high, -low) / 127).clamp(min=least).float(), None
+    scale = ((high - low) / 255).clamp(min=least).float()
+    return scale, torch.round(-low / scale).clamp(0, 255).to(torch.int32)
+
+
+def adopt(site: Site, layers: list[QuantizedLayer], journal: Journal) -> None:
+    """The site's layers become the quantized ones; their weight goes from memory to the journal."""
+    for user, layer in zip(site.users, layers, strict=True):
+        journal.remember(user.module)
+        layer.take_over(user.module)
+    journal.release(site.parameter)
+
+
+def quantized_bytes(layers: list[QuantizedLayer], users: tuple[User, ...]) -> int:
+    """Bytes of the shared weight, and of what is new beside it."""
+    new = [
+        layer.bias
+        for layer, user in zip(layers, users, strict=True)
+        if layer.bias is not None and user.module._parameters.get("bias") is None
+    ]
+    scales = [x for layer in layers for x in (layer.input_scale,) if x is not None]
+    return layers[0].weight.nbytes + sum(x.nbytes for x in [*new, *scales])
+
+
+def relative_error(wanted: Tensor, found: Tensor) -> float:
+    """‖found - wanted‖ / ‖wanted‖ in fp32, in parts so that no whole fp32 copy is made."""
+    wrong = whole = 0.0
+    for one, two in zip(
+        wanted.flatten().split(1 << 20), found.flatten().split(1 << 20), strict=True
+    ):
+        wrong += float((two.float() - one.float()).square().sum(dtype=torch.float64))
+        whole += float(one.float().square().sum(dtype=torch.float64))
+    if whole == 0:
+        return 0.0 if wrong == 0 else float("inf")
+    return float((wrong / whole) ** 0.5)
+
+
+def weight_error(site: Site, layers: list[QuantizedLayer]) -> float:
+    """Relative error of the weight."""
+    return relative_error(site.weight(), layers[0].weight.decode(torch.float32))
+
+
+def output_error(module: nn.Module, layer: QuantizedLayer, x: Tensor) -> float:
+    """Relative error of the layer's output for `x`."""
+    return relative_error(module(x), layer(x))

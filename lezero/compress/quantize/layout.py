@@ -1,0 +1,130 @@
+"""What the quantized layers of a model are, in plain data, and a float model made into them.
+
+With `describe` beside a `state_dict` a quantized model is complete: build the float model (on meta,
+if it is large), `rebuild_` it, load the state. No calibration code takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from lezero.compress.quantize.modules import (
+    QuantizedConv,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
+from lezero.compress.quantize.sites import kind_of
+from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
+from lezero.core import ledger
+from lezero.core.errors import FileError
+from lezero.ops.quantize import Grid
+
+_KINDS = {"linear": QuantizedLinear, "embedding": QuantizedEmbedding, "conv": QuantizedConv}
+_WEIGHTS: dict[str, type[PackedWeight] | type[CodedWeight]] = {
+    "packed": PackedWeight,
+    "coded": CodedWeight,
+}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """JSON-ready: for each quantized layer its name and
+
+    kind ("linear", "embedding", "conv"), weight ("packed" or "coded"), grid (the fields of
+    `lezero.ops.quantize.Grid`), shape, dtype (what it decodes to), bias, activation_bits (16 or 8),
+    static (whether `input_scale` is stored), and shares_with, the first layer that has the same
+    weight, or None. Batch norms that were folded: kind "folded".
+    """
+    first: dict[int, str] = {}
+    found: dict[str, dict[str, Any]] = {}
+    names = {dtype: name for name, dtype in _DTYPES.items()}
+    for name, module in model.named_modules():
+        if isinstance(module, FoldedBatchNorm):
+            found[name] = {"kind": "folded"}
+        if not isinstance(module, QuantizedLayer):
+            continue
+        weight = module.weight
+        owner = first.setdefault(id(weight), name)
+        found[name] = {
+            "kind": next(kind for kind, made in _KINDS.items() if type(module) is made),
+            "weight": next(kind for kind, made in _WEIGHTS.items() if type(weight) is made),
+            "grid": asdict(weight.grid),
+            "shape": list(weight.full_shape),
+            "dtype": names[weight.dtype],
+            "bias": module.bias is not None,
+            "activation_bits": getattr(module, "x_bits", 16),
+            "static": module.input_scale is not None,
+            "shares_with": owner if owner != name else None,
+        }
+    return found
+
+
+def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+    """Gives the float `model` the quantized layers of `describe`, without values, in place.
+
+    The layers lie on the device of the weights they replace; `load_state_dict` fills them (with
+    `assign=True` where that is meta). Raises `FileError` for a layer that the model does not have
+    or that has another shape, before anything is changed.
+    """
+    modules = dict(model.named_modules())
+    for name, about in description.items():
+        _check(name, about, modules.get(name))
+    weights: dict[str, QuantizedWeight] = {}
+    for name, about in description.items():
+        module = modules[name]
+        if about["kind"] == "folded":
+            module.__class__ = FoldedBatchNorm
+            module.__dict__.update(_parameters={}, _buffers={})
+            continue
+        place = module._parameters["weight"]
+        assert place is not None
+        with place.device:
+            weight = weights.get(about["shares_with"] or "")
+            if weight is None:
+                grid, dtype = Grid(**about["grid"]), _DTYPES[about["dtype"]]
+                weight = _WEIGHTS[about["weight"]](grid, about["shape"], dtype)
+            weights[name] = weight
+            _layer(module, about, weight).take_over(module)
+    if weights:
+        ledger.record(model, "quantize_")
+    return model
+
+
+def _layer(module: nn.Module, about: Mapping[str, Any], weight: QuantizedWeight) -> QuantizedLayer:
+    bias = module._parameters.get("bias")
+    if about["bias"] and bias is None:
+        bias = nn.Parameter(torch.empty(about["shape"][0], dtype=_DTYPES[about["dtype"]]))
+    scale = zero = None
+    if about["static"]:
+        scale = torch.empty(1)
+        zero = torch.empty(1, dtype=torch.int32)
+    if about["kind"] == "embedding":
+        return QuantizedEmbedding(module, weight)
+    if about["kind"] == "conv":
+        assert isinstance(weight, CodedWeight)
+        return QuantizedConv(module, weight, bias, scale, zero)
+    return QuantizedLinear(module, weight, bias, scale, about["activation_bits"])
+
+
+def _check(name: str, about: Mapping[str, Any], module: nn.Module | None) -> None:
+    if module is None:
+        raise FileError(f"the quantized layer '{name}' is none of the model's")
+    if about["kind"] == "folded":
+        return
+    weight = module._parameters.get("weight")
+    kind = kind_of(module)
+    if weight is None or kind != about["kind"]:
+        raise FileError(
+            f"'{name}' is a {type(module).__name__}, which cannot become a quantized "
+            f"{about['kind']}"
+        )
+    shape = tuple(weight.shape[::-1] if type(module).__name__ == "Conv1D" else weight.shape)
+    if shape != tuple(about["shape"]):
+        raise FileError(f"'{name}' has a weight of {shape}, the quantized one is {about['shape']}")

@@ -1,0 +1,175 @@
+"""Quantized layers: the classes that `nn.Linear`, `nn.Embedding` and convolutions become.
+
+A layer keeps its name, its hooks and its bias; its `weight` becomes a module (see
+[Note: a weight is a module] in `weights.py`). Keys of the `state_dict` of a layer:
+
+    weight.packed | weight.codes, weight.scale, weight.zero    the last with zero points only
+    bias                                                       as before
+    input_scale, input_zero                                    static activations only
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lezero.compress.quantize.weights import (
+    CodedWeight,
+    PackedWeight,
+    QuantizedWeight,
+    keeping_types,
+)
+from lezero.ops.linear import conv_int8
+
+# Of a module's own dictionary, what becomes that of the quantized layer: the rest (hooks, the
+# training flag, what a user put there) stays.
+_TAKEN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class QuantizedLayer(nn.Module):
+    """Base of the quantized layers. `float_class`: what the layer was."""
+
+    weight: QuantizedWeight
+    bias: nn.Parameter | None
+    input_scale: Tensor | None
+    float_class: type[nn.Module]
+
+    def __init__(
+        self,
+        was: nn.Module,
+        weight: QuantizedWeight,
+        bias: nn.Parameter | None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.float_class = type(was)
+        self.weight = weight
+        self.register_parameter("bias", bias)
+        self.register_buffer("input_scale", input_scale)
+
+    def take_over(self, module: nn.Module) -> None:
+        """`module`, of class `float_class`, becomes this layer (which it then shares all with)."""
+        module.__class__ = type(self)
+        for name, value in self.__dict__.items():
+            if name in _TAKEN or (not name.startswith("_") and name != "training"):
+                module.__dict__[name] = value
+
+    def give_back(self, weight: nn.Parameter) -> None:
+        """Becomes the float layer again, with `weight` (laid out as that class has it)."""
+        self.__class__ = self.float_class  # type: ignore[assignment]
+        bias = {} if issubclass(self.float_class, nn.Embedding) else {"bias": self.bias}
+        own = self.__dict__
+        own.update(_parameters={"weight": weight, **bias}, _buffers={}, _modules={})
+        own["_non_persistent_buffers_set"] = set()
+        for name in ("float_class", "x_bits"):
+            own.pop(name, None)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the float layer's weight is (K, N): transformers' `Conv1D`."""
+        return self.float_class.__name__ == "Conv1D"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        return keeping_types(self, lambda: super(QuantizedLayer, self)._apply(fn, recurse))
+
+
+class QuantizedLinear(QuantizedLayer):
+    """A linear layer (N outputs, K inputs) with an int8, int4, fp8 or nf4 weight.
+
+    `x_bits`: 16, activations stay; 8, each token is rounded to int8 with a scale of its own or,
+    where `input_scale` is there, with that. Also stands for transformers' `Conv1D`.
+    """
+
+    def __init__(
+        self,
+        was: nn.Module,
+        weight: QuantizedWeight,
+        bias: nn.Parameter | None,
+        input_scale: Tensor | None = None,
+        x_bits: int = 16,
+    ) -> None:
+        super().__init__(was, weight, bias, input_scale)
+        self.out_features, self.in_features = weight.full_shape
+        self.x_bits = x_bits
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight.linear(x, self.bias, self.x_bits, self.input_scale)
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"{self.in_features}, {self.out_features}, {bias=}, activations={self.x_bits} bits"
+
+
+class QuantizedEmbedding(QuantizedLayer):
+    """An embedding whose rows are decoded as they are looked up."""
+
+    def __init__(self, was: nn.Module, weight: QuantizedWeight) -> None:
+        super().__init__(was, weight, None)
+        self.num_embeddings, self.embedding_dim = weight.full_shape
+        self.padding_idx = was.padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight.rows(ids)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+class QuantizedConv(QuantizedLayer):
+    """A convolution of one or two dims with an 8-bit weight, a scale for each output channel.
+
+    With `input_scale` and `input_zero` (static activations) it computes in int8; else the weight is
+    decoded at each use.
+    """
+
+    input_zero: Tensor | None
+
+    def __init__(
+        self,
+        was: nn.Module,
+        weight: CodedWeight,
+        bias: nn.Parameter | None,
+        input_scale: Tensor | None = None,
+        input_zero: Tensor | None = None,
+    ) -> None:
+        super().__init__(was, weight, bias, input_scale)
+        self.register_buffer("input_zero", input_zero)
+        for name in ("stride", "padding", "dilation", "groups"):
+            setattr(self, name, getattr(was, name))
+
+    def forward(self, x: Tensor) -> Tensor:
+        places: dict[str, Any] = {
+            name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
+        }
+        if self.input_scale is None or self.input_zero is None:
+            convolve = F.conv1d if len(self.weight.full_shape) == 3 else F.conv2d
+            bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+            return convolve(x, self.weight.decode(x.dtype), bias, **places)
+        assert isinstance(self.weight, CodedWeight)
+        scale = self.weight.scale.flatten()
+        places |= {"x_scale": self.input_scale, "x_zero": self.input_zero}
+        return conv_int8(x, self.weight.codes, scale, self.bias, **places)
+
+    def extra_repr(self) -> str:
+        static = self.input_scale is not None
+        return f"{self.weight.full_shape}, stride={self.stride}, int8 activations={static}"
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Every quantized layer of `model` by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+
+
+__all__ = [
+    "CodedWeight",
+    "PackedWeight",
+    "QuantizedConv",
+    "QuantizedEmbedding",
+    "QuantizedLayer",
+    "QuantizedLinear",
+    "QuantizedWeight",
+    "quantized_layers",
+]

@@ -1,0 +1,118 @@
+"""Channel scales that make layers easier to quantize: SmoothQuant's and AWQ's.
+
+For each fold (`folds.py`) some scales s are tried: the layers' outputs with weights and activations
+rounded are compared with the unrounded ones on a sample of the inputs, and the best are multiplied
+into the model. Not scaling at all is one of the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lezero.compress.quantize.folds import Fold, producer_parameters, scale_channels
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.observers import weight_scale
+from lezero.compress.quantize.scheme import Target
+from lezero.ops.quantize import dequantize, quantize, quantize_tokens
+
+_SAMPLE = 256
+SMOOTH_ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8)
+AWQ_ALPHAS = tuple(step / 20 for step in range(1, 21))
+
+
+def smooth(
+    fold: Fold, target: Target, rule: str, alpha: float | Literal["auto"], journal: Journal
+) -> None:
+    """SmoothQuant: what is hard to round in activations goes into the weights.
+
+    Xiao et al., 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
+    Language Models", arXiv:2211.10438, equation 4: s_j = max|X_j|^α / max|W_j|^(1-α). "auto": the
+    α with the least error, for each fold by itself.
+    """
+    most_w = torch.stack([site.weight().abs().amax(0).float() for site in fold.sites]).amax(0)
+    alphas = SMOOTH_ALPHAS if alpha == "auto" else (alpha,)
+
+    def candidates() -> Iterator[Tensor]:
+        for power in alphas:
+            most_x = fold.inputs.absmax.clamp(min=1e-5)
+            yield most_x.pow(power) / most_w.clamp(min=1e-5).pow(1 - power)
+
+    _apply_best(fold, target, rule, candidates(), journal, forced=alpha != "auto")
+
+
+def scale_for_weights(fold: Fold, target: Target, rule: str, journal: Journal) -> None:
+    """AWQ: what matters in weights is made larger; see `methods/awq.py`."""
+    size = fold.inputs.mean_size.clamp(min=1e-8)
+    powers = (size.pow(alpha) for alpha in AWQ_ALPHAS)
+    centred = (s / (s.max() * s.min()).sqrt() for s in powers)
+    _apply_best(fold, target, rule, centred, journal, forced=False)
+
+
+def _apply_best(
+    fold: Fold,
+    target: Target,
+    rule: str,
+    candidates: Iterator[Tensor],
+    journal: Journal,
+    *,
+    forced: bool,
+) -> None:
+    x_MK = _sample(fold)
+    wanted = [x_MK @ site.weight().float().T for site in fold.sites]
+    ones = torch.ones(x_MK.shape[1], device=x_MK.device)
+    best_s = None
+    best = torch.inf if forced else _error(fold, target, rule, x_MK, wanted, ones)
+    for s_K in candidates:
+        s_K = s_K.clamp(1e-4, 1e4)
+        error = _error(fold, target, rule, x_MK, wanted, s_K)
+        if error < best:
+            best_s, best = s_K, error
+    if best_s is not None:
+        _multiply_in(fold, best_s, journal)
+
+
+def _sample(fold: Fold) -> Tensor:
+    assert fold.inputs.first is not None
+    x_MK = fold.inputs.rows(fold.inputs.first)
+    step = max(1, len(x_MK) // _SAMPLE)
+    return x_MK[::step][:_SAMPLE].float()
+
+
+def _error(
+    fold: Fold, target: Target, rule: str, x_MK: Tensor, wanted: list[Tensor], s_K: Tensor
+) -> float:
+    """Squared error of the layers' outputs with weights · s and inputs / s rounded."""
+    x_MK = x_MK / s_K
+    if target.activations != "float":
+        whole = target.activations == "tensor"
+        step = (fold.inputs.absmax / s_K).max() / 127 if whole else None
+        codes, token = quantize_tokens(x_MK, step)
+        x_MK = codes.float() * token[:, None]
+    if rule == "mse":
+        rule = "minmax"  # ranges are narrowed when the scales are found; here it only takes time
+    total = 0.0
+    for site, y_MN in zip(fold.sites, wanted, strict=True):
+        w_NK = site.weight().float() * s_K
+        scale, zero = weight_scale(w_NK, target.grid, rule)
+        made = quantize(w_NK, target.grid, scale=scale, zero=zero)
+        total += float((x_MK @ dequantize(*made, target.grid).T - y_MN).square().sum())
+    return total
+
+
+def _multiply_in(fold: Fold, s_K: Tensor, journal: Journal) -> None:
+    for parameter in producer_parameters(fold.producer):
+        journal.save_values(parameter)
+    for site in fold.sites:
+        journal.save_values(site.parameter)
+    parameters = producer_parameters(fold.producer)
+    if len(parameters) == 1 and parameters[0].dim() == 1:
+        # What the norm's own type can hold: then the product is exactly as it was.
+        gain = parameters[0].data
+        divided = (gain / s_K).to(gain.dtype)
+        s_K = torch.where(divided != 0, gain.float() / divided.float(), s_K)
+    scale_channels(fold.producer, fold.sites, s_K)
+    fold.inputs.divide(s_K)

@@ -1,0 +1,86 @@
+"""The base of the quantization configs: which weights they take, and on which grid."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lezero.compress.quantize.observers import observers
+from lezero.compress.quantize.sites import Site
+from lezero.core.config import Config
+from lezero.core.errors import ConfigError
+from lezero.ops.quantize import Grid
+
+Activations = Literal["float", "token", "tensor"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one weight becomes: codes on `grid`, and activations that stay ("float") or are rounded
+    to int8, each token by itself ("token") or with one scale from the calibration ("tensor")."""
+
+    grid: Grid
+    activations: Activations = "float"
+    has_kernel: bool = True
+    """Whether it computes from the packed codes; else they are decoded at each use."""
+
+    @property
+    def label(self) -> str:
+        """As decisions and reports name it: "int8", "int4 g64", "int8 × int8"."""
+        group = f" g{self.grid.group}" if isinstance(self.grid.group, int) else ""
+        rounded = {"float": "", "token": " × int8", "tensor": " × static int8"}[self.activations]
+        return self.grid.format + group + rounded
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How codes are found; the fields that a scheme has, and else what does nothing."""
+
+    method: str = "nearest"
+    scales: str = "minmax"
+    observer: str = "minmax"
+    smooth: float | Literal["auto"] | None = None
+    bias_correction: bool = False
+    fold_batch_norm: bool = False
+
+
+class Scheme(Config):
+    """What quantized weights are, and how their codes are found."""
+
+    @abstractmethod
+    def target(self, site: Site) -> Target | None:
+        """What `site` becomes; None: it stays. Raises `ConfigError` where a group does not fit."""
+
+    def recipe(self) -> Recipe:
+        given = {f.name: getattr(self, f.name) for f in fields(Recipe) if hasattr(self, f.name)}
+        return Recipe(**given)
+
+
+def group_for(site: Site, group: int | Literal["row", "tensor"]) -> int | Literal["row", "tensor"]:
+    """`group`, when it divides the inputs of `site`; `ConfigError` says what does."""
+    K = site.weight().shape[1]
+    if not isinstance(group, int) or K % group == 0:
+        return group
+    divides = [size for size in range(32, K + 1, 32) if K % size == 0]
+    remedy = f"{', '.join(map(str, divides[:8]))} do" if divides else "no multiple of 32 does"
+    raise ConfigError(
+        f"group: got {group}, which does not divide the {K} inputs of '{site.name}'; {remedy}. "
+        "Give one that divides, or leave the layer out with filter="
+    )
+
+
+def check_group(group: int | str) -> int | str:
+    """`group`; `ValueError` for one that no kernel takes."""
+    if isinstance(group, int) and (group < 32 or group % 32):
+        raise ValueError("allowed are multiples of 32 (32, 64, 128, …) or 'row'")
+    return group
+
+
+def check_rule(rule: str) -> str:
+    """An observer's name, built in or of a plug-in."""
+    try:
+        observers.get(rule)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return rule

@@ -1,0 +1,171 @@
+"""Which weights of a model can be quantized, and who uses each.
+
+A site is one weight and the layers that share it. Layers of exactly the classes below count, not
+subclasses, whose forward could do something else: `nn.Linear`, `nn.Embedding`, `nn.Conv1d`,
+`nn.Conv2d` and transformers' `Conv1D` (a linear layer with a transposed weight).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lezero.core.errors import ConfigError, NumericsError, OrderError
+from lezero.nn.blocks import blocks
+
+Kind = Literal["linear", "embedding", "conv"]
+Filter = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
+_MOST_INPUTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class User:
+    """A layer that uses a weight."""
+
+    name: str
+    module: nn.Module
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Site:
+    """One weight. `users`: the layers that share it, in the order of registration."""
+
+    users: tuple[User, ...]
+    parameter: nn.Parameter
+    is_vocabulary: bool
+    """Token embeddings, and the output head over the same tokens."""
+    numel: int
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        return self.users[0].name
+
+    @property
+    def kind(self) -> Kind:
+        """Of a tied weight: "linear"."""
+        kinds = [user.kind for user in self.users]
+        return "linear" if "linear" in kinds else kinds[0]
+
+    @property
+    def transposed(self) -> bool:
+        return type(self.users[0].module).__name__ == "Conv1D"
+
+    def weight(self) -> Tensor:
+        """The weight as (N, K) or, of a convolution, (O, C / groups, …); a view."""
+        data = self.parameter.detach()
+        return data.T if self.transposed else data
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """How `module` can be quantized; None where it cannot."""
+    if type(module) is nn.Linear or _is_conv1d_of_transformers(module):
+        return "linear"
+    if type(module) is nn.Embedding:
+        return "embedding" if module.max_norm is None else None
+    if type(module) in (nn.Conv1d, nn.Conv2d):
+        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+        return "conv" if plain else None
+    return None
+
+
+def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
+    """Every weight that can be quantized and that `filter` takes; all its users must be taken.
+
+    Raises `OrderError` for sharded weights, `NumericsError` for values that are not finite (both
+    name the layer), `ConfigError` when nothing is left.
+    """
+    chosen = _chooser(filter)
+    users: dict[int, list[User]] = defaultdict(list)
+    places: dict[int, int] = defaultdict(int)
+    parameters: dict[int, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            parameters[id(parameter)] = parameter
+            places[id(parameter)] += 1
+            kind = kind_of(module)
+            if key == "weight" and kind is not None and chosen(name, module):
+                users[id(parameter)].append(User(name, module, kind))
+    inside = tuple(f"{name}." for name, _ in blocks(model))
+    words = {
+        tuple(p.shape) for p in parameters.values() for u in users[id(p)] if u.kind == "embedding"
+    }
+    sites = []
+    for key, layers in users.items():
+        parameter = parameters[key]
+        kinds = {(user.kind, type(user.module).__name__) for user in layers}
+        if len(layers) < places[key] or not _fits(parameter, kinds):
+            continue
+        outside = not any(user.name.startswith(inside) for user in layers) if inside else True
+        vocabulary = outside and tuple(parameter.shape) in words
+        size = (parameter.numel(), parameter.nbytes)
+        sites.append(Site(tuple(layers), parameter, vocabulary, *size))
+    if not sites:
+        found = sorted({type(m).__name__ for m in model.modules() if not list(m.children())})
+        raise ConfigError(
+            "lz.quantize_: no layer fits"
+            + (" the filter" if filter is not None else "")
+            + f"; the model's layers are {', '.join(found) or 'none'}, and what can be "
+            "quantized is Linear, Embedding, Conv1d, Conv2d and Conv1D, of floating-point weights"
+        )
+    for site in sites:
+        _check(site)
+    return sites
+
+
+def _fits(parameter: nn.Parameter, kinds: set[tuple[Kind, str]]) -> bool:
+    """Whether users can share one quantized weight."""
+    shared = len(kinds) == 1 or kinds == {("linear", "Linear"), ("embedding", "Embedding")}
+    inputs = parameter.shape[1:].numel()
+    floats = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return shared and floats and parameter.numel() > 0 and inputs <= _MOST_INPUTS
+
+
+def _check(site: Site) -> None:
+    parameter = site.parameter
+    if isinstance(parameter, DTensor):
+        raise OrderError(
+            f"lz.quantize_: the weight of '{site.name}' is split over ranks; quantize first, or "
+            "save the model and quantize it whole"
+        )
+    if parameter.is_meta:
+        raise OrderError(
+            f"lz.quantize_: the weight of '{site.name}' is on the meta device and has no values; "
+            "load the model first"
+        )
+    if not bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64))):
+        bad = int((~torch.isfinite(parameter.detach())).sum())
+        if bad:
+            raise NumericsError(
+                f"lz.quantize_: {bad} of {parameter.numel()} weights of '{site.name}' are NaN or "
+                "infinite; mend the model, or leave the layer out with filter="
+            )
+
+
+def _chooser(filter: Filter) -> Callable[[str, nn.Module], bool]:
+    if filter is None:
+        return lambda name, module: True
+    if callable(filter):
+        return filter
+    patterns = [filter] if isinstance(filter, str) else list(filter)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(
+            f"filter: got {filter!r}, allowed is a pattern of layer names such as '*.mlp.*', a "
+            "sequence of them, or a function of (name, module)"
+        )
+    return lambda name, module: any(fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def _is_conv1d_of_transformers(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"

@@ -1,0 +1,88 @@
+"""Which of two forms of a layer is faster here: measured in turns, at the calibration's shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from lezero.core import device
+from lezero.core.decisions import Decisions
+
+AS_IT_WAS = "as it was"
+MARGIN = 0.02
+_ROUNDS = 5
+_SECONDS = 0.3
+
+
+class LayerSpeed:
+    """Times layers beside their quantized forms; layers of one kind and shape only once.
+
+    `clock` is for tests.
+    """
+
+    def __init__(
+        self, decisions: Decisions, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.decisions, self.clock = decisions, clock
+        self._known: dict[str, tuple[float, float]] = {}
+
+    def measure(
+        self,
+        label: str,
+        before: Sequence[nn.Module],
+        after: Sequence[nn.Module],
+        xs: Sequence[Tensor],
+    ) -> tuple[float, float]:
+        """Seconds of the float layers and of the quantized ones, each on its input."""
+        shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.") for x in xs)
+        sizes = "; ".join(_describe(module) for module in before)
+        key = f"{sizes} on {shapes} → {label}"
+        if key not in self._known:
+            self._known[key] = in_turns(
+                lambda: [module(x) for module, x in zip(before, xs, strict=True)],
+                lambda: [module(x) for module, x in zip(after, xs, strict=True)],
+                self.clock,
+            )
+        return self._known[key]
+
+    def keeps(self, name: str, label: str, times: tuple[float, float]) -> bool:
+        """Whether the quantized form of layer `name` is kept: it is faster by `MARGIN`."""
+        chosen = self.decisions.choose(
+            f"quantize {name}",
+            {AS_IT_WAS: lambda: times[0], label: lambda: times[1]},
+            keep=AS_IT_WAS,
+            margin=MARGIN,
+            why="measured at the calibration's shapes",
+        )
+        return chosen == label
+
+
+def in_turns(
+    one: Callable[[], Any], two: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """The best time of each, called in turns so that a drifting machine touches both alike."""
+    best = [float("inf"), float("inf")]
+    for call in (one, two):
+        call()
+    began = clock()
+    for turn in range(_ROUNDS * 8):
+        order = ((0, one), (1, two)) if turn % 2 == 0 else ((1, two), (0, one))
+        for place, call in order:
+            device.synchronize()
+            start = clock()
+            call()
+            device.synchronize()
+            best[place] = min(best[place], clock() - start)
+        if turn + 1 >= _ROUNDS and clock() - began > _SECONDS:
+            break
+    return best[0], best[1]
+
+
+def _describe(module: nn.Module) -> str:
+    weight = module._parameters.get("weight")
+    shape = "" if weight is None else "×".join(map(str, weight.shape))
+    places = [getattr(module, name, "") for name in ("stride", "padding", "dilation", "groups")]
+    return f"{type(module).__name__} {shape} {places if any(places) else ''}".strip()

@@ -1,0 +1,106 @@
+"""Tensors that wait on the disk: original weights, and activations between two blocks.
+
+Calibration may hold little more than the model in memory. What it needs later lies in files of a
+folder that is gone afterwards, beside the caches (`LEZERO_CACHE`), since temporary folders are
+often memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Hashable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lezero.core.errors import CapacityError
+from lezero.core.facts import cache_folder
+
+
+class Spill:
+    """Trees of tensors by key. Bytes and devices come back as they were; other leaves stay."""
+
+    def __init__(self) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._held: dict[Hashable, tuple[Path, list[Any], Any]] = {}
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        root = cache_folder()
+        root.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix="spill-", dir=root)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._held.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def need(self, size: int, what: str) -> None:
+        """Raises `CapacityError` when `size` bytes do not fit."""
+        assert self._folder is not None
+        free = shutil.disk_usage(self._folder.name).free
+        if size > free:
+            raise CapacityError(
+                f"{what} needs {size / 2**30:.2f} GiB of disk under {cache_folder()}, which has "
+                f"{free / 2**30:.2f}; make room, or set LEZERO_CACHE to a folder on another disk"
+            )
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._held
+
+    def put(self, key: Hashable, tree: Any) -> None:
+        """Writes the tensors of `tree`; an older one under `key` is dropped."""
+        assert self._folder is not None
+        self.drop(key)
+        leaves, shape = pytree.tree_flatten(tree)
+        path = Path(self._folder.name) / str(self._count)
+        self._count += 1
+        kept: list[Any] = []
+        with open(path, "wb", buffering=0) as file:
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    flat = leaf.detach().contiguous().flatten()
+                    flat.view(torch.uint8).cpu().numpy().tofile(file)
+                    kept.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+                else:
+                    kept.append(leaf)
+        self._held[key] = (
+            path,
+            [(isinstance(x, Tensor), k) for x, k in zip(leaves, kept, strict=True)],
+            shape,
+        )
+
+    def get(self, key: Hashable) -> Any:
+        path, kept, shape = self._held[key]
+        leaves: list[Any] = []
+        with open(path, "rb", buffering=0) as file:
+            for is_tensor, about in kept:
+                leaves.append(_read(file, *about) if is_tensor else about)
+        return pytree.tree_unflatten(leaves, shape)
+
+    def drop(self, key: Hashable) -> None:
+        held = self._held.pop(key, None)
+        if held is not None:
+            held[0].unlink(missing_ok=True)
+
+
+def _read(file: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    size = torch.Size(shape).numel() * dtype.itemsize
+    flat = (
+        torch.from_numpy(np.fromfile(file, np.uint8, size))
+        if size
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    return flat.view(dtype).view(shape).to(device)

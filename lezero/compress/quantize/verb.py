@@ -1,0 +1,300 @@
+"""The verbs: `lz.quantize_(model, lz.Int4Weight(group=64), data=calibration)`, `lz.dequantize_`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lezero.compress.quantize.batches import (
+    Batch,
+    call,
+    first_call,
+    quiet,
+    read_batches,
+    tensors_of,
+)
+from lezero.compress.quantize.budget import check_budget, output_difference
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.methods import methods
+from lezero.compress.quantize.modules import QuantizedLayer, quantized_layers
+from lezero.compress.quantize.report import REPORT, QuantizationReport
+from lezero.compress.quantize.scheme import Scheme, Target
+from lezero.compress.quantize.sites import Filter, Site, find_sites
+from lezero.compress.quantize.spill import Spill
+from lezero.compress.quantize.work import Objective, Work
+from lezero.core import device, ledger
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError, NumericsError, OrderError
+
+Model = TypeVar("Model", bound=nn.Module)
+Metric = Callable[[nn.Module], float]
+_RUNS = 4
+_LONGEST_RUN_S = 3.0
+# How much slower the whole may look before it counts: two runs of one model differ by as much.
+_WHOLE_MARGIN = 0.02
+
+
+def quantize_(
+    model: Model,
+    config: Scheme,
+    *,
+    data: Any = None,
+    filter: Filter = None,
+    objective: Objective = "speed",
+    metric: Metric | None = None,
+    budget: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    decisions: Decisions | None = None,
+) -> Model:
+    """Quantizes the weights of `model` in place, measured on this machine; returns the model.
+
+    Linear layers, embeddings and convolutions change their class (`compress.quantize.modules`
+    documents their `state_dict`); all names of modules stay. `lz.quantization_report(model)` shows
+    what became of each layer; `lz.dequantize_` gives plain layers back. Either all of it is done or
+    the model is exactly as it was, whatever fails.
+
+    Args:
+        config: `Int8Weight`, `Int8WeightActivation`, `Int4Weight`, `Fp8` or `Nf4`.
+        data: calibration batches: an iterable of tensors, tuples of arguments or mappings of
+            keyword arguments, or one of these as the only batch. It goes through the model block by
+            block, so that memory stays near that of the model (docs/quantization.md).
+        filter: patterns of layer names ("*.mlp.*"), or a function of (name, module); layers that
+            it does not take stay as they are.
+        objective: "speed" leaves a layer as it was unless its quantized form is faster here, at the
+            shapes of the first batch (without data: for one token). "size" leaves only those that
+            would not become smaller.
+        metric: a function of the model, smaller is better (a loss). Without it the relative error
+            of the outputs on the first batch counts.
+        budget: how much `metric` may grow, as a fraction of what it was; without a metric, how
+            large the error of the outputs may be.
+        optimizer: one that holds quantized parameters is refused: they leave the model.
+        decisions: the record of the run that the choices go into.
+
+    Errors: `ConfigError` (a value, data that the model does not take, no layer that fits, a group
+    that does not divide), `OrderError` (quantized or sharded already, an optimizer that holds the
+    weights), `NumericsError` (NaN in weights or activations with the layer's name, a budget that is
+    not met with the layers to blame), `CapacityError` (the original weights wait on the disk until
+    all is done, and do not fit).
+    """
+    _check(model, config, objective, metric, budget, data)
+    batches = None if data is None else read_batches(data)
+    targets = _targets(config, find_sites(model, filter), batches is not None)
+    _check_optimizer(optimizer, targets)
+    report = QuantizationReport(decisions=decisions if decisions is not None else Decisions())
+    with quiet(model), Spill() as spill:
+        journal = Journal(spill)
+        try:
+            _quantize(
+                model, config, targets, batches, objective, metric, budget, report, journal, spill
+            )
+        except BaseException:
+            journal.undo()
+            raise
+        if quantized_layers(model):
+            ledger.record(model, "quantize_")
+        else:
+            journal.undo()
+        model.__dict__[REPORT] = report
+    return model
+
+
+def dequantize_(model: Model) -> Model:
+    """Turns quantized layers back into plain ones, in place; returns the model.
+
+    Their weights are what the codes stand for, in the type that the weights had: what rounding lost
+    stays lost; biases that were corrected and batch norms that were folded stay so. Parameters are
+    new: build optimizers afterwards. Raises `OrderError` where nothing is quantized.
+    """
+    layers = quantized_layers(model)
+    if not layers:
+        raise OrderError("lz.dequantize_: no layer of this model is quantized")
+    made: dict[tuple[int, bool], nn.Parameter] = {}
+    for layer in layers.values():
+        key = (id(layer.weight), layer.transposed)
+        if key not in made:
+            made[key] = _parameter(layer)
+        layer.give_back(made[key])
+    ledger.forget(model, "quantize_")
+    model.__dict__.pop(REPORT, None)
+    return model
+
+
+@torch.no_grad()
+def _parameter(layer: QuantizedLayer) -> nn.Parameter:
+    weight = layer.weight.decode()
+    return nn.Parameter(weight.T.contiguous() if layer.transposed else weight)
+
+
+def _quantize(
+    model: nn.Module,
+    config: Scheme,
+    targets: dict[str, tuple[Site, Target]],
+    batches: list[Batch] | None,
+    objective: Objective,
+    metric: Metric | None,
+    budget: float | None,
+    report: QuantizationReport,
+    journal: Journal,
+    spill: Spill,
+) -> None:
+    weights = {id(site): site.nbytes for site, _ in targets.values()}
+    spill.need(sum(weights.values()), "quantizing")
+    report.bytes_before = _bytes(model)
+    if batches is not None:
+        spill.put("outputs", tensors_of(first_call(model, batches[0])))
+        report.seconds_before = _seconds(model, batches[0])
+    report.metric_name = "metric" if metric is not None else "error of the outputs"
+    report.quality_before = _figure(metric(model)) if metric is not None else 0.0
+    work = Work(model, config, targets, batches, objective, report, journal, spill)
+    work.run()
+
+    def measure() -> float:
+        if metric is not None:
+            return _figure(metric(model))
+        assert batches is not None
+        return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
+
+    report.bytes_after = _bytes(model)
+    if metric is not None or batches is not None:
+        report.quality_after = measure()
+        if budget is not None:
+            sites = {site.name: site for site, _ in targets.values()}
+            check_budget(report, budget, metric is not None, sites, work.rescaled, journal, measure)
+    if batches is not None:
+        report.seconds_after = _seconds(model, batches[0])
+        if objective == "speed":
+            _check_whole(model, batches[0], report, journal)
+
+
+def _check_whole(
+    model: nn.Module, batch: Batch, report: QuantizationReport, journal: Journal
+) -> None:
+    """Undoes everything where the model as a whole has become slower."""
+    assert report.seconds_before is not None
+    assert report.seconds_after is not None
+    if not quantized_layers(model):
+        return
+    if report.seconds_after > report.seconds_before * (1 + _WHOLE_MARGIN):
+        report.seconds_after = min(report.seconds_after, _seconds(model, batch))
+    before, after = report.seconds_before, report.seconds_after
+    topic, forms = "quantize the model", ("as it was", "quantized")
+    chosen = report.decisions.choose(
+        topic,
+        {forms[0]: lambda: before * (1 + _WHOLE_MARGIN), forms[1]: lambda: after},
+        why="one batch, before (and the spread of two runs) and after",
+    )
+    if chosen == forms[0]:
+        journal.undo()
+        report.bytes_after = _bytes(model)
+        report.quality_after, report.seconds_after = report.quality_before, before
+        report.notes.append(
+            "the model as a whole was not faster, so every layer is as it was; what is above was "
+            "measured of the layers by themselves"
+        )
+
+
+def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tuple[Site, Target]]:
+    """What each layer becomes, by the names of all that use a weight."""
+    method = methods.get(config.recipe().method)()
+    if method.needs_data and not has_data:
+        raise ConfigError(
+            f"lz.quantize_: method '{config.recipe().method}' needs calibration data; give data=, "
+            "or take 'nearest' or 'hqq'"
+        )
+    found: dict[str, tuple[Site, Target]] = {}
+    for site in sites:
+        target = config.target(site)
+        if target is None:
+            continue
+        found.update({user.name: (site, target) for user in site.users})
+    kind = type(config).__name__
+    suited = [target for site, target in found.values() if method.suits(target.grid)]
+    if found and not suited:
+        raise ConfigError(
+            f"method: '{config.recipe().method}' cannot work on what {kind} makes of these layers; "
+            "'hqq' needs zero_point=True"
+        )
+    if not found:
+        raise ConfigError(f"lz.quantize_: {kind} takes none of the layers that fit the filter")
+    if not has_data and all(target.activations == "tensor" for _, target in found.values()):
+        raise ConfigError(
+            f"lz.quantize_: {kind} needs calibration data for these layers' inputs; give data="
+        )
+    return found
+
+
+def _check(model: Any, config: Any, objective: Any, metric: Any, budget: Any, data: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"lz.quantize_: got a {type(model).__name__}, allowed is a torch.nn.Module"
+        )
+    if not isinstance(config, Scheme):
+        raise ConfigError(
+            f"config: got {config!r}, allowed are Int8Weight(…), Int8WeightActivation(…), "
+            "Int4Weight(…), Fp8(…) and Nf4(…)"
+        )
+    if objective not in ("speed", "size"):
+        raise ConfigError(f"objective: got {objective!r}, allowed are 'speed' and 'size'")
+    if metric is not None and not callable(metric):
+        raise ConfigError(f"metric: got {metric!r}, allowed is a function of the model")
+    if budget is not None:
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
+            raise ConfigError(f"budget: got {budget!r}, allowed is a number of at least 0")
+        if metric is None and data is None:
+            raise ConfigError("budget: nothing can be measured; give metric= or data=")
+    if any(isinstance(module, QuantizedLayer) for module in model.modules()):
+        raise OrderError(
+            "lz.quantize_: this model is quantized already; start from the original weights, or "
+            "call lz.dequantize_ first"
+        )
+    if any("shard_" in ledger.applied(module) for module in model.modules()):
+        raise OrderError(
+            "lz.quantize_: this model went through lz.shard_, and the shards are what training "
+            "needs; quantize the saved model instead"
+        )
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer | None, targets: dict[str, tuple[Site, Target]]
+) -> None:
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    lost = [name for name, (site, _) in targets.items() if id(site.parameter) in held]
+    if lost:
+        raise OrderError(
+            f"lz.quantize_: the optimizer holds {len(lost)} of the weights to quantize "
+            f"('{lost[0]}' is the first), which leave the model; build it afterwards, over what is "
+            "left in model.parameters()"
+        )
+
+
+def _figure(value: Any) -> float:
+    number = float(value)
+    if number != number:
+        raise NumericsError("metric: gave NaN for the model")
+    return number
+
+
+def _bytes(model: nn.Module) -> int:
+    tensors = {id(x): x for x in [*model.parameters(), *model.buffers()]}
+    return sum(x.nbytes for x in tensors.values())
+
+
+def _seconds(model: nn.Module, batch: Batch) -> float:
+    """The best of some runs on one batch."""
+    best = float("inf")
+    for turn in range(_RUNS):
+        device.synchronize()
+        began = time.perf_counter()
+        call(model, batch)
+        device.synchronize()
+        took = time.perf_counter() - began
+        best = min(best, took)
+        if turn and took > _LONGEST_RUN_S:
+            break
+    return best

@@ -1,0 +1,261 @@
+"""What stands in the place of a weight: modules that hold codes and scales, and multiply with them.
+
+`PackedWeight` lies as the kernels of `lezero.ops.linear` read it; `CodedWeight` holds codes in the
+weight's own shape, for what has no such kernel, and is decoded at each use.
+
+[Note: a weight is a module]
+A quantized layer's `weight` is one of these modules, so the layer's `state_dict` has the keys
+`weight.packed` (or `weight.codes`), `weight.scale` and, with zero points, `weight.zero`. Layers
+that were tied share the module, and stay tied through `.to()`. Foreign code that reads the weight
+still works: `dtype`, `device` and `shape` are those of the weight it stands for, and torch's
+functions take it as a tensor (`F.linear` multiplies with the packed weight, all others decode it).
+
+Letters: N output features, K input features, G groups.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lezero.ops.linear import Packed, embedding_int, linear_int, pack, unpack
+from lezero.ops.quantize import (
+    Grid,
+    Quantized,
+    dequantize,
+    pack_nibbles,
+    unpack_nibbles,
+)
+
+_SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class QuantizedWeight(nn.Module, ABC):
+    """Codes on `grid` for a weight of `shape`; `dtype` is what it decodes to."""
+
+    scale: Tensor
+    like: Tensor
+
+    def __init__(self, grid: Grid, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.grid, self.full_shape = grid, tuple(shape)
+        # Holds nothing but a type, which follows `.to()` as a parameter's would; not on meta, from
+        # where nothing comes back.
+        like = torch.empty(0, dtype=dtype, device="cpu")
+        self.register_buffer("like", like, persistent=False)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.full_shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.scale.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept and saved."""
+        return sum(buffer.nbytes for buffer in self.state_dict().values())
+
+    @abstractmethod
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight that the codes stand for, of `shape`."""
+
+    @abstractmethod
+    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+        """x wᵀ + bias in x's dtype, with activations of `x_bits`."""
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` of the weight: (…, K) in `dtype`."""
+
+    def extra_repr(self) -> str:
+        group = self.grid.group
+        zero = ", zero points" if self.grid.zero_point else ""
+        return f"{self.full_shape}, {self.grid.format}, group={group}{zero}, {self.dtype}"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        return keeping_types(self, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        if function is F.linear and not isinstance(given[0], QuantizedWeight):
+            weight = given[1]
+            bias = given[2] if len(given) > 2 else None
+            if isinstance(weight, QuantizedWeight) and not isinstance(bias, QuantizedWeight):
+                return weight.linear(given[0], bias, 16, None)
+        plain = {name: _plain(value) for name, value in kwargs.items()}
+        return function(*map(_plain, args), **plain)
+
+
+class PackedWeight(QuantizedWeight):
+    """An (N, K) weight in int8 or int4 as `lezero.ops.linear` reads it."""
+
+    packed: Tensor
+    zero: Tensor | None
+
+    def __init__(self, grid: Grid, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Buffers without values; `of` gives them some, and so does `load_state_dict`."""
+        assert grid.is_integer
+        super().__init__(grid, shape, dtype)
+        N, K = self.full_shape
+        panels, groups = -(-N // 16), -(-K // self.group) if self.group else 1
+        inputs = -(-K // 64) * (8 if grid.bits == 4 else 16)
+        scale = torch.empty(panels, groups, 16, dtype=_SCALES[grid.scale_dtype])
+        self.register_buffer("packed", torch.empty(panels, inputs, 16, 4, dtype=torch.uint8))
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", torch.empty_like(scale) if grid.zero_point else None)
+
+    @classmethod
+    def of(cls, made: Quantized, grid: Grid, dtype: torch.dtype) -> PackedWeight:
+        """`made`: what `lezero.ops.quantize.quantize` gave on `grid` for an (N, K) weight."""
+        N, scale, zero = len(made.codes), made.scale, made.zero
+        if grid.group == "tensor":
+            grid, scale = replace(grid, group="row"), scale.expand(N, 1)
+            zero = None if zero is None else zero.expand(N, 1)
+        kept = _SCALES[grid.scale_dtype]
+        with torch.device("meta"):
+            weight = cls(grid, made.codes.shape, dtype)
+        packed = pack(
+            made.codes, scale.to(kept), None if zero is None else zero.to(kept), bits=grid.bits
+        )
+        weight.packed, weight.scale, weight.zero = packed
+        return weight
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; 0: all of a row."""
+        return self.grid.group if isinstance(self.grid.group, int) else 0
+
+    def parts(self) -> Packed:
+        return Packed(self.packed, self.scale, self.zero)
+
+    def unpacked(self) -> Quantized:
+        """Codes (N, K) and scales, zero points (N, G), as they were packed."""
+        return Quantized(*unpack(self.parts(), *self.full_shape, bits=self.grid.bits))
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        codes, scale, zero = self.unpacked()
+        grid = self.grid if self.group else replace(self.grid, group="row")
+        return dequantize(codes, scale, zero, grid, dtype or self.dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+        return linear_int(
+            x,
+            self.parts(),
+            bias,
+            out_features=self.full_shape[0],
+            bits=self.grid.bits,
+            group=self.group,
+            x_bits=x_bits,
+            x_scale=x_scale,
+        )
+
+    def rows(self, ids: Tensor) -> Tensor:
+        K, bits = self.full_shape[1], self.grid.bits
+        return embedding_int(
+            ids, self.parts(), in_features=K, bits=bits, group=self.group, dtype=self.dtype
+        )
+
+
+class CodedWeight(QuantizedWeight):
+    """A weight of any shape as codes; (N, …) counts as (N, K) for scales.
+
+    `codes`: in the weight's shape for formats of 8 bits, (N, ⌈K / 2⌉) bytes for those of 4.
+    """
+
+    codes: Tensor
+    zero: Tensor | None
+
+    def __init__(self, grid: Grid, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Buffers without values; `of` gives them some, and so does `load_state_dict`."""
+        super().__init__(grid, shape, dtype)
+        flat = self._flat()
+        of_scale = grid.scale_shape(torch.Size(flat))
+        scale = torch.empty(of_scale, dtype=_SCALES[grid.scale_dtype])
+        held = (flat[0], -(-flat[1] // 2)) if grid.bits == 4 else self.full_shape
+        kind = torch.uint8 if grid.bits == 4 else grid.code_dtype
+        self.register_buffer("codes", torch.empty(held, dtype=kind))
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", torch.empty_like(scale) if grid.zero_point else None)
+
+    @classmethod
+    def of(
+        cls, made: Quantized, grid: Grid, shape: Sequence[int], dtype: torch.dtype
+    ) -> CodedWeight:
+        """`made`: what `quantize` gave on `grid` for the weight flattened to (N, K)."""
+        kept = _SCALES[grid.scale_dtype]
+        with torch.device("meta"):
+            weight = cls(grid, shape, dtype)
+        codes = pack_nibbles(made.codes) if grid.bits == 4 else made.codes.view(weight.full_shape)
+        weight.codes, weight.scale = codes.contiguous(), made.scale.to(kept)
+        weight.zero = None if made.zero is None else made.zero.to(kept)
+        return weight
+
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+        wide = self._wide(self.codes.view(self._stored()), self.scale, self.zero, self._flat()[1])
+        return wide.view(self.full_shape).to(dtype or self.dtype)
+
+    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+        bias = bias if bias is None else bias.to(x.dtype)
+        return F.linear(x, self.decode(x.dtype), bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        flat = ids.flatten()
+        whole = self.grid.group == "tensor"
+        codes, scale, zero = (
+            None if x is None else x if whole and x is not self.codes else x[flat]
+            for x in (self.codes, self.scale, self.zero)
+        )
+        assert codes is not None
+        assert scale is not None
+        found = self._wide(codes, scale, zero, self._flat()[1])
+        return found.view(*ids.shape, -1).to(self.dtype)
+
+    def _wide(self, codes: Tensor, scale: Tensor, zero: Tensor | None, K: int) -> Tensor:
+        if self.grid.bits == 4:
+            codes = unpack_nibbles(codes, K)
+        return dequantize(codes, scale, zero, self.grid)
+
+    def _flat(self) -> tuple[int, int]:
+        N = self.full_shape[0]
+        return N, max(1, torch.Size(self.full_shape[1:]).numel())
+
+    def _stored(self) -> tuple[int, int]:
+        N, K = self._flat()
+        return (N, -(-K // 2)) if self.grid.bits == 4 else (N, K)
+
+
+def keeping_types(module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
+    """`apply` of `.to()`: types of scales stay, since 16 bits would lose digits of them."""
+    before = dict(module._buffers)
+    changed = apply()
+    for name, buffer in before.items():
+        after = module._buffers[name]
+        if buffer is None or after is None or name == "like":
+            continue
+        if after.dtype != buffer.dtype:
+            module._buffers[name] = buffer.to(after.device)
+    return changed
+
+
+def _plain(value: Any) -> Any:
+    return value.decode() if isinstance(value, QuantizedWeight) else value

@@ -1,0 +1,272 @@
+"""One quantization from beginning to end: block by block, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.batch_norm import fold_batch_norms_
+from lezero.compress.quantize.batches import Batch, call, tensors_of
+from lezero.compress.quantize.capture import Capture, record_for
+from lezero.compress.quantize.folds import find_folds
+from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.layer import (
+    adopt,
+    build,
+    output_error,
+    quantized_bytes,
+    weight_error,
+)
+from lezero.compress.quantize.methods import methods
+from lezero.compress.quantize.modules import QuantizedLayer
+from lezero.compress.quantize.replay import Replay
+from lezero.compress.quantize.report import LayerReport, QuantizationReport
+from lezero.compress.quantize.scaling import scale_for_weights, smooth
+from lezero.compress.quantize.scheme import Scheme, Target
+from lezero.compress.quantize.sites import Site, User
+from lezero.compress.quantize.speed import AS_IT_WAS, LayerSpeed
+from lezero.compress.quantize.spill import Spill
+from lezero.core.errors import NumericsError
+from lezero.nn.blocks import blocks
+
+Objective = Literal["speed", "size"]
+
+
+class Work:
+    """Quantizes `sites` of `model` on `batches` (or without data: None) and fills `report`.
+
+    Changes go through `journal`, so that the caller can undo them. The model is in eval mode and
+    computes no gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: Scheme,
+        targets: dict[str, tuple[Site, Target]],
+        batches: list[Batch] | None,
+        objective: Objective,
+        report: QuantizationReport,
+        journal: Journal,
+        spill: Spill,
+    ) -> None:
+        self.model, self.batches, self.objective = model, batches, objective
+        self.report, self.journal, self.spill = report, journal, spill
+        self.recipe = scheme.recipe()
+        self.method = methods.get(self.recipe.method)()
+        self.sites = list({id(site): (site, target) for site, target in targets.values()}.values())
+        self.targets = targets
+        self.speed = LayerSpeed(report.decisions)
+        self.rescaled = False
+        """Whether weights of layers were changed before they were quantized."""
+
+    def run(self) -> None:
+        if self.batches is None:
+            for site, target in self.sites:
+                self._finish(site, target, {})
+            return
+        if self.recipe.fold_batch_norm:
+            first = self.batches[0]
+            folded = fold_batch_norms_(
+                self.model, lambda: tensors_of(call(self.model, first)), self.journal
+            )
+            if folded:
+                self.report.notes.append(
+                    f"{len(folded)} batch norms are part of the convolutions before them now"
+                )
+        self._in_blocks(self.batches)
+        self._in_the_rest(self.batches)
+
+    def _in_blocks(self, batches: list[Batch]) -> None:
+        found = blocks(self.model)
+        if not any(self._sites_in(name) for name, _ in found):
+            return
+        replay = Replay(self.model, batches, found, self.spill)
+        if not replay.is_chain:
+            self.report.notes.append(
+                "blocks read more than what the block before them gave: each was calibrated by "
+                "running all blocks before it"
+            )
+        last = max((k for k, (n, _) in enumerate(replay.blocks) if self._sites_in(n)), default=-1)
+        for index, (name, block) in enumerate(replay.blocks[: last + 1]):
+            self._block(replay, index, block, self._sites_in(name), index < last)
+
+    def _block(
+        self,
+        replay: Replay,
+        index: int,
+        block: nn.Module,
+        sites: list[tuple[Site, Target]],
+        hand_on: bool,
+    ) -> None:
+        """Looks at what block `index` is given, quantizes it, and runs it for the next one."""
+        forward = block.forward
+        if sites:
+            capture = self._capture(sites)
+            given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+            def look(*args: Any, **kwargs: Any) -> Any:
+                if not given:
+                    given.append((args, kwargs))
+                with capture.watching(block):
+                    return forward(*args, **kwargs)
+
+            for batch in range(len(replay.batches)):
+                replay.run(batch, index, look, store=False)
+            args, kwargs = given.pop()
+            self._rescale(capture, sites, lambda: tensors_of(forward(*args, **kwargs)))
+            del args, kwargs
+            for site, target in sites:
+                self._finish(site, target, capture.inputs)
+            del capture
+        if hand_on and replay.is_chain:
+            for batch in range(len(replay.batches)):
+                replay.run(batch, index, forward)
+
+    def _in_the_rest(self, batches: list[Batch]) -> None:
+        """What lies outside of the blocks, or in blocks that the walk did not come to."""
+        done = {layer.name for layer in self.report.layers}
+        sites = [(site, target) for site, target in self.sites if site.name not in done]
+        if not sites:
+            return
+        capture = self._capture(sites)
+        one_is_enough = all(site.kind == "embedding" for site, _ in sites)
+        for batch in batches[:1] if one_is_enough else batches:
+            with capture.watching(self.model):
+                call(self.model, batch)
+        self._rescale(capture, sites, lambda: tensors_of(call(self.model, batches[0])))
+        for site, target in sites:
+            self._finish(site, target, capture.inputs)
+
+    def _capture(self, sites: list[tuple[Site, Target]]) -> Capture:
+        users = [user for site, _ in sites for user in site.users]
+        make = record_for(self.targets, self.recipe, self.method.needs_hessian)
+        return Capture(users, make)
+
+    def _sites_in(self, block: str) -> list[tuple[Site, Target]]:
+        inside = f"{block}."
+        return [
+            (site, target)
+            for site, target in self.sites
+            if all(user.name.startswith(inside) for user in site.users)
+        ]
+
+    def _rescale(
+        self,
+        capture: Capture,
+        sites: list[tuple[Site, Target]],
+        run: Callable[[], list[Tensor]],
+    ) -> None:
+        """SmoothQuant or AWQ, before codes are found."""
+        shared: dict[int, list[tuple[Site, Target]]] = defaultdict(list)
+        for site, target in sites:
+            seen = capture.inputs.get(site.users[0].name)
+            wanted = self.method.scales_channels or (
+                self.recipe.smooth is not None and target.activations != "float"
+            )
+            alone = len(site.users) == 1 and site.kind == "linear" and not site.transposed
+            if seen is not None and wanted and alone:
+                shared[id(seen)].append((site, target))
+        groups = [
+            (capture.inputs[group[0][0].name], tuple(site for site, _ in group))
+            for group in shared.values()
+        ]
+        if not groups:
+            return
+        for fold in find_folds(groups, capture.calls, run):
+            target = self.targets[fold.sites[0].name][1]
+            rule, self.rescaled = self.recipe.scales, True
+            if self.method.scales_channels:
+                scale_for_weights(fold, target, rule, self.journal)
+            else:
+                assert self.recipe.smooth is not None
+                smooth(fold, target, rule, self.recipe.smooth, self.journal)
+
+    @torch.no_grad()
+    def _finish(self, site: Site, target: Target, inputs: dict[str, Inputs]) -> None:
+        """Quantizes one weight, unless it is better left as it was, and reports."""
+        users = [user for user in site.users if user.kind != "embedding"]
+        if target.activations == "tensor" and any(user.name not in inputs for user in users):
+            self._leave(site, "its inputs' scale needs calibration data, and none came through it")
+            return
+        layers = build(site, target, self.recipe, self.method, inputs)
+        size = quantized_bytes(layers, site.users)
+        measured = self._measure(site, target, layers, inputs)
+        errors = [
+            output_error(user.module, layer, first)
+            for user, layer in zip(site.users, layers, strict=True)
+            if user.name in inputs and (first := inputs[user.name].first) is not None
+        ]
+        error = max(errors) if errors else weight_error(site, layers)
+        if not math.isfinite(error):
+            raise NumericsError(
+                f"lz.quantize_: the quantized '{site.name}' gives NaN or infinite values on the "
+                "calibration data; leave it out with filter="
+            )
+        figures: dict[str, Any] = {"error": error}
+        if measured is not None:
+            figures.update(seconds_before=measured[0], seconds_after=measured[1])
+        reason = self._reason_to_leave(site, target, size, measured)
+        if reason:
+            self._leave(site, reason, **figures)
+            return
+        adopt(site, layers, self.journal)
+        self._add(site, target.label, size, **figures)
+
+    def _measure(
+        self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
+    ) -> tuple[float, float] | None:
+        """Seconds of the site's layers, float and quantized; None without inputs for them."""
+        timed = []
+        for user, layer in zip(site.users, layers, strict=True):
+            x = self._example(user, site, inputs)
+            if x is not None:
+                timed.append((user.module, layer, x))
+        if not timed:
+            return None
+        before, after, xs = zip(*timed, strict=True)
+        return self.speed.measure(target.label, before, after, xs)
+
+    def _reason_to_leave(
+        self, site: Site, target: Target, size: int, measured: tuple[float, float] | None
+    ) -> str:
+        if self.objective == "size":
+            smaller = size < site.nbytes
+            return "" if smaller else "it would not become smaller"
+        if measured is None:
+            return "there is no calibration data to measure its speed on"
+        return "" if self.speed.keeps(site.name, target.label, measured) else "not faster"
+
+    def _example(self, user: User, site: Site, inputs: dict[str, Inputs]) -> Tensor | None:
+        """What a layer is timed on: the first batch's input; without data one token."""
+        if user.name in inputs:
+            return inputs[user.name].first
+        place = site.parameter.device
+        if user.kind == "conv" or self.batches is not None:
+            return None
+        if user.kind == "embedding":
+            return torch.zeros(1, dtype=torch.int64, device=place)
+        return torch.ones(1, site.weight().shape[1], dtype=site.parameter.dtype, device=place)
+
+    def _leave(self, site: Site, reason: str, **figures: Any) -> None:
+        if f"quantize {site.name}" not in self.report.decisions.records:
+            self.report.decisions.record(f"quantize {site.name}", AS_IT_WAS, reason=reason)
+        self._add(site, AS_IT_WAS, site.nbytes, reason=reason, **figures)
+
+    def _add(self, site: Site, form: str, size: int, **more: Any) -> None:
+        self.report.layers.append(
+            LayerReport(
+                name=site.name,
+                form=form,
+                weights=site.numel,
+                bits=8 * size / site.numel,
+                shared_with=tuple(user.name for user in site.users[1:]),
+                **more,
+            )
+        )
