@@ -47,7 +47,8 @@ class Peer:
         how = "had finished" if self.left >= number else "was in"
         if self.entered < number:
             how = "had come to"
-        at = f" and was at {self.place}" if self.place and self.entered == number else ""
+        elsewhere = self.place and self.entered == number and not str(newest).endswith(self.place)
+        at = f" and was at {self.place}" if elsewhere else ""
         return f"{how} collective {number}, {newest}{at}"
 
 

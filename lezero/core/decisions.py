@@ -66,7 +66,7 @@ class Decisions:
                 raise ConfigError(
                     f"{topic}: got '{override}', allowed is {', '.join(candidates)} or auto"
                 )
-            reason = "given by the user"
+            reason = "asked for"
             return self._keep(Decision(topic, override, {}, unit, reason, True, step=step))
         old = self.replay.get(topic)
         if old is not None and old.chosen in candidates:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import statistics
 import sys
@@ -65,10 +66,19 @@ def demo(folder: str | None = None) -> int:
     _title("6  Forecast against measured")
     print("\n".join(_comparison(run)))
     print(f"\nreport      {run / 'report.html'}")
-    print(f"why         lz why {run}")
-    print(f"more text   lz generate {run} --prompt 'A class is'")
+    print(f"why         {_lz()} why {run}")
+    print(f"more text   {_lz()} generate {run} --prompt 'A class is'")
     print(f"done in {time.perf_counter() - began:.0f} s")
     return 0
+
+
+def _lz() -> str:
+    """What a user types to call this very LeZero from here."""
+    beside = Path(sys.executable).with_name("lz")
+    if shutil.which("lz") or not beside.exists():
+        return "lz"
+    here = Path.cwd()
+    return str(beside.relative_to(here)) if beside.is_relative_to(here) else str(beside)
 
 
 def _free_folder() -> Path:
@@ -152,14 +162,24 @@ def _comparison(run: Path) -> list[str]:
     metrics = read_metrics(run / "metrics.jsonl")
     seconds = statistics.median(metrics.known("seconds")[1])
     memory = max(metrics.known("memory_bytes")[1])
-    mib = 2**20
+    mib, stated = 2**20, made["stated_error"]
     lines = [
         f"memory      forecast {made['memory_bytes'] / mib:.0f} MiB a rank, "
-        f"measured {memory / mib:.0f} MiB ({memory / made['memory_bytes'] - 1:+.0%})",
+        f"measured {memory / mib:.0f} MiB "
+        f"({_off(memory / made['memory_bytes'] - 1, stated['memory'])})",
         f"step        forecast {made['step_seconds']:.2f} s, "
-        f"measured {seconds:.2f} s ({seconds / made['step_seconds'] - 1:+.0%})",
+        f"measured {seconds:.2f} s ({_off(seconds / made['step_seconds'] - 1, stated['time'])})",
     ]
+    busy = os.getloadavg()[0]
+    if seconds > made["step_seconds"] * (1 + stated["time"]) and busy > usable_cores() + 1:
+        lines.append(f"            other programs use this machine now: its load is {busy:.0f}")
     return [*lines, *_recovery(metrics)]
+
+
+def _off(error: float, stated: float) -> str:
+    """How far a forecast was off, and whether that was to be expected."""
+    place = "within" if abs(error) <= stated else "outside"
+    return f"{error:+.0%}, {place} the stated ±{stated:.0%}"
 
 
 def _recovery(metrics: Metrics) -> list[str]:

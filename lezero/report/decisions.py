@@ -135,12 +135,12 @@ def shown(record: Mapping[str, Any]) -> Shown:
     ]
     step = record.get("step")
     marks = [
-        *(["given by you"] if record.get("overridden") is True else []),
+        *(["asked for"] if record.get("overridden") is True else []),
         *(["kept from before a resume"] if record.get("replayed") is True else []),
         *([f"at step {step:,}"] if isinstance(step, int) and step > 0 else []),
     ]
     reason = _text(record.get("reason"))
-    if marks[:1] == ["given by you"] and reason == "given by the user":
+    if marks[:1] == [reason]:
         reason = ""
     return Shown(
         _text(record.get("topic")),

@@ -135,7 +135,7 @@ def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions,
             "compiler; `lz doctor` says what is missing. Use auto or torch"
         )
     if asked != "auto":
-        return decisions.record("attention", asked, overridden=True, reason="given by the user")
+        return decisions.record("attention", asked, overridden=True, reason="asked for")
     if trial.steps < _WORTH_A_TRIAL:
         reason = f"not tried: {trial.steps} micro-batches are too few to earn the trial back"
         return decisions.record("attention", "torch", reason=reason)

@@ -123,6 +123,16 @@ def test_debug_reaches_processes_that_a_command_starts(
     assert "LEZERO_DEBUG 1" in capsys.readouterr().out
 
 
+def test_a_package_that_does_not_import_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert main(["plan", "run.yaml"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: a package that LeZero needs does not import (import of typer ")
+    assert "`lz doctor`" in err
+
+
 def test_debug_of_another_program_stays_with_it() -> None:
     line = ["launch", "-n", "2", "-m", "a", "--debug"]
     assert cli._take_debug(line) == (False, line)
@@ -142,6 +152,7 @@ def test_a_command_may_return_its_status() -> None:
         (["--nope"], "error: there is no option '--nope'"),
         (["fail"], "error: Missing argument"),
         (["fail", "status", "--number", "x"], "--number"),
+        (["config"], "error: Missing command (see lz config --help)"),
     ],
 )
 def test_wrong_usage_is_status_2(

@@ -10,7 +10,7 @@ DOCUMENT = {
         {"topic": "precision", "chosen": "bf16", "unit": "s", "reason": "native bf16",
          "candidates": {"fp32": {"s": 1.5}, "bf16": {"s": 0.75}},
          "overridden": False, "replayed": True, "step": 0},
-        {"topic": "compile", "chosen": "eager", "unit": "s", "reason": "given by the user",
+        {"topic": "compile", "chosen": "eager", "unit": "s", "reason": "asked for",
          "candidates": {}, "overridden": True, "replayed": False, "step": 0},
     ],
 }  # fmt: skip
@@ -26,7 +26,7 @@ def test_every_decision_with_figures_and_reason(run, capsys):
     assert main(["why", run]) == 0
     said = capsys.readouterr().out
     for text in ("precision: bf16", "native bf16", "1.50 s", "0.75 s", "2.00x", "compile: eager",
-                 "given by you", "kept from before a resume"):  # fmt: skip
+                 "asked for", "kept from before a resume"):  # fmt: skip
         assert text in said
 
 

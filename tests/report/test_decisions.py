@@ -39,14 +39,14 @@ def test_the_terminal_shows_candidates_figures_and_reason():
     assert "2.00 s" in line
     assert "2.00x" in line
     assert next(line for line in said.splitlines() if "1.00 s" in line).lstrip().startswith(">")
-    assert "given by you" in said
+    assert "asked for" in said
     assert printed([]) == "this run recorded no decisions\n"
 
 
 def test_the_page_shows_the_same():
     root = ElementTree.fromstring(decision_cards(pick(made(), None)))
     said = " ".join(root.itertext())
-    for text in ("compile", "blocks", "timed twice", "no compiler here", "2.00 s", "given by you"):
+    for text in ("compile", "blocks", "timed twice", "no compiler here", "2.00 s", "asked for"):
         assert text in said
 
 
