@@ -3,7 +3,8 @@
 Commands are known from the table `COMMANDS` alone; the module of a command is imported when that
 command is run, so `lz --help` never waits for torch. A command module holds a function that typer
 understands, named as the command (or a `typer.Typer` called `app` for one with subcommands), and
-optionally `CONTEXT_SETTINGS`, typer's settings for that command.
+optionally `CONTEXT_SETTINGS`, typer's settings for that command. `lz doctor` also runs where typer,
+or what typer stands on, does not import: its plain flags are read here (`Entry.flags`).
 
 Exit statuses: 0 done, 1 a failure that the message explains, 2 wrong usage or config,
 70 a bug in LeZero, 130 interrupted, 141 the reader of our output went away. A `LeZeroError`
@@ -18,8 +19,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core.errors import LeZeroError
@@ -31,10 +32,16 @@ DEBUG = "LEZERO_DEBUG"
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a command lives (`module:attribute`) and the line that `lz --help` shows for it."""
+    """Where a command lives (`module:attribute`) and the line that `lz --help` shows for it.
+
+    bare: a function that does the same without typer; it is called when all words are `flags`
+    (word → keyword that becomes True).
+    """
 
     target: str
     help: str
+    bare: str = ""
+    flags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
@@ -43,7 +50,12 @@ class Entry:
 
 COMMANDS: dict[str, Entry] = {
     "demo": Entry("lezero.cli.demo:demo", "Forecast, train, survive a kill, generate, report."),
-    "doctor": Entry("lezero.cli.doctor:doctor", "Check this machine and installation."),
+    "doctor": Entry(
+        "lezero.cli.doctor:doctor",
+        "Check this machine and installation.",
+        bare="lezero.jobs.doctor:doctor",
+        flags={"--json": "as_json", "--refresh": "refresh", "--quick": "quick"},
+    ),
     "plan": Entry("lezero.cli.plan:plan", "Forecast the memory and time of a run."),
     "train": Entry("lezero.cli.train:train", "Train a model from a config file."),
     "launch": Entry("lezero.cli.launch:launch", "Train on several processes, resumed if one dies."),
@@ -100,6 +112,11 @@ def _run(arguments: list[str]) -> int:
         hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(COMMANDS)}"
         _say(f"error: there is no {what} '{name}'; {hint}")
         return 2
+    entry = COMMANDS[name]
+    if entry.bare and set(rest) <= entry.flags.keys():
+        module, _, attribute = entry.bare.partition(":")
+        call = getattr(importlib.import_module(module), attribute)
+        return int(call(**{entry.flags[word]: True for word in rest}))
     result = load(name).main(args=rest, prog_name=f"lz {name}", standalone_mode=False)
     return result if isinstance(result, int) and not isinstance(result, bool) else 0
 
@@ -142,6 +159,10 @@ def _explain(error: BaseException) -> int:
     if hasattr(error, "format_message"):
         _say(f"error: {error.format_message().rstrip('.')}{_usage_hint(error)}")
         return int(getattr(error, "exit_code", 2))
+    if isinstance(error, ImportError) and not str(error.name or "").startswith("lezero"):
+        _say(f"error: a package that LeZero needs does not import ({_first_line(error)})")
+        _say("`lz doctor` names it and the command that mends it")
+        return 1
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
         _say(f"error: {where}{error.strerror or error}")

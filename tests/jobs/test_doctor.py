@@ -257,6 +257,18 @@ def test_the_command_with_broken_torch_and_numpy(lz: Any, tmp_path: Path) -> Non
     assert "2 things broken" in done.stdout
 
 
+def test_the_command_where_the_command_line_itself_is_broken(lz: Any, tmp_path: Path) -> None:
+    fakes = fake(tmp_path / "fakes", "torch", "raise OSError('bad ELF')")
+    for name in ("typer", "pydantic", "rich"):
+        fake(fakes, name, "raise ImportError('boom')")
+    done = lz("--quick", fakes=fakes)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    for name in ("typer", "pydantic", "rich"):
+        assert f"{name} cannot be imported" in done.stdout
+        assert f"pip install --force-reinstall {name}" in done.stdout
+
+
 def test_the_command_without_rich_colours_home_or_unicode(lz: Any, tmp_path: Path) -> None:
     fakes = fake(tmp_path / "fakes", "torch", "raise OSError('bad ELF \\u00b5')")
     done = lz(
