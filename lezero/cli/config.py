@@ -11,7 +11,6 @@ import typer
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     help="Show a run config, or its schema for editors.",
 )
 
