@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,8 +157,9 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
             what = "is a folder" if os.path.isdir(path) else "no such file"
             raise ConfigError(f"{name}: {what}; it was to be launched as a Python script")
         return ["script", name, *rest]
-    if any(True for _ in entry_points(group="console_scripts", name=name)):
-        return ["entry", name, *rest]
+    entry = _installed_script(name, cwd)
+    if any(True for _ in entry_points(group="console_scripts", name=entry)):
+        return ["entry", entry, *rest]
     if shutil.which(name) is None:
         if name.endswith((".yaml", ".yml")):
             raise ConfigError(f"{name}: a config is no program; launch `lz train {name}`")
@@ -166,6 +168,16 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
             "or a program that is on the PATH"
         )
     return ["program", name, *rest]
+
+
+def _installed_script(name: str, cwd: str | os.PathLike[str] | None) -> str:
+    """The command's bare name where `name` is a path to it among this Python's own scripts."""
+    if not os.path.dirname(name):
+        return name
+    path = os.path.realpath(os.path.join(cwd or "", os.path.expanduser(name)))
+    schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
+    places = [os.path.realpath(sysconfig.get_path("scripts", scheme)) for scheme in schemes]
+    return os.path.basename(path) if os.path.dirname(path) in places else name
 
 
 def _threads(config: LaunchConfig, env: Mapping[str, str]) -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
 from lezero.elastic import LaunchConfig, launch, restarts
+from lezero.elastic.launcher import _resolve
 
 LZ = [sys.executable, "-c", "import sys; from lezero.cli.main import main; sys.exit(main())"]
 
@@ -232,6 +233,13 @@ def test_refusals_come_before_anything_starts(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(DistributedError, match=f"port {port} cannot be used"):
             launch(LaunchConfig(port=port), [script])
+
+
+def test_a_path_to_an_installed_command_is_that_command():
+    folder = Path(sys.executable).parent
+    for name in ("lz", str(folder / "lz"), os.path.relpath(folder / "lz")):
+        assert _resolve([name, "train", "a.yaml"], None) == ["entry", "lz", "train", "a.yaml"]
+    assert _resolve(["/bin/sh", "-c", "true"], None)[0] == "program"
 
 
 def test_config_names_what_is_wrong():
