@@ -130,12 +130,14 @@ INLINE int32_t lanes_sum(ints x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 
-INLINE __m256i rounded8(__m256 x, __m256 inverse, float most) {
-  const __m256 low = _mm256_max_ps(_mm256_mul_ps(x, inverse), _mm256_set1_ps(-most));
-  return _mm256_cvtps_epi32(_mm256_min_ps(low, _mm256_set1_ps(most)));
+INLINE __m256 limited8(__m256 x, float most) {
+  return _mm256_min_ps(_mm256_max_ps(x, _mm256_set1_ps(-most)), _mm256_set1_ps(most));
 }
-INLINE ints rounded(floats x, floats inverse, float most) {
-  return BOTH(ints, rounded8(x.a, inverse.a, most), rounded8(x.b, inverse.b, most));
+INLINE floats limited(floats x, float most) {
+  return BOTH(floats, limited8(x.a, most), limited8(x.b, most));
+}
+INLINE ints rounded(floats x) {
+  return BOTH(ints, _mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
 }
 INLINE ints high_digit(ints q) {
   const __m256i half = _mm256_set1_epi32(128);

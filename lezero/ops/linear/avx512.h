@@ -50,7 +50,12 @@ INLINE ints dot_bytes(ints sum, ints w, int32_t x) {
 INLINE ints digits_joined(ints high, ints low) {
   return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
-INLINE floats float_of(ints x) { return _mm512_cvtepi32_ps(x); }
+/* Hidden from gcc 12 is what x was before: it would keep every sum twice, as the type that the loop
+ * has and as the type that the conversion takes, and spill them. */
+INLINE floats float_of(ints x) {
+  __asm__("" : "+v"(x));
+  return _mm512_cvtepi32_ps(x);
+}
 INLINE floats all_floats(float x) { return _mm512_set1_ps(x); }
 INLINE floats product(floats a, floats b) { return _mm512_mul_ps(a, b); }
 INLINE floats sum_of(floats a, floats b) { return _mm512_add_ps(a, b); }
@@ -65,11 +70,10 @@ INLINE int32_t largest_lane(ints a) { return _mm512_reduce_max_epi32(a); }
 INLINE ints ints_sum(ints a, ints b) { return _mm512_add_epi32(a, b); }
 INLINE int32_t lanes_sum(ints a) { return _mm512_reduce_add_epi32(a); }
 
-INLINE ints rounded(floats x, floats inverse, float most) {
-  const floats v = _mm512_mul_ps(x, inverse);
-  const floats low = _mm512_max_ps(v, _mm512_set1_ps(-most));
-  return _mm512_cvtps_epi32(_mm512_min_ps(low, _mm512_set1_ps(most)));
+INLINE floats limited(floats x, float most) {
+  return _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-most)), _mm512_set1_ps(most));
 }
+INLINE ints rounded(floats x) { return _mm512_cvtps_epi32(x); }
 INLINE ints high_digit(ints q) {
   return _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(128)), 8);
 }

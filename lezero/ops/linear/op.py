@@ -164,13 +164,12 @@ def _wide(x: Tensor | None) -> Tensor | None:
 
 
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    x = x.contiguous()
     if _on_kernel(x):
-        out = x.new_empty(len(flat), out_features)
-        native.NATIVE.ops.linear_bf16(flat, weight, _wide(bias), out)
-    else:
-        out = reference.linear_bf16(flat, weight, bias, out_features)
-    return out.view(*x.shape[:-1], out_features)
+        found: Tensor = native.NATIVE.ops.linear_bf16(x, weight, _wide(bias), out_features)
+        return found
+    flat = x.view(-1, x.shape[-1])
+    return reference.linear_bf16(flat, weight, bias, out_features).view(*x.shape[:-1], out_features)
 
 
 def _int(
@@ -180,20 +179,15 @@ def _int(
     zero: Tensor | None,
     bias: Tensor | None,
     x_scale: Tensor | None,
-    out_features: int,
-    bits: int,
-    group: int,
-    x_bits: int,
+    *sizes: int,
 ) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    x = x.contiguous()
     if _on_kernel(x):
-        out = x.new_empty(len(flat), out_features)
-        rest = (weight, scale, zero, _wide(bias), _wide(x_scale))
-        native.NATIVE.ops.linear_int(flat, *rest, out, bits, group, x_bits)
-    else:
-        packed = Packed(weight, scale, zero)
-        out = reference.linear_int(flat, packed, bias, x_scale, out_features, bits, group, x_bits)
-    return out.view(*x.shape[:-1], out_features)
+        vectors = (_wide(bias), _wide(x_scale))
+        found: Tensor = native.NATIVE.ops.linear_int(x, weight, scale, zero, *vectors, *sizes)
+        return found
+    flat, packed = x.view(-1, x.shape[-1]), Packed(weight, scale, zero)
+    return reference.linear_int(flat, packed, bias, x_scale, *sizes).view(*x.shape[:-1], sizes[0])
 
 
 def _embedding(

@@ -63,12 +63,23 @@ static token_tile tile_at(const workspace *w, int64_t index) {
   return t;
 }
 
+/* Calls `inner` with the type of x as a literal. */
+#define BY_TYPE(type, inner, ...)                                \
+  (type == LEZERO_BF16   ? inner(__VA_ARGS__, LEZERO_BF16)       \
+   : type == LEZERO_FP32 ? inner(__VA_ARGS__, LEZERO_FP32)       \
+                         : inner(__VA_ARGS__, LEZERO_FP16))
+
+INLINE int32_t largest_in(const void *x, int64_t begin, int64_t end, const int type) {
+  ints most = all_ints(0);
+  int64_t i = begin;
+  for (; i + 16 <= end; i += 16) most = larger(most, magnitude(read16(x, type, i, 16)));
+  if (i < end) most = larger(most, magnitude(read16(x, type, i, end - i)));
+  return largest_lane(most);
+}
+
 /* The largest magnitude of x[begin .. end), as its bits: beyond 0x7f7fffff something is not finite. */
 static int32_t largest(const void *x, int type, int64_t begin, int64_t end) {
-  ints most = all_ints(0);
-  for (int64_t i = begin; i < end; i += 16)
-    most = larger(most, magnitude(read16(x, type, i, end - i)));
-  return largest_lane(most);
+  return BY_TYPE(type, largest_in, x, begin, end);
 }
 
 /* The scale and its inverse for values up to `bits`, see tokens.py; `given` or null. */
@@ -87,30 +98,46 @@ INLINE void scatter(int8_t *to, const int8_t from[16], int64_t stride) {
   for (int i = 0; i < 4; i++) memcpy(to + i * stride, from + 4 * i, 4);
 }
 
-/* Inputs begin to end of one token, where `to` is its place among its tile's first four inputs. */
-static void digits_of(const lezero_linear *l, const void *x, int64_t begin, int64_t end,
-                      int64_t filled, float inverse, int8_t *to, int64_t stride, int32_t sums[2]) {
-  const int two = l->x_bits == 16;
-  const floats factor = all_floats(inverse);
-  ints total = all_ints(0), upper = total;
-  int8_t bytes[16];
-  for (int64_t i = begin; i < filled; i += 16) {
-    int8_t *at = to + i / 4 * stride;
-    /* What is not finite has the scale NaN: its digits only must not harm other tokens. */
-    const floats v = inverse > 0 && i < end ? read16(x, l->x_type, i, end - i) : all_floats(0);
-    if (!two) {
-      const ints q = rounded(v, factor, 127);
-      total = ints_sum(total, q);
-      store_bytes(bytes, q), scatter(at, bytes, stride);
-      continue;
-    }
-    const ints q = rounded(v, factor, 32639), high = high_digit(q), low = low_digit(q, high);
-    upper = ints_sum(upper, high), total = ints_sum(total, low);
-    store_bytes(bytes, high), scatter(at, bytes, stride);
-    store_bytes(bytes, low), scatter(at + 4, bytes, stride);
+typedef struct {
+  int64_t begin, end, filled; /* inputs, and how far zeros fill up */
+  float inverse;
+  int limit;      /* whether values may exceed the scale, which was given */
+  int8_t *to;     /* the token's place among its tile's first four inputs of all */
+  int64_t stride; /* from four inputs to the next */
+} token_part;
+
+INLINE void digits16(const token_part *p, int64_t i, floats v, const int two, ints sums[2]) {
+  int8_t bytes[16], *at = p->to + i / 4 * p->stride;
+  v = product(v, all_floats(p->inverse));
+  if (!two && p->limit) v = limited(v, 127);
+  const ints q = rounded(v);
+  if (two) {
+    const ints high = high_digit(q), low = low_digit(q, high);
+    sums[0] = ints_sum(sums[0], high), sums[1] = ints_sum(sums[1], low);
+    store_bytes(bytes, high), scatter(at, bytes, p->stride);
+    store_bytes(bytes, low), scatter(at + 4, bytes, p->stride);
+  } else {
+    sums[0] = ints_sum(sums[0], q);
+    store_bytes(bytes, q), scatter(at, bytes, p->stride);
   }
-  sums[0] = two ? lanes_sum(upper) : lanes_sum(total);
-  sums[1] = two ? lanes_sum(total) : 0;
+}
+
+INLINE void digits_in(const token_part *p, const void *x, const int two, int32_t sums[2],
+                      const int type) {
+  ints total[2] = {all_ints(0), all_ints(0)};
+  int64_t i = p->begin;
+  /* What is not finite has the scale NaN, and the digits 0. */
+  if (p->inverse > 0) {
+    for (; i + 16 <= p->end; i += 16) digits16(p, i, read16(x, type, i, 16), two, total);
+    if (i < p->end) digits16(p, i, read16(x, type, i, p->end - i), two, total), i += 16;
+  }
+  for (; i < p->filled; i += 16) digits16(p, i, all_floats(0), two, total);
+  sums[0] = lanes_sum(total[0]), sums[1] = two ? lanes_sum(total[1]) : 0;
+}
+
+static void digits_of(const token_part *p, const void *x, int type, int two, int32_t sums[2]) {
+  if (two) BY_TYPE(type, digits_in, p, x, 1, sums);
+  else BY_TYPE(type, digits_in, p, x, 0, sums);
 }
 
 static void prepare_codes(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
@@ -126,7 +153,8 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
       t->scale[b * R + r] =
           scale_of(largest(x, l->x_type, begin, end), 32639, 0, &inverse);
     int32_t sums[2];
-    digits_of(l, x, begin, end, filled, inverse, t->codes + 4 * r * D, stride, sums);
+    const token_part part = {begin, end, filled, inverse, l->x_scale != 0, t->codes + 4 * r * D, stride};
+    digits_of(&part, x, l->x_type, D == 2, sums);
     for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
     t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
   }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <vector>
 
 #include "problem.h"
 
@@ -58,39 +59,51 @@ void run(const lezero_linear& l) {
   }
 }
 
+// (…, K) → (…, out_features) of x's type, not written yet.
+Tensor empty_output(const Tensor& x, int64_t out_features) {
+  const auto given = x.sizes();
+  std::vector<int64_t> sizes(given.begin(), given.end());
+  sizes.back() = out_features;
+  return torch::stable::new_empty(x, sizes);
+}
+
 lezero_linear call(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                   const Tensor& out) {
+                   const Tensor& out, int64_t out_features) {
   lezero_linear l{};
-  l.M = x.size(0), l.K = x.size(1), l.N = out.size(1);
+  l.K = x.size(x.dim() - 1), l.M = x.numel() / l.K, l.N = out_features;
   l.x = x.data_ptr(), l.out = out.data_ptr(), l.x_type = type(x);
   l.weight = weight.data_ptr(), l.bits = 16, l.x_bits = 16, l.bias = floats(bias);
   return l;
 }
 
-void linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
-                 const Tensor& out) {
-  run(call(x, weight, bias, out));
+Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
+                   int64_t out_features) {
+  Tensor out = empty_output(x, out_features);
+  run(call(x, weight, bias, out, out_features));
+  return out;
 }
 
-void linear_int(const Tensor& x, const Tensor& weight, const Tensor& scale,
-                std::optional<Tensor> zero, std::optional<Tensor> bias,
-                std::optional<Tensor> x_scale, const Tensor& out, int64_t bits, int64_t group,
-                int64_t x_bits) {
-  lezero_linear l = call(x, weight, bias, out);
+Tensor linear_int(const Tensor& x, const Tensor& weight, const Tensor& scale,
+                  std::optional<Tensor> zero, std::optional<Tensor> bias,
+                  std::optional<Tensor> x_scale, int64_t out_features, int64_t bits, int64_t group,
+                  int64_t x_bits) {
+  Tensor out = empty_output(x, out_features);
+  lezero_linear l = call(x, weight, bias, out, out_features);
   l.bits = static_cast<int>(bits), l.group = group, l.x_bits = static_cast<int>(x_bits);
   l.scale = scale.data_ptr(), l.scale_type = type(scale);
   l.zero = zero ? zero->data_ptr() : nullptr;
   l.x_scale = floats(x_scale);
   run(l);
+  return out;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
-  m.def("linear_bf16(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("linear_bf16(Tensor x, Tensor weight, Tensor? bias, int out_features) -> Tensor");
   m.def(
       "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
-      "Tensor? x_scale, Tensor(a!) out, int bits, int group, int x_bits) -> ()");
+      "Tensor? x_scale, int out_features, int bits, int group, int x_bits) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {

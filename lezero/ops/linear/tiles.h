@@ -12,7 +12,7 @@
 
 #include "prepare.h"
 
-enum { AHEAD = 1024, LINE = 64 }; /* bytes of weights that are fetched ahead for few tokens */
+enum { AHEAD = 2048, LINE = 64 }; /* bytes of weights that are fetched ahead for few tokens */
 
 typedef struct {
   const uint8_t *weight[2];
@@ -83,7 +83,7 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
   ints acc[MOST_WHOLE][2];
   UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
   sum_bytes(R, R <= 2, p->weight[0], p->weight[1], t->codes, w->padded / 4, acc);
-  for (int i = 0; i < 2; i++) {
+  UNROLL for (int i = 0; i < 2; i++) {
     const floats scale = read16(p->scale[i], l->scale_type, 0, 16);
     UNROLL for (int r = 0; r < R; r++) {
       const floats factor = product(all_floats(t->scale[r]), scale);
