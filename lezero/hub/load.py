@@ -29,9 +29,10 @@ def load_into(
     """Loads `tensors` in place; `source` names them in errors. Returns them by name, those that
     ties complete included.
 
-    Raises `FileError` naming missing, left-over, misshapen and mistyped keys; the module is then
-    as it was.
+    Raises `FileError` naming missing, left-over, misshapen and mistyped keys, and tensors that are
+    not plain dense ones; the module is then as it was.
     """
+    _check_plain(tensors, source)
     tied = _complete_ties(module, tensors, source)
     given = tensors | tied
     missing, unexpected = _rehearse(module, given, source)
@@ -45,6 +46,30 @@ def load_into(
     values = _assignable(module, given) if meta else given
     module.load_state_dict(values, strict=False, assign=meta)
     return given
+
+
+def _check_plain(tensors: dict[str, Any], source: str) -> None:
+    """Every tensor can be copied into a dense one: torch finds out in the middle of a load."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        kind = str(tensor.layout).removeprefix("torch.")
+        kind = "nested" if tensor.is_nested else "meta" if tensor.is_meta else kind
+        kind = "quantized" if tensor.is_quantized else kind
+        if kind != "strided":
+            remedy = {
+                "meta": "it has no values; save a model that is not on the meta device",
+                "quantized": "save tensor.dequantize() instead",
+            }.get(kind, "save it as a dense tensor: tensor.to_dense()")
+            raise FileError(f"{source}: '{name}' is a {kind} tensor, not a plain one; {remedy}")
+        try:
+            corner = tensor[(slice(0, 1),) * tensor.dim()]
+            torch.empty(corner.shape).copy_(corner.real)
+        except (RuntimeError, NotImplementedError) as error:
+            text = str(error).splitlines()[0]
+            raise FileError(
+                f"{source}: '{name}' is of type {tensor.dtype}, which cannot be loaded ({text})"
+            ) from None
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -196,7 +221,7 @@ def _check_kinds(state: dict[str, Tensor], given: dict[str, Any], source: str) -
         kinds = f"'{name}' is {value.dtype}, the module's {wanted.dtype}"
         if wanted.is_floating_point() != value.is_floating_point():
             wrong.append(kinds)
-        elif torch.promote_types(wanted.dtype, value.dtype) != wanted.dtype:
+        elif not _holds(wanted.dtype, value.dtype):
             rounded.append(kinds)
     if wrong:
         raise FileError(
@@ -208,6 +233,17 @@ def _check_kinds(state: dict[str, Tensor], given: dict[str, Any], source: str) -
             f"{source}: {len(rounded)} tensors are rounded to the module's type: {_some(rounded)}",
             stacklevel=4,
         )
+
+
+def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
+    """Whether every number of type `given` is one of type `wanted`, of the same kind."""
+    if wanted.is_floating_point:
+        ours, theirs = torch.finfo(wanted), torch.finfo(given)
+        return ours.eps <= theirs.eps and ours.max >= theirs.max
+    if wanted.is_complex or torch.bool in (wanted, given):
+        return torch.promote_types(wanted, given) == wanted
+    mine, other = torch.iinfo(wanted), torch.iinfo(given)
+    return mine.min <= other.min and mine.max >= other.max
 
 
 def _assignable(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:

@@ -199,6 +199,30 @@ def test_another_shape_is_named_and_nothing_is_copied(tmp_path, strict):
     assert all(torch.equal(before[name], t) for name, t in module.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (torch.zeros(3, 4).to_sparse(), "a sparse_coo tensor"),
+        (torch.empty(3, 4, device="meta"), "a meta tensor"),
+        (torch.zeros(3, 4, dtype=torch.uint8).view(torch.bits8), "of type torch.bits8"),
+    ],
+)
+def test_a_tensor_that_cannot_be_copied_is_named_and_nothing_is(tmp_path, weight, said):
+    path = save({"bias": torch.full((3,), 7.0), "weight": weight}, tmp_path / "model.pt")
+    module = nn.Linear(4, 3)
+    before = module.bias.clone()
+    with pytest.raises(FileError, match=f"'weight' is {said}"):
+        from_pytorch(module, path)
+    assert torch.equal(module.bias, before)
+
+
+def test_eight_bit_floats_are_held_by_wider_ones(tmp_path):
+    weight = torch.tensor([[0.5, 2.0]]).to(torch.float8_e4m3fn)
+    path = save({"weight": weight}, tmp_path / "model.pt")
+    module = from_pytorch(nn.Linear(2, 1, bias=False), path)
+    assert module.weight.tolist() == [[0.5, 2.0]]
+
+
 def test_nan_weights_are_named(tmp_path):
     state = nn.Linear(3, 3).state_dict()
     state["weight"][1, 1] = float("nan")
