@@ -111,9 +111,11 @@ def _why_not(error: Exception) -> str:
             f"only state dicts are loaded; if you trust where it came from, {_RESAVE}'model.pt')"
         )
     first = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
+    reason = "" if "weights_only" in text else f" ({first[:120]})"
     return (
-        f"it does not load as a state dict ({first[:120]}); it may be cut short, or a pickle of "
-        f"something else. If you trust where it came from, {_RESAVE}'model.pt')"
+        f"it does not load as a state dict{reason}; it may be cut short, or a pickle of "
+        "something else, which can run code. If you trust where it came from, "
+        f"{_RESAVE}'model.pt')"
     )
 
 

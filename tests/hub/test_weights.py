@@ -111,6 +111,13 @@ def test_no_state_dict(tmp_path, thing):
         read_weights(tmp_path / "model.pt")
 
 
+def test_a_plain_pickle_is_refused_in_our_own_words(tmp_path):
+    (tmp_path / "model.pt").write_bytes(pickle.dumps({"a": [1, 2]}))
+    with pytest.raises(FileError, match="a pickle of something else") as caught:
+        read_weights(tmp_path / "model.pt")
+    assert "weights_only" not in str(caught.value)
+
+
 def _safetensors(header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
