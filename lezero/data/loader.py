@@ -109,9 +109,10 @@ class Loader:
             ("seed", "seed"),
         ):
             if state[name] != now[name]:
+                then, here = (str(one[name])[:12] for one in (state, now))
                 raise ConfigError(
-                    f"data: the {what} of the checkpoint ({state[name]}) and of this run "
-                    f"({now[name]}) differ, so samples would repeat or be skipped; "
+                    f"data: the {what} of the checkpoint ({then}) and of this run "
+                    f"({here}) differ, so samples would repeat or be skipped; "
                     "use the same data, or start a new run"
                 )
         samples = state["samples"]

@@ -83,22 +83,24 @@ def _prompts(
         raise ConfigError(f"max_new_tokens: got {max_new_tokens}, must be at least 1")
     prompts: list[list[int]] = []
     for number, row in enumerate(rows):
+        which = "the prompt" if len(rows) == 1 else f"prompt {number}"
         if not row:
-            raise ConfigError(f"prompt {number} is empty: give at least one token")
+            raise ConfigError(f"{which} is empty: give at least one token")
         for token in row:
             if isinstance(token, bool) or not isinstance(token, int):
-                raise ConfigError(f"prompt {number} holds {token!r}; tokens are whole numbers")
+                raise ConfigError(f"{which} holds {token!r}; tokens are whole numbers")
             if not 0 <= token < config.vocab:
                 raise ConfigError(
-                    f"prompt {number} holds token {token}; the vocabulary is 0 to "
+                    f"{which} holds token {token}; the vocabulary is 0 to "
                     f"{config.vocab - 1}. Is this the model's tokenizer?"
                 )
         length = len(row) + max_new_tokens
         if length > config.longest:
+            room = config.longest - len(row)
+            remedy = f"shorten it or ask for at most {room}" if room > 0 else "shorten it"
             raise ConfigError(
-                f"prompt {number} of {len(row)} tokens and {max_new_tokens} new ones are {length}, "
-                f"more than the model's context of {config.longest}; shorten the prompt or ask "
-                f"for at most {max(config.longest - len(row), 0)}"
+                f"{which} of {len(row)} tokens and {max_new_tokens} new ones are {length}, "
+                f"more than the model's context of {config.longest}; {remedy}"
             )
         if use_cache and length > config.context:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The folder of a run: what lies in it, written by rank 0 alone.
 
 config.yaml  decisions.json  metrics.jsonl  forecast.json  hardware.json  sample.json
-report.html  data/ (token files)  checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
+report.html  checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
 """
 
 from __future__ import annotations

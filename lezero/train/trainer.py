@@ -95,8 +95,9 @@ class Trainer:
                 groups.leave()
         if problem:
             raise FileError(
-                f"the last checkpoint (step {result.step}) could not be written: {problem}. Make "
-                "room and start the run again: it goes on from the newest checkpoint it has"
+                f"the last checkpoint (step {result.step}) could not be written: "
+                f"{problem.rstrip('.')}. Make room and start the run again: it goes on from "
+                "the newest checkpoint it has"
             )
         return result
 
@@ -271,11 +272,11 @@ class Trainer:
 
     def _save_last(self) -> str:
         """Saves this step and waits for it, with a second try; what went wrong, on every rank."""
-        for _ in range(2):
+        for then in ("trying once more", ""):
             self.save("last")
             with watch.busy("writes its last checkpoint"):
                 error = self.saver.wait() if self.saver is not None else None
-            self._tell_failures()
+            self._tell_failures(then)
             problem = groups.broadcast_object(str(error or ""))
             if not problem:
                 return ""
@@ -286,12 +287,12 @@ class Trainer:
         """Called by the writing thread: callbacks hear of it on the main one."""
         self._failed.append((step, error))
 
-    def _tell_failures(self) -> None:
+    def _tell_failures(self, then: str = "training goes on") -> None:
+        """`then`: what happens now; empty for the last try, whose failure ends the run anyway."""
         while self._failed:
             step, error = self._failed.popleft()
-            self.event(
-                f"checkpoint of step {step} was not written, training goes on: {error}", "error"
-            )
+            if then:
+                self.event(f"checkpoint of step {step} was not written, {then}: {error}", "error")
 
     # after the last step -----------------------------------------------------------------------
 

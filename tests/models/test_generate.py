@@ -116,10 +116,10 @@ def test_dynamic_scaling_generates_beyond_the_context_without_a_cache() -> None:
     ("tokens", "new", "says"),
     [
         ([1, 2], 31, "more than the model's context of 32; .* at most 30"),
-        (list(range(33)), 1, "ask for at most 0"),
+        (list(range(33)), 1, "^the prompt of 33 tokens .*context of 32; shorten it$"),
         ([[1], []], 4, "prompt 1 is empty"),
-        ([], 4, "prompt 0 is empty"),
-        ([1, 40], 4, "prompt 0 holds token 40; the vocabulary is 0 to 39"),
+        ([], 4, "the prompt is empty"),
+        ([1, 40], 4, "the prompt holds token 40; the vocabulary is 0 to 39"),
         ([-1], 4, "holds token -1"),
         ([1.5], 4, "holds 1.5; tokens are whole numbers"),
         ([1], 0, "max_new_tokens: got 0"),

@@ -1,4 +1,4 @@
-"""DynamicWeightGenerator: the issue's layer as written, equality with the loop, bad input."""
+"""DynamicWeightGenerator: a custom layer that uses it, equality with the loop, bad input."""
 
 import io
 import warnings
@@ -27,7 +27,7 @@ class CustomLayer(lz.nn.Module):
         return x
 
 
-def test_the_layer_of_the_issue_runs_and_trains():
+def test_a_custom_layer_runs_as_written_and_trains():
     torch.manual_seed(0)
     layer = CustomLayer()
     x, target = torch.randn(4, 3, 10, 10), torch.randn(4, 64, 8, 8)

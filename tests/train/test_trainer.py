@@ -274,9 +274,12 @@ def test_a_full_disk_costs_checkpoints_not_the_training(tmp_path):
         assert loaded == [5, 20], "earlier generations are intact, later ones complete"
         assert checkpoint.read_mark(disk / "run/checkpoints", "last") == 20
         again = Recorder(at22=fill)
-        with pytest.raises(FileError, match=r"last checkpoint \(step 23\) could not be written"):
+        with pytest.raises(FileError, match=r"last checkpoint \(step 23\) could not be") as caught:
             train(tmp_path, again, run=str(disk / "run"), train__steps=23)
+        assert ".." not in str(caught.value)
         assert again.calls[-1] == ("end",)
+        (told,) = [text for text in again.events() if text.startswith("checkpoint")]
+        assert told.startswith("checkpoint of step 23 was not written, trying once more: ")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
