@@ -32,16 +32,21 @@ def fold_batch_norms_(
     """
     names = {id(module): name for name, module in model.named_modules()}
     pairs = _pairs(model, run)
-    folded = []
     before = run() if pairs else []
-    for conv, norm in pairs:
-        kept = _fold(conv, norm, journal)
-        tolerance = 1e-3 if conv.weight.dtype == torch.float32 else 0.05  # weights are rounded anew
-        if all(near(one, two, tolerance) for one, two in zip(before, run(), strict=True)):
-            folded.append((names[id(conv)], names[id(norm)]))
-        else:
-            _unfold(conv, norm, *kept)
-    return folded
+
+    def folded(some: list[tuple[Any, Any]]) -> bool:
+        kept = [_fold(conv, norm, journal) for conv, norm in some]
+        # Folded weights are rounded anew.
+        tolerance = 1e-3 if some[0][0].weight.dtype == torch.float32 else 0.05
+        same = all(near(one, two, tolerance) for one, two in zip(before, run(), strict=True))
+        if not same:
+            for (conv, norm), own in zip(some, kept, strict=True):
+                _unfold(conv, norm, *own)
+        return same
+
+    # Most models have nothing but such pairs; only then is it one run.
+    done = pairs if not pairs or folded(pairs) else [pair for pair in pairs if folded([pair])]
+    return [(names[id(conv)], names[id(norm)]) for conv, norm in done]
 
 
 def _pairs(model: nn.Module, run: Callable[[], list[Tensor]]) -> list[tuple[Any, Any]]:

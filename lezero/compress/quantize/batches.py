@@ -81,17 +81,19 @@ def tensors_of(output: Any) -> list[Tensor]:
 def quiet(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, no KV cache, random state untouched; all put back afterwards."""
     flags = [(part, part.training) for part in model.modules()]
-    config = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
+    # Parts have configs of their own (a decoder has a copy). With a cache a block run twice would
+    # see its own keys of the first time.
+    configs = {id(c): c for part in model.modules() if (c := getattr(part, "config", None))}
+    cached = [(c, c.use_cache) for c in configs.values() if hasattr(c, "use_cache")]
     model.eval()
     try:
-        if config is not None and cached is not None:
+        for config, _ in cached:
             config.use_cache = False
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        if config is not None and cached is not None:
-            config.use_cache = cached
+        for config, before in cached:
+            config.use_cache = before
         for part, training in flags:
             part.training = training
 
