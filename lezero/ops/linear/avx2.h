@@ -9,7 +9,7 @@ typedef struct {
   __m256i a, b;
 } ints;
 
-enum { MOST_WHOLE = 2, MOST_BLOCKS = 2, MOST_DIGITS = 1, MOST_BF16 = 2 };
+enum { MOST_WHOLE = 2, MOST_BLOCKS = 2, MOST_DIGITS = 1, MOST_BF16 = 2, MOST_ROWS = 2 };
 
 #define BOTH(type, call_a, call_b) ((type){call_a, call_b})
 
@@ -92,6 +92,7 @@ INLINE ints ints_sum(ints x, ints y) {
 INLINE ints digits_joined(ints high, ints low) {
   return ints_sum(BOTH(ints, _mm256_slli_epi32(high.a, 8), _mm256_slli_epi32(high.b, 8)), low);
 }
+INLINE ints settled(ints x) { return x; }
 INLINE floats float_of(ints x) {
   return BOTH(floats, _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b));
 }

@@ -5,7 +5,7 @@
 typedef __m512 floats;
 typedef __m512i ints;
 
-enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14 };
+enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14, MOST_ROWS = 14 };
 
 INLINE __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
@@ -50,12 +50,13 @@ INLINE ints dot_bytes(ints sum, ints w, int32_t x) {
 INLINE ints digits_joined(ints high, ints low) {
   return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
 }
-/* Hidden from gcc 12 is what x was before: it would keep every sum twice, as the type that the loop
- * has and as the type that the conversion takes, and spill them. */
-INLINE floats float_of(ints x) {
+/* Hides from gcc 12 what x was: it would keep every sum twice, as the type that the loop has and as
+ * the type that comes after, and spill them. */
+INLINE ints settled(ints x) {
   __asm__("" : "+v"(x));
-  return _mm512_cvtepi32_ps(x);
+  return x;
 }
+INLINE floats float_of(ints x) { return _mm512_cvtepi32_ps(settled(x)); }
 INLINE floats all_floats(float x) { return _mm512_set1_ps(x); }
 INLINE floats product(floats a, floats b) { return _mm512_mul_ps(a, b); }
 INLINE floats sum_of(floats a, floats b) { return _mm512_add_ps(a, b); }

@@ -45,7 +45,7 @@ def conv_int8(
     """Convolution of one or two dims in int8: x (B, C, …) → (B, O, …) in x's dtype.
 
     `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
-    `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. A sample
+    `x_zero` (0 … 255): one element each. Of two dims, y lies channels last in memory. `stride`, `padding`, `dilation`: a number a dim. A sample
     with a NaN or an infinity gives NaN. Raises `ConfigError` for shapes and dtypes that do not fit.
     """
     dims = weight.dim() - 2
@@ -101,7 +101,9 @@ def _activations(x: Tensor, x_scale: Tensor, x_zero: Tensor) -> tuple[Tensor, Te
 
 
 def _marked(out: Tensor, bad_B: Tensor) -> Tensor:
-    return out.masked_fill_(bad_B.view(-1, *[1] * (out.dim() - 1)), torch.nan)
+    out = out.masked_fill(bad_B.view(-1, *[1] * (out.dim() - 1)), torch.nan) if bad_B.any() else out
+    last = torch.channels_last if out.dim() == 4 else torch.contiguous_format
+    return out.contiguous(memory_format=last)
 
 
 def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Tensor:
@@ -153,7 +155,7 @@ def _conv(
         [],
         "",
     )
-    return _marked(out.to(x.dtype), bad_B) if bad_B.any() else out.to(x.dtype)
+    return _marked(out.to(x.dtype), bad_B)
 
 
 def _fake(
@@ -174,7 +176,8 @@ def _fake(
             x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
         )
     ]
-    return x.new_empty((x.shape[0], weight.shape[0], *sizes))
+    out = x.new_empty((x.shape[0], weight.shape[0], *sizes))
+    return out.to(memory_format=torch.channels_last) if out.dim() == 4 else out
 
 
 _library.impl("conv_int8", _conv, "CompositeExplicitAutograd")

@@ -160,7 +160,7 @@ def _on_kernel(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.dtype == torch.float32 else x.float()
+    return x if x is None else x.float().contiguous()
 
 
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

@@ -37,12 +37,31 @@ static panel_pair pair_at(const lezero_linear *l, const workspace *w, int64_t in
   return p;
 }
 
-/* out = sum · factor + bias, of token `row` and panel `i` of the pair; each rounded. */
-INLINE void finish(const lezero_linear *l, const panel_pair *p, int i, int64_t row, floats sum) {
-  if (!p->outputs[i]) return;
-  const int64_t n = p->first + 16 * i;
-  if (l->bias) sum = sum_of(sum, read16(l->bias, LEZERO_FP32, n, p->outputs[i]));
-  write16(l->out, l->x_type, row * l->N + n, p->outputs[i], sum);
+/* What a micro-kernel found: [token][panel]; ints where there was one sum over all inputs. */
+typedef struct {
+  union {
+    floats sum[MOST_ROWS][2];
+    ints count[MOST_ROWS][2];
+  };
+} found_tile;
+
+/* out = sum · factor + bias, each rounded. Apart from the micro-kernels, of which there are many. */
+static void __attribute__((noinline)) finish(const lezero_linear *l, const workspace *w,
+                                             const token_tile *t, const panel_pair *p,
+                                             int64_t first, const found_tile *f) {
+  const int token_scale = l->bits != 16 && l->x_bits == 8;
+  for (int i = 0; i < 2; i++) {
+    const int64_t n = p->first + 16 * i, outputs = p->outputs[i];
+    if (!outputs) break;
+    const floats scale = w->whole ? read16(p->scale[i], l->scale_type, 0, 16) : all_floats(1);
+    const floats bias = l->bias ? read16(l->bias, LEZERO_FP32, n, outputs) : all_floats(0);
+    for (int64_t r = 0; r < t->rows; r++) {
+      floats v = w->whole ? float_of(f->count[r][i]) : f->sum[r][i];
+      if (token_scale) v = product(v, product(all_floats(t->scale[r]), scale));
+      if (l->bias) v = sum_of(v, bias);
+      write16(l->out, l->x_type, (first + t->row + r) * l->N + n, outputs, v);
+    }
+  }
 }
 
 /* Sums of whole numbers over `fours` of inputs: acc[row][panel] += a · w, 8 bits a code. */
@@ -79,22 +98,18 @@ INLINE void sum_halves(const int R, const int far, const uint8_t *w0, const uint
 }
 
 INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                       const panel_pair *p, int64_t first, const int R) {
+                       const panel_pair *p, found_tile *f, const int R) {
+  (void)l;
   ints acc[MOST_WHOLE][2];
   UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
   sum_bytes(R, R <= 2, p->weight[0], p->weight[1], t->codes, w->padded / 4, acc);
-  UNROLL for (int i = 0; i < 2; i++) {
-    const floats scale = read16(p->scale[i], l->scale_type, 0, 16);
-    UNROLL for (int r = 0; r < R; r++) {
-      const floats factor = product(all_floats(t->scale[r]), scale);
-      finish(l, p, i, first + t->row + r, product(float_of(acc[r][i]), factor));
-    }
-  }
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++)
+    f->count[r][i] = settled(acc[r][i]);
 }
 
 /* R tokens of D digits, block by block. */
 INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                        const panel_pair *p, int64_t first, const int R, const int D,
+                        const panel_pair *p, found_tile *f, const int R, const int D,
                         const int bits) {
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
@@ -120,14 +135,12 @@ INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_
       }
     }
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++) {
-    const floats found = D == 2 ? sum[r][i] : product(sum[r][i], all_floats(t->scale[r]));
-    finish(l, p, i, first + t->row + r, found);
-  }
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++) f->sum[r][i] = sum[r][i];
 }
 
 INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                      const panel_pair *p, int64_t first, const int R) {
+                      const panel_pair *p, found_tile *f, const int R) {
+  (void)l;
   floats acc[MOST_BF16][2];
   UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
   const int8_t *a = t->codes;
@@ -145,7 +158,7 @@ INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_ti
     }
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++)
-    finish(l, p, i, first + t->row + r, acc[r][i]);
+    f->sum[r][i] = acc[r][i];
 }
 
 #define CASE(most, R, call) \
@@ -153,26 +166,26 @@ INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_ti
     if (R <= most) call;    \
     break;
 #define FEW(most, tile, ...)                                                       \
-  CASE(most, 1, tile(l, w, t, p, first, 1 __VA_ARGS__))                            \
-  CASE(most, 2, tile(l, w, t, p, first, 2 __VA_ARGS__))                            \
-  CASE(most, 3, tile(l, w, t, p, first, 3 __VA_ARGS__))                            \
-  CASE(most, 4, tile(l, w, t, p, first, 4 __VA_ARGS__))                            \
-  CASE(most, 5, tile(l, w, t, p, first, 5 __VA_ARGS__))                            \
-  CASE(most, 6, tile(l, w, t, p, first, 6 __VA_ARGS__))
+  CASE(most, 1, tile(l, w, t, p, f, 1 __VA_ARGS__))                            \
+  CASE(most, 2, tile(l, w, t, p, f, 2 __VA_ARGS__))                            \
+  CASE(most, 3, tile(l, w, t, p, f, 3 __VA_ARGS__))                            \
+  CASE(most, 4, tile(l, w, t, p, f, 4 __VA_ARGS__))                            \
+  CASE(most, 5, tile(l, w, t, p, f, 5 __VA_ARGS__))                            \
+  CASE(most, 6, tile(l, w, t, p, f, 6 __VA_ARGS__))
 #define MANY(most, tile)                                                           \
   FEW(most, tile)                                                                  \
-  CASE(most, 7, tile(l, w, t, p, first, 7))                                        \
-  CASE(most, 8, tile(l, w, t, p, first, 8))                                        \
-  CASE(most, 9, tile(l, w, t, p, first, 9))                                        \
-  CASE(most, 10, tile(l, w, t, p, first, 10))                                      \
-  CASE(most, 11, tile(l, w, t, p, first, 11))                                      \
-  CASE(most, 12, tile(l, w, t, p, first, 12))                                      \
-  CASE(most, 13, tile(l, w, t, p, first, 13))                                      \
-  CASE(most, 14, tile(l, w, t, p, first, 14))
+  CASE(most, 7, tile(l, w, t, p, f, 7))                                        \
+  CASE(most, 8, tile(l, w, t, p, f, 8))                                        \
+  CASE(most, 9, tile(l, w, t, p, f, 9))                                        \
+  CASE(most, 10, tile(l, w, t, p, f, 10))                                      \
+  CASE(most, 11, tile(l, w, t, p, f, 11))                                      \
+  CASE(most, 12, tile(l, w, t, p, f, 12))                                      \
+  CASE(most, 13, tile(l, w, t, p, f, 13))                                      \
+  CASE(most, 14, tile(l, w, t, p, f, 14))
 
 #define TILE static void __attribute__((noinline))
 #define GIVEN \
-  const lezero_linear *l, const workspace *w, const token_tile *t, const panel_pair *p, int64_t first
+  const lezero_linear *l, const workspace *w, const token_tile *t, const panel_pair *p, found_tile *f
 
 TILE any_whole(GIVEN) { switch (t->rows) { MANY(MOST_WHOLE, whole_tile) } }
 TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_tile) } }
@@ -189,10 +202,12 @@ void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count
     const panel_pair p = pair_at(l, &w, index);
     for (int64_t i = 0; i < w.tiles; i++) {
       const token_tile t = tile_at(&w, i);
-      if (l->bits == 16) any_bf16(l, &w, &t, &p, first);
-      else if (w.whole) any_whole(l, &w, &t, &p, first);
-      else if (w.digits == 1) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, first);
-      else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, first);
+      found_tile f;
+      if (l->bits == 16) any_bf16(l, &w, &t, &p, &f);
+      else if (w.whole) any_whole(l, &w, &t, &p, &f);
+      else if (w.digits == 1) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f);
+      else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, &f);
+      finish(l, &w, &t, &p, first, &f);
     }
   }
 }

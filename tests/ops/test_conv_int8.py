@@ -1,0 +1,87 @@
+"""int8 convolution: oneDNN's result is the formula's, and weights are packed once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+from lezero.ops.linear import conv, conv_int8
+from lezero.ops.quantize import Grid, quantize
+
+CASES = [
+    ((2, 8, 10, 9), (16, 8, 3, 3), {"padding": (1, 1)}),
+    ((1, 3, 17, 17), (7, 3, 5, 5), {"stride": (2, 2), "padding": (2, 1)}),
+    ((2, 8, 9, 9), (8, 1, 3, 3), {"groups": 8, "dilation": (2, 2)}),
+    ((3, 6, 5, 5), (9, 6, 1, 1), {}),
+    ((2, 6, 20), (8, 3, 3), {"groups": 2, "stride": (1,), "padding": (1,), "dilation": (1,)}),
+]
+
+
+def layer(x_shape: tuple[int, ...], w_shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(w_shape, generator=generator)
+    codes, scale, _ = quantize(weight.flatten(1), Grid("int8"))
+    return {
+        "x": torch.randn(x_shape, generator=generator).to(dtype),
+        "weight": codes.view(w_shape),
+        "scale": scale[:, 0],
+        "bias": torch.randn(w_shape[0], generator=generator),
+        "x_scale": torch.tensor([0.03]),
+        "x_zero": torch.tensor([110]),
+    }
+
+
+def formula(given: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    dims = given["weight"].dim() - 2
+    defaults = {"stride": 1, "padding": 0, "dilation": 1}
+    places = [list(options.get(name, [value] * dims)) for name, value in defaults.items()]
+    return conv.reference(*given.values(), *places, options.get("groups", 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("x_shape", "w_shape", "options"), CASES)
+def test_equals_the_formula(x_shape: Any, w_shape: Any, options: Any, dtype: torch.dtype) -> None:
+    given = layer(x_shape, w_shape, dtype)
+    found, wanted = conv_int8(**given, **options), formula(given, options)
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    near = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, wanted, rtol=near, atol=10 * near)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_only_a_sample_that_is_not_finite_becomes_nan(bad: float) -> None:
+    given = layer((3, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+    given["x"][1, 2, 3, 3] = bad
+    found = conv_int8(**given)
+    assert found[1].isnan().all()
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(found, formula(given, {}), equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
+def test_weights_are_packed_again_when_they_change() -> None:
+    given = layer((1, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+    first = conv_int8(**given)
+    given["weight"].mul_(-1)
+    given["bias"].mul_(-1)
+    torch.testing.assert_close(conv_int8(**given), -first)
+
+
+def test_torch_knows_the_op() -> None:
+    given = layer((2, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+    rest = ([1, 1], [0, 0], [1, 1], 1)
+    tests = ("test_schema", "test_faketensor")
+    op = torch.ops.lezero.conv_int8.default
+    torch.library.opcheck(op, (*given.values(), *rest), test_utils=tests)
+
+
+def test_empty_batches_and_wrong_shapes() -> None:
+    given = layer((2, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+    assert conv_int8(**{**given, "x": given["x"][:0]}).shape == (0, 5, 4, 4)
+    for name, wrong in (("x", given["x"][:, :3]), ("scale", given["scale"][:3])):
+        with pytest.raises(ConfigError, match="conv_int8"):
+            conv_int8(**{**given, name: wrong})
