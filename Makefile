@@ -2,10 +2,13 @@
 #   PYTHON=python3.12       the interpreter that makes .venv (3.11 or newer)
 #   TORCH_INDEX=URL         the package index that torch comes from (docs/getting-started.md)
 #   ARGS="-k word -x"       passed to pytest, or to the demo
+#   WORKERS="-n 0"          tests one after another (a debugger needs it)
 
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+# Whole files go to a worker, so that what a file's tests share is made once.
+WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
@@ -45,7 +48,7 @@ demo: $(STAMP)
 	@$(BIN)/lz demo $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check
