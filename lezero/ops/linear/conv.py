@@ -45,8 +45,9 @@ def conv_int8(
     """Convolution of one or two dims in int8: x (B, C, …) → (B, O, …) in x's dtype.
 
     `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
-    `x_zero` (0 … 255): one element each. Of two dims, y lies channels last in memory. `stride`, `padding`, `dilation`: a number a dim. A sample
-    with a NaN or an infinity gives NaN. Raises `ConfigError` for shapes and dtypes that do not fit.
+    `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. With two
+    dims, y lies channels last in memory. A sample with a NaN or an infinity gives NaN.
+    Raises `ConfigError` for shapes and dtypes that do not fit.
     """
     dims = weight.dim() - 2
     shapes = x.dim() == weight.dim() and tuple(scale.shape) == weight.shape[:1] and dims in (1, 2)
