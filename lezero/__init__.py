@@ -42,6 +42,7 @@ _NAMES = {
     "forecast": "lezero.plan",
     "from_pytorch": "lezero.hub",
     "hardware": "lezero.profiler",
+    "load_quantized": "lezero.compress.quantize",
     "materialize_": "lezero.parallel.zero",
     "memory": "lezero.memory",
     "models": "lezero.models",
@@ -52,6 +53,7 @@ _NAMES = {
     "profiler": "lezero.profiler",
     "quantization_report": "lezero.compress.quantize",
     "quantize_": "lezero.compress.quantize",
+    "save_quantized": "lezero.compress.quantize",
     "shard_": "lezero.parallel.zero",
     "train": "lezero.train",
 }
@@ -77,8 +79,10 @@ if TYPE_CHECKING:
     from lezero.compress.quantize import Int8WeightActivation as Int8WeightActivation
     from lezero.compress.quantize import Nf4 as Nf4
     from lezero.compress.quantize import dequantize_ as dequantize_
+    from lezero.compress.quantize import load_quantized as load_quantized
     from lezero.compress.quantize import quantization_report as quantization_report
     from lezero.compress.quantize import quantize_ as quantize_
+    from lezero.compress.quantize import save_quantized as save_quantized
     from lezero.core.config import Config as Config
     from lezero.core.decisions import Decisions as Decisions
     from lezero.core.errors import CapacityError as CapacityError

@@ -4,7 +4,14 @@ from lezero.models.cache import KVCache
 from lezero.models.config import RopeScaling, TransformerConfig, count_parameters
 from lezero.models.generate import generate, generate_stream
 from lezero.models.gguf import gguf_tokenizer, load_gguf, packaged_gguf
-from lezero.models.huggingface import load_hf, read_config, save_hf, stop_tokens
+from lezero.models.huggingface import (
+    load_hf,
+    read_config,
+    save_hf,
+    special_tokens,
+    stop_tokens,
+    tokenizer_files,
+)
 from lezero.models.presets import PRESETS, preset
 from lezero.models.sampling import Sampling
 from lezero.models.transformer import Attention, Transformer, TransformerBlock
@@ -28,5 +35,7 @@ __all__ = [
     "preset",
     "read_config",
     "save_hf",
+    "special_tokens",
     "stop_tokens",
+    "tokenizer_files",
 ]

@@ -81,7 +81,7 @@ def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerCon
 
 def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
     if data.get("quantization_config") is not None:
-        raise FileError(f"{source}: the weights are quantized; save them unquantized first")
+        raise FileError(f"{source}: the weights are quantized; lz.load_quantized opens them")
     act = data.get("hidden_act", "silu")
     if act != "silu":
         raise FileError(f"{source}: hidden_act {act!r} is not supported; supported is 'silu'")

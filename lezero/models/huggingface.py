@@ -51,7 +51,7 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
     root = Path(folder)
     with torch.device("meta"):
         model = Transformer(read_config(root))
-    files = _weight_files(root)
+    files = weight_files(root)
     fill(model, _tensors(files), dtype, str(root))
     return model
 
@@ -74,7 +74,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _weight_files(root: Path) -> list[Path]:
+def weight_files(root: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder; `FileError` where it holds only pickles."""
     if (root / _SINGLE).is_file():
         return [root / _SINGLE]
     if (root / _INDEX).is_file():
@@ -196,9 +197,9 @@ def write_hf(
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
     data = to_hf(config, dtype)
-    copies = _tokenizer_files(tokenizer_folder)
+    copies = tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:
-        data |= _special_tokens(Path(tokenizer_folder))
+        data |= special_tokens(Path(tokenizer_folder))
     aside = root.parent / f".{root.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -271,7 +272,8 @@ def _move_in(aside: Path, root: Path) -> None:
         os.replace(aside / name, root / name)
 
 
-def _tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
+def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
+    """The files of the tokenizer in `folder`; `FileError` where it holds none."""
     if folder is None:
         return []
     found = [Path(folder) / name for name in _TOKENIZER_FILES]
@@ -281,7 +283,7 @@ def _tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
     return found
 
 
-def _special_tokens(folder: Path) -> dict[str, int]:
+def special_tokens(folder: Path) -> dict[str, int]:
     """Ids of the tokenizer's begin, end and padding tokens, where it names any."""
     ids: dict[str, int] = {}
     if not all((folder / name).is_file() for name in _TOKENIZER_FILES[:2]):

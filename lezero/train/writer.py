@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from lezero import checkpoint
+from lezero.compress.quantize import is_quantized_folder, load_quantized
 from lezero.core.errors import ConfigError, FileError
 from lezero.models import (
     Transformer,
@@ -67,7 +68,8 @@ class Writer:
 
 
 def open_writer(place: str) -> Writer:
-    """Opens a run's newest good checkpoint, a Hugging Face folder or a GGUF file.
+    """Opens a run's newest good checkpoint, a Hugging Face folder (also a quantized one) or a GGUF
+    file.
 
     Raises `FileError` when `place` is none of them, or is damaged.
     """
@@ -78,7 +80,10 @@ def open_writer(place: str) -> Writer:
     if (path / "config.json").is_file():
         from lezero.data import load_tokenizer
 
-        model = load_hf(path, dtype=torch.float32)
+        if is_quantized_folder(path):
+            model = load_quantized(path).float()
+        else:
+            model = load_hf(path, dtype=torch.float32)
         return Writer(model, load_tokenizer(path), stop_tokens(path))
     if not path.exists():
         raise FileError(f"{path}: no such file or folder")

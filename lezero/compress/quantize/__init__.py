@@ -4,7 +4,9 @@
 `scheme`. What a layer becomes: `modules` and `weights`. How it goes: `sites` finds the layers,
 `work` goes through them, `replay` and `capture` bring the calibration data to each block,
 `methods` and `observers` find codes and ranges, `scaling` and `folds` move difficulty between
-layers, `speed`, `budget` and `report` judge, `journal` and `spill` undo.
+layers, `speed`, `budget` and `report` judge, `journal` and `spill` undo. Files: `layout` describes
+the layers, `saved` (with `forms`) writes and reads them, `imported` (with `foreign` and `ordered`)
+reads GPTQ and AWQ, `exported` writes compressed-tensors.
 """
 
 from lezero.compress.quantize.floats import Fp8, Nf4
@@ -15,10 +17,12 @@ from lezero.compress.quantize.report import (
     QuantizationReport,
     quantization_report,
 )
+from lezero.compress.quantize.saved import is_quantized_folder, load_quantized, save_quantized
 from lezero.compress.quantize.scheme import Scheme
 from lezero.compress.quantize.verb import dequantize_, quantize_
 
 __all__ = [
     "Fp8", "Int4Weight", "Int8Weight", "Int8WeightActivation", "LayerReport", "Nf4",
-    "QuantizationReport", "Scheme", "dequantize_", "quantization_report", "quantize_",
+    "QuantizationReport", "Scheme", "dequantize_", "is_quantized_folder", "load_quantized",
+    "quantization_report", "quantize_", "save_quantized",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from lezero.compress.quantize.modules import (
     QuantizedLayer,
     QuantizedLinear,
 )
+from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
@@ -30,6 +31,7 @@ _KINDS = {"linear": QuantizedLinear, "embedding": QuantizedEmbedding, "conv": Qu
 _WEIGHTS: dict[str, type[PackedWeight] | type[CodedWeight]] = {
     "packed": PackedWeight,
     "coded": CodedWeight,
+    "ordered": OrderedWeight,
 }
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -37,10 +39,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     """JSON-ready: for each quantized layer its name and
 
-    kind ("linear", "embedding", "conv"), weight ("packed" or "coded"), grid (the fields of
-    `lezero.ops.quantize.Grid`), shape, dtype (what it decodes to), bias, activation_bits (16 or 8),
-    static (whether `input_scale` is stored), and shares_with, the first layer that has the same
-    weight, or None. Batch norms that were folded: kind "folded".
+    kind ("linear", "embedding", "conv"), weight ("packed", "coded" or "ordered"), grid (the fields
+    of `lezero.ops.quantize.Grid`), shape, dtype (what it decodes to), bias, activation_bits (16 or
+    8), static (whether `input_scale` is stored), and shares_with, the first layer that has the
+    same weight, or None. Batch norms that were folded: kind "folded".
     """
     first: dict[int, str] = {}
     found: dict[str, dict[str, Any]] = {}

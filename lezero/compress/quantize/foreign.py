@@ -1,0 +1,168 @@
+"""Layers of GPTQ and AWQ checkpoints: their bytes to codes, scales and zero points.
+
+Both count w ≈ (q - z) s with unsigned codes q. Letters: N outputs, K inputs, G groups of inputs,
+P = 32 / bits codes in one int32, the first in its lowest bits.
+
+GPTQ (AutoGPTQ, GPTQModel; Frantar et al., 2022, arXiv:2210.17323): `qweight` (K / P, N) packs
+along the inputs, `qzeros` (G, N / P) along the outputs, and holds z - 1 (format "gptq") or z
+("gptq_v2"); `scales` (G, N); `g_idx` (K,) says each input's group, out of order with `desc_act`.
+
+AWQ (AutoAWQ, version "gemm"; Lin et al., 2023, arXiv:2306.00978): `qweight` (K, N / 8) and `qzeros`
+(G, N / 8) pack along the outputs, where the eight of one int32 stand in the order 0 2 4 6 1 3 5 7;
+`scales` (G, N).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import ConfigDict
+from torch import Tensor
+
+from lezero.core.config import Config
+from lezero.core.errors import FileError
+from lezero.ops.quantize import Grid, Quantized
+
+_AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which four bits of an int32 AWQ keeps output 0, 1, 2, …"""
+_SCALES: dict[torch.dtype, Literal["fp32", "fp16", "bf16"]] = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+}
+
+
+class Foreign(Config):
+    """What is used of the `quantization_config` in a config.json; other keys are left alone."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    quant_method: Literal["gptq", "awq"]
+    bits: int
+    group_size: int
+    version: str = "gemm"
+    checkpoint_format: str = "gptq"
+    dynamic: dict[str, Any] | None = None
+
+    def check(self, where: str) -> None:
+        """Raises `FileError` for a layout that is not read."""
+        allowed = (4, 8) if self.quant_method == "gptq" else (4,)
+        reason = ""
+        if self.bits not in allowed:
+            reason = f"bits {self.bits}; read are {' and '.join(map(str, allowed))}"
+        elif self.group_size != -1 and (self.group_size < 32 or self.group_size % 32):
+            reason = f"group_size {self.group_size}; read are -1 and multiples of 32"
+        elif self.quant_method == "awq" and self.version.lower() != "gemm":
+            reason = f"version {self.version[:20]!r}; read is 'gemm'"
+        elif self.quant_method == "gptq" and self.checkpoint_format not in ("gptq", "gptq_v2"):
+            reason = f"checkpoint_format {self.checkpoint_format[:20]!r}; read: gptq, gptq_v2"
+        elif self.dynamic:
+            reason = "dynamic (other settings for some layers), which is not read"
+        if reason:
+            raise FileError(f"{where}: {self.quant_method} with {reason}")
+
+
+class Layer(NamedTuple):
+    """`made` lies on `grid`; `order`: which input each column of the codes belongs to."""
+
+    made: Quantized
+    grid: Grid
+    order: Tensor | None
+
+
+def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: Foreign) -> Layer:
+    """One layer of (N, K). `ValueError` says which tensor does not fit."""
+    N, K = shape
+    bits, P = about.bits, 32 // about.bits
+    group = K if about.group_size == -1 else about.group_size
+    G = -(-K // group)
+    gptq = about.quant_method == "gptq"
+    wanted = {
+        "qweight": (-(-K // P), N) if gptq else (K, -(-N // P)),
+        "qzeros": (G, -(-N // P)),
+        "scales": (G, N),
+    }
+    for name, size in wanted.items():
+        if name not in tensors:
+            raise ValueError(f"{name} is missing")
+        if tuple(tensors[name].shape) != size:
+            raise ValueError(f"{name} is {tuple(tensors[name].shape)}, it should be {size}")
+        whole = torch.int32 if name != "scales" else None
+        if (tensors[name].dtype != whole) if whole else (tensors[name].dtype not in _SCALES):
+            raise ValueError(f"{name} holds {tensors[name].dtype}")
+    if gptq:
+        codes = unpack_int32(tensors["qweight"], bits, 0)[:K].T
+        zeros = unpack_int32(tensors["qzeros"], bits, 1)[:, :N].T
+        zeros = zeros.float() + (1 if about.checkpoint_format == "gptq" else 0)
+        order = _order(tensors.get("g_idx"), K, group)
+    else:
+        codes = _awq(tensors["qweight"])[:, :N].T
+        zeros = _awq(tensors["qzeros"])[:, :N].T.float()
+        order = None
+    if order is not None:
+        codes = codes[:, order.long()]
+    scale = tensors["scales"].T.float().contiguous()
+    kept = _SCALES[tensors["scales"].dtype]
+    return _on_grid(codes, scale, zeros, bits, "row" if G == 1 else group, kept, order)
+
+
+def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """uint8 codes of `bits` out of int32, `dim` (0 or 1) longer by 32 / bits; lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = shifts.view(1, -1, 1) if dim == 0 else shifts
+    wide = (packed.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
+    return wide.flatten(dim, dim + 1).to(torch.uint8)
+
+
+def pack_int32(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """The inverse; what is left of the last int32 is 0."""
+    moved = codes.movedim(dim, -1)
+    P = 32 // bits
+    padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % P)).to(torch.int64)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64)
+    words = (padded.unflatten(-1, (-1, P)) << shifts).sum(-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words)
+    return words.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def _awq(packed: Tensor) -> Tensor:
+    codes = unpack_int32(packed, 4, 1).unflatten(1, (-1, 8))
+    return codes[..., torch.tensor(_AWQ_PLACE)].flatten(1)
+
+
+def _order(g_idx: Tensor | None, K: int, group: int) -> Tensor | None:
+    """The inputs by group; None when they lie so already."""
+    if g_idx is None:
+        return None
+    in_rows = torch.arange(K, dtype=torch.int64) // group
+    if tuple(g_idx.shape) != (K,) or g_idx.is_floating_point():
+        raise ValueError(f"g_idx is {g_idx.dtype} {tuple(g_idx.shape)}, it should be ({K},)")
+    groups = g_idx.to(torch.int64)
+    if torch.equal(groups, in_rows):
+        return None
+    order = torch.argsort(groups, stable=True)
+    if not torch.equal(groups[order], in_rows):
+        raise ValueError(f"g_idx has no groups of {group} inputs")
+    return order.to(torch.int32)
+
+
+def _on_grid(
+    codes: Tensor,
+    scale: Tensor,
+    zeros: Tensor,
+    bits: int,
+    group: int | Literal["row"],
+    kept: Literal["fp32", "fp16", "bf16"],
+    order: Tensor | None,
+) -> Layer:
+    """Without zero points where all are in the middle: less to read and to add."""
+    middle = 1 << (bits - 1)
+    symmetric = bool((zeros == middle).all()) and (bits == 4 or bool((codes >= 1).all()))
+    name: Literal["int4", "int8"] = "int4" if bits == 4 else "int8"
+    grid = Grid(name, group, not symmetric, kept)
+    if symmetric and bits == 8:
+        codes = (codes.to(torch.int16) - middle).to(torch.int8)
+    made = Quantized(codes.contiguous(), scale, None if symmetric else zeros.contiguous())
+    return Layer(made, grid, order)

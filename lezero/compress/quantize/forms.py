@@ -1,0 +1,77 @@
+"""The description of quantized layers as it stands in a file, checked before it is believed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from lezero.core.config import Config
+from lezero.core.errors import ConfigError, FileError
+from lezero.ops.quantize import Grid
+
+_MOST_LAYERS = 1 << 18
+
+
+class GridForm(Config):
+    """The fields of `lezero.ops.quantize.Grid`."""
+
+    format: Literal["int8", "int4", "fp8", "nf4"]
+    group: int | Literal["row", "tensor"]
+    zero_point: bool
+    scale_dtype: Literal["fp32", "fp16", "bf16"]
+
+
+class LayerForm(Config):
+    """One quantized layer, as `lezero.compress.quantize.layout.describe` gives it."""
+
+    kind: Literal["linear", "embedding", "conv"]
+    weight: Literal["packed", "coded", "ordered"]
+    grid: GridForm
+    shape: tuple[int, ...] = Field(min_length=2, max_length=4)
+    dtype: Literal["fp32", "bf16", "fp16"]
+    bias: bool
+    activation_bits: Literal[8, 16]
+    static: bool
+    shares_with: str | None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        Grid(**self.grid.to_dict())
+        if any(size < 1 for size in self.shape):
+            raise ValueError("shape: sizes are at least 1")
+        if (self.kind == "conv") != (len(self.shape) > 2):
+            raise ValueError(f"a {self.kind} has no weight of {len(self.shape)} dims")
+        if self.weight == "coded":
+            return self
+        group = self.grid.group
+        kernel = self.grid.format in ("int8", "int4") and self.kind != "conv"
+        if not kernel or group == "tensor" or (isinstance(group, int) and group % 32):
+            raise ValueError("packed weights are int8 or int4 in rows or in groups of 32 times n")
+        return self
+
+
+def check_layers(data: object, where: str) -> dict[str, dict[str, Any]]:
+    """The layers of a stored description; `FileError` for the first that cannot be."""
+    if not isinstance(data, Mapping) or len(data) > _MOST_LAYERS:
+        raise FileError(f"{where}: no table of layers")
+    found: dict[str, dict[str, Any]] = {}
+    for name, about in data.items():
+        here = f"{where}: '{str(name)[:200]}'"
+        if about == {"kind": "folded"}:
+            found[name] = {"kind": "folded"}
+            continue
+        try:
+            layer = LayerForm.parse(about, here)
+        except ConfigError as error:
+            raise FileError(str(error)[:2000]) from None
+        other = found.get(layer.shares_with or "")
+        made = {**layer.to_dict(), "shape": list(layer.shape)}
+        same = ("weight", "grid", "shape", "dtype")
+        if layer.shares_with is not None and (
+            other is None or any(other.get(key) != made[key] for key in same)
+        ):
+            raise FileError(f"{here} shares its weight with a layer that is none, or another")
+        found[name] = made
+    return found

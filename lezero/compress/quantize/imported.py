@@ -1,0 +1,173 @@
+"""Hugging Face folders that others quantized with GPTQ or AWQ, as models of our own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
+from lezero.compress.quantize.modules import QuantizedLinear
+from lezero.compress.quantize.ordered import OrderedWeight
+from lezero.compress.quantize.sites import kind_of
+from lezero.compress.quantize.weights import PackedWeight
+from lezero.core import ledger
+from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.models import Transformer
+from lezero.models.hf_config import from_hf
+from lezero.models.huggingface import read_json, weight_files
+
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_SHOWN = 5
+
+
+def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
+    """The model in a folder of GPTQ or AWQ, its codes, scales and zero points taken as they are.
+
+    See `lezero.compress.quantize.saved.load_quantized`, which calls this.
+    """
+    data = read_json(root / "config.json")
+    about = _about(data, root)
+    if model is None:
+        plain = {key: value for key, value in data.items() if key != "quantization_config"}
+        with torch.device("meta"):
+            model = Transformer(from_hf(plain, str(root / "config.json")))
+    with ExitStack() as stack:
+        stored = _open(weight_files(root), stack, isinstance(model, Transformer))
+        layers = _layers(model, stored, about, root)
+        floats = _floats(model, stored, set(layers), root)
+    device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
+    for name, layer in layers.items():
+        _become(model.get_submodule(name), layer, floats.get(f"{name}.bias"))
+    state = {name: value.to(device) for name, value in floats.items()}
+    model.load_state_dict(state, assign=True, strict=False)
+    if device.type != "cpu":
+        model.to(device)
+    if isinstance(model, Transformer):
+        model.rope.ready(1, torch.device("cpu"))
+    ledger.record(model, "quantize_")
+    return model.eval()
+
+
+def _about(data: dict[str, Any], root: Path) -> Foreign:
+    where = f"{root / 'config.json'}: quantization_config"
+    found = data.get("quantization_config")
+    if not isinstance(found, dict):
+        raise FileError(
+            f"{root}: holds no quantized model: neither a manifest.json of LeZero nor a "
+            "quantization_config in its config.json; lezero.models.load_hf opens plain folders"
+        )
+    method = found.get("quant_method")
+    if method not in ("gptq", "awq"):
+        raise FileError(
+            f"{where}: quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq'"
+        )
+    named = {"w_bit": "bits", "q_group_size": "group_size"}  # what older AWQ files say
+    try:
+        about = Foreign.parse({named.get(key, key): value for key, value in found.items()}, where)
+    except ConfigError as error:
+        raise FileError(str(error)) from None
+    about.check(where)
+    return about
+
+
+_Stored = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
+
+
+def _open(files: list[Path], stack: ExitStack, own: bool) -> _Stored:
+    """Name here → shape and what reads it."""
+    found: _Stored = {}
+    for path in files:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            for name in file.keys():  # noqa: SIM118
+                shape = tuple(file.get_slice(name).get_shape())
+                here = name.removeprefix("model.") if own else name
+                found[here] = shape, lambda file=file, name=name: file.get_tensor(name)  # type: ignore[misc]
+        except SafetensorError as error:
+            raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read ({error})") from None
+    return found
+
+
+def _layers(model: nn.Module, stored: _Stored, about: Foreign, root: Path) -> dict[str, Layer]:
+    found: dict[str, Layer] = {}
+    modules = dict(model.named_modules())
+    for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
+        module = modules.get(name)
+        if module is None or kind_of(module) != "linear" or type(module) is not nn.Linear:
+            raise FileError(f"{root}: '{name}' is quantized, but is no linear layer of the model")
+        parts = {part: stored[f"{name}.{part}"][1] for part in _PARTS if f"{name}.{part}" in stored}
+        shape = (module.out_features, module.in_features)
+        try:
+            found[name] = read_layer({part: read() for part, read in parts.items()}, shape, about)
+        except ValueError as error:
+            raise FileError(f"{root}: layer '{name}': {error}") from None
+    if not found:
+        raise FileError(f"{root}: config.json says {about.quant_method}, but no layer is quantized")
+    return found
+
+
+def _floats(
+    model: nn.Module, stored: _Stored, quantized: set[str], root: Path
+) -> dict[str, Tensor]:
+    """The tensors that stayed; names all that is missing, unexpected or misshapen."""
+    state = model.state_dict(keep_vars=True)
+    skipped = {f"{name}.weight" for name in quantized}
+    wanted = {name: value for name, value in state.items() if name not in skipped}
+    used = {f"{name}.{part}" for name in quantized for part in _PARTS}
+    found: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name, (shape, read) in stored.items():
+        if name in used or name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name not in wanted:
+            if not _needless(name, read, stored, quantized):
+                problems.append(f"unexpected {name}")
+        elif shape != tuple(wanted[name].shape):
+            problems.append(f"{name} is {shape}, it should be {tuple(wanted[name].shape)}")
+        else:
+            value = read()
+            if value.is_floating_point() != wanted[name].is_floating_point():
+                problems.append(f"{name} is {value.dtype}, it should be {wanted[name].dtype}")
+            found[name] = value
+    tied = {id(wanted[name]): name for name in found if name in wanted}
+    for name, value in wanted.items():
+        if name in found or any(name in problem for problem in problems):
+            continue
+        if id(value) in tied:
+            found[name] = found[tied[id(value)]]
+        else:
+            problems.append(f"missing {name}")
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = "; ".join(problems[:_SHOWN])
+        raise FileError(f"{root}: the tensors do not fit the model: {shown}{more}")
+    return found
+
+
+def _needless(name: str, read: Callable[[], Tensor], stored: _Stored, quantized: set[str]) -> bool:
+    """Biases of zeros, which some writers add to every layer, and the head of a tied model."""
+    if name.removesuffix(".bias") in quantized:
+        return not bool(read().any())
+    if name == "lm_head.weight" and "embed_tokens.weight" in stored:
+        return torch.equal(read(), stored["embed_tokens.weight"][1]())
+    return False
+
+
+def _become(module: nn.Module, layer: Layer, bias: Tensor | None) -> None:
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    kept = dtype[layer.grid.scale_dtype]
+    weight: PackedWeight
+    if layer.order is None:
+        weight = PackedWeight.of(layer.made, layer.grid, kept)
+    else:
+        weight = OrderedWeight.ordered(layer.made, layer.order, layer.grid, kept)
+    given = None if bias is None else nn.Parameter(bias)
+    QuantizedLinear(module, weight, given, None, 16).take_over(module)

@@ -1,0 +1,284 @@
+"""Quantized models as folders: written whole, read verified, without calibration code.
+
+`docs/file-format.md` describes the layout: a generation of `lezero.files` (tensors with a digest
+for every chunk, a sealed manifest) whose document `quantization` says what each layer is, beside
+`config.json` and the tokenizer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.forms import check_layers
+from lezero.compress.quantize.imported import import_quantized
+from lezero.compress.quantize.layout import describe, rebuild_
+from lezero.compress.quantize.modules import QuantizedLayer
+from lezero.compress.quantize.report import REPORT, QuantizationReport
+from lezero.compress.quantize.weights import QuantizedWeight
+from lezero.core.errors import FileError, OrderError
+from lezero.files import Form, Generation, commit_parts, read_generation, step_of, write_part
+from lezero.files.folder import aside, cannot_write
+from lezero.models import Transformer, TransformerConfig, special_tokens, tokenizer_files
+from lezero.models.hf_config import to_hf
+
+Model = TypeVar("Model", bound=nn.Module)
+FORMAT = 1
+READABLE_FROM = "0.1.0"
+_DOCUMENT, _PREFIX, _MANIFEST = "quantization", "model/", "manifest.json"
+_SHOWN = 5
+
+
+def save_quantized(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes a model that went through `lz.quantize_` to `folder`, whole or not at all.
+
+    Files of a tokenizer are copied from `tokenizer_folder`. A folder that was written by this is
+    replaced; any other that holds something is refused. Raises `OrderError` when no layer is
+    quantized, and `FileError`.
+    """
+    layers = describe(model)
+    if not layers:
+        raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
+    root = Path(folder).absolute()
+    _check_target(root)
+    copies = tokenizer_files(tokenizer_folder)
+    documents: dict[str, Any] = {
+        _DOCUMENT: {"format": FORMAT, "readable_from": READABLE_FROM, "layers": layers}
+    }
+    config = _config_json(model)
+    if isinstance(model, Transformer):
+        documents["model"] = model.config.to_dict()
+        if tokenizer_folder is not None:
+            config |= special_tokens(Path(tokenizer_folder))
+    report = model.__dict__.get(REPORT)
+    if isinstance(report, QuantizationReport):
+        documents["decisions"] = report.decisions.to_json()
+    tensors = {_PREFIX + name: value for name, value in model.state_dict().items()}
+    try:
+        with aside(root.parent, root.name) as made:
+            for path in copies:
+                shutil.copyfile(path, made / path.name)
+            if config:
+                text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+                (made / "config.json").write_text(text, encoding="utf-8")
+            if "decisions" in documents:
+                text = json.dumps(documents["decisions"], indent=1) + "\n"
+                (made / "decisions.json").write_text(text, encoding="utf-8")
+            part = write_part(made, "", tensors)
+            commit_parts(made, root, step_of(root) or 0, [part], documents)
+    except OSError as error:
+        raise cannot_write(root, error) from error
+    return root
+
+
+@overload
+def load_quantized(folder: str | os.PathLike[str], model: None = None) -> Transformer: ...
+
+
+@overload
+def load_quantized(folder: str | os.PathLike[str], model: Model) -> Model: ...
+
+
+def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """The quantized model in a folder, ready to run; its layers never take their float size.
+
+    Reads what `lz.save_quantized` wrote, and Hugging Face folders of GPTQ and AWQ. Models of the
+    Llama family are built here; for others give the float `model` (best built on meta), which
+    becomes the quantized one in place. Errors: `FileError` for a folder that is neither, that does
+    not fit the model, or is of another format; `CorruptError` for bytes that are not what was
+    written. `model` is then as it was.
+    """
+    root = Path(folder)
+    if not (root / _MANIFEST).is_file():
+        return import_quantized(root, model)
+    known = read_generation(root, select=lambda name: False)
+    layers = _layers(known, root)
+    if model is None:
+        model = _build(known, root)
+    elif any(isinstance(part, QuantizedLayer) for part in model.modules()):
+        raise OrderError("lz.load_quantized: give the float model, this one is quantized already")
+    biased = _expect(model, layers, known, root)
+    wanted = {_PREFIX + name for name in _stored(known)}
+    tensors = read_generation(root, select=wanted.__contains__).tensors
+    _check_orders(layers, tensors, root)
+    _give_biases(model, biased)
+    device = _device(model)
+    rebuild_(model, layers)
+    state = {name.removeprefix(_PREFIX): x.to(device) for name, x in tensors.items()}
+    model.load_state_dict(state, assign=True)
+    if isinstance(model, Transformer):
+        model.rope.ready(1, torch.device("cpu"))
+    return model.eval()
+
+
+def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether `load_quantized` is what opens a folder."""
+    root = Path(folder)
+    config = root / "config.json"
+    if (root / _MANIFEST).is_file() and config.is_file():
+        return True
+    try:
+        data = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False  # whoever opens the folder says what is wrong with it
+    return isinstance(data, dict) and data.get("quantization_config") is not None
+
+
+def _check_target(root: Path) -> None:
+    if not root.exists():
+        return
+    if not root.is_dir():
+        raise FileError(f"{root}: is a file; name a folder")
+    if any(root.iterdir()) and not (root / _MANIFEST).is_file():
+        raise FileError(f"{root}: holds other files; name a new folder")
+
+
+def _config_json(model: nn.Module) -> dict[str, Any]:
+    """What tells other programs what is in the folder, and that the weights are not theirs."""
+    mark = {"quantization_config": {"quant_method": "lezero", "format": FORMAT}}
+    if isinstance(model, Transformer):
+        return {**to_hf(model.config, "float32"), **mark}
+    described = getattr(getattr(model, "config", None), "to_dict", None)
+    if not callable(described):
+        return mark
+    found = json.loads(json.dumps(described(), default=str))
+    return {**found, **mark} if isinstance(found, dict) else mark
+
+
+def _layers(known: Generation, root: Path) -> dict[str, dict[str, Any]]:
+    where = f"{root / _MANIFEST}: {_DOCUMENT}"
+    found = known.documents.get(_DOCUMENT)
+    if not isinstance(found, Mapping):
+        raise FileError(f"{root}: holds no quantized model (its manifest has no '{_DOCUMENT}')")
+    if found.get("format") != FORMAT:
+        needs = str(found.get("readable_from", "another version"))[:20]
+        raise FileError(
+            f"{where}: format {str(found.get('format'))[:20]} is read by LeZero {needs} or newer; "
+            f"this one reads format {FORMAT}"
+        )
+    return check_layers(found.get("layers"), where)
+
+
+def _build(known: Generation, root: Path) -> Transformer:
+    shape = known.documents.get("model")
+    if shape is None:
+        raise FileError(
+            f"{root}: the model is not of LeZero's own, so build it (on the meta device) and give "
+            "it: lz.load_quantized(folder, model)"
+        )
+    try:
+        config = TransformerConfig.parse(shape, f"{root / _MANIFEST}: model")
+    except ValueError as error:
+        raise FileError(str(error)) from None
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+@dataclass(frozen=True)
+class _Bias:
+    """A bias that a layer got when a batch norm was folded into it."""
+
+    layer: str
+    form: Form
+
+
+def _stored(known: Generation) -> dict[str, Form]:
+    return {
+        name.removeprefix(_PREFIX): form
+        for name, form in known.forms.items()
+        if name.startswith(_PREFIX)
+    }
+
+
+def _expect(
+    model: nn.Module, layers: Mapping[str, Mapping[str, Any]], known: Generation, root: Path
+) -> list[_Bias]:
+    """Checks, on a twin without memory, that the tensors are those of the rebuilt model."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        twin = torch.empty_like(tensor, device="meta")
+        memo[id(tensor)] = nn.Parameter(twin) if isinstance(tensor, nn.Parameter) else twin
+    rehearsal = copy.deepcopy(model, memo)
+    stored = _stored(known)
+    biased = [
+        _Bias(name, stored[f"{name}.bias"])
+        for name, module in rehearsal.named_modules()
+        if type(module) in (nn.Conv1d, nn.Conv2d)
+        and module.bias is None
+        and name not in layers
+        and f"{name}.bias" in stored
+    ]
+    _give_biases(rehearsal, biased)
+    rebuild_(rehearsal, layers)
+    wanted = {name: Form(x.dtype, tuple(x.shape)) for name, x in rehearsal.state_dict().items()}
+    exact = {
+        f"{name}.{key}" if name else key
+        for name, module in rehearsal.named_modules()
+        if isinstance(module, QuantizedWeight | QuantizedLayer)
+        for key in module._buffers
+    }
+    problems = [f"missing {name}" for name in wanted if name not in stored]
+    for name, form in stored.items():
+        other = wanted.get(name)
+        if other is None:
+            problems.append(f"unexpected {name}")
+        elif form.shape != other.shape:
+            problems.append(f"{name} is {form.shape}, it should be {other.shape}")
+        elif form.dtype != other.dtype and (
+            name in exact or not (form.dtype.is_floating_point and other.dtype.is_floating_point)
+        ):
+            problems.append(f"{name} is {form.dtype}, it should be {other.dtype}")
+    own = isinstance(model, Transformer)
+    problems += [
+        f"{name} is on the meta device and not in the folder; build the model on the CPU"
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta and name not in wanted and not own
+    ]
+    if problems:
+        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        shown = "; ".join(problems[:_SHOWN])
+        raise FileError(f"{root}: the tensors do not fit the model: {shown}{more}")
+    return biased
+
+
+def _check_orders(
+    layers: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Tensor], root: Path
+) -> None:
+    for name, about in layers.items():
+        if about.get("weight") == "ordered":
+            order = tensors[f"{_PREFIX}{name}.weight.order"].sort().values
+            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype)):
+                raise FileError(f"{root}: '{name}.weight.order' is no order of its inputs")
+
+
+def _give_biases(model: nn.Module, biased: list[_Bias]) -> None:
+    for bias in biased:
+        layer = model.get_submodule(bias.layer)
+        device = next(layer.parameters()).device
+        empty = torch.empty(bias.form.shape, dtype=bias.form.dtype, device=device)
+        layer.register_parameter("bias", nn.Parameter(empty))
+
+
+def _device(model: nn.Module) -> torch.device:
+    """Where the model lies; one on meta comes to the CPU."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device("cpu")
+
+
+__all__ = ["is_quantized_folder", "load_quantized", "save_quantized"]

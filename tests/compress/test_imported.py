@@ -1,0 +1,186 @@
+"""GPTQ and AWQ folders, packed here as their formats say, against the model they stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import lezero as lz
+from lezero.compress.quantize import load_quantized, save_quantized
+from lezero.compress.quantize.modules import quantized_layers
+from lezero.models import Transformer, save_hf
+from tests.compress.test_quantize import small, tokens
+
+GROUP = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Codes (R, C) to int32 (R, C * bits / 32), one at a time, the first in the lowest bits."""
+    rows = []
+    for row in codes.tolist():
+        packed = []
+        for at in range(0, len(row), 32 // bits):
+            word = sum(code << (bits * i) for i, code in enumerate(row[at : at + 32 // bits]))
+            packed.append(word - (1 << 32) if word >= 1 << 31 else word)
+        rows.append(packed)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def awq_words(codes: Tensor) -> Tensor:
+    """AutoAWQ: of each eight columns, column `AWQ_ORDER[i]` goes to nibble i."""
+    order = [at + i for at in range(0, codes.shape[1], 8) for i in AWQ_ORDER]
+    return words(codes[:, order], 4)
+
+
+def quantized(name: str, weight: Tensor, form: dict[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Random codes near `weight`: the tensors of a file, and the float weight that they mean."""
+    N, K = weight.shape
+    drawn = torch.Generator().manual_seed(len(name))
+    bits, high = form["bits"], (1 << form["bits"]) - 1
+    G = 1 if form["group_size"] == -1 else K // GROUP
+    groups = torch.arange(K) // (K // G)
+    if form.get("desc_act"):
+        groups = groups[torch.randperm(K, generator=drawn)]
+    scales = (torch.rand(N, G, generator=drawn) * 0.02 + 0.01).half() / (high / 15)
+    zeros = torch.full((N, G), (high + 1) // 2)
+    if not form.get("sym"):
+        zeros = torch.randint(1, high, (N, G), generator=drawn)
+    scale, zero = scales.float()[:, groups], zeros[:, groups]
+    codes = (weight / scale + zero).round().clamp(0, high).long()
+    if form["quant_method"] == "awq":
+        parts = {"qweight": awq_words(codes.T), "qzeros": awq_words(zeros.T)}
+    else:
+        less = 0 if form.get("checkpoint_format") == "gptq_v2" else 1
+        parts = {
+            "qweight": words(codes, bits).T.contiguous(),
+            "qzeros": words(zeros.T - less, bits),
+            "g_idx": groups.to(torch.int32),
+        }
+    parts["scales"] = scales.T.contiguous()
+    return {f"{name}.{part}": value for part, value in parts.items()}, (codes - zero) * scale
+
+
+def folder(root: Path, form: dict[str, Any]) -> Transformer:
+    """Writes a checkpoint as other tools do; returns the float model that it means."""
+    model = small()
+    save_hf(model, root)
+    config = json.loads((root / "config.json").read_text())
+    (root / "config.json").write_text(json.dumps({**config, "quantization_config": form}))
+    tensors = load_file(root / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        layer = name.removesuffix(".weight")
+        parts, weight = quantized(layer, tensors.pop(name), form)
+        tensors |= parts
+        model.get_parameter(name.removeprefix("model.")).data.copy_(weight)
+        if "k_proj" in name:
+            tensors[f"{layer}.bias"] = torch.zeros(len(weight))  # as AutoGPTQ writes
+    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}
+FORMS: dict[str, dict[str, Any]] = {
+    "gptq": GPTQ,
+    "gptq symmetric": {**GPTQ, "sym": True, "group_size": -1},
+    "gptq act-order": {**GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    "gptq 8 bits": {**GPTQ, "bits": 8},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_imported_folders_give_the_logits_of_their_float_model(name: str, tmp_path: Path) -> None:
+    wanted = folder(tmp_path / "in", FORMS[name])
+    found = load_quantized(tmp_path / "in")
+    assert isinstance(found, Transformer)
+    assert len(quantized_layers(found)) == 14
+    for layer, module in quantized_layers(found).items():
+        weight = wanted.get_parameter(f"{layer}.weight")
+        assert torch.equal(module.weight.decode(torch.float32), weight), layer
+    with torch.no_grad():
+        torch.testing.assert_close(
+            found.float()(tokens()[0]), wanted(tokens()[0]), rtol=1e-3, atol=1e-4
+        )
+    save_quantized(found, tmp_path / "out")
+    again = load_quantized(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(again(tokens()[0]), found(tokens()[0]))
+
+
+def test_it_opens_in_a_module_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    wanted = folder(tmp_path, FORMS["awq"])
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    found = load_quantized(tmp_path, model)
+    assert found is model
+    with torch.no_grad():
+        torch.testing.assert_close(
+            found(tokens()[0]).logits, wanted(tokens()[0]), rtol=1e-3, atol=1e-4
+        )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "method": ({"quant_method": "aqlm"}, "'aqlm' is not read"),
+    "bits": ({"bits": 3}, "bits 3; read are 4 and 8"),
+    "group": ({"group_size": 24}, "group_size 24"),
+    "another group": ({"group_size": 64}, r"should be \(2, "),
+    "version": ({"quant_method": "awq", "version": "gemv"}, "'gemv'"),
+    "layout": ({"checkpoint_format": "marlin"}, "'marlin'"),
+    "text": ({"bits": "four"}, "bits: got 'four'"),
+}
+
+
+@pytest.fixture(scope="module")
+def gptq(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gptq")
+    folder(root, GPTQ)
+    return root
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_by_name(name: str, gptq: Path) -> None:
+    config = json.loads((gptq / "config.json").read_text())
+    change, said = REFUSED[name]
+    try:
+        text = json.dumps({**config, "quantization_config": {**GPTQ, **change}})
+        (gptq / "config.json").write_text(text)
+        with pytest.raises(lz.FileError, match=said):
+            load_quantized(gptq)
+    finally:
+        (gptq / "config.json").write_text(json.dumps(config))
+
+
+def test_tensors_that_do_not_fit_are_named(gptq: Path, tmp_path: Path) -> None:
+    tensors = load_file(gptq / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((gptq / "config.json").read_bytes())
+    layer = "model.layers.0.mlp.up_proj"
+
+    def said(**changed: Tensor | None) -> str:
+        kept = {**tensors, **{f"{layer}.{part}": value for part, value in changed.items()}}
+        path = tmp_path / "model.safetensors"
+        save_file({n: t for n, t in kept.items() if t is not None}, path)
+        with pytest.raises(lz.FileError) as error:
+            load_quantized(tmp_path)
+        return str(error.value)
+
+    scales = tensors[f"{layer}.scales"]
+    assert "scales is missing" in said(scales=None)
+    assert "scales is (1," in said(scales=scales[:1].contiguous())
+    assert "no groups of 32" in said(g_idx=torch.zeros(64, dtype=torch.int32))
+    assert "unexpected layers.0.mlp.up_proj.bias" in said(bias=torch.ones(128))
+    (tmp_path / "model.safetensors").write_bytes(b"\x08" + bytes(20))
+    with pytest.raises(lz.CorruptError):
+        load_quantized(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(lz.FileError, match="reading pickle can run code"):
+        load_quantized(tmp_path)

@@ -1,0 +1,174 @@
+"""Quantized models as folders: bitwise back, and every kind of damage refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lezero as lz
+from lezero.compress.quantize import load_quantized, save_quantized
+from lezero.compress.quantize.modules import QuantizedLinear
+from lezero.files import seal, unseal
+from lezero.models import Transformer, TransformerConfig
+from lezero.train.writer import open_writer
+from tests.compress.test_quantize import small, tokens
+
+SCHEMES = {
+    "int8": lz.Int8Weight(),
+    "w8a8 static": lz.Int8WeightActivation(activations="tensor", smooth=0.5),
+    "int4": lz.Int4Weight(group=32),
+    "nf4": lz.Nf4(group=32),
+}
+
+
+def saved(folder: Path, scheme: Any = None, tied: bool = True) -> Transformer:
+    model = small(tied)
+    lz.quantize_(model, scheme or lz.Int4Weight(group=32), data=tokens(), objective="size")
+    save_quantized(model, folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "q"
+    saved(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "q"))
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens()[0])
+
+
+def change(folder: Path, edit: Any) -> None:
+    """A manifest as a stranger would write it: changed, with a right digest."""
+    path = folder / "manifest.json"
+    fields = unseal(path.read_bytes(), "manifest", 1, "0")
+    edit(fields)
+    fields.pop("digest")
+    path.write_bytes(seal(fields.pop("format"), fields))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_comes_back_is_bitwise_the_same(name: str, tmp_path: Path) -> None:
+    model = saved(tmp_path / "q", SCHEMES[name], tied=name != "int8")
+    found = load_quantized(tmp_path / "q")
+    assert isinstance(found, Transformer)
+    one, two = model.state_dict(), found.state_dict()
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        assert value.dtype == two[key].dtype
+        assert torch.equal(value.view(torch.uint8), two[key].view(torch.uint8)), key
+    assert torch.equal(logits(model), logits(found))
+    with pytest.raises(lz.OrderError, match="quantized already"):
+        lz.quantize_(found, lz.Int8Weight())
+
+
+def test_any_module_is_loaded_into_the_float_one(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(),
+            nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 8),
+        )  # fmt: skip
+
+    model, x = build().eval(), torch.randn(4, 3, 6, 6)
+    for kept in ("*", "[!0]"):  # without the convolution, a batch norm may be folded all the same
+        made = lz.quantize_(build().eval(), lz.Int8WeightActivation(), data=[x], objective="size",
+                            filter=kept)  # fmt: skip
+        save_quantized(made, tmp_path / kept.strip("[]!*"))
+        found = load_quantized(tmp_path / kept.strip("[]!*"), build())
+        assert torch.equal(made(x), found(x))
+    save_quantized(made, tmp_path / "m")
+    with pytest.raises(lz.FileError, match="build it"):
+        load_quantized(tmp_path / "m")
+    other = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(lz.FileError, match="none of the model's"):
+        load_quantized(tmp_path / "m", other)
+    assert type(other[0]) is nn.Linear
+    with pytest.raises(lz.OrderError, match="no layer is quantized"):
+        save_quantized(model, tmp_path / "n")
+
+
+def test_folders_are_replaced_only_where_they_are_ours(copied: Path, tmp_path: Path) -> None:
+    model = load_quantized(copied)
+    save_quantized(model, tmp_path / "q")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    with pytest.raises(lz.FileError, match="holds other files"):
+        save_quantized(model, tmp_path / "mine")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["mine", "q"]
+
+
+def test_every_flipped_bit_and_cut_is_found(copied: Path) -> None:
+    for name in ("manifest.json", "tensors-00000.safetensors"):
+        path = copied / name
+        whole = path.read_bytes()
+        for at in range(0, len(whole), len(whole) // 25):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+            with pytest.raises(lz.FileError):
+                load_quantized(copied)
+        path.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(lz.CorruptError):
+            load_quantized(copied)
+        path.write_bytes(whole)
+    load_quantized(copied)
+
+
+def _layer(fields: dict[str, Any]) -> dict[str, Any]:
+    found = fields["documents"]["quantization"]["layers"]["layers.0.mlp.up_proj"]
+    assert isinstance(found, dict)
+    return found
+
+
+HOSTILE: dict[str, tuple[Any, str]] = {
+    "group": (lambda f: _layer(f)["grid"].update(group=48), "32 times n"),
+    "no group": (lambda f: _layer(f)["grid"].update(group=0), "group"),
+    "format": (lambda f: _layer(f)["grid"].update(format="int3"), "int3"),
+    "extra": (lambda f: _layer(f).update(run="rm"), "unknown key"),
+    "shape": (lambda f: _layer(f).update(shape=[1 << 40, 1 << 40]), "has a weight of"),
+    "kind": (lambda f: _layer(f).update(kind="conv"), "dims"),
+    "shares": (lambda f: _layer(f).update(shares_with="layers.1.mlp.up_proj"), "shares"),
+    "bits": (lambda f: _layer(f)["grid"].update(format="int8"), "should be"),
+    "layers": (lambda f: f["documents"]["quantization"].update(layers=[]), "no table"),
+    "newer": (lambda f: f["documents"]["quantization"].update(format=2), "format 2"),
+    "none": (lambda f: f["documents"].pop("quantization"), "no quantized model"),
+    "lacks": (lambda f: f["documents"]["quantization"]["layers"].pop("layers.0.mlp.up_proj"),
+              "unexpected layers.0.mlp.up_proj"),
+    "model": (lambda f: f["documents"]["model"].update(dim=1 << 19), "has a weight of"),
+    "huge": (lambda f: f["documents"]["model"].update(layers=3), "missing layers.2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_manifest_that_disagrees_is_refused(name: str, copied: Path) -> None:
+    edit, said = HOSTILE[name]
+    change(copied, edit)
+    with pytest.raises(lz.FileError, match=said):
+        load_quantized(copied)
+
+
+def test_a_quantized_folder_writes_text(tmp_path: Path) -> None:
+    from lezero.data.tokenizer import bytes_tokenizer
+
+    bytes_tokenizer().save(tmp_path / "t")
+    shape = {"dim": 64, "layers": 1, "heads": 4, "ffn": 64, "vocab": 257, "context": 64}
+    model = Transformer(TransformerConfig(**shape))
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    save_quantized(model, tmp_path / "q", tokenizer_folder=tmp_path / "t")
+    writer = open_writer(str(tmp_path / "q"))
+    assert isinstance(writer.model.layers[0].mlp.up_proj, QuantizedLinear)
+    assert "".join(writer.write("ab", 4, temperature=0.0)).startswith("ab")
+    assert json.loads((tmp_path / "q/config.json").read_text())["eos_token_id"] == 256
+    assert (tmp_path / "q/decisions.json").is_file()
