@@ -75,10 +75,34 @@ def _open(folder: Path, config: DataConfig) -> Data:
     if findings["left_out"] and groups.is_main():
         counts = ", ".join(f"{n} x {reason}" for reason, n in findings["left_out"].items())
         _log.warning("data: left out: %s (%s)", counts, "; ".join(findings["named"][:3]))
+    if train.tokens < config.sequence and groups.is_main():
+        _warn_of_long_rows(config, f"{train.tokens:,} tokens")
     if train.cut and groups.is_main():
         _log.warning("data: %d pairs are longer than a row and are cut", train.cut)
     tokenizer = load_tokenizer(folder / "tokenizer")
     return Data(train, held if len(held) else None, tokenizer, findings, folder)
+
+
+def foresee_rows(config: DataConfig) -> None:
+    """Warns, without reading the text, of rows that are surely longer than all of it: a token is
+    one byte or more, and each file ends with one more token. Files that are not there yet count as
+    enough."""
+    try:
+        files = find_files(config.train, "data.train")
+        size = sum(os.path.getsize(path) + 1 for path in files if path != corpus.NAME)
+    except (FileError, OSError):
+        return
+    if corpus.NAME not in files and size < config.sequence:
+        _warn_of_long_rows(config, f"at most {size:,} tokens")
+
+
+def _warn_of_long_rows(config: DataConfig, text: str) -> None:
+    _log.warning(
+        "data.sequence: a row has %s tokens and the whole training text %s; the rest is filled up "
+        "and computed for nothing: lower data.sequence",
+        f"{config.sequence:,}",
+        text,
+    )
 
 
 def _find_or_build(config: DataConfig, root: Path) -> Path:

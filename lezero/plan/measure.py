@@ -34,6 +34,7 @@ from lezero.plan.work import roughly, shrink, small_enough, work_bytes
 
 FORMAT = 2
 _EACH_SECONDS = 0.06
+_SLOW_SECONDS = 0.5
 _PATIENCE_S = 0.1
 _PASSES = 4
 
@@ -171,28 +172,35 @@ def time_call(call: Call, neighbours: int = 1) -> tuple[float, bool] | None:
 
 
 def _time(run: Callable[[], Any]) -> tuple[float, bool]:
-    """Median of a few runs after two that warm up; fewer of slow ones, more of quick ones.
+    """Median of a few runs after two that warm up; fewer of slow ones, more of quick ones, and of
+    one that takes longer than `_SLOW_SECONDS` the first.
 
     What other programs add is no property of this machine: a run during which one of our threads
     waited for a processor does not count. When there is no other, the best of them is given, and
     the second value is False.
     """
-    run()
-    begin = time.perf_counter()
-    run()
-    first = time.perf_counter() - begin
-    repeats = 2 if first > _EACH_SECONDS else 3 if first > _EACH_SECONDS / 8 else 7
-    inner = max(1, min(20, int(2e-4 / max(first, 1e-7))))
     quiet: list[float] = []
     disturbed: list[float] = []
-    patience = time.perf_counter() + max(_PATIENCE_S, 4 * first)
-    while len(quiet) < repeats and (not disturbed or time.perf_counter() < patience):
+
+    def timed(inner: int) -> float:
         waited, begin = _waiting(), time.perf_counter()
         for _ in range(inner):
             run()
         wall = time.perf_counter() - begin
         longest = max((after - waited.get(t, after) for t, after in _waiting().items()), default=0)
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)
+        return wall
+
+    if (cold := timed(1)) > _SLOW_SECONDS:  # warming up is nothing beside it
+        return cold, bool(quiet)
+    first = timed(1)
+    quiet.clear()
+    disturbed.clear()
+    repeats = 2 if first > _EACH_SECONDS else 3 if first > _EACH_SECONDS / 8 else 7
+    inner = max(1, min(20, int(2e-4 / max(first, 1e-7))))
+    patience = time.perf_counter() + max(_PATIENCE_S, 4 * first)
+    while len(quiet) < repeats and (not disturbed or time.perf_counter() < patience):
+        timed(inner)
     return statistics.median(quiet) if quiet else min(disturbed), bool(quiet)
 
 

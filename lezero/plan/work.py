@@ -46,14 +46,22 @@ def attention_flops(call: Call) -> float:
     """Floating-point operations of fused attention: two products forward, five backward."""
     if not call.key.startswith(("aten._scaled_dot_product", "lezero.attention.")):
         return 0.0
-    found = list(tensor_facts(call.args))
-    backward = "backward" in call.key.split("(", 1)[0]
-    q, k = found[1:3] if backward else found[:2]
-    count = (5.0 if backward else 2.0) * 2 * k.shape[-2]
+    q = _queries(call)
+    k = list(tensor_facts(call.args))[2 if _backward(call) else 1]
+    count = (5.0 if _backward(call) else 2.0) * 2 * k.shape[-2]
     for extent in q.shape:
         count *= extent
     causal = any(value is True for value in (*call.args, *call.kwargs.values()))
     return count / 2 if causal else count
+
+
+def _backward(call: Call) -> bool:
+    return "backward" in call.key.split("(", 1)[0]
+
+
+def _queries(call: Call) -> TensorFact:
+    """(B, heads, T, width) of fused attention, whose backward takes a gradient before it."""
+    return list(tensor_facts(call.args))[1 if _backward(call) else 0]
 
 
 def small_enough(call: Call) -> bool:
@@ -76,6 +84,11 @@ def shrink(call: Call) -> tuple[Call, float]:
             call = _cut(call, _longest(call))
             scale *= before / flops(call)
         return call, scale
+    while attention_flops(call) > _MOST_FLOPS:
+        before = attention_flops(call)
+        batch, *_, length, _ = _queries(call).shape
+        call = _cut(call, batch if batch > 1 else length)  # linear in samples, square in length
+        scale *= before / attention_flops(call)
     while (before := _room(call)) > _MOST_BYTES:
         lists = [a for a in call.args if _is_list(a)]
         length = len(lists[0]) // 2 if lists else 0

@@ -16,6 +16,7 @@ from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.data import Data, EvalLoader, Loader, prepare
+from lezero.data.build import foresee_rows
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
 from lezero.models.rope import Rope
 from lezero.optim import AdamW, AdamW8bit
@@ -174,6 +175,8 @@ def plan_inputs(
     builder raises `CapacityError` for a model whose state alone cannot fit.
     """
     world = groups.world_size() if world is None else world
+    if vocab is None:
+        foresee_rows(config.data)
     entries = planned_vocab(config) if vocab is None else vocab
     shape = model_config(config, entries)
     place = device.device()

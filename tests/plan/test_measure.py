@@ -56,3 +56,11 @@ def test_when_nothing_is_quiet_the_best_counts_and_is_not_kept(
     times = OpTimes("a machine", None)
     assert times.measure([Call(aten.add.Tensor, (fact(4), fact(4)), {}, "a")]) == {"a": 2.0}
     assert not times.seconds
+
+
+def test_a_slow_call_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_SLOW_SECONDS", 0.0)
+    ran = []
+    seconds, _ = measure._time(lambda: ran.append(1))
+    assert len(ran) == 1
+    assert seconds > 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lezero.plan.trace import Call, TensorFact
-from lezero.plan.work import attention_flops, flops, shrink, small_enough, work_bytes
+from lezero.plan.work import attention_flops, flops, shrink, small_enough, tensor_facts, work_bytes
 
 aten = torch.ops.aten
 
@@ -36,6 +36,19 @@ def test_a_large_product_is_cut_and_scaled() -> None:
     smaller, scale = shrink(large)
     assert flops(smaller) * scale == flops(large)
     assert flops(smaller) < flops(large) / 100
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_long_attention_is_cut_to_what_runs_in_a_moment(samples: int) -> None:
+    q, sums = fact(samples, 4, 100_000, 16), fact(samples, 4, 100_000)
+    name = "aten._scaled_dot_product_flash_attention_for_cpu"
+    forward = Call(aten.dot, (q, q, q, 0.0, True), {}, f"{name}.default(", (q, sums))
+    backward = Call(aten.dot, (q, q, q, q, q, sums, 0.0, True), {}, f"{name}_backward.default(")
+    for call in (forward, backward):
+        smaller, scale = shrink(call)
+        assert attention_flops(smaller) < 1e10
+        assert attention_flops(smaller) * scale == pytest.approx(attention_flops(call))
+        assert {f.shape[2] for f in tensor_facts(smaller.args)} == {smaller.args[0].shape[2]}
 
 
 def test_a_large_elementwise_call_is_cut_and_scaled() -> None:
