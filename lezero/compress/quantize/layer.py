@@ -36,13 +36,14 @@ def build(
     seen = inputs.get(_linear_user(site).name)
     flat = weight.flatten(1)
     grid = target.grid
-    wide = replace(grid, scale_dtype="fp32")
-    grid = storable(grid, weight_scale(flat.float(), wide, "minmax")[0])
+    if grid.scale_dtype == "fp16":
+        wide = replace(grid, scale_dtype="fp32")
+        grid = storable(grid, weight_scale(flat, wide, "minmax")[0])
     given = seen is not None or not method.needs_data
     if site.kind != "linear" or not given or not method.suits(grid):
         method = Nearest()
     statistics = seen if site.kind == "linear" else None
-    made = method.codes(flat.float().clone(), grid, recipe.scales, statistics)
+    made = method.codes(flat.to(torch.float32, copy=True), grid, recipe.scales, statistics)
     held: QuantizedWeight
     if target.has_kernel and site.kind != "conv":
         held = PackedWeight.of(made, grid, weight.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lezero.compress.quantize.folds import Fold, producer_parameters, scale_channels
 from lezero.compress.quantize.journal import Journal
-from lezero.compress.quantize.observers import weight_scale
+from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.compress.quantize.scheme import Target
 from lezero.ops.quantize import dequantize, quantize, quantize_tokens
 
@@ -62,7 +62,7 @@ def _apply_best(
     forced: bool,
 ) -> None:
     x_MK = _sample(fold)
-    wanted = [x_MK @ site.weight().float().T for site in fold.sites]
+    wanted = [x_MK @ w.float().T for site in fold.sites for w in some_rows(site.weight())]
     ones = torch.ones(x_MK.shape[1], device=x_MK.device)
     best_s = None
     best = torch.inf if forced else _error(fold, target, rule, x_MK, wanted, ones)
@@ -95,8 +95,9 @@ def _error(
     if rule == "mse":
         rule = "minmax"  # ranges are narrowed when the scales are found; here it only takes time
     total = 0.0
-    for site, y_MN in zip(fold.sites, wanted, strict=True):
-        w_NK = site.weight().float() * s_K
+    parts = [part for site in fold.sites for part in some_rows(site.weight())]
+    for part, y_MN in zip(parts, wanted, strict=True):
+        w_NK = part.float() * s_K
         scale, zero = weight_scale(w_NK, target.grid, rule)
         made = quantize(w_NK, target.grid, scale=scale, zero=zero)
         total += float((x_MK @ dequantize(*made, target.grid).T - y_MN).square().sum())

@@ -33,9 +33,12 @@ from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.speed import AS_IT_WAS, LayerSpeed
 from lezero.compress.quantize.spill import Spill
 from lezero.core.errors import NumericsError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
 
 Objective = Literal["speed", "size"]
+# Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
+_LARGE = 1 << 20
 
 
 class Work:
@@ -217,6 +220,8 @@ class Work:
             self._leave(site, reason, **figures)
             return
         adopt(site, layers, self.journal)
+        if site.nbytes > _LARGE:
+            give_back_free_blocks()
         self._add(site, target.label, size, **figures)
 
     def _measure(

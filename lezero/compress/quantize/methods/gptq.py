@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.methods.method import Method, methods
-from lezero.compress.quantize.observers.scales import weight_scale
+from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.core.errors import NumericsError
 from lezero.ops.quantize import Grid, Quantized, dequantize, quantize
 
@@ -44,24 +44,25 @@ class GPTQ(Method):
             inputs.factor, inputs.hessian = _factored(inputs.hessian), None
         L, order, never = inputs.factor
         w_NK.masked_fill_(never, 0.0)
-        group_K = _groups(grid, K, w_NK.device)
+        for rows in some_rows(w_NK):
+            rows.copy_(rows[:, order])
         codes_NK = torch.empty(w_NK.shape, dtype=grid.code_dtype, device=w_NK.device)
+        group_K = _groups(grid, K, w_NK.device)[order].tolist()
         for first in range(0, K, _COLUMNS):
             last = min(first + _COLUMNS, K)
-            later = order[first:]
             U = _rows_of_inverse(L, first, last)
-            block = w_NK[:, order[first:last]]
+            block = w_NK[:, first:last]
             wrong = torch.empty_like(block)
             for k in range(last - first):
-                own = group_K[order[first + k]]
+                own = group_K[first + k]
                 s, z = scale[:, own, None], None if zero is None else zero[:, own, None]
                 made = quantize(block[:, k, None], _single(grid), scale=s, zero=z)
-                codes_NK[:, order[first + k]] = made.codes[:, 0]
+                codes_NK[:, first + k] = made.codes[:, 0]
                 left = (block[:, k] - dequantize(*made, _single(grid))[:, 0]) / U[k, k]
                 block[:, k:].addr_(left, U[k, k : last - first], alpha=-1)
                 wrong[:, k] = left
-            w_NK[:, later[last - first :]] -= wrong @ U[:, last - first :]
-        return Quantized(codes_NK, scale, zero)
+            w_NK[:, last:].addmm_(wrong, U[:, last - first :], alpha=-1)
+        return Quantized(codes_NK[:, torch.argsort(order)], scale, zero)
 
 
 def _factored(H: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.methods.method import Method, methods
-from lezero.compress.quantize.observers.scales import weight_scale
+from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.ops.quantize import Grid, Quantized, dequantize, quantize
 from lezero.ops.quantize.grid import SCALE_DTYPES
 
@@ -34,6 +34,14 @@ class HQQ(Method):
         return grid.zero_point
 
     def codes(self, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:
+        if grid.group == "tensor":
+            return self._codes(w_NK, grid, rule)
+        parts = [self._codes(part, grid, rule) for part in some_rows(w_NK)]
+        zeros = [part.zero for part in parts if part.zero is not None]
+        codes, scales = ([part[k] for part in parts] for k in range(2))
+        return Quantized(torch.cat(codes), torch.cat(scales), torch.cat(zeros))
+
+    def _codes(self, w_NK: Tensor, grid: Grid, rule: str) -> Quantized:
         scale, zero = weight_scale(w_NK, grid, rule)
         assert zero is not None
         kept = SCALE_DTYPES[grid.scale_dtype]

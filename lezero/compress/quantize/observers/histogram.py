@@ -76,33 +76,21 @@ class KLDivergence(Histogram):
     Migacz, "8-bit Inference with TensorRT" (GTC 2017), "Entropy calibration": for each number of
     bins i, P is the first i bins with what lies beyond added to the last, Q the same bins
     without it, in `levels` steps spread evenly over the bins that hold something; the smallest
-    D(P‖Q) = Σ P log(P / Q) wins.
+    D(P‖Q) = Σ P log(P / Q) wins. The bin of 0 counts as its neighbour does: zeros have no rounding
+    error, and where half of all values are 0 (after a ReLU) they would decide alone.
     """
 
     def threshold(self, levels: int) -> Tensor:
         best_C = torch.full((self.channels,), torch.inf, dtype=torch.float64)
         cut_C = self.top_C.clone()
+        counts_CB = self.counts_CB.clone()
+        counts_CB[:, 0] = counts_CB[:, 1]
         for bins in self.candidates(levels):
-            divergence_C = self._divergence(bins, levels)
+            divergence_C = _divergence(counts_CB, bins, levels)
             better = divergence_C < best_C
             best_C = torch.where(better, divergence_C, best_C)
             cut_C = torch.where(better, self.edges(bins), cut_C)
         return cut_C
-
-    def _divergence(self, bins: int, levels: int) -> Tensor:
-        real = self.counts_CB[:, :bins]
-        reference = real.clone()
-        reference[:, -1] += self.counts_CB[:, bins:].sum(1)
-        step = torch.arange(bins) * levels // bins
-        step_CB = step.expand(self.channels, bins)
-        filled = (real > 0).double()
-        total = real.new_zeros(self.channels, levels).scatter_add_(1, step_CB, real)
-        places = real.new_zeros(self.channels, levels).scatter_add_(1, step_CB, filled)
-        coarse = (total / places.clamp(min=1)).gather(1, step_CB) * filled
-        P = reference / reference.sum(1, keepdim=True).clamp(min=1e-300)
-        Q = coarse / coarse.sum(1, keepdim=True).clamp(min=1e-300)
-        # Where Q has nothing and P something, a floor instead of infinity.
-        return torch.where(P > 0, P * (P / Q.clamp(min=1e-12)).log(), 0.0).sum(1)
 
 
 @observers.register("mse")
@@ -130,3 +118,20 @@ class MeanSquaredError(Histogram):
             best_C = torch.where(better, error_C, best_C)
             cut_C = torch.where(better, cut, cut_C)
         return cut_C
+
+
+def _divergence(counts_CB: Tensor, bins: int, levels: int) -> Tensor:
+    channels = len(counts_CB)
+    real = counts_CB[:, :bins]
+    reference = real.clone()
+    reference[:, -1] += counts_CB[:, bins:].sum(1)
+    step = torch.arange(bins) * levels // bins
+    step_CB = step.expand(channels, bins)
+    filled = (real > 0).double()
+    total = real.new_zeros(channels, levels).scatter_add_(1, step_CB, real)
+    places = real.new_zeros(channels, levels).scatter_add_(1, step_CB, filled)
+    coarse = (total / places.clamp(min=1)).gather(1, step_CB) * filled
+    P = reference / reference.sum(1, keepdim=True).clamp(min=1e-300)
+    Q = coarse / coarse.sum(1, keepdim=True).clamp(min=1e-300)
+    # Where Q has nothing and P something, a floor instead of infinity.
+    return torch.where(P > 0, P * (P / Q.clamp(min=1e-12)).log(), 0.0).sum(1)

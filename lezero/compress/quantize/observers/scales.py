@@ -17,7 +17,7 @@ from lezero.ops.quantize.grid import LEVELS, SCALE_DTYPES
 
 _LEAST_KEPT = 0.5
 _STEPS = 20
-_ROWS = 1 << 22
+_AT_ONCE = 1 << 20  # elements, since what is computed with them takes several times their memory
 
 
 def weight_scale(
@@ -30,17 +30,29 @@ def weight_scale(
     `importance_K`: how much the error at each input counts for "mse"; the mean square of the
     inputs makes it the expected error of the outputs, were inputs independent.
     """
+    if grid.group == "tensor":
+        return _scale(w_NK.float(), grid, rule, importance_K)
+    found = [_scale(part.float(), grid, rule, importance_K) for part in some_rows(w_NK)]
+    zeros = [zero for _, zero in found if zero is not None]
+    return torch.cat([scale for scale, _ in found]), torch.cat(zeros) if zeros else None
+
+
+def some_rows(w_NK: Tensor) -> tuple[Tensor, ...]:
+    """The rows of a matrix in parts that are small enough to compute with."""
+    return w_NK.split(max(1, _AT_ONCE // max(1, w_NK.shape[1])))
+
+
+def _scale(
+    w_NK: Tensor, grid: Grid, rule: str, importance_K: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     if rule == "minmax" or (isinstance(grid.group, int) and rule != "mse"):
         return find_scale(w_NK, grid)
     if rule == "mse":
         return _least_error(w_NK, grid, importance_K)
     x_CN = w_NK.reshape(1, -1) if grid.group == "tensor" else w_NK
-    parts = []
-    for part in x_CN.split(max(1, _ROWS // max(1, x_CN.shape[1]))):
-        observer = observers.get(rule)(len(part))
-        observer.observe(part)
-        parts.append(observer.range(1 << grid.bits))
-    low, high = (torch.cat(bounds)[:, None].to(w_NK.device) for bounds in zip(*parts, strict=True))
+    observer = observers.get(rule)(len(x_CN))
+    observer.observe(x_CN)
+    low, high = (bound[:, None].to(w_NK.device) for bound in observer.range(1 << grid.bits))
     return scale_of_range(low, high, grid)
 
 
@@ -78,19 +90,9 @@ def _least_error(
 def _group_errors(
     w_NK: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None, importance_K: Tensor | None
 ) -> Tensor:
-    errors = []
-    rows = max(1, _ROWS // w_NK.shape[1])
-    whole = grid.group == "tensor"
-    for first in range(0, len(w_NK), rows):
-        part = w_NK[first : first + rows].float()
-        own = slice(None) if whole else slice(first, first + rows)
-        s, z = scale[own], None if zero is None else zero[own]
-        codes = quantize(part, grid, scale=s, zero=z)
-        wrong = (dequantize(*codes, grid) - part).square()
-        if importance_K is not None:
-            wrong *= importance_K
-        errors.append(_sum_groups(wrong, grid))
-    return torch.stack(errors).sum(0) if whole else torch.cat(errors)
+    made = quantize(w_NK, grid, scale=scale, zero=zero)
+    wrong = (dequantize(*made, grid) - w_NK).square_()
+    return _sum_groups(wrong if importance_K is None else wrong * importance_K, grid)
 
 
 def _sum_groups(x_NK: Tensor, grid: Grid) -> Tensor:
@@ -105,8 +107,6 @@ def _sum_groups(x_NK: Tensor, grid: Grid) -> Tensor:
 
 def storable(grid: Grid, scale: Tensor) -> Grid:
     """`grid`, with fp32 scales where fp16 would lose those found with `scale_dtype="fp32"`."""
-    if grid.scale_dtype != "fp16":
-        return grid
     used = scale[scale > 0]
     fits = not used.numel() or (used.min() >= 2.0**-20 and used.max() <= 6e4)
     return grid if fits else replace(grid, scale_dtype="fp32")
