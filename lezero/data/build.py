@@ -21,13 +21,15 @@ from lezero.core.flags import flag
 from lezero.core.log import logger
 from lezero.data import corpus, store
 from lezero.data.config import DataConfig
-from lezero.data.reading import Document, Findings, find_files, nothing_usable, read
+from lezero.data.reading import Document, Findings, find_files, left_out_lines, nothing_usable, read
 from lezero.data.store import TokenRows, Writer
 from lezero.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from lezero.files.folder import aside, commit, make_folder
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
+_FINDINGS = 2
+"""Form of the manifest's findings; tokens and their digests do not depend on it."""
 _log = logger("data")
 
 
@@ -73,8 +75,8 @@ def _open(folder: Path, config: DataConfig) -> Data:
     held = store.open_rows(folder, manifest, "validation", config.sequence)
     findings = manifest["findings"]
     if findings["left_out"] and groups.is_main():
-        counts = ", ".join(f"{n} x {reason}" for reason, n in findings["left_out"].items())
-        _log.warning("data: left out: %s (%s)", counts, "; ".join(findings["named"][:3]))
+        for line in left_out_lines(findings):
+            _log.warning("data: left out: %s", line)
     if train.tokens < config.sequence and groups.is_main():
         _warn_of_long_rows(config, f"{train.tokens:,} tokens")
     if train.cut and groups.is_main():
@@ -134,7 +136,7 @@ def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
     settings = config.model_dump(mode="json", exclude={"train", "sequence", "on_bad_file"})
     if isinstance(config.validation, tuple):
         settings["validation"] = "files"
-    parts: list[object] = [store.FORMAT, sorted(settings.items()), config.on_bad_file]
+    parts: list[object] = [store.FORMAT, _FINDINGS, sorted(settings.items()), config.on_bad_file]
     for paths in (train, held, _tokenizer_files(config)):
         parts.append(len(paths))
         for path in paths:
@@ -215,7 +217,8 @@ class _Parts:
             self.seen.add(number)
             if again:
                 refuse = self.config.duplicates == "refuse"
-                findings.bad(document.source, "duplicate", "occurred before", refuse=refuse)
+                where, said = document.source, "occurred before"
+                findings.bad(where, "duplicate", said, refuse=refuse, file=document.file)
                 yield _DROPPED
                 continue
             place = number / 2**64

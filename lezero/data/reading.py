@@ -20,7 +20,7 @@ from lezero.data.config import DataConfig
 
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 LINE_ENDINGS = (".jsonl", ".ndjson")
-_NAMED = 20
+_NAMED, _KEPT = 20, 10_000
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,15 @@ class Document:
     text: str
     source: str
     prompt: str | None = None
+    file: str = ""
+
+
+@dataclass
+class Place:
+    """How often one thing is wrong in one file, and the first time in words."""
+
+    count: int
+    first: str
 
 
 @dataclass
@@ -39,29 +48,51 @@ class Findings:
     files: int = 0
     documents: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    named: list[str] = field(default_factory=list)
+    places: dict[str, dict[str, Place]] = field(default_factory=dict)
+    """Reason → file → what is wrong there; at most `_KEPT` files a reason are named."""
 
-    def bad(self, where: str, reason: str, detail: str = "", *, refuse: bool) -> None:
-        """Counts one thing that cannot be used; `FileError` when it is to be refused."""
+    def bad(self, where: str, reason: str, detail: str = "", *, refuse: bool, file: str) -> None:
+        """Counts one thing of `file` that cannot be used; `FileError` when it is to be refused."""
         line = f"{where}: {detail or reason}"
         if refuse:
             raise FileError(f"{line}. Repair or remove it, or set data.on_bad_file: skip")
         self.reasons[reason] += 1
-        if len(self.named) < _NAMED:
-            self.named.append(line)
+        files = self.places.setdefault(reason, {})
+        if file in files:
+            files[file].count += 1
+        elif len(files) < _KEPT:
+            files[file] = Place(1, line)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "files": self.files,
             "documents": self.documents,
             "left_out": dict(self.reasons),
-            "named": self.named,
+            "left_out_of": {
+                reason: {file: vars(place) for file, place in files.items()}
+                for reason, files in self.places.items()
+            },
         }
 
     def summary(self) -> str:
         """One line: how much was left out and why, with the first of them named."""
         counts = ", ".join(f"{n} x {reason}" for reason, n in self.reasons.most_common())
-        return f"{sum(self.reasons.values())} left out ({counts}); the first: {self.named[0]}"
+        first = next(iter(next(iter(self.places.values())).values())).first
+        return f"{sum(self.reasons.values())} left out ({counts}); the first: {first}"
+
+
+def left_out_lines(found: dict[str, Any]) -> list[str]:
+    """One line a reason that names its files, at most 20; `found` is `Findings.to_json()`."""
+    lines = []
+    for reason, files in found["left_out_of"].items():
+        named = [
+            f"{place['first']}"
+            + (f" (the first of {place['count']})" if place["count"] > 1 else "")
+            for place in list(files.values())[:_NAMED]
+        ]
+        more = f"; and {len(files) - _NAMED:,} more files" if len(files) > _NAMED else ""
+        lines.append(f"{found['left_out'][reason]:,} x {reason}: {'; '.join(named)}{more}")
+    return lines
 
 
 def find_files(names: Iterable[str], what: str) -> list[str]:
@@ -113,7 +144,7 @@ def read(paths: Iterable[str], config: DataConfig, findings: Findings) -> Iterat
         if path == corpus.NAME:
             for source, text in corpus.python_docs():
                 findings.documents += 1
-                yield Document(text, source)
+                yield Document(text, source, file=path)
             continue
         lines = path.lower().endswith(LINE_ENDINGS)
         if config.format != "auto":
@@ -125,7 +156,7 @@ def read(paths: Iterable[str], config: DataConfig, findings: Findings) -> Iterat
                 yield document
         except OSError as error:
             detail = f"cannot be read ({error.strerror or error})"
-            findings.bad(path, "unreadable file", detail, refuse=refuse)
+            findings.bad(path, "unreadable file", detail, refuse=refuse, file=path)
 
 
 def _text(path: str, config: DataConfig, findings: Findings) -> Iterator[Document]:
@@ -134,22 +165,22 @@ def _text(path: str, config: DataConfig, findings: Findings) -> Iterator[Documen
         data = file.read(config.max_file_bytes + 1)
     if len(data) > config.max_file_bytes:
         detail = f"larger than {config.max_file_bytes:,} bytes; split it, or use JSONL"
-        findings.bad(path, "file too large", detail, refuse=refuse)
+        findings.bad(path, "file too large", detail, refuse=refuse, file=path)
         return
-    text = _decode(data, path, findings, refuse=refuse)
+    text = _decode(data, path, path, findings, refuse=refuse)
     if text is not None and not text.strip():
-        findings.bad(path, "empty file", refuse=refuse)
+        findings.bad(path, "empty file", refuse=refuse, file=path)
     elif text is not None:
-        yield Document(text, path)
+        yield Document(text, path, file=path)
 
 
-def _decode(data: bytes, where: str, findings: Findings, *, refuse: bool) -> str | None:
+def _decode(data: bytes, where: str, path: str, findings: Findings, *, refuse: bool) -> str | None:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         kind = "UTF-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "no UTF-8"
         detail = f"{kind} text (byte {error.start:,}); save it as UTF-8"
-        findings.bad(where, "not UTF-8", detail, refuse=refuse)
+        findings.bad(where, "not UTF-8", detail, refuse=refuse, file=path)
         return None
 
 
@@ -164,53 +195,56 @@ def _lines(path: str, config: DataConfig, findings: Findings) -> Iterator[Docume
                 while line and not line.endswith(b"\n"):
                     line = file.readline(1 << 20)
                 detail = f"longer than data.max_line_bytes ({config.max_line_bytes:,})"
-                findings.bad(where, "line too long", detail, refuse=refuse)
+                findings.bad(where, "line too long", detail, refuse=refuse, file=path)
                 continue
             if line.strip():
-                document = _record(line, where, config, findings)
+                document = _record(line, number, path, config, findings)
                 usable = usable or document is not None
                 if document is not None:
                     yield document
     if not usable and number == 0:
-        findings.bad(path, "empty file", refuse=refuse)
+        findings.bad(path, "empty file", refuse=refuse, file=path)
 
 
-def _record(line: bytes, where: str, config: DataConfig, findings: Findings) -> Document | None:
-    refuse = config.on_bad_file == "refuse"
-    text = _decode(line, where, findings, refuse=refuse)
+def _record(
+    line: bytes, number: int, path: str, config: DataConfig, findings: Findings
+) -> Document | None:
+    refuse, where = config.on_bad_file == "refuse", f"{path}, line {number}"
+    text = _decode(line, where, path, findings, refuse=refuse)
     if text is None:
         return None
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
-        findings.bad(where, "bad JSON", f"bad JSON ({error})", refuse=refuse)
+        findings.bad(where, "bad JSON", f"bad JSON ({error})", refuse=refuse, file=path)
         return None
     if not isinstance(record, dict):
         detail = f"a JSON object is needed, this is a {type(record).__name__}"
-        findings.bad(where, "no JSON object", detail, refuse=refuse)
+        findings.bad(where, "no JSON object", detail, refuse=refuse, file=path)
         return None
     pair = (config.prompt_field, config.response_field)
     needed = (config.text_field,) if config.text_field in record else pair
     missing = [name for name in needed if name not in record]
     if missing:
         detail = f"has neither '{config.text_field}' nor {' and '.join(map(repr, pair))}"
-        findings.bad(where, "missing field", detail, refuse=refuse)
+        findings.bad(where, "missing field", detail, refuse=refuse, file=path)
         return None
     values = [record[name] for name in needed]
     for name, value in zip(needed, values, strict=True):
         if not isinstance(value, str):
             detail = f"'{name}' is a {type(value).__name__}, not text"
-            findings.bad(where, "field is not text", detail, refuse=refuse)
+            findings.bad(where, "field is not text", detail, refuse=refuse, file=path)
             return None
         if any("\ud800" <= c <= "\udfff" for c in value):
-            findings.bad(where, "broken Unicode", f"'{name}' is broken Unicode", refuse=refuse)
+            detail = f"'{name}' is broken Unicode"
+            findings.bad(where, "broken Unicode", detail, refuse=refuse, file=path)
             return None
     if not values[-1].strip():
-        findings.bad(where, "empty text", f"'{needed[-1]}' is empty", refuse=refuse)
+        findings.bad(where, "empty text", f"'{needed[-1]}' is empty", refuse=refuse, file=path)
         return None
     if len(values) == 1:
-        return Document(values[0], where)
-    return Document(values[1], where, prompt=values[0])
+        return Document(values[0], where, file=path)
+    return Document(values[1], where, prompt=values[0], file=path)
 
 
 def nothing_usable(what: str, findings: Findings) -> ConfigError:

@@ -1,7 +1,8 @@
 """The folder of a run: what lies in it, written by rank 0 alone.
 
-config.yaml  decisions.json  metrics.jsonl  forecast.json  hardware.json  sample.json
-report.html  checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
+config.yaml  data.json (what was read and left out)  decisions.json  metrics.jsonl
+forecast.json  hardware.json  sample.json  report.html
+checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ class Trainer:
         found = self._find_checkpoint()
         if found is not None:
             self._check_same_run(found)
+        self.folder.write_json("data.json", self.data.findings)
         self.folder.write_config(config)  # from here on the run is this one
         with watch.busy("forecasts the run"):
             self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)

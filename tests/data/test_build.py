@@ -12,6 +12,7 @@ import pytest
 from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError
 from lezero.data import DataConfig, Loader, corpus, prepare
+from lezero.data.build import foresee_rows
 from lezero.data.corpus import python_docs
 
 
@@ -46,6 +47,19 @@ def test_stream_holds_every_token_once_with_document_ends(tmp_path):
     assert data.train.row(0)[1].tolist() == [*b"ello wor"]
     with pytest.raises(IndexError):
         data.train.row(len(data.train))
+
+
+def test_rows_longer_than_the_text_are_told(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("hello world")
+    given = config(tmp_path, sequence=100)
+    foresee_rows(given)
+    prepare(given, tmp_path / "cache")
+    foresee_rows(config(tmp_path))
+    foresee_rows(config(tmp_path / "missing", sequence=100))
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "data.sequence: a row has 100 tokens and the whole training text at most 12 tokens",
+        "data.sequence: a row has 100 tokens and the whole training text 12 tokens",
+    ]
 
 
 def test_loss_is_on_the_response_only(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.data.config import DataConfig
-from lezero.data.reading import Findings, find_files, read
+from lezero.data.reading import Findings, find_files, left_out_lines, read
 
 
 def documents(folder, **settings):
@@ -69,7 +69,7 @@ def test_bad_lines_are_named_counted_and_skipped_or_refused(tmp_path, reason):
     found, findings = documents(tmp_path, max_line_bytes=2000)
     assert [d.text for d in found] == ["good", "also good"]
     assert findings.reasons == {reason: 1}
-    assert f"{path}, line 2" in findings.named[0]
+    assert f"{path}, line 2" in findings.places[reason][str(path)].first
     with pytest.raises(FileError, match="line 2"):
         documents(tmp_path, max_line_bytes=2000, on_bad_file="refuse")
 
@@ -88,7 +88,7 @@ def test_bad_files_are_named_counted_and_skipped_or_refused(tmp_path, reason):
     found, findings = documents(tmp_path, max_file_bytes=1000)
     assert [d.text for d in found] == ["good"]
     assert findings.reasons == {reason: 1}
-    assert "bad.txt" in findings.named[0]
+    assert "bad.txt" in left_out_lines(findings.to_json())[0]
     with pytest.raises(FileError, match=r"bad\.txt"):
         documents(tmp_path, max_file_bytes=1000, on_bad_file="refuse")
 
@@ -99,7 +99,23 @@ def test_unreadable_files_and_empty_jsonl(tmp_path):
     found, findings = documents(tmp_path)
     assert found == []
     assert findings.reasons == {"unreadable file": 1, "empty file": 1}
-    assert "broken.txt: cannot be read" in findings.named[0]
+    assert "broken.txt: cannot be read" in left_out_lines(findings.to_json())[0]
+
+
+def test_every_bad_file_is_named_and_its_lines_are_counted(tmp_path):
+    jsonl(tmp_path / "a.jsonl", *[BAD_LINES["bad JSON"]] * 5, {"text": "good"})
+    (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "c.txt").write_bytes("café".encode("latin-1"))
+    for number in range(25):
+        (tmp_path / f"x{number}.txt").write_bytes(b"\xff\xfe")
+    _, findings = documents(tmp_path)
+    lines = left_out_lines(findings.to_json())
+    assert "a.jsonl, line 1: bad JSON" in lines[0]
+    assert lines[0].endswith("(the first of 5)")
+    assert "b.txt: empty file" in lines[1]
+    assert "c.txt: no UTF-8 text" in lines[2]
+    assert lines[2].endswith("; and 6 more files")
+    assert len(findings.to_json()["left_out_of"]["not UTF-8"]) == 26
 
 
 def test_names_that_stand_for_nothing_are_errors(tmp_path):
