@@ -19,6 +19,8 @@ typedef struct {
   const char *scale[2], *zero[2];
   int64_t outputs[2]; /* how many of the panel's outputs there are; 0: there is no such panel */
   int64_t first;      /* output */
+  const uint8_t *next; /* [Note: fetching ahead]: what this tile fetches, a step an iteration */
+  int64_t step;
 } panel_pair;
 
 static panel_pair pair_at(const lezero_linear *l, const workspace *w, int64_t index) {
@@ -64,11 +66,22 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
   }
 }
 
+/* [Note: fetching ahead]
+ * With few tokens memory is the limit: each line of weights is fetched AHEAD bytes before its use.
+ * With many, the processor must not wait when the first tile of tokens meets a pair of panels: each
+ * tile fetches its part of the next pair meanwhile, evenly over its iterations. */
+INLINE void fetch(const int few, const uint8_t *w0, const uint8_t *w1, const uint8_t **next,
+                  int64_t step) {
+  if (few) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+  else prefetch(*next), *next += step;
+}
+
 /* Sums of whole numbers over `fours` of inputs: acc[row][panel] += a · w, 8 bits a code. */
-INLINE void sum_bytes(const int R, const int far, const uint8_t *w0, const uint8_t *w1,
-                      const int8_t *a, int64_t fours, ints acc[][2]) {
+INLINE void sum_bytes(const int R, const int few, const uint8_t *w0, const uint8_t *w1,
+                      const int8_t *a, int64_t fours, const uint8_t **next, int64_t step,
+                      ints acc[][2]) {
   for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
-    if (far) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+    fetch(few, w0, w1, next, step);
     const ints b0 = load_line(w0), b1 = load_line(w1);
     UNROLL for (int r = 0; r < R; r++) {
       int32_t x;
@@ -80,10 +93,11 @@ INLINE void sum_bytes(const int R, const int far, const uint8_t *w0, const uint8
 }
 
 /* The same for 4 bits a code: a line holds eight inputs of each output. */
-INLINE void sum_halves(const int R, const int far, const uint8_t *w0, const uint8_t *w1,
-                       const int8_t *a, int64_t eights, ints acc[][2]) {
+INLINE void sum_halves(const int R, const int few, const uint8_t *w0, const uint8_t *w1,
+                       const int8_t *a, int64_t eights, const uint8_t **next, int64_t step,
+                       ints acc[][2]) {
   for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 8 * R) {
-    if (far) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+    fetch(few, w0, w1, next, step);
     const ints l0 = load_line(w0), l1 = load_line(w1);
     const ints b0 = low_halves(l0), b1 = low_halves(l1), c0 = high_halves(l0), c1 = high_halves(l1);
     UNROLL for (int r = 0; r < R; r++) {
@@ -102,7 +116,8 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
   (void)l;
   ints acc[MOST_WHOLE][2];
   UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
-  sum_bytes(R, R <= 2, p->weight[0], p->weight[1], t->codes, w->padded / 4, acc);
+  const uint8_t *next = p->next;
+  sum_bytes(R, R <= 2, p->weight[0], p->weight[1], t->codes, w->padded / 4, &next, p->step, acc);
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++)
     f->count[r][i] = settled(acc[r][i]);
 }
@@ -114,14 +129,14 @@ INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
   const int8_t *a = t->codes;
-  const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
+  const uint8_t *w0 = p->weight[0], *w1 = p->weight[1], *next = p->next;
   for (int64_t b = 0; b < w->blocks; b++) {
     const int64_t inputs = least(w->block, w->padded - b * w->block);
     const int64_t group = l->group ? b * w->block / l->group : 0;
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(t->start[b * R * D + i]);
-    if (bits == 8) sum_bytes(R * D, R == 1, w0, w1, a, inputs / 4, acc);
-    else sum_halves(R * D, R == 1, w0, w1, a, inputs / 8, acc);
+    if (bits == 8) sum_bytes(R * D, R == 1, w0, w1, a, inputs / 4, &next, p->step, acc);
+    else sum_halves(R * D, R == 1, w0, w1, a, inputs / 8, &next, p->step, acc);
     a += inputs * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
     UNROLL for (int i = 0; i < 2; i++) {
       const floats scale = read16(p->scale[i], l->scale_type, 16 * group, 16);
@@ -144,10 +159,11 @@ INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_ti
   floats acc[MOST_BF16][2];
   UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
   const int8_t *a = t->codes;
+  const uint8_t *next = p->next;
   for (int part = 0; part < w->parts; part++) {
     const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
     for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
-      if (R <= 2) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+      fetch(R <= 2, w0, w1, &next, p->step);
       const ints b0 = load_line(w0), b1 = load_line(w1);
       UNROLL for (int r = 0; r < R; r++) {
         int32_t x;
@@ -199,8 +215,11 @@ void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count
                             const void *scratch, int64_t begin, int64_t end) {
   const workspace w = lay_out(l, count, (char *)scratch);
   for (int64_t index = begin; index < end; index++) {
-    const panel_pair p = pair_at(l, &w, index);
+    panel_pair p = pair_at(l, &w, index);
+    const int64_t both = 2 * w.padded * 2 * l->bits; /* bytes of a pair */
+    p.step = (2 * LINE + w.tiles - 1) / w.tiles;
     for (int64_t i = 0; i < w.tiles; i++) {
+      p.next = p.weight[0] + both + i * both / w.tiles;
       const token_tile t = tile_at(&w, i);
       found_tile f;
       if (l->bits == 16) any_bf16(l, &w, &t, &p, &f);
