@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lezero.ops.codec.layout import Layout
+from lezero.ops.quantize import pack_nibbles, unpack_nibbles
 
 _NAN_BF16 = 0x7FC0
 _LEVELS = {"int8": 127.0, "int4": 7.0, "2:4-int8": 127.0, "2:4-int4": 7.0}
@@ -114,8 +115,7 @@ def _quantize(x_KB: Tensor, step_K1: Tensor, form: str) -> tuple[Tensor, Tensor]
     q = torch.round(x_KB * torch.where(step_K1 > 0, 1 / step_K1, 0.0))
     if form.endswith("int8"):
         return q.to(torch.int8).view(torch.uint8).flatten(), q * step_K1
-    halves = (q + 8).to(torch.uint8).view(-1, 2)
-    return halves[:, 0] | halves[:, 1] << 4, q * step_K1
+    return pack_nibbles((q + 8).to(torch.uint8).flatten()), q * step_K1
 
 
 def _dequantize(data: Tensor, step_K1: Tensor, form: str, K: int, B: int) -> Tensor:
@@ -126,8 +126,7 @@ def _dequantize(data: Tensor, step_K1: Tensor, form: str, K: int, B: int) -> Ten
         return _view(_padded(data, 2 * K * B), torch.bfloat16).float().view(K, B)
     if form.endswith("int8"):
         return _padded(data, K * B).view(torch.int8).float().view(K, B) * step_K1
-    halves = _padded(data, K * B // 2)
-    q = torch.stack([halves & 15, halves >> 4], 1).float() - 8
+    q = unpack_nibbles(_padded(data, K * B // 2), K * B).float() - 8
     return q.view(K, B) * step_K1
 
 
