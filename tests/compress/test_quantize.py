@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 import lezero as lz
+from lezero.compress.quantize.layout import describe, rebuild_
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
 from lezero.models import Transformer, TransformerConfig
 
@@ -61,3 +64,146 @@ def test_every_scheme_stays_near_and_is_undone(name):
         assert difference(model(data[0]), wanted) < bound
     assert [n for n, _ in model.named_modules()] == names
     assert not quantized_layers(model)
+
+
+def test_data_is_not_needed_for_size_and_weights():
+    model, x = small(), tokens(1)[0]
+    with torch.no_grad():
+        wanted = model(x)
+        lz.quantize_(model, lz.Int4Weight(group=32, method="hqq"), objective="size")
+        assert difference(model(x), wanted) < 0.12
+    report = lz.quantization_report(model)
+    assert report.quality_after is None
+    assert "int4 g32" in str(report)
+
+
+def test_tied_weights_stay_tied():
+    model, x = small(tied=True), tokens(1)[0]
+    head = torch.nn.Linear(64, 128, bias=False)
+    pair = torch.nn.Sequential(torch.nn.Embedding(128, 64), head)
+    head.weight = pair[0].weight
+    with torch.no_grad():
+        for made in (model, pair):
+            wanted = made(x)
+            lz.quantize_(made, lz.Int8Weight(), data=x, objective="size")
+            assert difference(made(x), wanted) < 0.02
+        assert pair[0].weight is pair[1].weight
+        assert lz.quantization_report(pair).layers[0].shared_with == ("1",)
+        before = pair(x)
+        pair.to(torch.bfloat16)
+        assert pair[0].weight is pair[1].weight
+        assert pair[0].weight.scale.dtype == torch.float32
+        assert pair(x).dtype == torch.bfloat16
+        pair.float()
+        assert torch.equal(pair(x), before)
+        lz.dequantize_(pair)
+    assert pair[0].weight is pair[1].weight
+    assert isinstance(pair[0].weight, torch.nn.Parameter)
+
+
+def test_a_weight_is_taken_for_a_tensor_by_foreign_code():
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    lz.quantize_(layer, lz.Int8Weight(), objective="size")
+    weight, x = layer[0].weight, torch.randn(3, 32)
+    assert (weight.dtype, weight.shape) == (torch.float32, (16, 32))
+    assert torch.equal(torch.nn.functional.linear(x, weight), weight.linear(x, None, 16, None))
+    assert torch.allclose(
+        torch.matmul(x, weight.decode().T), layer[0](x) - layer[0].bias, atol=1e-3
+    )
+    assert torch.equal(torch.square(weight), weight.decode().square())
+
+
+def test_the_filter_chooses_layers():
+    model = small()
+    lz.quantize_(model, lz.Int8Weight(), filter="layers.*.mlp.*", objective="size")
+    assert set(quantized_layers(model)) == {
+        f"layers.{k}.mlp.{part}_proj" for k in range(2) for part in ("gate", "up", "down")
+    }
+    other = small()
+    lz.quantize_(other, lz.Int8Weight(), filter=lambda name, _: name == "lm_head", objective="size")
+    assert list(quantized_layers(other)) == ["lm_head"]
+
+
+@pytest.mark.parametrize("scheme", [lz.Int4Weight(group=32), lz.Int8WeightActivation(), lz.Fp8()])
+def test_it_compiles_and_exports(scheme):
+    model, (x, y) = small(), tokens()
+    lz.quantize_(model, scheme, data=x, objective="size")
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.allclose(compiled(y), model(y), atol=1e-4)
+        exported = torch.export.export(model, (x,)).module()
+        assert torch.allclose(exported(y), model(y), atol=1e-4)
+
+
+def test_gradients_pass_through_frozen_codes():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    x = torch.randn(2, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert model[1].bias.grad is not None
+
+
+def test_gptq_and_awq_are_better_than_rounding():
+    torch.manual_seed(0)
+    channels = torch.randn(64).exp()
+
+    def error(method):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+        model[0].weight.data = channels.clone()
+        data = [torch.randn(64, 64) @ torch.randn(64, 64) for _ in range(3)]
+        config = lz.Int4Weight(group=32, method=method, scales="minmax")
+        lz.quantize_(model, config, data=data, objective="size")
+        return lz.quantization_report(model).quality_after
+
+    plain = error("nearest")
+    assert error("gptq") < 0.8 * plain
+    assert error("awq") < 0.9 * plain
+
+
+def test_smoothing_moves_outliers_into_the_weights():
+    def error(smooth):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
+        model[0].weight.data[3] = 60.0
+        lz.quantize_(
+            model,
+            lz.Int8WeightActivation(smooth=smooth),
+            data=torch.randn(64, 64),
+            objective="size",
+        )
+        return lz.quantization_report(model).quality_after
+
+    assert error("auto") < 0.5 * error(None)
+
+
+def test_bias_correction_takes_the_mean_error_out():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    data = torch.randn(256, 64) + 2
+    with torch.no_grad():
+        wanted = model(data).mean(0)
+        lz.quantize_(model, lz.Int4Weight(bias_correction=True), data=data, objective="size")
+        assert (model(data).mean(0) - wanted).abs().max() < 1e-3
+
+
+def test_batch_norms_are_folded_into_convolutions():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, bias=False), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 3, stride=2), torch.nn.Flatten(), torch.nn.Linear(32 * 9, 10),
+    )  # fmt: skip
+    x = torch.randn(16, 3, 10, 10)
+    model(x)
+    model.eval()
+    with torch.no_grad():
+        wanted = model(x)
+        for rule in ("minmax", "percentile", "kl", "mse"):
+            made = copy.deepcopy(model)
+            lz.quantize_(made, lz.Int8WeightActivation(observer=rule), data=x, objective="size")
+            assert type(made[1]).__name__ == "FoldedBatchNorm"
+            assert difference(made(x), wanted) < 0.1, rule
+            rebuilt = rebuild_(copy.deepcopy(model), describe(made))
+            rebuilt.load_state_dict(made.state_dict())
+            assert torch.equal(rebuilt(x), made(x))

@@ -22,6 +22,7 @@ SAYS: dict[str, list[str]] = {
     "from_pytorch": ["the same outputs: True", "refused: "],
     "huggingface": ["equal logits: True"],
     "precision_switch": ["now bf16; AdamW goes on at its step 20", "weights are torch.float32"],
+    "quantize": ["int4 g64", "plain again: Linear", "refused: lz.quantize_: error of the outputs"],
     "resume": ["resumed from step 10", "bit for bit: True"],
     "train_config": ["step 20, validation loss", "report.html"],
     "train_loop": ["step 20: loss", "saved step-00000020", "precision: "],

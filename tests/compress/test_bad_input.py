@@ -1,0 +1,206 @@
+"""Bad input: a clear error that names what is wrong, and the model exactly as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import lezero as lz
+from lezero.compress.quantize import speed, work
+from tests.compress.test_quantize import small, tokens
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Checks that classes, parameter objects, values and outputs are as before."""
+    classes = {name: type(module) for name, module in model.named_modules()}
+    state = copy.deepcopy(model.state_dict())
+    ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    training = {name: module.training for name, module in model.named_modules()}
+    yield
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == ids
+    now = model.state_dict()
+    assert list(now) == list(state)
+    for name, value in state.items():
+        assert torch.allclose(now[name], value, rtol=0, atol=0, equal_nan=True), name
+    assert {name: module.training for name, module in model.named_modules()} == training
+
+
+def nan_at(model: nn.Module) -> nn.Module:
+    model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    return model
+
+
+def data_with_nan() -> tuple[nn.Module, torch.Tensor]:
+    x = torch.randn(4, 64)
+    x[1, 2] = torch.nan
+    return nn.Sequential(nn.Linear(64, 64)), x
+
+
+CASES = {
+    "no batch": (small, {"data": []}, lz.ConfigError, "no batch"),
+    "an empty batch": (small, {"data": [torch.zeros(0, 4)]}, lz.ConfigError, "empty"),
+    "text": (small, {"data": ["a"]}, lz.ConfigError, "batch 0 is a str"),
+    "a number": (small, {"data": 3}, lz.ConfigError, "got int"),
+    "wrong shape": (small, {"data": torch.zeros(2, 3, 4)}, lz.ConfigError, "does not take|shape"),
+    "nan weights": (lambda: nan_at(small()), {}, lz.NumericsError, r"layers\.1\.mlp\.up_proj"),
+    "no layer fits": (small, {"filter": "nothing.*"}, lz.ConfigError, "no layer fits the filter"),
+    "bad filter": (small, {"filter": []}, lz.ConfigError, "filter"),
+    "bad objective": (small, {"objective": "both"}, lz.ConfigError, "'speed' and 'size'"),
+    "budget of nothing": (small, {"budget": 0.1}, lz.ConfigError, "give metric= or data="),
+    "no config": (small, {"config": "int4"}, lz.ConfigError, "Int8Weight"),
+    "a group that does not divide": (
+        *(small, {"config": lz.Int4Weight(group=96)}, lz.ConfigError),
+        "does not divide the 64 inputs of .*32, 64 do",
+    ),
+    "gptq without data": (small, {"config": lz.Int4Weight(method="gptq")}, lz.ConfigError, "data="),
+    "hqq without zero points": (
+        *(small, {"config": lz.Int4Weight(method="hqq", zero_point=False)}, lz.ConfigError),
+        "zero_point=True",
+    ),
+    "only static": (
+        *(lambda: nn.Sequential(nn.Conv2d(3, 4, 3)), {"config": lz.Int8WeightActivation()}),
+        *(lz.ConfigError, "needs calibration data"),
+    ),
+    "an impossible budget": (
+        *(small, {"data": tokens(1), "budget": 1e-6}, lz.NumericsError),
+        "budget=1e-06 allows .* leaving out|budget=1e-06 allows .*filter=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_and_nothing_changes(name):
+    make, given, error, words = CASES[name]
+    model = make()
+    given = {"config": lz.Int4Weight(group=32), "objective": "size", **given}
+    with unchanged(model), pytest.raises(error, match=words):
+        lz.quantize_(model, given.pop("config"), **given)
+
+
+def test_nan_activations_name_the_layer():
+    model, x = data_with_nan()
+    with unchanged(model), pytest.raises(lz.NumericsError, match="enter '0' are NaN"):
+        lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("group", 33), ("method", "gtpq"), ("scales", "best"), ("vocabulary", "int3")],
+)
+def test_a_bad_field_is_named(field, value):
+    with pytest.raises(lz.ConfigError, match=field):
+        lz.Int4Weight(**{field: value})
+
+
+def test_orders_that_cannot_work():
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with unchanged(model), pytest.raises(lz.OrderError, match="the optimizer holds 15"):
+        lz.quantize_(model, lz.Int8Weight(), objective="size", optimizer=optimizer)
+    with pytest.raises(lz.OrderError, match="no layer of this model is quantized"):
+        lz.dequantize_(model)
+    with pytest.raises(lz.OrderError, match="no quantization report"):
+        lz.quantization_report(model)
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    with pytest.raises(lz.OrderError, match="quantized already"):
+        lz.quantize_(model, lz.Int8Weight())
+    with torch.device("meta"):
+        hollow = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(lz.OrderError, match="meta"):
+        lz.quantize_(hollow, lz.Int8Weight())
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_a_failure_in_the_middle_undoes_everything(method, monkeypatch):
+    model, data, done = small().train(), tokens(), []
+    real = work.adopt
+
+    def failing(*args):
+        done.append(args)
+        if len(done) == 9:
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(work, "adopt", failing)
+    with unchanged(model), pytest.raises(KeyboardInterrupt):
+        lz.quantize_(model, lz.Int4Weight(group=32, method=method), data=data, objective="size")
+    assert len(done) == 9
+
+
+def test_a_budget_names_the_layer_to_blame():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data[:, 0] *= 400  # an outlier in each row: int4 has no codes for the rest
+    x = torch.randn(32, 64)
+    x[:, 0] = 0
+    model[0].weight.data[0] = 0
+    model[0].bias.data[0] = 0
+    config = lz.Int4Weight(group="row", scales="minmax")
+    with unchanged(model), pytest.raises(lz.NumericsError, match=r"leaving out '1' would meet it"):
+        lz.quantize_(model, config, data=x, objective="size", budget=0.35)
+    lz.quantize_(model, config, data=x, objective="size", filter=["0", "2"], budget=0.35)
+
+
+def test_a_metric_is_compared_with_what_it_was():
+    model, x = small(), tokens(1)[0]
+    figures = iter([2.0, 2.1, 2.0, 2.1])
+    with pytest.raises(lz.NumericsError, match=r"metric is 2\.1"):
+        lz.quantize_(
+            model,
+            lz.Int8Weight(),
+            objective="size",
+            metric=lambda m: next(figures, 3.0),
+            budget=0.01,
+        )
+    figures = iter([2.0, 2.1])
+    lz.quantize_(
+        model, lz.Int8Weight(), data=x, objective="size", metric=lambda m: next(figures), budget=0.1
+    )
+    report = lz.quantization_report(model)
+    assert (report.quality_before, report.quality_after) == (2.0, 2.1)
+
+
+def test_layers_that_lose_stay_and_the_decision_says_so(monkeypatch):
+    def timed(one, two, clock=None):
+        one(), two()
+        return (1.0, 0.5) if "up_proj" in str(current) else (1.0, 2.0)
+
+    current = []
+    real = work.Work._finish
+
+    def noting(self, site, target, inputs):
+        current[:] = [site.name]
+        real(self, site, target, inputs)
+
+    monkeypatch.setattr(work.Work, "_finish", noting)
+    monkeypatch.setattr(speed, "in_turns", timed)
+    monkeypatch.setattr(speed, "_describe", lambda module: str(id(module)))
+    monkeypatch.setattr("lezero.compress.quantize.verb._WHOLE_MARGIN", 1e9)
+    model, decisions = small(), lz.Decisions()
+    kept = model.layers[0].mlp.down_proj
+    lz.quantize_(model, lz.Int8Weight(), data=tokens(1), decisions=decisions)
+    assert type(model.layers[0].mlp.up_proj).__name__ == "QuantizedLinear"
+    assert type(kept) is nn.Linear
+    record = decisions.records["quantize layers.0.mlp.down_proj"]
+    assert record.chosen == "as it was"
+    assert record.candidates["int8"] == {"s": 2.0}
+    assert "not faster" in str(lz.quantization_report(model))
+
+
+def test_a_model_that_gets_slower_is_left(monkeypatch):
+    times = iter([1.0, 2.0, 2.0])
+    monkeypatch.setattr(speed, "in_turns", lambda one, two, clock=None: (1.0, 0.5))
+    monkeypatch.setattr("lezero.compress.quantize.verb._seconds", lambda *_: next(times))
+    model = small()
+    with unchanged(model):
+        lz.quantize_(model, lz.Int8Weight(), data=tokens(1))
+    report = lz.quantization_report(model)
+    assert report.decisions.records["quantize the model"].chosen == "as it was"
+    lz.quantize_(model, lz.Int8Weight(), objective="size")  # nothing was applied before

@@ -1,0 +1,102 @@
+"""Observers: each keeps the contract; what each is for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lezero.compress.quantize.observers import (
+    KLDivergence,
+    MeanSquaredError,
+    MinMax,
+    Percentile,
+    arranged,
+    observers,
+    weight_scale,
+)
+from lezero.ops.quantize import Grid, dequantize, find_scale, quantize
+from tests.compress.observer_conformance import ObserverConformance
+
+
+class TestMinMax(ObserverConformance):
+    observer = MinMax
+
+
+class TestPercentile(ObserverConformance):
+    observer = Percentile
+
+
+class TestKL(ObserverConformance):
+    observer = KLDivergence
+
+
+class TestMSE(ObserverConformance):
+    observer = MeanSquaredError
+
+
+def kept(name: str, x: torch.Tensor) -> float:
+    observer = observers.get(name)()
+    observer.observe(x[None])
+    low, high = observer.range(256)
+    return float(torch.maximum(high, -low))
+
+
+def test_an_outlier_is_kept_by_minmax_and_cut_by_the_others():
+    made = torch.Generator().manual_seed(0)
+    x = torch.cat([torch.randn(200_000, generator=made), torch.tensor([100.0])])
+    assert kept("minmax", x) == 100
+    for name in ("percentile", "kl", "mse"):
+        assert 3.0 < kept(name, x) < 50, name
+
+
+def test_zeros_after_a_relu_do_not_decide():
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(100_000, generator=made).relu()
+    assert kept("kl", x) > 0.6 * float(x.max())
+
+
+def test_mse_has_the_least_error():
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(50_000, generator=made) ** 3
+
+    def error(name: str) -> float:
+        step = kept(name, x) / 127
+        return float((torch.round(x / step).clamp(-127, 127) * step - x).square().mean())
+
+    assert error("mse") <= min(error(name) for name in ("minmax", "kl")) * 1.02
+
+
+@pytest.mark.parametrize(
+    ("per", "shape"), [("tensor", (1, 24)), ("channel", (4, 6)), ("token", (6, 4)), (2, (12, 2))]
+)
+def test_values_are_arranged_by_what_shares_a_scale(per, shape):
+    x = torch.arange(24.0).view(2, 3, 4)
+    rows = arranged(x, per)
+    assert rows.shape == shape
+    if per == "channel":
+        assert rows[1].tolist() == x[..., 1].flatten().tolist()
+
+
+@pytest.mark.parametrize("group", [32, "row", "tensor"])
+def test_weights_with_mse_are_never_worse_than_with_extremes(group):
+    made = torch.Generator().manual_seed(0)
+    w = torch.randn(16, 64, generator=made)
+    for zero_point in (False, True):
+        grid = Grid("int4", group=group, zero_point=zero_point)
+
+        def error(found, grid=grid):
+            made = quantize(w, grid, scale=found[0], zero=found[1])
+            return float((dequantize(*made, grid) - w).square().sum())
+
+        assert error(weight_scale(w, grid, "mse")) < error(find_scale(w, grid))
+        if group != 32:
+            assert error(weight_scale(w, grid, "percentile")) < 2 * error(find_scale(w, grid))
+
+
+def test_errors_count_with_their_importance():
+    w = torch.tensor([[0.9, 0.33, -0.21, 0.47] * 8])
+    grid = Grid("int4", group=32)
+    importance = torch.tensor([1e-6, 1.0, 1.0, 1.0] * 8)
+    plain, _ = weight_scale(w, grid, "mse")
+    weighted, _ = weight_scale(w, grid, "mse", importance)
+    assert float(weighted) < float(plain)

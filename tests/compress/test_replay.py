@@ -1,0 +1,132 @@
+"""Blocks get the inputs they get in an ordinary run, without those before them being computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.replay import Replay
+from lezero.compress.quantize.spill import Spill
+from lezero.nn.blocks import blocks
+from tests.compress.test_quantize import small, tokens
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, None]:
+        return torch.tanh(self.inner(x)) + (0 if shift is None else shift), None
+
+
+class Chain(nn.Module):
+    """Two lists of blocks; the second reads what the first gave, as a decoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block() for _ in range(3))
+        self.decoder = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for block in self.encoder:
+            y, _ = block(y)
+        z = x * 0.5
+        for block in self.decoder:
+            z, _ = block(z, shift=y)
+        return z
+
+
+class Skips(nn.Module):
+    """Each block reads the sum of all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        for block in self.parts:
+            seen.append(block(sum(seen))[0])
+        return seen[-1]
+
+
+def inputs_seen(model: nn.Module, batches: list[Tensor]) -> list[list[Tensor]]:
+    seen: list[list[Tensor]] = []
+    hooks = []
+    for index, (_, block) in enumerate(blocks(model)):
+        seen.append([])
+        hook = block.register_forward_pre_hook(
+            lambda module, args, index=index: seen[index].append(args[0].clone())
+        )
+        hooks.append(hook)
+    for batch in batches:
+        model(batch)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "is_chain"), [(Chain, True), (Skips, False)])
+def test_replayed_inputs_are_the_ordinary_ones(kind, is_chain):
+    torch.manual_seed(0)
+    model, batches = kind(), [torch.randn(2, 16), torch.randn(3, 16)]
+    with torch.no_grad(), Spill() as spill:
+        wanted = inputs_seen(model, batches)
+        before = {name: module.__dict__.keys() for name, module in model.named_modules()}
+        replay = Replay(model, batches, blocks(model), spill)
+        assert replay.is_chain is is_chain
+        for index, (_, block) in enumerate(replay.blocks):
+            forward = block.forward
+            for batch in range(2):
+                given = []
+
+                def visit(x, *args, given=given, forward=forward, **kwargs):
+                    given.append(x.clone())
+                    return forward(x, *args, **kwargs)
+
+                replay.run(batch, index, visit)
+                assert torch.equal(given[0], wanted[index][batch])
+        after = {name: module.__dict__.keys() for name, module in model.named_modules()}
+    assert before == after
+
+
+def test_blocks_before_are_not_computed():
+    model, batches = small(), tokens(1)
+    with torch.no_grad(), Spill() as spill:
+        replay = Replay(model, batches, blocks(model), spill)
+        first = model.layers[0].forward
+        replay.run(0, 0, first)
+        model.layers[0].mlp.up_proj.forward = None  # any call would fail
+        replay.run(0, 1, model.layers[1].forward)
+        del model.layers[0].mlp.up_proj.forward
+
+
+def test_a_model_with_skips_is_quantized_and_said_so():
+    torch.manual_seed(0)
+    model, x = Skips(), torch.randn(8, 16)
+    wanted = model(x)
+    lz.quantize_(model, lz.Fp8(), data=x, objective="size")
+    assert "running all blocks before it" in str(lz.quantization_report(model))
+    assert (model(x) - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_what_is_spilled_comes_back_bit_for_bit():
+    tree = {
+        "a": (torch.randn(3, 4).bfloat16().T, None),
+        "b": [torch.arange(3), 7, torch.zeros(0, 2)],
+    }
+    with Spill() as spill:
+        spill.put("x", tree)
+        back = spill.get("x")
+        assert torch.equal(back["a"][0], tree["a"][0])
+        assert back["a"][1] is None
+        assert back["b"][1] == 7
+        assert back["b"][2].shape == (0, 2)
+        spill.drop("x")
+        assert "x" not in spill
+        with pytest.raises(lz.CapacityError, match="LEZERO_CACHE"):
+            spill.need(1 << 62, "this")
