@@ -290,14 +290,14 @@ class Engine:
         what = "loss" if not _is_finite(loss) else "gradient norm"
         value = loss if what == "loss" else norm
         culprit = self._culprit(micros)
-        text = f"step {self.step + 1}: {what} is {value}; first at the {culprit}"
+        step, text = self.step + 1, f"{what} is {value}; first at the {culprit}"
         if self.skipped_in_a_row >= self.max_skipped:
             raise NumericsError(
-                f"{text}. That is non-finite step {self.skipped_in_a_row} in a row "
+                f"step {step}: {text}. That is non-finite step {self.skipped_in_a_row} in a row "
                 f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
                 "check the data of this step; the last checkpoint is unharmed."
             )
-        log.warning("%s. The step is skipped.", text)
+        log.warning("step %d: %s. The step is skipped.", step, text)
         return text
 
     def _culprit(self, micros: list[Batch]) -> Culprit | str:

@@ -81,9 +81,9 @@ def _bad_gradient(model: nn.Module, what: str) -> Culprit:
 
 @contextmanager
 def _hooked(model: nn.Module, found: list[Culprit]) -> Iterator[None]:
-    handles = []
+    handles, ran = [], list[Owner]()
     for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(_output_hook(name, found)))
+        handles.append(module.register_forward_hook(_output_hook(name, found, ran)))
     try:
         yield
     finally:
@@ -91,27 +91,50 @@ def _hooked(model: nn.Module, found: list[Culprit]) -> Iterator[None]:
             handle.remove()
 
 
-def _output_hook(name: str, found: list[Culprit]) -> Callable[..., None]:
+Owner = tuple[str, str]
+"""A module that has parameters, and the first of them."""
+
+
+def _output_hook(name: str, found: list[Culprit], ran: list[Owner]) -> Callable[..., None]:
+    """`ran`: the modules with parameters, in the order in which forward left them.
+
+    A module without any (a block adds what its parts returned) is between two that have some: its
+    output came from the last one before it, the gradient there from the first one after it.
+    """
+
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
         if found:
             return
+        own = next((n for n, _ in module.named_parameters(recurse=False)), "")
         outputs = list(_tensors(output))
         if not all(map(_finite, outputs)):
-            own = [n for n, _ in module.named_parameters(recurse=False)]
-            found.append(Culprit(name, own[0] if own else "", "output"))
+            if own or not ran:
+                found.append(Culprit(name, own, "output"))
+            else:
+                found.append(Culprit(*ran[-1], f"output of '{name}', right after the output"))
             return
+        if own:
+            ran.append((name, own))
         for tensor in outputs:
             if tensor.requires_grad:
-                tensor.register_hook(_gradient_hook(name, module, found))
+                tensor.register_hook(_gradient_hook(name, own, found, ran, len(ran)))
 
     return hook
 
 
-def _gradient_hook(name: str, module: nn.Module, found: list[Culprit]) -> Callable[..., None]:
+def _gradient_hook(
+    name: str, own: str, found: list[Culprit], ran: list[Owner], place: int
+) -> Callable[..., None]:
+    """`place`: of the next module in `ran`."""
+
     def hook(gradient: torch.Tensor) -> None:
-        if not found and not _finite(gradient):
-            own = [n for n, _ in module.named_parameters(recurse=False)]
-            found.append(Culprit(name, own[0] if own else "", "gradient at the output"))
+        if found or _finite(gradient):
+            return
+        if own or place >= len(ran):
+            found.append(Culprit(name, own, "gradient at the output"))
+        else:
+            where = f"gradient at the input (the output of '{name}')"
+            found.append(Culprit(*ran[place], where))
 
     return hook
 

@@ -1,0 +1,66 @@
+"""What is named when a loss or a gradient leaves the finite numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.train.nonfinite import find_culprit
+
+
+class Block(nn.Module):
+    """Owns no parameter itself, as the blocks of a transformer."""
+
+    def __init__(self, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.after = nn.Linear(2, 2), after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(x + self.inner(x))
+
+
+class Broken(torch.autograd.Function):
+    """Its gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0] * torch.inf, grads[0].sum(0)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Broken.apply(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("after", "last", "said"),
+    [
+        (
+            lambda x: x,
+            Norm,
+            "gradient at the input (the output of '0') of module '1', parameter 'weight'",
+        ),
+        (
+            lambda x: x / 0,
+            nn.Identity,
+            "output of '0', right after the output of module '0.inner', parameter 'weight'",
+        ),
+    ],
+)
+def test_a_module_with_parameters_is_named(
+    after: Callable[[torch.Tensor], torch.Tensor], last: type[nn.Module], said: str
+) -> None:
+    model = nn.Sequential(Block(after), last())
+    x = torch.ones(3, 2)
+    assert str(find_culprit(model, lambda: model(x).sum())) == said
