@@ -75,7 +75,7 @@ class RunLog(Callback):
             self.on_event(trainer, text, level)
 
     def on_step(self, trainer: Trainer, result: StepResult) -> None:
-        self._flush()
+        self.flush()
         self._pending = StepRecord(
             step=result.step,
             total_steps=trainer.config.train.steps,
@@ -106,13 +106,13 @@ class RunLog(Callback):
         if not self._started:
             self._early.append((text, level))
             return
-        self._flush()
+        self.flush()
         if self.metrics is not None:
             self.metrics.event("note", step=trainer.engine.step, text=text, level=level)
             self.view.event(text, level)
 
     def on_end(self, trainer: Trainer) -> None:
-        self._flush()
+        self.flush()
         if self.metrics is not None:
             self.metrics.close()
             self.metrics = None
@@ -138,7 +138,7 @@ class RunLog(Callback):
         reset_peak_rss()
         return found
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """A step is written once its validation, if any, is known."""
         if self._pending is not None and self.metrics is not None:
             self.metrics.step(self._pending)

@@ -249,6 +249,7 @@ class Trainer:
         """Hands this step to the background writer, once; `mark` names it "best" or "last"."""
         step = self.engine.step
         if self._saved_step != step:
+            self.log.flush()  # a step that a resume goes on from is never missing in the metrics
             with watch.busy("saves a checkpoint"):
                 self._hand_over(step)
             self._saved_step = step

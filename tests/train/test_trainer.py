@@ -108,6 +108,18 @@ def test_callbacks_are_called_in_the_documented_order(finished):
     assert finished[2].calls == [*expected, ("end",)]
 
 
+def test_a_step_is_in_the_metrics_before_its_checkpoint_can_be(tmp_path, monkeypatch):
+    real, seen = checkpoint.Saver.save, []
+
+    def save(self, step, *parts):
+        seen.append((step, read_metrics(tmp_path / "run/metrics.jsonl").steps[-1]))
+        return real(self, step, *parts)
+
+    monkeypatch.setattr(checkpoint.Saver, "save", save)
+    train(tmp_path, train__steps=6)
+    assert seen == [(5, 5), (6, 6)]
+
+
 def test_generations_are_kept_as_configured_with_best_and_last(finished):
     folder = finished[0]
     assert steps_in(folder) == [10, 15, 20]
@@ -136,7 +148,9 @@ def test_the_best_generation_outlives_its_turn(tmp_path):
 def test_every_file_of_a_run_is_there_and_sane(finished):
     run = finished[0] / "run"
     loaded = {path.name: json.loads(path.read_text()) for path in run.glob("*.json")}
-    assert loaded.keys() == {"decisions.json", "forecast.json", "hardware.json", "sample.json"}
+    others = {"decisions.json", "forecast.json", "hardware.json", "sample.json"}
+    assert loaded.keys() == {"data.json", *others}
+    assert loaded["data.json"]["documents"] > 0
     topics = {d["topic"]: d for d in loaded["decisions.json"]["decisions"]}
     assert topics["precision"]["overridden"]
     assert topics["compile"]["chosen"] == "eager"
