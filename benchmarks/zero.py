@@ -266,6 +266,18 @@ def bitwise(ranks: int = 2) -> bool:
     return len(set(digests)) == 1
 
 
+def one_side(options: argparse.Namespace, size: str) -> None:
+    """One side of the comparison, in the ranks that it needs."""
+    name, _, count = options.side.partition(" x")
+    ranks = int(count or (2 if options.device == "cpu" else 1))
+    if "RANK" not in os.environ:
+        launch(options, ranks)
+    elif name == "bitwise":
+        emit(same=float(bitwise()))
+    else:
+        emit(**train(name, size, 4 if options.quick else 8, options.device))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -273,14 +285,7 @@ def main() -> None:
     options = arguments(__doc__, parser)
     size = "quick" if options.quick else "full" if options.device == "cpu" else "cuda"
     if options.side:
-        name, _, count = options.side.partition(" x")
-        ranks = int(count or (2 if options.device == "cpu" else 1))
-        if "RANK" not in os.environ:
-            launch(options, ranks)
-        elif name == "bitwise":
-            emit(same=float(bitwise()))
-        else:
-            emit(**train(name, size, 4 if options.quick else 8, options.device))
+        one_side(options, size)
         return
     from _zero_forecast import errors as foreseen  # it reads this file
 
