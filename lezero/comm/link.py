@@ -233,6 +233,13 @@ class Link:
                     f"{operation} '{key}': {name} is {tensor.dtype}; allowed is float32, bfloat16 "
                     "or float64"
                 )
+            codec = self.wire.gather if operation == "all_gather" else self.wire.codec
+            if tensor.dtype == torch.float64 and codec not in ("none", AUTO) and self.size > 1:
+                field = "gather" if operation == "all_gather" else "codec"
+                raise ConfigError(
+                    f"{operation} '{key}': {name} is float64, which no codec carries; allowed with "
+                    f"it is wire.{field}='none', not '{codec}'"
+                )
             if tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ConfigError(
                     f"{operation} '{key}': {name} has shape {tuple(tensor.shape)} and strides "

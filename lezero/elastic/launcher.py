@@ -26,6 +26,7 @@ from typing import Any, Self
 import psutil
 from pydantic import Field, model_validator
 
+from lezero.core import groups
 from lezero.core.config import Config
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
 from lezero.core.facts import usable_cores
@@ -106,9 +107,10 @@ def launch(
     The status is 0, the failing rank's own (128 + n when signal n killed it), 130 after Ctrl-C or
     143 after SIGTERM; the message about a failure has then been printed to stderr. Raises
     `ConfigError` (no such program), `CapacityError` (more ranks than cores) and `DistributedError`
-    (the port is in use) before anything is started.
+    (the port is in use, no network interface is up) before anything is started.
     """
     resolved = _resolve(list(command), cwd)
+    groups.need_interface()  # the ranks meet over one, and would look for it for minutes
     threads = _threads(config, env or {})
     endpoint = _endpoint(config)
     job = {

@@ -144,3 +144,17 @@ def test_arguments_that_do_not_fit_are_told() -> None:
             link.all_reduce(x[::2], key="w")
         with pytest.raises(ConfigError, match="one type for both"):
             link.all_gather(x, x.bfloat16(), key="w")
+
+
+def double_over_int8() -> str:
+    x = torch.zeros(8, dtype=torch.float64)
+    with Mesh({"a": 2}) as mesh, Link(Wire(codec="int8"), mesh, "a") as link:
+        with pytest.raises(
+            ConfigError, match=r"float64, which no codec carries.*wire\.codec='none'"
+        ):
+            link.all_reduce(x, key="x")
+    return "refused"
+
+
+def test_no_codec_carries_fp64(ranks: RankPool) -> None:
+    assert ranks(2, double_over_int8) == ["refused"] * 2

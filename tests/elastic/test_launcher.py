@@ -235,6 +235,13 @@ def test_refusals_come_before_anything_starts(tmp_path):
             launch(LaunchConfig(port=port), [script])
 
 
+def test_no_interface_is_told_before_anything_starts(tmp_path, monkeypatch):
+    (tmp_path / "x.py").write_text("")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(DistributedError, match="no network interface 'eth77' that is up"):
+        launch(LaunchConfig(ranks=2, oversubscribe=True), [str(tmp_path / "x.py")])
+
+
 def test_a_path_to_an_installed_command_is_that_command():
     folder = Path(sys.executable).parent
     for name in ("lz", str(folder / "lz"), os.path.relpath(folder / "lz")):
