@@ -148,11 +148,12 @@ def test_arguments_that_do_not_fit_are_told() -> None:
 
 def double_over_int8() -> str:
     x = torch.zeros(8, dtype=torch.float64)
-    with Mesh({"a": 2}) as mesh, Link(Wire(codec="int8"), mesh, "a") as link:
-        with pytest.raises(
-            ConfigError, match=r"float64, which no codec carries.*wire\.codec='none'"
-        ):
-            link.all_reduce(x, key="x")
+    with (
+        Mesh({"a": 2}) as mesh,
+        Link(Wire(codec="int8"), mesh, "a") as link,
+        pytest.raises(ConfigError, match=r"float64, which no codec carries.*wire\.codec='none'"),
+    ):
+        link.all_reduce(x, key="x")
     return "refused"
 
 
