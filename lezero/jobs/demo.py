@@ -2,7 +2,8 @@
 
 Doctor's summary → forecast → training on every core or GPU, its state split by ZeRO, over wires
 whose codec is chosen → a real SIGKILL half-way, from which the run resumes by itself → generated
-text → what was chosen and why → what was forecast and what was measured.
+text → the same model in 8 and in 4 bits → what was chosen and why → what was forecast and what was
+measured.
 """
 
 from __future__ import annotations
@@ -20,25 +21,38 @@ from importlib import resources
 from pathlib import Path
 
 import psutil
+import torch
 import yaml
 
+from lezero.compress.quantize import (
+    Int4Weight,
+    Int8WeightActivation,
+    Scheme,
+    quantization_report,
+    quantize_,
+    save_quantized,
+)
 from lezero.core import device
 from lezero.core.decisions import Decisions
 from lezero.core.errors import LeZeroError
 from lezero.core.facts import usable_cores
-from lezero.data import prepare
+from lezero.data import Data, EvalLoader, prepare
 from lezero.elastic import LaunchConfig, launch
 from lezero.jobs.doctor import summary_lines
+from lezero.jobs.perplexity import perplexity
 from lezero.plan import forecast
 from lezero.plan.table import render
 from lezero.profiler.hardware import hardware
+from lezero.report import units
 from lezero.train import RunConfig
 from lezero.train.metrics import Metrics, read_metrics
 from lezero.train.recipe import plan_inputs
-from lezero.train.writer import open_writer
+from lezero.train.writer import open_model, open_writer
 
 _POLL_S = 0.1
 _PROMPT = "The function returns"
+_SMALL = "int4"
+_CALIBRATION, _HELD = 64, 128
 
 
 def demo(folder: str | None = None) -> int:
@@ -61,13 +75,16 @@ def demo(folder: str | None = None) -> int:
     for piece in open_writer(str(run)).write(_PROMPT, 60, temperature=0.7, top_k=40):
         print(piece, end="", flush=True)
     print()
-    _title("5  What was chosen, and why")
+    _title("5  The same model in 8 and in 4 bits")
+    print("\n".join(_smaller(run, data)))
+    _title("6  What was chosen, and why")
     print("\n".join(_choices(run)))
-    _title("6  Forecast against measured")
+    _title("7  Forecast against measured")
     print("\n".join(_comparison(run)))
     print(f"\nreport      {run / 'report.html'}")
     print(f"why         {_lz()} why {run}")
     print(f"more text   {_lz()} generate {run} --prompt 'A class is'")
+    print(f"in 4 bits   {_lz()} generate {run / _SMALL} --prompt 'A class is'")
     print(f"done in {time.perf_counter() - began:.0f} s")
     return 0
 
@@ -145,6 +162,37 @@ def _process_of(rank: int) -> psutil.Process | None:
         if environment.get("RANK") == str(rank) and "LOCAL_RANK" in environment:
             return process
     return None
+
+
+def _smaller(run: Path, data: Data) -> list[str]:
+    """Before and after quantization: size, perplexity of held-out text, time of a batch."""
+    assert data.validation is not None
+    batches = list(EvalLoader(data.train, 8, limit=_CALIBRATION // 8))
+    held = list(EvalLoader(data.validation, 8, limit=_HELD // 8))
+    schemes: dict[str, Scheme] = {
+        "int8, activations too": Int8WeightActivation(),
+        "int4 g64 by GPTQ": Int4Weight(group=64, method="gptq"),
+    }
+    lines = [f"{'':<24}{'weights':>10}{'perplexity':>12}{'one batch':>12}"]
+    for name, scheme in schemes.items():
+        model, tokenizer = open_model(str(run), torch.float32)
+        quantize_(
+            model,
+            scheme,
+            data=[batch["tokens"] for batch in batches],
+            metric=lambda made: perplexity(made, held),
+            objective="size",
+        )
+        made = quantization_report(model)
+        rows = {name: (made.bytes_after, made.quality_after, made.seconds_after)}
+        if len(lines) == 1:
+            before = (made.bytes_before, made.quality_before, made.seconds_before)
+            rows = {"as trained, fp32": before, **rows}
+        for row, (size, quality, seconds) in rows.items():
+            cells = (units.size(size), units.number(quality), units.span(seconds))
+            lines.append(f"{row:<24}" + f"{cells[0]:>10}{cells[1]:>12}{cells[2]:>12}")
+    save_quantized(model, run / _SMALL, tokenizer_folder=tokenizer)
+    return [*lines, f"the last one is in {run / _SMALL}"]
 
 
 def _choices(run: Path) -> list[str]:

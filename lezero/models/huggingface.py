@@ -191,12 +191,16 @@ def write_hf(
     write_weights: Callable[[Path], object],
     dtype: str = "float32",
     tokenizer_folder: str | os.PathLike[str] | None = None,
+    also: Mapping[str, Any] | None = None,
 ) -> Path:
-    """The same for weights that `write_weights(folder aside)` writes, named by `name_there`."""
+    """The same for weights that `write_weights(folder aside)` writes, named by `name_there`.
+
+    `also` is added to config.json.
+    """
     root = Path(folder).absolute()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
-    data = to_hf(config, dtype)
+    data = {**to_hf(config, dtype), **(also or {})}
     copies = tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:
         data |= special_tokens(Path(tokenizer_folder))

@@ -73,26 +73,37 @@ def open_writer(place: str) -> Writer:
 
     Raises `FileError` when `place` is none of them, or is damaged.
     """
+    model, folder = open_model(place, torch.float32)
+    if folder is None:
+        found = gguf_tokenizer(place)
+        return Writer(model, found, _end_of(found))
+    from lezero.data import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    stop = stop_tokens(folder) if folder == Path(place) else (tokenizer.eos,)
+    return Writer(model, tokenizer, stop)
+
+
+def open_model(place: str, dtype: torch.dtype | None = None) -> tuple[Transformer, Path | None]:
+    """The model and the folder that holds its tokenizer; None: the tokenizer is in a GGUF file.
+
+    `dtype` casts the weights of Hugging Face folders and GGUF files (fp32 there where it is not
+    given). Raises `FileError` when `place` is no model, or is damaged.
+    """
     path = Path(place)
     if path.is_file() and path.suffix == ".gguf":
-        found = gguf_tokenizer(path)
-        return Writer(load_gguf(path), found, _end_of(found))
+        return load_gguf(path, dtype), None
     if (path / "config.json").is_file():
-        from lezero.data import load_tokenizer
-
         if is_quantized_folder(path):
-            model = load_quantized(path).float()
-        else:
-            model = load_hf(path, dtype=torch.float32)
-        return Writer(model, load_tokenizer(path), stop_tokens(path))
+            model = load_quantized(path)
+            return model if dtype is None else model.to(dtype), path
+        return load_hf(path, dtype), path
     if not path.exists():
         raise FileError(f"{path}: no such file or folder")
     return _from_run(path)
 
 
-def _from_run(path: Path) -> Writer:
-    from lezero.data import load_tokenizer
-
+def _from_run(path: Path) -> tuple[Transformer, Path]:
     loaded = checkpoint.load(path)
     shape = loaded.documents.get("model")
     run = path if (path / "tokenizer").is_dir() else path.parent
@@ -104,8 +115,7 @@ def _from_run(path: Path) -> Writer:
     with torch.device("meta"):
         model = Transformer(TransformerConfig.parse(shape, f"{loaded.path}: model"))
     model.load_state_dict(loaded.section("model"), assign=True)
-    tokenizer = load_tokenizer(run / "tokenizer")
-    return Writer(model, tokenizer, (tokenizer.eos,))
+    return model, run / "tokenizer"
 
 
 def _end_of(tokenizer: Any) -> tuple[int, ...]:

@@ -14,18 +14,19 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
 from lezero.compress.quantize.imported import import_quantized
 from lezero.compress.quantize.layout import describe, rebuild_
 from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
-from lezero.core.errors import FileError, OrderError
+from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.files import Form, Generation, commit_parts, read_generation, step_of, write_part
 from lezero.files.folder import aside, cannot_write
 from lezero.models import Transformer, TransformerConfig, special_tokens, tokenizer_files
@@ -33,6 +34,7 @@ from lezero.models.hf_config import to_hf
 
 Model = TypeVar("Model", bound=nn.Module)
 FORMAT = 1
+LAYOUTS = ("lezero", "compressed-tensors")
 READABLE_FROM = "0.1.0"
 _DOCUMENT, _PREFIX, _MANIFEST = "quantization", "model/", "manifest.json"
 _SHOWN = 5
@@ -43,16 +45,23 @@ def save_quantized(
     folder: str | os.PathLike[str],
     *,
     tokenizer_folder: str | os.PathLike[str] | None = None,
+    layout: Literal["lezero", "compressed-tensors"] = "lezero",
 ) -> Path:
     """Writes a model that went through `lz.quantize_` to `folder`, whole or not at all.
 
-    Files of a tokenizer are copied from `tokenizer_folder`. A folder that was written by this is
-    replaced; any other that holds something is refused. Raises `OrderError` when no layer is
-    quantized, and `FileError`.
+    layout: "lezero" keeps every bit and is what `lz.load_quantized` reads; "compressed-tensors" is
+    for other servers (`lezero.compress.quantize.exported` says what it can hold). Files of a
+    tokenizer are copied from `tokenizer_folder`. A folder that was written by this is replaced; any
+    other that holds something is refused. Raises `OrderError` when no layer is quantized,
+    `ConfigError` for what a layout cannot hold, and `FileError`.
     """
     layers = describe(model)
     if not layers:
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
+    if layout not in LAYOUTS:
+        raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
+    if layout == "compressed-tensors":
+        return export_compressed_tensors(model, folder, tokenizer_folder)
     root = Path(folder).absolute()
     _check_target(root)
     copies = tokenizer_files(tokenizer_folder)

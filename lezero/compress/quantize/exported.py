@@ -1,0 +1,193 @@
+"""Quantized models in the compressed-tensors layout, which vLLM, SGLang and transformers read.
+
+Source: the layout of the package compressed-tensors 0.20, formats `pack-quantized` (int4, and int8
+without rounded activations) and `int-quantized` (int8 with rounded activations). Of a layer:
+
+    weight_packed (N, K bits / 32) int32, lowest bits first, codes counted from 0, weight_shape; or
+    weight (N, K) int8; weight_scale (N, G); weight_zero_point with zero points: packed along N, or
+    int8; input_scale (1,) with static activations.
+
+Embeddings and the output head are written as floats, since few servers read quantized ones. Scales
+get the type of the model's other tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lezero.compress.quantize.foreign import pack_int32
+from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
+from lezero.compress.quantize.ordered import OrderedWeight
+from lezero.compress.quantize.weights import PackedWeight
+from lezero.core.errors import ConfigError
+from lezero.models import Transformer
+from lezero.models.huggingface import name_there, write_hf
+from lezero.ops.quantize import Grid
+
+_HEAD = "lm_head"
+
+
+def export_compressed_tensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Writes a quantized `Transformer` as a Hugging Face folder that other servers open.
+
+    Raises `ConfigError` for what the layout cannot say: fp8 and nf4 of ours, zero points that are
+    no whole numbers (those of "hqq"), inputs in GPTQ's act-order, modules of other libraries.
+    """
+    if not isinstance(model, Transformer):
+        raise ConfigError(
+            f"layout 'compressed-tensors': got a {type(model).__name__}, allowed is a model of "
+            "lezero.models; save it with layout='lezero'"
+        )
+    layers = {n: x for n, x in quantized_layers(model).items() if n not in ("embed_tokens", _HEAD)}
+    dtype = model.norm.weight.dtype
+    tensors: dict[str, Tensor] = {}
+    groups: list[tuple[dict[str, Any], list[str]]] = []
+    for name, layer in layers.items():
+        weight = layer.weight
+        if not isinstance(layer, QuantizedLinear) or not _can(weight):
+            raise ConfigError(
+                f"layout 'compressed-tensors': '{name}' ({layer.weight.extra_repr()}) cannot be "
+                "written in it; int4 and int8 in rows or groups can, without act-order"
+            )
+        assert isinstance(weight, PackedWeight)
+        static = layer.input_scale is not None
+        scheme = _scheme(weight.grid, layer.x_bits, static)
+        for known, members in groups:
+            if known == scheme:
+                members.append(name_there(name))
+                break
+        else:
+            groups.append((scheme, [name_there(name)]))
+        parts = _parts(name, weight, scheme["format"], dtype)
+        if layer.input_scale is not None:
+            parts["input_scale"] = layer.input_scale.reshape(1).to(dtype)
+        if layer.bias is not None:
+            parts["bias"] = layer.bias.detach()
+        tensors |= {f"{name_there(name)}.{part}": value for part, value in parts.items()}
+    tensors |= _floats(model, set(layers), dtype)
+    tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    return write_hf(
+        model.config,
+        folder,
+        lambda aside: save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"}),
+        str(dtype).removeprefix("torch."),
+        tokenizer_folder,
+        {"quantization_config": _config(groups, model, set(layers))},
+    )
+
+
+def _can(weight: nn.Module) -> bool:
+    return isinstance(weight, PackedWeight) and not isinstance(weight, OrderedWeight)
+
+
+def _scheme(grid: Grid, x_bits: int, static: bool) -> dict[str, Any]:
+    """One entry of `config_groups`, without its targets."""
+    grouped = isinstance(grid.group, int)
+    weights = {
+        "num_bits": grid.bits,
+        "type": "int",
+        "symmetric": not grid.zero_point,
+        "strategy": "group" if grouped else "channel",
+        "group_size": grid.group if grouped else None,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    inputs = None
+    if x_bits == 8:
+        inputs = {
+            "num_bits": 8,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "tensor" if static else "token",
+            "group_size": None,
+            "dynamic": not static,
+            "actorder": None,
+            "block_structure": None,
+            "observer": "minmax" if static else None,
+            "observer_kwargs": {},
+        }
+    form = "int-quantized" if x_bits == 8 and grid.bits == 8 else "pack-quantized"
+    return {
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": form,
+    }
+
+
+def _config(
+    groups: list[tuple[dict[str, Any], list[str]]], model: nn.Module, quantized: set[str]
+) -> dict[str, Any]:
+    left = [
+        name_there(name)
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear | QuantizedLinear)) and name not in quantized
+    ]
+    if _HEAD not in left:
+        left.append(_HEAD)  # transformers builds one for tied models too
+    formats = {scheme["format"] for scheme, _ in groups}
+    made: Mapping[str, Any] = {
+        f"group_{index}": {**scheme, "targets": ["Linear"] if len(groups) == 1 else members}
+        for index, (scheme, members) in enumerate(groups)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": made,
+        "ignore": left,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _parts(name: str, weight: PackedWeight, form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    codes, scale, zero = weight.unpacked()
+    bits, middle = weight.grid.bits, 1 << (weight.grid.bits - 1)
+    counted = codes.to(torch.int16) + (middle if codes.dtype == torch.int8 else 0)
+    parts = {"weight_scale": scale.to(dtype)}
+    whole = None
+    if zero is not None:
+        whole = zero.float().round()
+        if not torch.equal(whole, zero.float()):
+            raise ConfigError(
+                f"layout 'compressed-tensors': the zero points of '{name}' are no whole numbers; "
+                "quantize with zero_point=False, or another method than 'hqq'"
+            )
+    if form == "int-quantized":
+        parts["weight"] = (counted - middle).to(torch.int8)
+        if whole is not None:
+            parts["weight_zero_point"] = (whole - middle).to(torch.int8)
+        return parts
+    parts["weight_packed"] = pack_int32(counted, bits, 1)
+    parts["weight_shape"] = torch.tensor(weight.full_shape, dtype=torch.int64)
+    if whole is not None:
+        parts["weight_zero_point"] = pack_int32(whole.to(torch.int16), bits, 0)
+    return parts
+
+
+def _floats(model: Transformer, quantized: set[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Norms, the embedding and the head; the head of a tied model is not written."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        if layer not in quantized:
+            found[name_there(name)] = parameter.detach().to(dtype)
+    for name, module in quantized_layers(model).items():
+        if name not in quantized:
+            found[name_there(f"{name}.weight")] = module.weight.decode(dtype)
+    return found

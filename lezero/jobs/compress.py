@@ -1,0 +1,112 @@
+"""`lz compress`: a model from files in, a quantized model out, measured before it is kept."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from lezero.compress.quantize import (
+    QuantizationReport,
+    quantization_report,
+    quantize_,
+    save_quantized,
+)
+from lezero.compress.quantize.modules import quantized_layers
+from lezero.core.errors import ConfigError, FileError, LeZeroError
+from lezero.data import EvalLoader, TokenizerConfig, prepare
+from lezero.jobs.compress_config import CompressConfig
+from lezero.jobs.perplexity import perplexity
+from lezero.models import Transformer, gguf_tokenizer
+from lezero.train.writer import open_model
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """What came of it. Perplexity is that of held-out text."""
+
+    folder: Path
+    report: QuantizationReport
+    perplexity_before: float
+    perplexity_after: float
+
+    def __str__(self) -> str:
+        before, after = self.perplexity_before, self.perplexity_after
+        change = f"{before:.4g} → {after:.4g} (× {after / before:.4f})"
+        return f"{self.report}\nperplexity on held-out text: {change}\nsaved: {self.folder}"
+
+
+def compress(config: CompressConfig) -> Compressed:
+    """Quantizes the model that `config` names and writes it to `config.out`.
+
+    Nothing is written when anything fails: a budget that is not met (`NumericsError`, with the
+    layers to blame), a model or data that cannot be read (`FileError`, `ConfigError`), or no layer
+    that became faster (`LeZeroError`).
+    """
+    _check_out(config)
+    with tempfile.TemporaryDirectory(prefix="lezero-compress-") as aside:
+        model, folder = open_model(config.model)
+        if folder is None:
+            folder = Path(aside)
+            gguf_tokenizer(config.model, save_to=str(folder))
+        calibration, held = _rows(config, model, folder)
+        quantize_(
+            model,
+            config.scheme,
+            data=calibration or None,
+            filter=config.filter,
+            objective=config.objective,
+            metric=lambda made: perplexity(made, held),
+            budget=config.budget,
+        )
+        report = quantization_report(model)
+        if not quantized_layers(model):
+            raise LeZeroError(
+                f"{report}\n\nno layer became faster on this machine, so nothing was written; "
+                "objective: size makes the model smaller all the same"
+            )
+        before, after = report.quality_before, report.quality_after
+        assert before is not None
+        assert after is not None
+        saved = save_quantized(model, config.out, tokenizer_folder=folder, layout=config.layout)
+        return Compressed(saved, report, before, after)
+
+
+def _check_out(config: CompressConfig) -> None:
+    out, model = Path(config.out), Path(config.model)
+    if not model.exists():
+        raise FileError(f"model: {model}: no such file or folder")
+    if out.resolve() == model.resolve():
+        raise ConfigError(f"out: got {out}, which is the model itself; name another folder")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out: {out} is there already; name a new folder")
+
+
+def _rows(
+    config: CompressConfig, model: Transformer, folder: Path
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Calibration batches (B, T) and held-out batches, in the model's own tokens."""
+    data = config.data
+    if "tokenizer" not in data.model_fields_set:
+        data = data.model_copy(update={"tokenizer": TokenizerConfig(folder=str(folder))})
+    if data.sequence > model.config.longest:
+        raise ConfigError(
+            f"data.sequence: got {data.sequence}, which is more than the model's context of "
+            f"{model.config.longest}"
+        )
+    found = prepare(data)
+    if found.tokenizer.vocab_size > model.config.vocab:
+        raise ConfigError(
+            f"data.tokenizer: it has {found.tokenizer.vocab_size} tokens, the model only "
+            f"{model.config.vocab}; leave it out, and the model's own is used"
+        )
+    if found.validation is None:
+        raise ConfigError("data.validation: nothing is held out, so perplexity cannot be measured")
+    steps = -(-config.calibration_rows // config.batch)
+    calibration = EvalLoader(found.train, config.batch, limit=steps)
+    held = EvalLoader(
+        found.validation, config.batch, limit=-(-config.validation_rows // config.batch)
+    )
+    return [batch["tokens"] for batch in calibration], list(held)

@@ -1,0 +1,124 @@
+"""`lz compress`: from a folder to a quantized one, and what is refused before anything is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import lezero as lz
+from lezero.cli.main import main
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.jobs.compress import compress
+from lezero.jobs.compress_config import CompressConfig
+from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
+from tests.train.runs import TEXT
+
+SHAPE = {"vocab": 257, "dim": 64, "layers": 1, "heads": 4, "ffn": 64, "context": 64}
+
+
+def trained() -> Transformer:
+    model = Transformer(TransformerConfig(**SHAPE))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rows = torch.tensor(list(TEXT.encode()[: 40 * 8 * 33])).view(40, 8, 33)
+    for row in rows:
+        lz.next_token_loss(model, {"tokens": row[:, :-1], "targets": row[:, 1:]}).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("compress")
+    bytes_tokenizer().save(root / "tokenizer")
+    save_hf(trained(), root / "model", root / "tokenizer")
+    (root / "text.txt").write_text(TEXT[:20_000], encoding="utf-8")
+    return root
+
+
+def settings(place: Path, out: Path, **changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "model": str(place / "model"),
+        "out": str(out / "out"),
+        "scheme": {"kind": "int4_weight", "group": 32, "method": "gptq"},
+        "data": {"train": [str(place / "text.txt")], "sequence": 32},
+        "calibration_rows": 8,
+        "validation_rows": 8,
+        "batch": 4,
+        "objective": "size",
+    }
+    return {**made, **changes}
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    monkeypatch.setenv("LEZERO_CACHE", str(place / "cache"))
+
+
+def test_the_command_writes_a_folder_that_loads(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(settings(place, tmp_path, budget=0.5)))
+    assert main(["compress", str(path), "--set", "scheme.scales=minmax"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for said in ("int4 g32", "size: ", "perplexity on held-out text: ", "saved: "):
+        assert said in out
+    made = lz.load_quantized(tmp_path / "out")
+    text = torch.tensor([list(TEXT.encode()[:32])])
+    with torch.no_grad():
+        wanted, found = load_hf(place / "model")(text), made(text)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.2
+    assert main(["generate", str(tmp_path / "out"), "-p", "The", "-n", "4"]) == 0
+    assert main(["compress", str(path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_not_met_writes_nothing(place: Path, tmp_path: Path) -> None:
+    config = settings(place, tmp_path, budget=0.0, scheme={"kind": "nf4", "group": 32})
+    with pytest.raises(lz.NumericsError, match="budget=0 allows"):
+        compress(CompressConfig.parse(config))
+    assert not (tmp_path / "out").exists()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "kind": ({"scheme": "int5"}, "scheme: kind 'int5' is none of int8_weight"),
+    "field": ({"scheme": {"kind": "nf4", "grup": 3}}, r"scheme.grup: unknown key; did you mean"),
+    "group": ({"scheme": {"kind": "int4_weight", "group": 24}}, "scheme.group"),
+    "key": ({"modle": "x"}, "did you mean 'model'"),
+    "model": ({"model": "/nowhere"}, "/nowhere: no such file"),
+    "no model": ({"model": "{place}/tokenizer"}, "it holds no generation"),
+    "itself": ({"out": "{place}/model"}, "the model itself"),
+    "data": ({"data": {"train": ["/nowhere.txt"], "sequence": 32}}, "/nowhere.txt: no such file"),
+    "long": ({"data": {"train": ["python-docs"], "sequence": 128}}, "model's context of 64"),
+    "tokenizer": (
+        {"data": {"train": ["{place}/text.txt"], "sequence": 32, "tokenizer": {"train": 300}}},
+        "the model only 257",
+    ),
+    "held out": (
+        {"data": {"train": ["{place}/text.txt"], "sequence": 32, "validation": 0.0}},
+        "nothing is held out",
+    ),
+    "calibration": ({"calibration_rows": 0}, "needs calibration data"),
+}
+
+
+def _filled(value: Any, place: Path) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(item, place) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_filled(item, place) for item in value]
+    return value.replace("{place}", str(place)) if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_said_first(name: str, place: Path, tmp_path: Path) -> None:
+    change, said = REFUSED[name]
+    with pytest.raises(lz.LeZeroError, match=said):
+        compress(CompressConfig.parse({**settings(place, tmp_path), **_filled(change, place)}))
+    assert not (tmp_path / "out").exists()
