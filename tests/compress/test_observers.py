@@ -46,7 +46,7 @@ def test_an_outlier_is_kept_by_minmax_and_cut_by_the_others():
     x = torch.cat([torch.randn(200_000, generator=made), torch.tensor([100.0])])
     assert kept("minmax", x) == 100
     for name in ("percentile", "kl", "mse"):
-        assert 3.0 < kept(name, x) < 50, name
+        assert 3.0 < kept(name, x) < 60, name
 
 
 def test_zeros_after_a_relu_do_not_decide():

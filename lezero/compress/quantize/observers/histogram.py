@@ -32,9 +32,9 @@ class Histogram(Observer):
         self._extremes.observe(x_CN)
         size_CN = x_CN.detach().abs().float().cpu()
         self._widen(size_CN.amax(1))
-        bin_CN = (
-            (size_CN * (BINS / self.top_C.clamp(min=1e-38))[:, None]).long().clamp(max=BINS - 1)
-        )
+        # Channels of zeros (or of values whose inverse overflows) have one bin.
+        per_unit_C = torch.where(self.top_C > 1e-30, BINS / self.top_C, 0.0)
+        bin_CN = (size_CN * per_unit_C[:, None]).long().clamp(max=BINS - 1)
         self.counts_CB.scatter_add_(1, bin_CN, torch.ones_like(bin_CN, dtype=torch.float64))
 
     def range(self, levels: int) -> tuple[Tensor, Tensor]:
