@@ -320,17 +320,13 @@ def main() -> None:
         *(side(__file__, f"zero2 x{n}", *extra) for n in (1, 4)),
     ]
     more = compare(once, rounds=1)
-    scaling = [["ranks", "tokens/s"]]
-    for count, step_s in (
-        (1, more.median("zero2 x1", "step_s")),
-        (2, result.median("zero2", "step_s")),
-        (4, more.median("zero2 x4", "step_s")),
-    ):
-        scaling.append([str(count), f"{count * LENGTH / step_s:.0f}"])
+    step_s = {n: more.median(f"zero2 x{n}", "step_s") for n in (1, 4)}
+    step_s[2] = result.median("zero2", "step_s")
+    rates = [[str(n), f"{n * LENGTH / step_s[n]:.0f}"] for n in (1, 2, 4)]
     forecast, ahead = foreseen(options.quick, 1)
     slower = max(("zero1", "zero2"), key=lambda name: result.median(name, "step_s"))
     finish(
-        f"{table}\n\n{columns(scaling)}\n\n{forecast}",
+        f"{table}\n\n{columns([['ranks', 'tokens/s'], *rates])}\n\n{forecast}",
         {
             "zero3_step_vs_ddp": result.ratio("step_s", "zero3", "ddp"),
             "zero12_step_vs_ddp": result.ratio("step_s", slower, "ddp"),
