@@ -76,6 +76,10 @@ class Bucket:
         self._wide = wide(segment.compute)
         self._spans = segment.layout.spans()
         self._grads: list[torch.Tensor] = []
+        # Their gradients get the same strides, as autograd's have: fused optimizers rely on that.
+        self._strided = segment.link is None and not all(
+            held.sharded.is_contiguous() for held in segment.helds
+        )
 
     @property
     def trainable(self) -> list[Held]:
@@ -197,10 +201,19 @@ class Bucket:
     def _can_deposit_directly(self) -> bool:
         """The sum can land in the gradients' own memory: right type, and nothing to add to."""
         free = all(held.sharded.grad is None for held in self.segment.helds)
-        return free and not self.summed and self.segment.master == self._wide
+        wide = self.segment.master == self._wide and not self._strided
+        return free and not self.summed and wide
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The gradients of the parameters, in memory made once."""
+        if not self._strided:
+            self._own_grads()
+        elif not self._grads:
+            self._grads = [torch.empty_like(held.sharded) for held in self.segment.helds]
+        return self._grads
 
     def _own_grads(self) -> torch.Tensor:
-        """The memory of the gradients, made once."""
+        """The memory of contiguous gradients, one behind the other."""
         if self._own is None:
             segment, layout = self.segment, self.segment.layout
             self._own = self.lines.buffer(self._length, segment.master, replicate=True)
@@ -215,8 +228,7 @@ class Bucket:
     def _add(self) -> None:
         """Adds the sum to the gradients that are there, and fills those that are not."""
         assert self._sum is not None
-        self._own_grads()
-        for held, mine in zip(self.segment.helds, self._grads, strict=True):
+        for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
             new = self.segment.layout.shard(self._sum, held.place, self.segment.rank)
             there = held.local_grad()
             if there is not None:

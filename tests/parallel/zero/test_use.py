@@ -79,6 +79,33 @@ def test_evaluation_and_changes_by_hand(ranks):
             torch.testing.assert_close(output, expected)
 
 
+def strided():
+    """Parameters that are not contiguous, with an optimizer that walks through memory."""
+    found = []
+    for stage in (None, 0, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+        model.to(memory_format=torch.channels_last)
+        if stage is not None:
+            shard_(model, Zero(stage=stage))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for step in range(2):
+            images = torch.randn(2, 3, 7, 7, generator=torch.Generator().manual_seed(step))
+            model(images).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole(model))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_strides_of_parameters_are_those_of_their_gradients(ranks, world):
+    plain, *others = ranks(world, strided)[0]
+    for other in others:
+        for name, value in plain.items():
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
+
+
 def generation():
     from lezero.models import Transformer, TransformerConfig, generate
 
