@@ -38,8 +38,8 @@ class HQQ(Method):
             return self._codes(w_NK, grid, rule)
         parts = [self._codes(part, grid, rule) for part in some_rows(w_NK)]
         zeros = [part.zero for part in parts if part.zero is not None]
-        codes, scales = ([part[k] for part in parts] for k in range(2))
-        return Quantized(torch.cat(codes), torch.cat(scales), torch.cat(zeros))
+        codes = torch.cat([part.codes for part in parts])
+        return Quantized(codes, torch.cat([part.scale for part in parts]), torch.cat(zeros))
 
     def _codes(self, w_NK: Tensor, grid: Grid, rule: str) -> Quantized:
         scale, zero = weight_scale(w_NK, grid, rule)
