@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lezero.core.errors import OrderError
 from lezero.parallel.zero.layout import Place, Rows
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Held:
     full: nn.Parameter | None = None
     grad: torch.Tensor | None = None
     used: bool = False
+    memory: tuple[object, ...] = ()
 
     def show(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` under every name."""
@@ -55,7 +57,30 @@ class Held:
         parameter.requires_grad_(old.requires_grad)
         setattr(parameter, HELD, self)
         self.sharded = parameter
+        self.memory = self._memory()
         self.show(parameter)
+
+    def check_memory(self) -> None:
+        """Raises `OrderError` when the registered parameter was converted or moved.
+
+        `Module.to` and its kin put other memory under the same parameter: an optimizer would step
+        that, while gathers go on reading the old.
+        """
+        now = self._memory()
+        if now != self.memory:
+            raise OrderError(
+                f"parameter '{self.name}' has other memory than lz.shard_ gave it (it is "
+                f"{self.sharded.dtype} on {self.sharded.device}, and was {self.dtype} then); "
+                "convert or move the model (.to, .double, .bfloat16, .cuda) before lz.shard_, "
+                "and copy values into parameters in place"
+            )
+        setattr(self.sharded, HELD, self)  # a conversion that changes nothing may drop it
+
+    def _memory(self) -> tuple[object, ...]:
+        inner = local(self.sharded)
+        kind = (inner.dtype, inner.device, inner.stride())
+        # With no other rank the parameter is the user's own, and used wherever it lies.
+        return kind if self.segment.link is None else (*kind, inner.data_ptr())
 
     def local(self) -> torch.Tensor:
         """The rows of this rank, as memory shared with the registered parameter."""

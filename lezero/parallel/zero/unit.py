@@ -176,13 +176,14 @@ class Unit:
         self._versions = [held.version() for held in self.helds]
 
     def check(self) -> None:
-        """Notices parameters that were changed by hand, and those that were replaced."""
+        """Notices parameters changed by hand, and those that were replaced or converted."""
         for held in self.helds:
             for module, attribute in held.places:
                 found = module._parameters[attribute]
                 if found is not held.sharded and found is not held.full:
                     adopt(held, found)
                     self._versions = []
+            held.check_memory()
         if [held.version() for held in self.helds] != self._versions:
             self.changed()
 

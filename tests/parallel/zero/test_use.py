@@ -106,6 +106,30 @@ def test_strides_of_parameters_are_those_of_their_gradients(ranks, world):
             torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
 
 
+def converted():
+    tokens = next(batches(1))
+    for stage in range(4):
+        model = shard_(make(), Zero(stage=stage))
+        first = model(tokens)
+        model.float()  # which they are
+        model.to("cpu")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        assert not torch.equal(first, model(tokens))
+        model.double()
+        with pytest.raises(OrderError, match=r"was torch.float32 then\); convert or move"):
+            model(tokens)
+        if stage:
+            model.float()  # right again, but in other memory than gathers read
+            with pytest.raises(OrderError, match=r"other memory than lz.shard_ gave it"):
+                model(tokens)
+
+
+def test_conversion_after_sharding_is_refused(ranks):
+    ranks(2, converted)
+
+
 def generation():
     from lezero.models import Transformer, TransformerConfig, generate
 
