@@ -1,0 +1,82 @@
+"""SmolLM2-135M in W8A8: perplexity, size and prefill beside bf16, torchao and optimum-quanto.
+
+Its weights come from a GGUF file in Q4_1, so they lie on a grid of 4 bits: 8 bits are judged here,
+never 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantization_parts.texts import perplexity, seconds, tensors_in, windows
+
+SIDES = {"bf16": "", "lezero": "", "torchao": "torchao", "quanto": "optimum.quanto"}
+ALPHA = 0.65
+
+
+def run(side: str, place: str, quick: bool) -> dict[str, Any]:
+    """Figures of one side. `place`: the GGUF file; "" for a random small model."""
+    model, calibration, held = _tiny() if quick else _smol(place)
+    model = model.eval().bfloat16()
+    if side == "lezero":
+        import lezero as lz
+
+        data = [{"input_ids": rows} for rows in calibration.split(2)]
+        # On a machine that shares its cores a layer can look slow once: what counts is the whole.
+        scheme = lz.Int8WeightActivation(smooth=ALPHA)
+        lz.quantize_(model, scheme, data=data, objective="speed")
+    if side == "torchao":
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+        quantize_(model, Int8DynamicActivationInt8WeightConfig())
+    if side == "quanto":
+        from optimum.quanto import freeze, qint8, quantize
+
+        quantize(model, weights=qint8)
+        freeze(model)
+    prompt = held[:1]
+
+    def call(tokens: Tensor) -> Tensor:
+        return model(tokens, use_cache=False).logits
+
+    figures = {
+        "perplexity": perplexity(call, held),
+        "bytes": tensors_in(model),
+        "prefill_s": seconds(lambda: call(prompt), 3 if quick else 7),
+    }
+    if side == "lezero":
+        figures["quantized"] = sum("Quantized" in type(m).__name__ for m in model.modules())
+    return figures
+
+
+def _smol(place: str) -> tuple[nn.Module, Tensor, Tensor]:
+    from pathlib import Path
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = Path(place)
+    where = {"gguf_file": file.name}
+    model = AutoModelForCausalLM.from_pretrained(str(file.parent), dtype=torch.float32, **where)
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), **where)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text)["input_ids"])
+
+    return model, windows(encode, 16, 512, held=False), windows(encode, 24, 512, held=True)
+
+
+def _tiny() -> tuple[nn.Module, Tensor, Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, intermediate_size=256, **shape)
+
+    def encode(text: str) -> list[int]:
+        return list(text.encode()[:20_000])
+
+    model = LlamaForCausalLM(config)
+    return model, windows(encode, 4, 64, held=False), windows(encode, 8, 64, held=True)
