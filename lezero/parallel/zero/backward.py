@@ -46,6 +46,7 @@ class Backward:
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
         self._next = 0
         self._came: list[Bucket] | None = []
+        self._aside: dict[Held, torch.Tensor | None] = {}
 
     def begin(self) -> None:
         """Called by whatever notices first that a backward runs."""
@@ -53,11 +54,22 @@ class Backward:
             self.active = True
             Variable._execution_engine.queue_callback(self._end)
 
+    def set_aside(self, held: Held) -> None:
+        """Autograd is about to add to `held.sharded.grad`, where sums over the ranks may be."""
+        if not self._aside:  # `autograd.grad` comes here too, and then adds nothing
+            Variable._execution_engine.queue_callback(self._put_back)
+        self._aside[held], held.sharded.grad = held.sharded.grad, None
+
+    def _put_back(self) -> None:
+        for held, gradient in self._aside.items():
+            held.sharded.grad = gradient
+        self._aside.clear()
+
     @torch.no_grad()
     def arrived(self, held: Held, leaf: torch.Tensor) -> None:
         """A gradient of `held` is in `leaf.grad`: moves it to its bucket."""
         self.begin()
-        gradient, leaf.grad = leaf.grad, None
+        gradient, leaf.grad = leaf.grad, self._aside.pop(held, None)
         assert gradient is not None
         if self.mute:
             gradient = torch.zeros_like(gradient)

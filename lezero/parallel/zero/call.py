@@ -8,6 +8,8 @@ compiled code is shared by equal blocks.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,30 +17,55 @@ from torch import nn
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.unit import UNIT, Unit
 
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, bool], type] = {}
 
 
 class _Sharded:
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         unit: Unit = self.__dict__[UNIT]
-        args, keywords = unit.cast(args, keywords)
-        unit.enter()
-        output = None
-        try:
-            output = super().__call__(*args, **keywords)  # type: ignore[misc]
-        finally:
-            unit.leave(output)
-        return output
+        if unit.depth and unit.module is not self:
+            return super().__call__(*args, **keywords)  # type: ignore[misc]
+        return _within(unit, super().__call__, args, keywords)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError("a sharded model cannot be copied; copy it before lz.shard_")
 
 
 def announce(module: nn.Module, unit: Unit) -> None:
-    """Has calls of `module` go through `unit`."""
-    kind = type(module)
-    if kind not in _classes:
+    """Has calls of `module`, which is the unit's own or a part of it, go through `unit`.
+
+    So does `forward` of the whole model, which some call by its name.
+    """
+    kind, root = type(module), unit.module is module and unit is unit.sharding.root
+    if (kind, root) not in _classes:
         body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        _classes[kind] = type(kind.__name__, (_Sharded, kind), {**body, "__doc__": kind.__doc__})
+        body |= {"__doc__": kind.__doc__, **({"forward": _forward(kind)} if root else {})}
+        _classes[kind, root] = type(kind.__name__, (_Sharded, kind), body)
     module.__dict__[UNIT] = unit
-    module.__class__ = _classes[kind]
+    module.__class__ = _classes[kind, root]
+
+
+def _forward(kind: type) -> Callable[..., Any]:
+    inner = kind.forward  # type: ignore[attr-defined]
+
+    @functools.wraps(inner)
+    def forward(self: nn.Module, *args: Any, **keywords: Any) -> Any:
+        unit: Unit = self.__dict__[UNIT]
+        if unit.depth:
+            return inner(self, *args, **keywords)
+        return _within(unit, functools.partial(inner, self), args, keywords)
+
+    return forward
+
+
+def _within(
+    unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    args, keywords = unit.cast(args, keywords)
+    unit.enter()
+    output = None
+    try:
+        output = call(*args, **keywords)
+    finally:
+        unit.leave(output)
+    return output

@@ -114,9 +114,10 @@ class Segment:
         for held, mine in zip(self.helds, rows, strict=True):
             if self.link is None and not held.sharded.is_meta:
                 held.replace(held.sharded)
-                continue
-            made = distributed(mine, held.rows, mesh)
-            held.replace(nn.Parameter(made, held.sharded.requires_grad))
+            else:
+                made = distributed(mine, held.rows, mesh)
+                held.replace(nn.Parameter(made, held.sharded.requires_grad))
+            self.unit.sharding.watch(held)
 
     def show_on_meta(self, mesh: DeviceMesh | None) -> None:
         """Registers shards without memory, in place of whole parameters without memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
@@ -75,7 +76,22 @@ def _shard_with_units(model: nn.Module, config: Zero, lines: Lines) -> None:
     for unit in sharding.units:
         if unit is sharding.root or unit.helds:
             announce(unit.module, unit)
+    for module in list(_parts(sharding.root, sharding)):
+        announce(module, sharding.root)
     model.__dict__[SHARDING] = sharding
+
+
+def _parts(root: Unit, sharding: Sharding) -> Iterator[nn.Module]:
+    """Modules outside of blocks that have parameters of the root: they can be called alone too."""
+    blocks = {
+        id(part) for unit in sharding.units if unit is not root for part in unit.module.modules()
+    }
+    own = {id(module) for held in root.helds for module, _ in held.places} - blocks
+    for module in root.module.modules():
+        callable_ = type(module).forward is not nn.Module.forward
+        inside = any(id(part) in own for part in module.modules())
+        if module is not root.module and id(module) not in blocks and inside and callable_:
+            yield module
 
 
 def _check(model: nn.Module) -> None:

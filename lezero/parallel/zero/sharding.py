@@ -111,10 +111,14 @@ class Sharding:
             self._last["forward"] = None
 
     def watch(self, held: Held) -> None:
-        """Has autograd hand over the gradient of `held.full`."""
-        full = held.full
-        if full is not None and full.requires_grad and not hasattr(full, "_lezero_watched"):
-            full._lezero_watched = full.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
+        """Has autograd hand over the gradient of `held.full`, and of a parameter that is not split
+        also what comes to it outside of its unit's calls."""
+        for leaf in (held.full, held.sharded if held.segment.link is None else None):
+            if leaf is None or not leaf.requires_grad or hasattr(leaf, "_lezero_watched"):
+                continue
+            if leaf is held.sharded:
+                leaf.register_hook(lambda _, held=held: self.backward.set_aside(held))  # type: ignore[no-untyped-call]
+            leaf._lezero_watched = leaf.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
                 lambda leaf, held=held: self.backward.arrived(held, leaf)
             )
 

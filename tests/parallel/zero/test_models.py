@@ -151,6 +151,17 @@ def failing(model, tokens):
     loss_of(model, tokens).backward()
 
 
+def by_forward(model, tokens):
+    logits = model.forward(tokens[:, :-1])
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+
+def by_parts(model, tokens):
+    """Modules that are no blocks, called alone, beside a call of the model."""
+    x = model.head(model.norm(model.blocks[1](model.embed(tokens))))
+    (x.square().mean() + loss_of(model, tokens)).backward()
+
+
 def compiled(model, tokens):
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
@@ -193,6 +204,8 @@ CASES = {
     "failing": (Tiny, {}, failing),
     "compiled": (Tiny, {}, compiled),
     "evaluated": (Tiny, {}, evaluated),
+    "by forward": (Tiny, {}, by_forward),
+    "by parts": (Tiny, {}, by_parts),
 }
 
 

@@ -130,6 +130,25 @@ def test_conversion_after_sharding_is_refused(ranks):
     ranks(2, converted)
 
 
+def around():
+    """Parts of a block, and parameters by themselves, where nothing is split."""
+    model = shard_(make(), Zero(stage=0))
+    weight = model.blocks[0].up.weight
+    loss_of(model, next(batches(1, 2, groups.rank()))).backward()
+    before = weight.grad.clone()
+    (model.blocks[0].up(torch.full((1, 12), 1.0 + groups.rank())).sum() + weight.sum()).backward()
+    added = weight.grad - before
+    (alone,) = torch.autograd.grad(weight.square().sum(), weight)
+    torch.testing.assert_close(alone, 2 * weight)
+    torch.testing.assert_close(weight.grad, before + added)
+    return added
+
+
+def test_gradients_are_reduced_whichever_way_they_came(ranks):
+    for added in ranks(2, around):
+        torch.testing.assert_close(added, torch.full((24, 12), 2.5))
+
+
 def generation():
     from lezero.models import Transformer, TransformerConfig, generate
 
