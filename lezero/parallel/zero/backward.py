@@ -53,6 +53,8 @@ class Backward:
         if not self.active:
             self.active = True
             Variable._execution_engine.queue_callback(self._end)
+            for bucket in self.order:
+                bucket.unmark()
 
     def set_aside(self, held: Held) -> None:
         """Autograd is about to add to `held.sharded.grad`, where sums over the ranks may be."""
@@ -68,8 +70,8 @@ class Backward:
     @torch.no_grad()
     def arrived(self, held: Held, leaf: torch.Tensor) -> None:
         """A gradient of `held` is in `leaf.grad`: moves it to its bucket."""
-        self.begin()
         gradient, leaf.grad = leaf.grad, self._aside.pop(held, None)
+        self.begin()
         assert gradient is not None
         if self.mute:
             gradient = torch.zeros_like(gradient)
@@ -84,6 +86,7 @@ class Backward:
     def recover(self) -> None:
         """Puts everything back after a backward that raised: its gradients are dropped."""
         for bucket in self.order:
+            bucket.unmark()
             bucket.drop()
         for held in self.helds:
             held.used = False
@@ -106,6 +109,8 @@ class Backward:
             self._reduce_rest()
         for bucket in self.order:
             bucket.came.clear()
+            if not self.sync:
+                bucket.mark()
         self.active = False
         self.on_end()
         if self.sync:

@@ -38,7 +38,7 @@ def announce(module: nn.Module, unit: Unit) -> None:
     """
     kind, root = type(module), unit.module is module and unit is unit.sharding.root
     if (kind, root) not in _classes:
-        body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        body: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         body |= {"__doc__": kind.__doc__, **({"forward": _forward(kind)} if root else {})}
         _classes[kind, root] = type(kind.__name__, (_Sharded, kind), body)
     module.__dict__[UNIT] = unit

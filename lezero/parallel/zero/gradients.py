@@ -12,7 +12,7 @@ import torch
 
 from lezero.comm.link import Link
 from lezero.comm.pending import Pending
-from lezero.parallel.zero.held import Held, distributed, local
+from lezero.parallel.zero.held import Held, Mark, distributed, local
 from lezero.parallel.zero.lines import Lines
 from lezero.parallel.zero.segment import Segment
 
@@ -157,6 +157,32 @@ class Bucket:
         self.summed = False
         self.came.clear()
 
+    def mark(self) -> None:
+        """Backward ended without reducing: what is in `flat` stays until the user drops it."""
+        if not self.written:
+            return
+        for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
+            if held in self.written:
+                gradient, stands_in = held.sharded.grad, held.sharded.grad is None
+                if gradient is None:
+                    if self.flat is not self._own:
+                        local(mine).zero_()
+                    gradient = held.sharded.grad = mine
+                held.mark = Mark(gradient, local(gradient)._version, stands_in)
+
+    def unmark(self) -> None:
+        """The next backward begins: forgets what the user has dropped with `zero_grad`."""
+        for held in self.segment.helds:
+            if held.mark is None:
+                continue
+            (gradient, version, stands_in), held.mark = held.mark, None
+            now = held.local_grad()
+            if now is None or (now._version != version and not now.any()):
+                self.written.discard(held)
+                held.used = False
+            if stands_in and held.sharded.grad is gradient:
+                held.sharded.grad = None
+
     def reset(self) -> None:
         self.flat = self._sum = self._pending = None
         self.launched = self._direct = False
@@ -218,7 +244,8 @@ class Bucket:
             segment, layout = self.segment, self.segment.layout
             self._own = self.lines.buffer(self._length, segment.master, replicate=True)
             for held, place in zip(segment.helds, layout.places, strict=True):
-                rows = layout.shard(self._own, place, segment.rank)
+                # .data: a version counter for each, by which `unmark` sees that it was changed
+                rows = layout.shard(self._own, place, segment.rank).data
                 self._grads.append(distributed(rows, held.rows, self.lines.mesh))
         return self._own
 

@@ -57,8 +57,20 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
+def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = getattr(parameter, HELD, None)
+            if held is not None and held.mark is not None and parameter.grad is not None:
+                raise OrderError(
+                    f"the gradient of '{held.name}' was collected under no_sync and is not reduced "
+                    "over the ranks yet; run the last backward before step outside of no_sync"
+                )
+
+
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     check_optimizer(optimizer)
+    _check_reduced(optimizer)
     check_state(optimizer)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 
 REPLACED = "_lezero_replaced"
 HELD = "_lezero_held"
+
+
+class Mark(NamedTuple):
+    """What `.grad` was when a backward under `no_sync` ended: how a `zero_grad` after it shows.
+
+    `stands_in`: there was none, and this one only waits for the user to drop it.
+    """
+
+    gradient: torch.Tensor
+    version: int
+    stands_in: bool
 
 
 @dataclass(eq=False)
@@ -37,9 +48,9 @@ class Held:
     segment: Segment = field(init=False)
     place: Place = field(init=False)
     full: nn.Parameter | None = None
-    grad: torch.Tensor | None = None
     used: bool = False
     memory: tuple[object, ...] = ()
+    mark: Mark | None = None
 
     def show(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` under every name."""

@@ -117,7 +117,7 @@ class Sharding:
             if leaf is None or not leaf.requires_grad or hasattr(leaf, "_lezero_watched"):
                 continue
             if leaf is held.sharded:
-                leaf.register_hook(lambda _, held=held: self.backward.set_aside(held))  # type: ignore[no-untyped-call]
+                leaf.register_hook(lambda _, held=held: self.backward.set_aside(held))
             leaf._lezero_watched = leaf.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
                 lambda leaf, held=held: self.backward.arrived(held, leaf)
             )
@@ -179,8 +179,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             loss(first half).backward()
         loss(second half).backward()        # reduces the sum of both
 
-    They are kept whole in fp32 until the next backward outside: 4 bytes a parameter at every stage.
-    Without it each backward reduces, and the gradients add up in the shards. Same on every rank.
+    They are kept whole in fp32 until the next backward outside: 4 bytes a parameter at every stage;
+    `.grad` says nothing until then, but `zero_grad` drops them. Without it each backward reduces,
+    and the gradients add up in the shards. Same on every rank.
     """
     found = list(shardings_in(model))
     if not found:

@@ -126,6 +126,17 @@ def without_sync(model, tokens):
     (loss_of(model, last) / 4).backward()
 
 
+def dropped(model, tokens):
+    """What was collected under no_sync goes with zero_grad, of either kind."""
+    inside = no_sync(model) if sharding_of(model) else contextlib.nullcontext()
+    with inside:
+        loss_of(model, tokens[:1]).backward()
+        model.zero_grad(set_to_none=False)
+        loss_of(model, tokens[:2]).backward()
+    model.zero_grad()
+    without_sync(model, tokens)
+
+
 def mapping(model, tokens):
     logits = model(tokens[:, :-1])["logits"]
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -201,6 +212,7 @@ CASES = {
     "unused, two backwards": (Unused, {}, two_backwards),
     "no_sync": (Tiny, {}, without_sync),
     "no_sync, unused": (Unused, {}, without_sync),
+    "no_sync, dropped": (Tiny, {}, dropped),
     "failing": (Tiny, {}, failing),
     "compiled": (Tiny, {}, compiled),
     "evaluated": (Tiny, {}, evaluated),

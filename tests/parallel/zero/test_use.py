@@ -179,6 +179,10 @@ def misuse():
         shard_(nn.ModuleDict({"inner": model}))
     with pytest.raises(OrderError, match="cannot be copied"):
         copy.deepcopy(model)
+    with no_sync(model):
+        loss_of(model, next(batches(1))).backward()
+    with pytest.raises(OrderError, match=r"collected under no_sync and is not reduced"):
+        torch.optim.SGD(model.parameters()).step()
     loss_of(model, next(batches(1))).backward()
     with pytest.raises(OrderError, match=r"before sharding: 22 of its 22 parameters"):
         early.step()
