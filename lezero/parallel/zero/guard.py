@@ -7,19 +7,22 @@ refused, since its step would silently do nothing. After it: the whole copies ar
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as hooks
 
 from lezero.core.errors import ConfigError, OrderError
+from lezero.parallel.zero import probe
 from lezero.parallel.zero.held import HELD, REPLACED
 
 if TYPE_CHECKING:
     from lezero.parallel.zero.sharding import Sharding
 
 _registered = False
-_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+_tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
 def register() -> None:
@@ -68,10 +71,15 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
     check_optimizer(optimizer)
     _check_reduced(optimizer)
     check_state(optimizer)
+    if optimizer not in _tried:
+        probe.check(optimizer)
+        _tried.add(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

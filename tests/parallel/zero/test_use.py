@@ -13,7 +13,15 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core import groups, ledger
 from lezero.core.errors import ConfigError, DistributedError, OrderError
-from lezero.parallel.zero import Zero, clip_grad_norm_, grad_norm, no_sync, shard_, sharding_of
+from lezero.parallel.zero import (
+    Zero,
+    clip_grad_norm_,
+    grad_norm,
+    no_sync,
+    probe,
+    shard_,
+    sharding_of,
+)
 from tests.parallel.zero.models import Tiny, batches, loss_of, make, plain_losses, whole
 
 
@@ -204,6 +212,31 @@ def misuse():
         shard_(make(), mesh=Mesh({"rows": 2}))
     with pytest.raises(ConfigError, match="stage"):
         Zero(stage=4)
+
+
+def optimizers():
+    """Which of torch's can work on shards is found out, not listed."""
+    model = shard_(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), Zero(stage=2))
+    model(torch.ones(2, 4)).sum().backward()
+    refused = {
+        "Adafactor": torch.optim.Adafactor(model.parameters()),
+        "Rprop": torch.optim.Rprop(model.parameters()),
+        "SGD": torch.optim.SGD(model.parameters(), fused=True),
+        "Muon": torch.optim.Muon([model[0].weight]),
+    }
+    for name, optimizer in refused.items():
+        with pytest.raises(ConfigError, match=rf"{name} .* shards .*stage 2.* lz.Zero\(stage=0\)"):
+            optimizer.step()
+    with pytest.raises(ConfigError, match=r"0.weight': it does not work element by element"):
+        probe.check(refused["Muon"])
+    before = torch.random.get_rng_state()
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD):
+        kind(model.parameters(), lr=0.1).step()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_an_optimizer_that_cannot_work_on_shards_is_refused(ranks):
+    ranks(2, optimizers)
 
 
 def test_misuse_is_told_on_every_rank(ranks):

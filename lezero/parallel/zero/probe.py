@@ -1,0 +1,111 @@
+"""Whether an optimizer can work on shards: tried out on a small parameter before its first step.
+
+An optimizer that works element by element gives a shard the values that it would give those rows of
+the whole parameter. Others (factored or matrix-wise ones) give other values, and some raise from
+inside torch; no list of them would stay complete.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.core import groups
+from lezero.core.errors import ConfigError
+from lezero.parallel.zero.held import HELD, Held, distributed, local
+from lezero.parallel.zero.layout import Rows
+from lezero.parallel.zero.lines import Lines
+from lezero.parallel.zero.materialize import kept_generators
+
+_WIDTH = 8
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def check(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` on every rank when a group of `optimizer` cannot work on its shards.
+
+    Collective. Nothing is said where a plain small parameter cannot be stepped either.
+    """
+    if type(optimizer).__module__.startswith("lezero."):
+        return
+    kinds: dict[tuple[int, int, torch.dtype], tuple[int, Held]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            held = getattr(parameter, HELD, None)
+            if held is not None and held.segment.link is not None and held.rows.shape:
+                kinds.setdefault((index, len(held.rows.shape), held.dtype), (index, held))
+    for index, held in kinds.values():
+        lines = held.segment.unit.sharding.lines
+        problem = _differs(optimizer, index, held, lines)
+        told = next((text for text in groups.gather_objects(problem) if text), "")
+        if told:
+            name, stage = type(optimizer).__name__, held.segment.unit.sharding.stage
+            raise ConfigError(
+                f"{name} cannot work on the shards of stage {stage}, as of '{held.name}': {told}; "
+                "use lz.Zero(stage=0), or an optimizer that works element by element, such as "
+                "lz.optim.AdamW"
+            )
+
+
+def _differs(optimizer: torch.optim.Optimizer, index: int, held: Held, lines: Lines) -> str:
+    """What is wrong with the optimizer on shards; "" for nothing."""
+    rows = Rows((2 * lines.ranks, *[_WIDTH] * (len(held.rows.shape) - 1)), lines.ranks)
+    values = torch.linspace(-1, 1, 2 * rows.numel, dtype=torch.float64).to(lines.place)
+    # no pattern that a matrix-wise optimizer would leave as it is
+    value, gradient = (values[part::2].sin().view(rows.shape).to(held.dtype) for part in (0, 1))
+    gradient = gradient * (1 + value.square())
+    first, last = rows.range(lines.rank)
+
+    def split(tensor: torch.Tensor) -> torch.Tensor:
+        return distributed(tensor[first:last].clone(), rows, lines.mesh)
+
+    with kept_generators(lines.place):
+        try:
+            plain = [_stepped(optimizer, index, value, gradient, seed) for seed in (0, 0, 1)]
+        except Exception:
+            return ""
+        try:
+            sharded = _stepped(optimizer, index, split(value), split(gradient), 0)
+        except Exception as error:
+            text = str(error) or type(error).__name__
+            return text.splitlines()[0][:200].rstrip(".")
+    if not torch.equal(plain[0], plain[2]):  # it adds noise
+        return ""
+    moved = (plain[0] - value).abs().max()
+    apart = (local(sharded) - plain[0][first:last]).abs().max()
+    near = 64 * torch.finfo(held.dtype).eps
+    if float(apart) > near * max(float(moved), float(value.abs().max())):
+        return "it does not work element by element, so that it would train otherwise there"
+    return ""
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    value: torch.Tensor,
+    gradient: torch.Tensor,
+    seed: int,
+) -> torch.Tensor:
+    """`value` after two steps with `gradient` under the options of one group."""
+    torch.manual_seed(seed)
+    parameter = nn.Parameter(value.clone())
+    parameter.grad = gradient.clone()
+    group = {k: copy.deepcopy(v) for k, v in optimizer.param_groups[index].items() if k != "params"}
+    if isinstance(group.get("lr"), float | int):
+        group["lr"] = 0.1  # a warmup may begin at nothing
+    alike = object.__new__(type(optimizer))
+    alike.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+    alike.__dict__ |= {hooks: OrderedDict() for hooks in _HOOKS}
+    alike.__dict__ |= {
+        "state": defaultdict(dict),
+        "param_groups": [{**group, "params": [parameter]}],
+    }
+    step: Any = type(optimizer).step
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without others' hooks
+    for _ in range(2):
+        step(alike)
+    return parameter.detach()
