@@ -3,7 +3,7 @@
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023); LeZero adds
 the choice of blocks and the face that its own units have. On a CPU FSDP2 blocks in its hooks, so
 LeZero's own units are used there, and also for models on meta, for parameters without dims (FSDP2
-refuses them) and over wires with a codec.
+refuses them), for batch norms beside 16-bit compute and over wires with a codec.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.held import REPLACED, local
 from lezero.parallel.zero.layout import Part, Rows
 
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+"""Their parameters stay in the type of their statistics, whatever the rest computes in."""
+
 
 def fits(model: nn.Module, config: Zero, wire: Wire, mesh: Mesh, place: torch.device) -> bool:
     """Whether FSDP2 does what is asked."""
@@ -29,6 +32,8 @@ def fits(model: nn.Module, config: Zero, wire: Wire, mesh: Mesh, place: torch.de
     plain = wire.codec == "none" and wire.gather == "none"
     parameters = list(model.parameters())
     known = all(p.dim() > 0 and not p.is_meta for p in parameters)
+    if config.compute != "auto":
+        known &= not any(isinstance(module, BATCH_NORMS) for module in model.modules())
     return place.type != "cpu" and sharded and plain and known
 
 

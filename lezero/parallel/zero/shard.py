@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TypeVar
@@ -10,7 +9,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lezero import __version__
 from lezero.comm.mesh import Mesh
@@ -19,7 +17,7 @@ from lezero.core import device, groups, ledger
 from lezero.core.errors import ConfigError, OrderError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
-from lezero.parallel.zero import fsdp, guard
+from lezero.parallel.zero import checks, fsdp, guard
 from lezero.parallel.zero.agreement import agree, agree_on_errors
 from lezero.parallel.zero.call import announce
 from lezero.parallel.zero.config import Zero
@@ -52,11 +50,12 @@ def shard_(
     config, wire = config or Zero(), wire or Wire()
     problem: ConfigError | OrderError | None = None
     try:
-        _check(model)
+        checks.check_model(model)
     except (ConfigError, OrderError) as error:
         problem = error
     agree_on_errors("lz.shard_", problem)
-    agree("lz.shard_", _description(model, config, wire, mesh))
+    agree("lz.shard_", _description(config, wire, mesh))
+    checks.agree_on_parameters(model)
     place = _place(model)
     arranged = arrange(config.stage, mesh, place.type)
     if groups.world_size() > 1:
@@ -71,7 +70,13 @@ def shard_(
 
 
 def _shard_with_units(model: nn.Module, config: Zero, lines: Lines) -> None:
-    sharding = Sharding(config, lines, _units(model, config, lines))
+    units = _units(model, config, lines)
+    try:
+        checks.check_wires(units, lines)
+    except ConfigError:
+        lines.close()
+        raise
+    sharding = Sharding(config, lines, units)
     _split(model, sharding)
     for unit in sharding.units:
         if unit is sharding.root or unit.helds:
@@ -94,42 +99,14 @@ def _parts(root: Unit, sharding: Sharding) -> Iterator[nn.Module]:
             yield module
 
 
-def _check(model: nn.Module) -> None:
-    ledger.refuse_again(model, "shard_", "build the model anew to shard it otherwise")
-    named = dict(model.named_parameters())
-    if not named:
-        raise ConfigError("lz.shard_: the model has no parameters; nothing can be split")
-    kinds = {p.device.type for p in named.values()}
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"lz.shard_: parameters lie on {' and '.join(sorted(kinds))}; move all to one device"
-        )
-    for name, parameter in named.items():
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"lz.shard_: parameter '{name}' is {parameter.dtype}; allowed are floating-point "
-                "parameters (shard before quantizing, or register it as a buffer)"
-            )
-        if isinstance(parameter, DTensor):
-            raise OrderError(f"lz.shard_: parameter '{name}' is a DTensor, so it is split already")
-
-
-def _description(
-    model: nn.Module, config: Zero, wire: Wire, mesh: Mesh | None
-) -> dict[str, object]:
+def _description(config: Zero, wire: Wire, mesh: Mesh | None) -> dict[str, object]:
     """What all ranks must have alike, in plain data."""
-    shapes = [
-        f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}{p.device.type}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
     return {
         "lezero version": __version__,
         "torch version": torch.__version__.split("+")[0],
         **{f"zero.{key}": value for key, value in config.to_dict().items()},
         **{f"wire.{key}": value for key, value in wire.to_dict().items()},
         "mesh": dict(mesh.axes) if mesh is not None else None,
-        "number of parameters": len(shapes),
-        "parameters": hashlib.sha256("\n".join(shapes).encode()).hexdigest()[:16],
     }
 
 
@@ -209,11 +186,17 @@ def _segments(helds: list[Held], config: Zero, lines: Lines) -> list[Segment]:
     packs: dict[object, list[Held]] = defaultdict(list)
     for held in helds:
         solo = held.rows.numel >= SOLO
-        packs[held.name if solo else (held.dtype, held.sharded.requires_grad)].append(held)
+        kind = (held.dtype, _compute(held, config), held.sharded.requires_grad)
+        packs[held.name if solo else kind].append(held)
     lasting = config.stage < 3
-    return [
-        Segment(p, config.compute_dtype(p[0].dtype), lines, lasting=lasting) for p in packs.values()
-    ]
+    return [Segment(p, _compute(p[0], config), lines, lasting=lasting) for p in packs.values()]
+
+
+def _compute(held: Held, config: Zero) -> torch.dtype:
+    """Batch norms take 16-bit inputs, but compute with the type of their running statistics."""
+    if any(isinstance(module, fsdp.BATCH_NORMS) for module, _ in held.places):
+        return held.dtype
+    return config.compute_dtype(held.dtype)
 
 
 @torch.no_grad()

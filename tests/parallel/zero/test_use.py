@@ -248,11 +248,22 @@ def different():
     for key, call in {
         "zero.stage": lambda: shard_(make(), Zero(stage=1 + me)),
         "wire.codec": lambda: shard_(make(), wire=Wire(codec=("none", "int8")[me])),
-        "number of parameters": lambda: shard_(make(blocks=2 + me)),
-        "parameters": lambda: shard_(make(width=12 + 4 * me)),
     }.items():
         with pytest.raises(DistributedError, match=f"'{key}' is .* on rank 0 but .* on rank 1"):
             call()
+    with pytest.raises(DistributedError, match=r"shape of .* 'embed.weight' is \[19, 12\] on"):
+        shard_(make(width=12 + 4 * me))
+    model = make()
+    model.norm.bias.requires_grad_(not me)
+    with pytest.raises(
+        DistributedError, match=r"requires_grad of .* 'norm.bias' is True on rank 0"
+    ):
+        shard_(model)
+    with pytest.raises(
+        DistributedError,
+        match=r"\(17 par.* 23 on rank 1\): .* 'norm.weight' on .* 'blocks.2.norm.w",
+    ):
+        shard_(make(blocks=2 + me, tied=False))
     broken = make()
     if me:
         broken.code = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
@@ -262,6 +273,46 @@ def different():
 
 def test_ranks_that_differ_are_told_what(ranks):
     ranks(2, different)
+
+
+def refused():
+    for stage in (1, 3):
+        with pytest.raises(ConfigError, match=r"' computes in torch.float16.*stage=0"):
+            shard_(make(dtype=torch.float16), Zero(stage=stage))
+    for codec in ("sign", "topk:0.1", "2:4-int8"):
+        with pytest.raises(ConfigError, match=r"wire.feedback: 'worker' is not allowed"):
+            shard_(make(), Zero(stage=0), wire=Wire(codec=codec, feedback="worker"))
+    for stage in (0, 2):
+        with pytest.raises(ConfigError, match=r"lz.shard_: .*float64, .* wire.codec='none'"):
+            shard_(make(dtype=torch.float64), Zero(stage=stage), wire=Wire(codec="int8"))
+    with pytest.raises(ConfigError, match=r"lz.shard_: .*float64, .* wire.gather='none'"):
+        shard_(make(dtype=torch.float64), Zero(stage=2), wire=Wire(gather="int8"))
+    model = make()
+    with pytest.raises(ConfigError):
+        shard_(model, Zero(stage=0), wire=Wire(codec="2:4-int8", feedback="worker"))
+    loss_of(shard_(model), next(batches(1)))  # as it was
+
+
+def test_wires_and_types_that_cannot_be_are_refused_before_anything_is_split(ranks):
+    ranks(2, refused)
+
+
+def normed():
+    found = []
+    for stage in range(4):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.InstanceNorm2d(6, affine=True)
+        model = shard_(nn.Sequential(*layers), Zero(stage=stage, compute="bf16"))
+        output = model(torch.randn(2, 3, 6, 6))
+        output.float().square().mean().backward()
+        assert output.dtype is torch.bfloat16
+        assert model[1].running_mean.dtype is model[1].weight.grad.dtype is torch.float32
+        found.append(whole(model)["0.weight"])
+    return found
+
+
+def test_batch_norms_beside_16_bit_compute(ranks):
+    ranks(2, normed)
 
 
 def stale():

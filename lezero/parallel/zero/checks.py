@@ -1,0 +1,94 @@
+"""What is refused before anything is split, with the parameter and the field to blame."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lezero.comm.wire import AUTO
+from lezero.core import groups, ledger
+from lezero.core.errors import ConfigError, DistributedError, OrderError
+from lezero.parallel.zero.gradients import wide
+from lezero.parallel.zero.lines import Lines
+from lezero.parallel.zero.unit import Unit
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises for a model that cannot be sharded whatever the ranks."""
+    ledger.refuse_again(model, "shard_", "build the model anew to shard it otherwise")
+    named = dict(model.named_parameters())
+    if not named:
+        raise ConfigError("lz.shard_: the model has no parameters; nothing can be split")
+    kinds = {p.device.type for p in named.values()}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"lz.shard_: parameters lie on {' and '.join(sorted(kinds))}; move all to one device"
+        )
+    for name, parameter in named.items():
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"lz.shard_: parameter '{name}' is {parameter.dtype}; allowed are floating-point "
+                "parameters (shard before quantizing, or register it as a buffer)"
+            )
+        if isinstance(parameter, DTensor):
+            raise OrderError(f"lz.shard_: parameter '{name}' is a DTensor, so it is split already")
+
+
+def agree_on_parameters(model: nn.Module) -> None:
+    """Raises `DistributedError` on every rank, naming the first parameter that ranks have unlike.
+
+    Only digests are exchanged where they are alike.
+    """
+    mine = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.device.type)
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
+    digests = groups.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    every = groups.gather_objects(mine)
+    rank = next(rank for rank, theirs in enumerate(every) if theirs != every[0])
+    first, other = every[0], every[rank]
+    at = next(
+        (i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), None
+    )
+    if at is None or first[at][0] != other[at][0]:
+        at = min(len(first), len(other)) if at is None else at
+        names = [f"'{found[at][0]}'" if at < len(found) else "missing" for found in (first, other)]
+        told = f"parameter {at + 1} is {names[0]} on rank 0 but {names[1]} on rank {rank}"
+    else:
+        kinds = ("name", "shape", "dtype", "requires_grad", "device")
+        kind, ours, theirs = next(
+            (kind, a, b) for kind, a, b in zip(kinds, first[at], other[at], strict=True) if a != b
+        )
+        name = first[at][0]
+        told = f"{kind} of parameter '{name}' is {ours} on rank 0 but {theirs} on rank {rank}"
+    raise DistributedError(
+        f"lz.shard_: the models differ ({len(first)} parameters on rank 0, {len(other)} on rank "
+        f"{rank}): {told}; build the same model on every rank"
+    )
+
+
+def check_wires(units: list[Unit], lines: Lines) -> None:
+    """Raises `ConfigError` for a wire that may not be used here, or cannot carry a parameter."""
+    if lines.shard is not None:
+        lines.shard.check("reduce_scatter")
+        lines.shard.check("all_gather")
+    if lines.replicate is not None:
+        lines.replicate.check("all_reduce")
+    wire = lines.wire
+    for segment in (segment for unit in units for segment in unit.segments):
+        where = f"lz.shard_: parameter '{segment.helds[0].name}' computes in {segment.compute}"
+        if lines.shard is not None and segment.compute not in lines.types:
+            raise ConfigError(
+                f"{where}, which is not carried between ranks; allowed at stages 1 to 3 are "
+                "float32, bfloat16 and float64 (convert the model, or use lz.Zero(stage=0))"
+            )
+        if lines.world > 1 and wide(segment.compute) == torch.float64:
+            if wire.codec not in ("none", AUTO):
+                raise ConfigError(f"{where}, which no codec carries; set wire.codec='none'")
+            if lines.shard is not None and wire.gather != "none":
+                raise ConfigError(f"{where}, which no codec carries; set wire.gather='none'")
