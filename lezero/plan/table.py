@@ -72,7 +72,12 @@ def _rate(forecast: Forecast) -> str:
     rate = forecast.flops / forecast.step_seconds
     text = f", {rate / 1e9:,.0f} GFLOP/s"
     if forecast.ceiling:
-        text += f" ({rate / forecast.ceiling:.0%} of the measured ceiling)"
+        share = rate / forecast.ceiling
+        text += (
+            f" ({share:.0%} of the measured ceiling)"
+            if share <= 1.1
+            else " (the measured ceiling is lower and cannot be right: `lz doctor --refresh`)"
+        )
     return text
 
 
