@@ -8,6 +8,7 @@ wire's own group). A group is made by every rank together, the ranks outside it 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -161,6 +162,9 @@ def leave() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
         sockets.forget()
+        # A Gloo group ends its threads with its last reference. One that lives in a cycle until the
+        # interpreter ends may drop a tensor in its thread then, which aborts the process.
+        gc.collect()
 
 
 def abort() -> None:
