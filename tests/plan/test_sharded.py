@@ -123,3 +123,10 @@ def test_the_random_generator_and_the_model_stay() -> None:
     before = torch.random.get_rng_state()
     trace_step(build, spec(3))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_an_optimizer_of_torch_is_not_tried_out() -> None:
+    def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    assert kinds.OPTIMIZER not in state(trace_step(build, spec(3, optimizer=sgd)))
