@@ -221,7 +221,8 @@ class Trainer:
             if engine.decisions.records != self._written:
                 self._try_to_write("decisions.json", self._write_decisions)
             self._after(result)
-            self._tell_failures()
+            if engine.step < config.train.steps and not stopped:
+                self._tell_failures()  # those of the last step are told when it is tried again
         status = 0
         if stopped and engine.step < config.train.steps:
             status = max(groups.gather_objects(request.exit_status))
