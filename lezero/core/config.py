@@ -9,6 +9,7 @@ key, the nearest right one.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args, get_origin
 
@@ -147,15 +148,13 @@ def set_path(data: dict[str, Any], assignment: str) -> None:
     Raises `ConfigError` when the assignment has no `=`, an empty key, or leads through a value
     that is not a mapping.
     """
-    import yaml
-
     path, separator, text = assignment.partition("=")
     keys = path.strip().split(".")
     if not separator or not all(keys):
         raise ConfigError(f"--set {assignment}: write it as section.key=value")
     try:
-        value = _number(yaml.safe_load(text))
-    except yaml.YAMLError as error:
+        value = load_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"--set {assignment}: the value is not valid YAML ({error})") from None
     node: Any = data
     for key in keys[:-1]:
@@ -169,20 +168,20 @@ def read_yaml(path: str) -> dict[str, Any]:
     """Reads a YAML mapping from a file (at most 1 MiB); errors name the file and the line."""
     import os
 
-    import yaml
-
     try:
         if os.path.getsize(path) > 1 << 20:
             raise ConfigError(f"{path}: larger than 1 MiB; that is no config file")
         with open(path, encoding="utf-8") as file:
-            data = _floats(yaml.safe_load(file))
+            text = file.read()
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a folder; name the YAML file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
-    except yaml.YAMLError as error:
+    try:
+        data = load_yaml(text)
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if data is None:
         return {}
@@ -191,19 +190,49 @@ def read_yaml(path: str) -> dict[str, Any]:
     return data
 
 
-def _number(value: Any) -> Any:
-    """YAML 1.1 reads `3e-4` as text; people mean a number."""
-    if isinstance(value, str) and value[:1] in "+-.0123456789" and "e" in value.lower():
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def load_yaml(text: str) -> Any:
+    """The value of a YAML text; `ValueError` says where it is none, or names a key twice.
+
+    Plain words mean what they do in YAML 1.2, and to editors: `3e-4` is a number, `off`, `on`,
+    `yes` and `no` are words (a field that is true or false takes them as such).
+    """
+    import yaml
+
+    try:
+        return yaml.load(text, _loader())
+    except yaml.MarkedYAMLError as error:
+        mark, said = error.problem_mark, error.problem or "not understood"
+        raise ValueError(said if mark is None else f"line {mark.line + 1}: {said}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
-def _floats(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _floats(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_floats(item) for item in value]
-    return _number(value)
+@functools.cache
+def _loader() -> Any:
+    import re
+
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen = set()
+            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+                if key.value in seen:
+                    said = f"line {key.start_mark.line + 1}: '{key.value}' is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, said)
+                seen.add(key.value)
+            return dict(super().construct_mapping(node, deep))
+
+    kinds = {"tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"}
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if tag not in kinds]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    truth = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+    number = re.compile(
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    )
+    Loader.add_implicit_resolver("tag:yaml.org,2002:bool", truth, list("tTfF"))
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return Loader

@@ -21,6 +21,7 @@ class Flag:
 
 
 FLAGS: dict[str, Flag] = {
+    "LEZERO_API_KEYS": Flag(str, "", "hashed API keys for lz serve, with commas between them"),
     "LEZERO_CACHE": Flag(str, "", "folder for measured ceilings and caches (default: the user's)"),
     "LEZERO_DEBUG": Flag(bool, False, "show tracebacks of user errors, as --debug does"),
     "LEZERO_LOG": Flag(str, "info", "lowest level that is logged: debug, info, warning, error"),

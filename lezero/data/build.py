@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core import errors, groups
-from lezero.core.errors import FileError, LeZeroError, OrderError
+from lezero.core.errors import ConfigError, FileError, LeZeroError, OrderError
 from lezero.core.flags import flag
 from lezero.core.log import logger
 from lezero.data import corpus, store
@@ -28,8 +28,8 @@ from lezero.files.folder import aside, commit, make_folder
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
-_FINDINGS = 2
-"""Form of the manifest's findings; tokens and their digests do not depend on it."""
+_BUILD = 3
+"""Form of the findings and of the split: a folder of another form is made again."""
 _log = logger("data")
 
 
@@ -77,6 +77,11 @@ def _open(folder: Path, config: DataConfig) -> Data:
     if findings["left_out"] and groups.is_main():
         for line in left_out_lines(findings):
             _log.warning("data: left out: %s", line)
+    if not len(train):
+        raise ConfigError(
+            f"data.train: {', '.join(config.train)}: too little text: the tokenizer makes "
+            f"{train.tokens} token of it, end of text included, and a row takes 2; give more text"
+        )
     if train.tokens < config.sequence and groups.is_main():
         _warn_of_long_rows(config, f"{train.tokens:,} tokens")
     if train.cut and groups.is_main():
@@ -101,7 +106,7 @@ def foresee_rows(config: DataConfig) -> None:
 def _warn_of_long_rows(config: DataConfig, text: str) -> None:
     _log.warning(
         "data.sequence: a row has %s tokens and the whole training text %s; the rest is filled up "
-        "and computed for nothing: lower data.sequence",
+        "and computed for nothing: give data.train more text, or lower data.sequence",
         f"{config.sequence:,}",
         text,
     )
@@ -136,7 +141,7 @@ def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
     settings = config.model_dump(mode="json", exclude={"train", "sequence", "on_bad_file"})
     if isinstance(config.validation, tuple):
         settings["validation"] = "files"
-    parts: list[object] = [store.FORMAT, _FINDINGS, sorted(settings.items()), config.on_bad_file]
+    parts: list[object] = [store.FORMAT, _BUILD, sorted(settings.items()), config.on_bad_file]
     for paths in (train, held, _tokenizer_files(config)):
         parts.append(len(paths))
         for path in paths:
@@ -251,15 +256,38 @@ def _select(
     for document, belongs in zip(documents, parts, strict=False):
         count += 1
         if cut and belongs == _TRAIN and document.prompt is None:
-            at = document.text.rfind("\n", 0, int(len(document.text) * (1 - cut))) + 1
-            at = at or int(len(document.text) * (1 - cut))
-            text = document.text[:at] if part == _TRAIN else document.text[at:]
-            if text:
-                yield Document(text, document.source)
+            at = _place_of_cut(document, cut)
+            yield Document(
+                document.text[:at] if part == _TRAIN else document.text[at:], document.source
+            )
         elif belongs == part:
             yield document
     if count != len(parts):
         raise FileError("data: the files changed while they were read; start again")
+
+
+def _place_of_cut(document: Document, share: float) -> int:
+    """Where the held-out end of a single document begins; neither part is empty.
+
+    That is the line end next to the place that leaves `share` of the characters, at most a quarter
+    of the share away and rather before it than after; without a line, a space; else the place.
+    """
+    text = document.text
+    if len(text) < 2:
+        raise ConfigError(
+            f"data.validation: {document.source} is the only document and has {len(text)} "
+            "character, too little text to hold a part of it out; give data.train more text, or "
+            "set data.validation to 0 or to files"
+        )
+    place = min(max(int(len(text) * (1 - share)), 1), len(text) - 1)
+    reach = int(len(text) * share / 4)
+    first, last = max(place - reach, 1), min(place + reach, len(text) - 1)
+    for mark in ("\n", " "):
+        before = text.rfind(mark, first - 1, place) + 1
+        after = text.find(mark, place, last) + 1
+        if before or after:
+            return before or after
+    return place
 
 
 def _on_first_rank(work: Callable[[], str]) -> str:

@@ -9,11 +9,14 @@ data:
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from lezero.core.config import Config
+
+_Names = Annotated[tuple[str, ...], Field(min_length=1)]
+_Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TokenizerConfig(Config):
@@ -23,15 +26,6 @@ class TokenizerConfig(Config):
     """Trains a byte-level BPE of at most this many entries on the training text (extra `text`)."""
     folder: str | None = None
     """A Hugging Face tokenizer: its folder or its tokenizer.json (extra `text`)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bytes(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            if value != "bytes":
-                raise ValueError("allowed is bytes, {train: entries} or {folder: path}")
-            return {}
-        return value
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -69,16 +63,28 @@ class DataConfig(Config):
     max_file_bytes: int = Field(1 << 30, ge=1, le=1 << 34)
     """Text: larger files are bad files, since one text file is one document held in memory."""
 
-    @field_validator("train", "validation", mode="before")
+    # What a validator accepts beside its field's own type must be said for the schema of editors.
+    @field_validator("train", mode="before", json_schema_input_type=str | _Names)
     @classmethod
     def _one_name(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("validation", mode="before")
+    @field_validator("validation", mode="before", json_schema_input_type=_Share | str | _Names)
     @classmethod
     def _share(cls, value: Any) -> Any:
         if isinstance(value, bool) or value is None or value == []:
             raise ValueError("allowed is a share of at least 0 and below 1, or a list of files")
         if isinstance(value, (int, float)) and not 0 <= value < 1:
             raise ValueError("a share of the documents is at least 0 and below 1")
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator(
+        "tokenizer", mode="before", json_schema_input_type=Literal["bytes"] | TokenizerConfig
+    )
+    @classmethod
+    def _bytes(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            if value != "bytes":
+                raise ValueError("allowed is bytes, {train: entries} or {folder: path}")
+            return TokenizerConfig()
         return value

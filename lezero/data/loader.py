@@ -59,7 +59,7 @@ class Loader:
         if not 0 <= rank < world:
             raise ConfigError(f"rank: got {rank}, allowed is 0 to {world - 1}")
         if len(rows) < 1:
-            raise ConfigError("the data has no row")
+            raise ConfigError("rows: got no row, needed is at least 1; give the data more text")
         self.rows, self.batch, self.rank, self.world = rows, batch, rank, world
         self.order = Order(seed, len(rows))
         self.samples = 0

@@ -186,23 +186,24 @@ def _decode(data: bytes, where: str, path: str, findings: Findings, *, refuse: b
 
 def _lines(path: str, config: DataConfig, findings: Findings) -> Iterator[Document]:
     refuse = config.on_bad_file == "refuse"
-    usable, number = False, 0
+    blank, number = True, 0
     with open(path, "rb") as file:
         while line := file.readline(config.max_line_bytes + 1):
             number += 1
             where = f"{path}, line {number}"
+            if not line.strip() and len(line) <= config.max_line_bytes:
+                continue
+            blank = False
             if len(line) > config.max_line_bytes:
                 while line and not line.endswith(b"\n"):
                     line = file.readline(1 << 20)
                 detail = f"longer than data.max_line_bytes ({config.max_line_bytes:,})"
                 findings.bad(where, "line too long", detail, refuse=refuse, file=path)
                 continue
-            if line.strip():
-                document = _record(line, number, path, config, findings)
-                usable = usable or document is not None
-                if document is not None:
-                    yield document
-    if not usable and number == 0:
+            document = _record(line, number, path, config, findings)
+            if document is not None:
+                yield document
+    if blank:
         findings.bad(path, "empty file", refuse=refuse, file=path)
 
 
@@ -249,5 +250,5 @@ def _record(
 
 def nothing_usable(what: str, findings: Findings) -> ConfigError:
     """The error for data without a single usable document."""
-    why = findings.summary() if findings.reasons else "every document was held out"
+    why = findings.summary() if findings.reasons else "the files hold no text"
     return ConfigError(f"{what}: nothing to read: {why}")

@@ -27,22 +27,15 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.log import logger
 from lezero.optim import Schedule
-from lezero.parallel.zero.guard import check_optimizer
 from lezero.train import engine_state, speed
+from lezero.train.counting import Batch, Count, Counter
+from lezero.train.engine_arguments import check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
-from lezero.train.loss import (
-    Batch,
-    Count,
-    LossFunction,
-    counter,
-    in_step,
-    model_loss,
-    split,
-    to_device,
-)  # fmt: skip
+from lezero.train.loss import LossFunction, in_step, model_loss, split, to_device
 from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve, resolve_sharded
 from lezero.train.randomness import seeded
+from lezero.train.token_ids import check_token_ids
 
 log = logger("train")
 
@@ -98,10 +91,15 @@ class Engine:
         seed: int = 0,
         decisions: Decisions | None = None,
     ) -> None:
-        _check(model, optimizer, accumulate, clip, max_skipped, schedule, total_steps)
+        check_numbers(
+            accumulate=accumulate, max_skipped=max_skipped, total_steps=total_steps, seed=seed,
+            clip=clip, schedule=schedule,
+        )  # fmt: skip
+        check_model(model, optimizer)
+        speed.check_asked(model, compile, attention)
         self.model, self.optimizer = model, optimizer
         self.loss = loss or model_loss
-        self.count = counter(counted)
+        self.count = Counter(counted)
         self.accumulate, self.clip, self.max_skipped = accumulate, clip, max_skipped
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()
@@ -122,9 +120,10 @@ class Engine:
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of the global batch.
 
-        Raises `ConfigError` when the batch cannot be split or nothing in it counts, and
-        `NumericsError` after `max_skipped` non-finite steps in a row; `DistributedError` when
-        another rank is lost, stopped or does something else.
+        Raises `ConfigError` when the batch cannot be split, nothing in it counts or it holds, on
+        the host, a token outside the vocabulary; `NumericsError` after `max_skipped` non-finite
+        steps in a row; `DistributedError` when another rank is lost, stopped or does something
+        else.
         """
         with watch.reporting():
             return self._train_step(batch)
@@ -133,7 +132,11 @@ class Engine:
         started = time.perf_counter()
         self.model.train()
         self.gradients.begin()
-        micros = [to_device(micro, self.place) for micro in split(batch, self.accumulate)]
+        micros = split(batch, self.accumulate)
+        for micro in micros:
+            check_token_ids(self.model, micro)
+        micros = [to_device(micro, self.place) for micro in micros]
+        self._find_shift(micros)
         counts = [self.count(micro) for micro in micros]
         total, stop = self._agree(sum(counts))
         if total == 0:
@@ -167,7 +170,9 @@ class Engine:
         sums = torch.zeros(2, dtype=torch.float64)
         try:
             for batch, new in in_step(batches, self.model):
+                check_token_ids(self.model, batch)
                 batch = to_device(batch, self.place)
+                self._find_shift([batch])
                 count = self.count(batch)
                 if count:
                     with self.precision.autocast():
@@ -211,6 +216,18 @@ class Engine:
             return Precision(resolve(asked, self.place, self.decisions), self.place)
         name = resolve_sharded(asked, self.model, self.decisions)
         return Precision(name, self.place, cache=False)
+
+    def _find_shift(self, batches: list[Batch]) -> None:
+        """Before the first `labels` are counted: whether the model shifts them (see `Counter`)."""
+        for batch in filter(self.count.must_ask, batches):
+            training = self.model.training
+            self.model.eval()
+            try:
+                with seeded(self.seed, 0, 0), self.precision.autocast():
+                    shifted = self.count.ask(lambda each: self.loss(self.model, each), batch)
+            finally:
+                self.model.train(training)
+            log.info("labels are counted %s", "after a shift by one" if shifted else "as they are")
 
     # the parts of a step ---------------------------------------------------------------------
 
@@ -334,35 +351,3 @@ class Engine:
 
 def _is_finite(value: float) -> bool:
     return value == value and abs(value) != float("inf")
-
-
-def _check(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    accumulate: int,
-    clip: float | None,
-    max_skipped: int,
-    schedule: Schedule | None,
-    total_steps: int | None,
-) -> None:
-    if accumulate < 1:
-        raise ConfigError(f"accumulate: got {accumulate}, allowed is 1 or more")
-    if clip is not None and not clip > 0:
-        raise ConfigError(f"clip: got {clip}, allowed is above 0, or None for no clipping")
-    if max_skipped < 1:
-        raise ConfigError(f"max_skipped: got {max_skipped}, allowed is 1 or more")
-    if schedule is not None and schedule.kind != "constant" and not total_steps:
-        raise ConfigError(f"schedule '{schedule.kind}' needs total_steps to know where it ends")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("the model has nothing to train: no parameter requires a gradient")
-    check_optimizer(optimizer)
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = sum(id(p) not in own for p in held)
-    if strangers:
-        raise OrderError(
-            f"the optimizer holds {strangers} of {len(held)} parameters that the model does not "
-            "have: build the optimizer after the model has its final parameters"
-        )
-    if any(p.is_meta for p in model.parameters()):
-        raise OrderError("the model has parameters on meta: load or initialise them first")

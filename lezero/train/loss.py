@@ -1,4 +1,4 @@
-"""The loss contract, and what a loss is counted in.
+"""The loss contract, and how a batch is cut.
 
 A loss comes from one of two places:
 
@@ -6,11 +6,7 @@ A loss comes from one of two places:
 - without it, the model is called as `model(**batch)` (a dict batch) or `model(batch)` and returns
   the scalar, or something with a `loss` attribute or key, as Hugging Face models do.
 
-"Counted units" are tokens or samples. The engine weights every micro-batch and every rank by its
-number of units, so that accumulation over unequal batches equals one big batch exactly. It counts
-from the batch alone, before the forward pass: `tokens` counts `targets` other than -100, or
-`labels` other than -100 after the shift by one that Hugging Face models make; `samples` counts the
-first dim; anything else is a function `count(batch) -> int`.
+What counted units are is in `train/counting.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +23,9 @@ from lezero.core.errors import ConfigError
 from lezero.ops.cross_entropy import cross_entropy_sum
 from lezero.ops.cross_entropy.reference import IGNORED
 from lezero.parallel.zero import sharding_of
+from lezero.train.counting import Batch, samples
 
-Batch = Any
 LossFunction = Callable[[nn.Module, Batch], torch.Tensor]
-Count = Callable[[Batch], int]
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -64,49 +59,11 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return output.squeeze()
 
 
-def counter(counted: str | Count) -> Count:
-    """The function that counts the units of a batch, from its name or the user's own."""
-    if callable(counted):
-        return counted
-    known: dict[str, Count] = {"auto": _auto, "tokens": _tokens, "samples": _samples}
-    if counted not in known:
-        raise ConfigError(f"counted: got '{counted}', allowed is {', '.join(known)} or a function")
-    return known[counted]
-
-
-def _auto(batch: Batch) -> int:
-    if isinstance(batch, Mapping) and ("targets" in batch or "labels" in batch):
-        return _tokens(batch)
-    return _samples(batch)
-
-
-def _tokens(batch: Batch) -> int:
-    if isinstance(batch, Mapping) and "targets" in batch:
-        return int((batch["targets"] != IGNORED).sum())
-    if isinstance(batch, Mapping) and "labels" in batch:
-        labels = batch["labels"]
-        shifted = labels.ndim == 2 and labels.shape[1] > 1 and not labels.is_floating_point()
-        return int(((labels[:, 1:] if shifted else labels) != IGNORED).sum())
-    raise ConfigError(
-        "counted in tokens, but the batch has neither 'targets' nor 'labels'; "
-        "use counted='samples' or give a function count(batch) -> int"
-    )
-
-
-def _samples(batch: Batch) -> int:
-    tensors = list(batch.values()) if isinstance(batch, Mapping) else batch
-    if not isinstance(tensors, list | tuple):
-        tensors = [tensors]
-    for item in tensors:
-        if isinstance(item, torch.Tensor) and item.ndim:
-            return item.shape[0]
-    raise ConfigError("the batch has no tensor with a batch dim to count samples in")
-
-
 def split(batch: Batch, parts: int) -> list[Batch]:
     """`parts` micro-batches along the first dim, as even as possible; none is empty.
 
-    A list is taken as ready-made micro-batches and must have `parts` members.
+    A list is taken as ready-made micro-batches and must have `parts` members. Tensors without dims
+    go whole into each; `ConfigError` when the first dims of the others differ.
     """
     if isinstance(batch, list):
         if len(batch) != parts:
@@ -116,7 +73,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
         return batch
     if parts == 1:
         return [batch]
-    size = _samples(batch)
+    size = samples(batch)
     if size < parts:
         raise ConfigError(
             f"a batch of {size} samples cannot be split into accumulate={parts} micro-batches"

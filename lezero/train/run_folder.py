@@ -7,8 +7,12 @@ checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,29 +27,66 @@ if TYPE_CHECKING:
     from lezero.train.config import ReportConfig, RunConfig
 
 
+_WAIT_S = 10.0
+"""A rank that was killed may take a moment to be gone, with its lock."""
+_BUSY = {errno.EAGAIN, errno.EACCES}
+
+
 class RunFolder:
-    """Paths and small files of one run."""
+    """Paths and small files of one run; from `create` to `release` no other run may use it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
         self.metrics = path / "metrics.jsonl"
         self.report = path / "report.html"
 
     def create(self) -> None:
-        """Makes the folder; `FileError` on every rank when it cannot be written."""
+        """Makes the folder and takes it for this run.
+
+        `FileError` on every rank when it cannot be written, or another run is at work in it.
+        """
         problem = ""
         if groups.is_main():
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 write_aside(self.path / ".writable", "")
                 (self.path / ".writable").unlink()
+                if not self._take():
+                    problem = (
+                        f"run: another run is at work in {self.path}; name another folder, or "
+                        "end that one first"
+                    )
             except OSError as error:
                 problem = f"run: {self.path} cannot be written ({error.strerror or error})"
         problem = groups.broadcast_object(problem)
         if problem:
             raise FileError(problem)
+
+    def release(self) -> None:
+        """Lets other runs use the folder; the end of the process does it too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take(self) -> bool:
+        """Whether the folder is ours now; file systems without locks let everybody in."""
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        until = time.monotonic() + _WAIT_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in _BUSY and time.monotonic() < until:
+                    time.sleep(0.2)
+                    continue
+                if error.errno in _BUSY:
+                    os.close(lock)
+                    return False
+            self._lock = lock
+            return True
 
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""
@@ -98,5 +139,11 @@ def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
 def write_aside(path: Path, text: str) -> None:
     """Writes a small text file in one step: whoever reads sees the old one or the new one."""
     aside = path.with_name(path.name + ".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError as error:
+        with suppress(OSError):
+            aside.unlink()
+        error.filename = str(path)  # a write itself does not say where
+        raise

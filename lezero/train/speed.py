@@ -85,6 +85,31 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
+def check_asked(model: nn.Module, compile: str, attention: str) -> None:
+    """Raises `ConfigError` for a form or an attention kernel that there is not, or not here."""
+    if compile not in ("auto", "off", *FORMS):
+        allowed = ", ".join(("auto", "off", *FORMS[1:]))
+        raise ConfigError(f"compile: got {compile!r}, allowed is {allowed}")
+    if compile == "blocks" and not repeated_blocks(model):
+        raise ConfigError(
+            "compile: got 'blocks', but the model has no ModuleList or Sequential of layers of one "
+            "class; use auto, off or step"
+        )
+    if compile == "step" and (groups.world_size() > 1 or sharding_of(model) is not None):
+        raise ConfigError(
+            "compile: got 'step', which is for one rank and a model that is not sharded; use auto, "
+            "off or blocks"
+        )
+    if attention not in ("auto", *ATTENTIONS):
+        allowed = ", ".join(("auto", *ATTENTIONS))
+        raise ConfigError(f"attention: got {attention!r}, allowed is {allowed}")
+    if attention == "lezero" and not available():
+        raise ConfigError(
+            "attention: got 'lezero', whose kernel needs a CPU with AVX512-BF16 and a C++ "
+            "compiler; `lz doctor` says what is missing. Use auto or torch"
+        )
+
+
 def choose(
     model: nn.Module,
     loss: LossFunction,
@@ -98,10 +123,7 @@ def choose(
     accumulate: int,
     seed: int,
 ) -> Forms:
-    """The form to run in. Raises `ConfigError` when the user asked for one that cannot be."""
-    if asked not in ("auto", "off", *FORMS):
-        allowed = ", ".join(("auto", "off", *FORMS[1:]))
-        raise ConfigError(f"compile: got '{asked}', allowed is {allowed}")
+    """The form to run in. `check_asked` has seen what the user asked for."""
     override = {"auto": None, "off": "eager"}.get(asked, asked)
     trial = _Trial(model, loss, micro, precision, (steps or _HORIZON) * accumulate, seed)
     attention = _choose_attention(trial, precision, decisions, asked_attention)
@@ -126,14 +148,6 @@ def choose(
 
 def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions, asked: str) -> str:
     """Whose attention kernel runs: measured on the model itself, in eager form."""
-    if asked not in ("auto", *ATTENTIONS):
-        allowed = ", ".join(("auto", *ATTENTIONS))
-        raise ConfigError(f"attention: got '{asked}', allowed is {allowed}")
-    if asked == "lezero" and not available():
-        raise ConfigError(
-            "attention: got 'lezero', whose kernel needs a CPU with AVX512-BF16 and a C++ "
-            "compiler; `lz doctor` says what is missing. Use auto or torch"
-        )
     if asked != "auto":
         return decisions.record("attention", asked, overridden=True, reason="asked for")
     if trial.steps < _WORTH_A_TRIAL:

@@ -92,6 +92,7 @@ class Trainer:
                     self.saver.close()
                 self._tell("on_end")
             finally:
+                self.folder.release()
                 groups.leave()
         if problem:
             raise FileError(

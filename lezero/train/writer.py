@@ -11,18 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from lezero import checkpoint
-from lezero.compress.quantize import is_quantized_folder, load_quantized
-from lezero.core.errors import ConfigError, FileError
-from lezero.models import (
-    Transformer,
-    TransformerConfig,
-    generate_stream,
-    gguf_tokenizer,
-    load_gguf,
-    load_hf,
-    stop_tokens,
-)
+from lezero.core.errors import ConfigError
+from lezero.hub.opened import open_model
+from lezero.models import Transformer, generate_stream, gguf_tokenizer, stop_tokens
 
 _TOKENS = 128
 
@@ -48,6 +39,8 @@ class Writer:
         """
         if tokens is not None and tokens < 1:
             raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
+        if not _is_text(prompt):
+            raise ConfigError("prompt: holds bytes that are no UTF-8; give it as text")
         start = self.tokenizer.encode(prompt) or [*self.stop[:1]]
         if not start:
             raise ConfigError("prompt: it is empty and the tokenizer has no token to start from")
@@ -84,38 +77,13 @@ def open_writer(place: str) -> Writer:
     return Writer(model, tokenizer, stop)
 
 
-def open_model(place: str, dtype: torch.dtype | None = None) -> tuple[Transformer, Path | None]:
-    """The model and the folder that holds its tokenizer; None: the tokenizer is in a GGUF file.
-
-    `dtype` casts the weights of Hugging Face folders and GGUF files (fp32 there where it is not
-    given). Raises `FileError` when `place` is no model, or is damaged.
-    """
-    path = Path(place)
-    if path.is_file() and path.suffix == ".gguf":
-        return load_gguf(path, dtype), None
-    if (path / "config.json").is_file():
-        if is_quantized_folder(path):
-            model = load_quantized(path)
-            return model if dtype is None else model.to(dtype), path
-        return load_hf(path, dtype), path
-    if not path.exists():
-        raise FileError(f"{path}: no such file or folder")
-    return _from_run(path)
-
-
-def _from_run(path: Path) -> tuple[Transformer, Path]:
-    loaded = checkpoint.load(path)
-    shape = loaded.documents.get("model")
-    run = path if (path / "tokenizer").is_dir() else path.parent
-    run = run if (run / "tokenizer").is_dir() else run.parent
-    if shape is None or not (run / "tokenizer").is_dir():
-        raise FileError(
-            f"{path}: neither a run of the trainer, nor a Hugging Face folder, nor a .gguf file"
-        )
-    with torch.device("meta"):
-        model = Transformer(TransformerConfig.parse(shape, f"{loaded.path}: model"))
-    model.load_state_dict(loaded.section("model"), assign=True)
-    return model, run / "tokenizer"
+def _is_text(prompt: str) -> bool:
+    """Bytes of a command line that are no UTF-8 arrive as half characters."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _end_of(tokenizer: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from lezero.core.config import Config
+from lezero.core.config import Config, read_yaml, set_path
 from lezero.core.errors import ConfigError
 
 
@@ -47,3 +47,40 @@ def test_fields_that_take_truth_values_still_do() -> None:
     assert sample.either is True
     assert sample.flag is True
     assert sample.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("off", "off"),
+        ("'off'", "off"),
+        ("no", "no"),
+        ("true", True),
+        ("3e-4", 3e-4),
+        ("-1.5E+3", -1500.0),
+        (".5", 0.5),
+        ("12", 12),
+        ("1.2.3", "1.2.3"),
+        ("e", "e"),
+        ("[1e3, on]", [1e3, "on"]),
+        ("null", None),
+    ],
+)
+def test_plain_words_mean_what_editors_take_them_for(text: str, value: object) -> None:
+    data: dict[str, object] = {}
+    set_path(data, f"a.b={text}")
+    assert data == {"a": {"b": value}}
+
+
+def test_yes_and_off_are_truth_values_where_a_field_takes_them() -> None:
+    assert Sample.parse({"flag": "yes"}).flag is True
+    assert Sample.parse({"flag": "off"}).flag is False
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("base: &base {steps: 1}\nsample:\n  <<: *base\n  steps: 2\n")
+    assert read_yaml(str(file))["sample"] == {"steps": 2}
+    file.write_text("train:\n  steps: 5\nrun: a\ntrain:\n  batch: 4\n")
+    with pytest.raises(ConfigError, match="line 4: 'train' is there twice"):
+        read_yaml(str(file))

@@ -113,6 +113,52 @@ def test_a_single_document_is_divided_near_its_end(tmp_path):
     assert data.train.tokens == 90 * 9 + 1
 
 
+LONG = "x y " * 25_000
+
+
+@pytest.mark.parametrize(
+    ("text", "share", "held"),
+    [
+        ("Title\n" + LONG, 0.05, 5_001),  # the only line end is far away: a space
+        (LONG[:-5_500] + "\n" + LONG[-5_500:], 0.05, 5_500),  # one before the place
+        (LONG[:-4_500] + "\n" + LONG[-4_500:], 0.05, 4_500),  # one after it
+        (LONG[:-500] + "\n" + LONG[-500:], 0.05, 5_001),
+        ("\n" + "x" * 99_999 + "\n", 0.05, 5_000),  # neither line nor space
+        ("x\n", 0.05, 1),
+        ("xy", 0.9999, 1),
+        ("\n\n\nxyz", 0.9999, 5),
+    ],
+)
+def test_the_cut_of_a_single_document_is_near_the_share(tmp_path, text, share, held):
+    (tmp_path / "a.txt").write_text(text)
+    data = prepare(config(tmp_path, validation=share, sequence=2), tmp_path / "cache")
+    assert data.validation.tokens == pytest.approx(held + 1, abs=2 if held > 100 else 0)
+    assert data.train.tokens + data.validation.tokens == len(text) + 2
+    if " " in text:
+        assert text_of(data.train, data.tokenizer)[-2] in b" \n"
+
+
+@pytest.mark.parametrize("kind", ["bytes", {"train": 300}])
+def test_a_document_too_short_to_be_divided_is_named(tmp_path, kind):
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    with pytest.raises(ConfigError, match=r"data\.validation: .*a\.txt is the only.*too little"):
+        prepare(config(path, tokenizer=kind, validation=0.05), tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    whole = prepare(config(path, tokenizer=kind), tmp_path / "cache")
+    assert len(Loader(whole.train, 1).rows) == 1
+
+
+def test_text_that_gives_no_token_is_named(tmp_path, monkeypatch):
+    from lezero.data.tokenizer import _Bytes
+
+    path = tmp_path / "a.txt"
+    path.write_text("x")
+    monkeypatch.setattr(_Bytes, "encode", lambda self, text: [])
+    with pytest.raises(ConfigError, match=r"data\.train: .*a\.txt: too little text.*1 token"):
+        prepare(config(path), tmp_path / "cache")
+
+
 def test_few_documents_still_give_both_parts(tmp_path):
     jsonl(tmp_path / "d.jsonl", {"text": "one"}, {"text": "two"}, {"text": "three"})
     for share in (0.0001, 0.9999):

@@ -8,7 +8,7 @@ import pytest
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.data.config import DataConfig
-from lezero.data.reading import Findings, find_files, left_out_lines, read
+from lezero.data.reading import Findings, find_files, left_out_lines, nothing_usable, read
 
 
 def documents(folder, **settings):
@@ -100,6 +100,19 @@ def test_unreadable_files_and_empty_jsonl(tmp_path):
     assert found == []
     assert findings.reasons == {"unreadable file": 1, "empty file": 1}
     assert "broken.txt: cannot be read" in left_out_lines(findings.to_json())[0]
+
+
+@pytest.mark.parametrize("held", [b"", b"\n", b"\n \r\n\t\n"])
+def test_jsonl_of_blank_lines_is_an_empty_file(tmp_path, held):
+    (tmp_path / "blank.jsonl").write_bytes(held)
+    jsonl(tmp_path / "good.jsonl", b"", {"text": "good"}, b"")
+    found, findings = documents(tmp_path)
+    assert [d.text for d in found] == ["good"]
+    assert findings.reasons == {"empty file": 1}
+    assert "blank.jsonl: empty file" in left_out_lines(findings.to_json())[0]
+    assert "blank.jsonl: empty file" in str(nothing_usable("data.train", findings))
+    with pytest.raises(FileError, match=r"blank\.jsonl: empty file"):
+        documents(tmp_path, on_bad_file="refuse")
 
 
 def test_every_bad_file_is_named_and_its_lines_are_counted(tmp_path):

@@ -149,13 +149,6 @@ def test_a_model_that_returns_its_loss_counted_in_samples():
     assert (flat(whole) - flat(parts)).abs().max() < 1e-10
 
 
-def test_hugging_face_labels_are_counted_after_their_shift():
-    from lezero.train.loss import counter
-
-    labels = torch.tensor([[1, 2, 3, -100], [-100, -100, 5, 6]])
-    assert counter("auto")({"labels": labels}) == 4
-
-
 def test_evaluate_weights_by_count_and_leaves_the_mode():
     engine = make()
     data = batches(3)
@@ -274,6 +267,8 @@ def test_a_non_finite_parameter_is_named():
         ({"precision": "fp12"}, "precision: got 'fp12', allowed is auto, fp32, bf16, fp16"),
         ({"schedule": Schedule()}, "needs total_steps"),
         ({"counted": "words"}, "counted: got 'words'"),
+        ({"compile": "fast"}, "compile: got 'fast'"),
+        ({"attention": "fast"}, "attention: got 'fast'"),
     ],
 )
 def test_bad_options(options, message):
@@ -281,9 +276,7 @@ def test_bad_options(options, message):
         make(**options)
 
 
-def test_bad_compile_and_bad_batches():
-    with pytest.raises(ConfigError, match="compile: got 'fast'"):
-        make(compile="fast").train_step(batches(1)[0])
+def test_bad_batches():
     with pytest.raises(ConfigError, match="cannot be split"):
         make(accumulate=9).train_step(batches(1)[0])
     with pytest.raises(ConfigError, match="accumulate=1"):

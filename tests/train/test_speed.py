@@ -136,7 +136,13 @@ def test_a_resumed_run_replays_and_the_user_overrides(figures):
 
 def test_forms_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="compile: got 'fast', allowed is auto, off"):
-        choose(Model(), asked="fast")
+        speed.check_asked(Model(), "fast", "auto")
+    with pytest.raises(ConfigError, match="attention: got 'fast', allowed is auto, torch, lezero"):
+        speed.check_asked(Model(), "off", "fast")
+    with pytest.raises(ConfigError, match=r"compile: got 'blocks', but the model has no"):
+        speed.check_asked(nn.Linear(4, 11), "blocks", "auto")
+    for form in ("auto", "off", "eager", "blocks", "step"):
+        speed.check_asked(Model(), form, "torch")
     with pytest.raises(ConfigError, match="compile: got 'blocks'"):
         choose(nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11)), asked="blocks")
 

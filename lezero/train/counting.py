@@ -1,0 +1,145 @@
+"""What a loss is counted in: tokens or samples.
+
+The engine weights every micro-batch and every rank by its number of counted units, so that
+accumulation over unequal batches equals one big batch exactly. `tokens` counts the `targets` other
+than -100, or else the `labels` other than -100; `samples` counts the first dim; anything else is a
+function `count(batch) -> int`.
+
+`labels` of shape (batch, tokens) mean two things: causal language models of transformers shift them
+by one, so that the first column never counts, and all other models do not. No name tells which
+(`BartForCausalLM` does not shift), so the model is asked, once, before its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lezero.core.errors import ConfigError, LeZeroError
+from lezero.ops.cross_entropy.reference import IGNORED
+
+Batch = Any
+Count = Callable[[Batch], int]
+_NAMES = ("auto", "tokens", "samples")
+
+
+class Counter:
+    """Counts the units of a batch: by "auto", "tokens", "samples", or the user's own function.
+
+    shifted: whether the model shifts `labels` of shape (batch, tokens); None: not asked yet.
+    """
+
+    def __init__(self, counted: str | Count) -> None:
+        if not callable(counted) and counted not in _NAMES:
+            raise ConfigError(
+                f"counted: got {counted!r}, allowed is {', '.join(_NAMES)} or a function"
+            )
+        self.counted = counted
+        self.shifted: bool | None = None
+
+    def __call__(self, batch: Batch) -> int:
+        if callable(self.counted):
+            return self.counted(batch)
+        if self.counted == "samples" or (self.counted == "auto" and not _has_tokens(batch)):
+            return samples(batch)
+        return self._tokens(batch)
+
+    def must_ask(self, batch: Batch) -> bool:
+        """Whether `ask` has to be called before this batch can be counted."""
+        named = self.counted in ("auto", "tokens") and self.shifted is None
+        return named and _labels_by_token(batch) is not None
+
+    @torch.no_grad()
+    def ask(self, loss: Callable[[Batch], torch.Tensor], batch: Batch) -> bool:
+        """Finds out whether the model shifts: whether a label in the first column changes its loss.
+
+        Two forward passes: with a label in the first column alone, and with none at all. A model
+        that shifts gives the same twice (NaN, zero, or what else it adds to the loss). Raises
+        `ConfigError` when it cannot be called so.
+        """
+        labels = _labels_by_token(batch)
+        assert labels is not None
+        nothing = torch.full_like(labels, IGNORED)
+        first = nothing.clone()
+        first[:, :1] = labels.amax().clamp(min=0) if labels.numel() else 0
+        try:
+            with_first, without = (
+                float(loss({**batch, "labels": each})) for each in (first, nothing)
+            )
+        except LeZeroError:
+            raise
+        except Exception as error:
+            loss(batch)  # a model that fails on its own batch says so itself
+            raise ConfigError(
+                "counted: whether the model shifts 'labels' by one could not be found out, since "
+                f"its loss fails where labels are {IGNORED} ({type(error).__name__}: {error}). Say "
+                "what the loss is the mean over: counted='samples' or a function count(batch)"
+            ) from error
+        both_nan = with_first != with_first and without != without
+        self.shifted = both_nan or abs(with_first - without) <= 1e-6 * abs(without)
+        return self.shifted
+
+    def _tokens(self, batch: Batch) -> int:
+        if not _has_tokens(batch):
+            raise ConfigError(
+                "counted in tokens, but the batch has neither 'targets' nor 'labels'; "
+                "use counted='samples' or give a function count(batch) -> int"
+            )
+        if "targets" in batch:
+            return int((batch["targets"] != IGNORED).sum())
+        labels, by_token = batch["labels"], _labels_by_token(batch)
+        if by_token is not None:
+            assert self.shifted is not None, "the model was not asked whether it shifts"
+            labels = by_token[:, 1:] if self.shifted else by_token
+        return int((labels != IGNORED).sum())
+
+
+def _has_tokens(batch: Batch) -> bool:
+    return isinstance(batch, Mapping) and ("targets" in batch or "labels" in batch)
+
+
+def _labels_by_token(batch: Batch) -> torch.Tensor | None:
+    """The labels (B,T) of which the first column may or may not count."""
+    if not isinstance(batch, Mapping) or "targets" in batch:
+        return None
+    labels = batch.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
+        return None
+    return labels
+
+
+def samples(batch: Batch) -> int:
+    """The number of rows, which every tensor of the batch has (those without dims aside)."""
+    first: tuple[str, int] | None = None
+    for name, tensor in _tensors(batch, ""):
+        rows = tensor.shape[0]
+        if first is None:
+            first = name, rows
+        elif rows != first[1]:
+            raise ConfigError(
+                f"the tensors of the batch have different first dims: {first[0]} has {first[1]}, "
+                f"{name} has {rows}, so it has no number of samples and cannot be cut into "
+                "micro-batches. Keep what is not one row a sample out of the batch, or give a list "
+                "of ready-made micro-batches and counted=function"
+            )
+    if first is None:
+        raise ConfigError("the batch has no tensor with a batch dim to count samples in")
+    return first[1]
+
+
+def _tensors(batch: Batch, name: str) -> list[tuple[str, torch.Tensor]]:
+    """(where it is, tensor) of all tensors with a first dim."""
+    if isinstance(batch, torch.Tensor):
+        return [(name or "the batch", batch)] if batch.ndim else []
+    items: list[tuple[Any, Any]] = []
+    if isinstance(batch, Mapping):
+        items = list(batch.items())
+    elif isinstance(batch, list | tuple):
+        items = list(enumerate(batch))
+    return [
+        found
+        for key, value in items
+        for found in _tensors(value, f"{name}[{key!r}]" if name else repr(key))
+    ]

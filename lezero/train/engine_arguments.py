@@ -1,0 +1,65 @@
+"""What an engine may be built from: every argument is checked before anything is done with it."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError, OrderError
+from lezero.optim import Schedule
+from lezero.parallel.zero.guard import check_optimizer
+
+
+def check_numbers(
+    *,
+    accumulate: Any,
+    max_skipped: Any,
+    total_steps: Any,
+    seed: Any,
+    clip: Any,
+    schedule: Schedule | None,
+) -> None:
+    """Raises `ConfigError` for the first that is no number or out of its range."""
+    for name, value in (("accumulate", accumulate), ("max_skipped", max_skipped)):
+        if not _whole(value) or value < 1:
+            raise ConfigError(f"{name}: got {value!r}, allowed is a whole number from 1")
+    if total_steps is not None and (not _whole(total_steps) or total_steps < 1):
+        raise ConfigError(
+            f"total_steps: got {total_steps!r}, allowed is a whole number from 1, or None"
+        )
+    if not _whole(seed):
+        raise ConfigError(f"seed: got {seed!r}, allowed is a whole number")
+    if clip is not None and (
+        isinstance(clip, bool) or not isinstance(clip, Real) or not float(clip) > 0
+    ):
+        raise ConfigError(
+            f"clip: got {clip!r}, allowed is a number above 0, or None for no clipping"
+        )
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise ConfigError(f"schedule: got {schedule!r}, allowed is lz.Schedule(…), or None")
+    if schedule is not None and schedule.kind != "constant" and not total_steps:
+        raise ConfigError(f"schedule '{schedule.kind}' needs total_steps to know where it ends")
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` or `OrderError` when `optimizer` cannot train `model`."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("the model has nothing to train: no parameter requires a gradient")
+    check_optimizer(optimizer)
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(id(p) not in own for p in held)
+    if strangers:
+        raise OrderError(
+            f"the optimizer holds {strangers} of {len(held)} parameters that the model does not "
+            "have: build the optimizer after the model has its final parameters"
+        )
+    if any(p.is_meta for p in model.parameters()):
+        raise OrderError("the model has parameters on meta: load or initialise them first")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,0 +1,158 @@
+"""What a batch counts, and that it is what the model's loss is the mean over."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lezero.core.errors import ConfigError
+from lezero.train.counting import Counter
+from lezero.train.engine import Engine
+
+VOCAB = 30
+SMALL = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "vocab_size": VOCAB, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+BART = {
+    "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 24,
+    "vocab_size": VOCAB, "dropout": 0.0,
+}  # fmt: skip
+
+
+def t5(hf):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = hf.T5Config(
+        **sizes, vocab_size=VOCAB, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0
+    )
+    return hf.T5ForConditionalGeneration(config)
+
+
+def gpt2(hf):
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": VOCAB, "n_positions": 16}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+
+
+MODELS = {
+    "t5": t5,
+    "masked": lambda hf: hf.BertForMaskedLM(hf.BertConfig(**SMALL)),
+    "tagger": lambda hf: hf.BertForTokenClassification(hf.BertConfig(**SMALL, num_labels=VOCAB)),
+    "bart decoder": lambda hf: hf.BartForCausalLM(hf.BartConfig(**BART)),
+    "gpt2": gpt2,
+    "llama": lambda hf: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=1)),
+}
+SHIFTING = ("gpt2", "llama")
+
+
+def steps(name, accumulate, monkeypatch):
+    """(gradients, loss, counted) of one step, and whether the engine found that labels shift."""
+    hf = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = MODELS[name](hf).double()
+    monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # the loss stays in fp64
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    engine = Engine(model, optimizer, accumulate=accumulate, compile="off", precision="fp32")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(2, VOCAB, (4, 7), generator=generator)
+    labels = torch.randint(2, VOCAB, (4, 7), generator=generator)
+    for row, masked in enumerate(((), (0, 1, 2), (1, 2, 3, 4, 5), (3,))):
+        labels[row, list(masked)] = -100
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    result = engine.train_step({"input_ids": tokens, "labels": labels})
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return before - after, result.loss, result.tokens, engine.count.shifted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulation_equals_one_big_batch_whether_or_not_the_model_shifts_labels(
+    name, monkeypatch
+):
+    whole, loss, counted, shifted = steps(name, 1, monkeypatch)
+    assert shifted is (name in SHIFTING)
+    assert counted == (28 - 9 - 3 if shifted else 28 - 9)
+    for accumulate in (2, 4):
+        parts, same, again, _ = steps(name, accumulate, monkeypatch)
+        assert again == counted
+        assert same == pytest.approx(loss, abs=1e-10)
+        assert (whole - parts).norm() / whole.norm() < 1e-10
+
+
+class Own(nn.Module):
+    """A model of nobody's library; `forward` gives its loss."""
+
+    def __init__(self, shift, zero_if_empty=False, extra=0.0):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
+        self.shift, self.zero_if_empty, self.extra = shift, zero_if_empty, extra
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, labels):
+        logits = self.head(self.drop(self.embed(x)))
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+        total = F.cross_entropy(logits, labels, reduction="sum")
+        count = (labels != -100).sum().clamp(min=int(self.zero_if_empty))
+        return SimpleNamespace(loss=total / count + self.extra)
+
+
+def own_engine(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return Engine(model, optimizer, compile="off", precision="fp32", **options)
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.5])
+@pytest.mark.parametrize("zero_if_empty", [False, True])
+@pytest.mark.parametrize("shift", [False, True])
+def test_any_model_is_asked_whether_it_shifts(shift, zero_if_empty, extra):
+    labels = torch.tensor([[1, 2, 3, -100], [-100, -100, 5, 6]])
+    batch = {"x": torch.tensor([[1, 2, 3, 4], [1, 2, 5, 6]]), "labels": labels}
+    engine = own_engine(Own(shift, zero_if_empty, extra))
+    generator = torch.get_rng_state()
+    engine.evaluate([batch])  # before any step, too
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert engine.count.shifted is shift
+    assert engine.train_step(batch).tokens == (4 if shift else 5)
+
+
+def test_a_model_that_cannot_be_asked_is_an_error_and_a_broken_one_speaks_for_itself():
+    class Embeds(Own):
+        def forward(self, x, labels):
+            return SimpleNamespace(loss=self.embed(labels).mean() + self.head.weight.mean())
+
+    batch = {"x": torch.zeros(2, 3).long(), "labels": torch.ones(2, 3).long()}
+    with pytest.raises(ConfigError, match=r"whether the model shifts 'labels'.*counted='samples'"):
+        own_engine(Embeds(False)).train_step(batch)
+    assert own_engine(Embeds(False), counted="samples").train_step(batch).tokens == 2
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        own_engine(Own(False)).train_step({**batch, "unknown": batch["x"]})
+
+
+def test_labels_without_a_token_dim_and_targets_need_no_question():
+    count = Counter("auto")
+    targets = torch.tensor([[1, -100], [2, 3]])
+    assert not count.must_ask({"targets": targets, "labels": targets})
+    assert count({"targets": targets}) == 3
+    assert not count.must_ask({"labels": targets[1]})
+    assert count({"labels": targets[1]}) == 2
+    assert not count.must_ask({"labels": targets.double()})
+    assert count((targets, targets)) == 2
+    assert not Counter("samples").must_ask({"labels": targets})
+    assert Counter(lambda batch: 7)({"labels": targets}) == 7
+    with pytest.raises(ConfigError, match="counted: got 'words', allowed is auto, tokens, samples"):
+        Counter("words")
+    with pytest.raises(ConfigError, match="neither 'targets' nor 'labels'"):
+        Counter("tokens")({"x": targets})
+
+
+def test_tensors_that_disagree_about_the_samples_are_an_error_that_names_them():
+    count = Counter("samples")
+    batch = {"class_weights": torch.ones(4), "x": torch.ones(32, 16), "y": torch.ones(32)}
+    with pytest.raises(ConfigError, match=r"'class_weights' has 4, 'x' has 32"):
+        count(batch)
+    with pytest.raises(ConfigError, match=r"'a'\[0\] has 2, 'a'\[1\]\['b'\] has 3"):
+        count({"a": (torch.ones(2), {"b": torch.ones(3)})})
+    assert count({"scale": torch.tensor(2.0), "name": "text", "x": torch.ones(5, 1)}) == 5
+    assert count(torch.ones(6)) == 6

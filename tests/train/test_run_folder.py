@@ -1,0 +1,69 @@
+"""The folder of a run belongs to one run at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lezero.core.errors import ConfigError, FileError
+from lezero.train import run_folder
+from lezero.train.run_folder import RunFolder, write_aside
+from lezero.train.writer import Writer
+
+HOLD = """
+import sys
+from pathlib import Path
+from lezero.train.run_folder import RunFolder
+RunFolder(Path(sys.argv[1])).create()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_WAIT_S", 0.3)
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert other.stdin is not None
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    mine = RunFolder(tmp_path / "run")
+    try:
+        with pytest.raises(FileError, match="run: another run is at work in"):
+            mine.create()
+    finally:
+        other.kill()
+        other.wait()
+        other.stdin.close()
+        other.stdout.close()
+    mine.create()
+    again = RunFolder(tmp_path / "run")
+    with pytest.raises(FileError, match="another run"):
+        again.create()
+    mine.release()
+    again.create()
+    again.release()
+
+
+def test_a_write_that_fails_names_its_path(tmp_path, monkeypatch):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_aside(tmp_path / "data.json", "{}")
+    assert caught.value.filename == str(tmp_path / "data.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_of_bytes_that_are_no_text():
+    writer = Writer.__new__(Writer)
+    with pytest.raises(ConfigError, match="prompt: holds bytes that are no UTF-8"):
+        next(writer.write("\udcff\udcfe"))
