@@ -65,6 +65,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._writing: int | None = None
+        self._lost: int | None = None
         self._marks: list[str] = []
 
     @property
@@ -118,8 +119,9 @@ class Saver:
     def mark(self, name: str, step: int) -> None:
         """Points `name` ("best", "last") at generation `step`, which retention then keeps.
 
-        For a generation that is still being written, this happens once it is complete. Of ranks
-        that save together, rank 0 does it.
+        For a generation that is still being written, this happens once it is complete; for one
+        whose write failed, never: `on_error` told of it. Of ranks that save together, rank 0 does
+        it.
         """
         if not self.leads:
             return
@@ -127,6 +129,8 @@ class Saver:
             if self._writing == step:
                 self._marks.append(name)
                 return
+        if self._lost == step:
+            return
         write_mark(self.root, name, step)
 
     def rewind(self, step: int) -> list[Path]:
@@ -194,7 +198,7 @@ class Saver:
         try:
             told = f"{type(problem).__name__}: {problem}" if problem else ""
             self._crew.write(self.root, step, tensors, places, documents, told)
-            self.error = None
+            self.error = self._lost = None
         except Exception as error:  # whatever it is, training goes on
             self._failed(step, error)
         finally:
@@ -223,7 +227,7 @@ class Saver:
             discard(path)
 
     def _failed(self, step: int, error: Exception) -> None:
-        self.error = error
+        self.error, self._lost = error, step
         try:
             self._on_error(step, error)
         except Exception as second:  # a broken callback must not take training down either
