@@ -18,7 +18,7 @@ so live side by side in a process, and the conformance suite holds each of them 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,16 @@ from lezero.ops.build import BuildError, Source, build
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instruction set's C files: `needs` are names of `instruction_sets()`, `flags` gcc's."""
+    """One instruction set's C files: `needs` are names of `instruction_sets()`, `flags` gcc's.
+
+    `trial` is called once with the loaded ops and raises `BuildError` where they must not be used.
+    """
 
     name: str
     needs: frozenset[str]
     files: tuple[Path, ...]
     flags: tuple[str, ...] = ()
+    trial: Callable[[Any], None] | None = None
 
 
 class Native:
@@ -73,8 +77,8 @@ class Native:
     def available(self) -> bool:
         """True where a kernel runs: builds it (a few seconds, once a machine) and loads it.
 
-        A compiler too old for the fastest one leads to the next. Where none can be built, one line
-        of the log says why and what runs instead.
+        A compiler too old for the fastest one leads to the next, and so does a trial that fails.
+        Where no kernel is left, one line of the log says why and what runs instead.
         """
         if self._loaded is None:
             self._loaded = self._load_best()
@@ -87,7 +91,7 @@ class Native:
         return self._ops[self._kernel.name]
 
     def load(self, kernel: Kernel) -> Any:
-        """Builds and loads one kernel; its namespace of `torch.ops`. Raises `BuildError`."""
+        """Builds, loads and tries one kernel; its namespace of `torch.ops`. Raises `BuildError`."""
         if kernel.name not in self._ops:
             namespace = f"lezero_{self.name}_{kernel.name}"
             sources = [Source(file, kernel.flags) for file in kernel.files]
@@ -96,7 +100,10 @@ class Native:
                 torch.ops.load_library(build(f"{self.name}-{kernel.name}", sources))
             except OSError as error:
                 raise BuildError(f"its library does not load: {error}") from None
-            self._ops[kernel.name] = getattr(torch.ops, namespace)
+            ops = getattr(torch.ops, namespace)
+            if kernel.trial is not None:
+                kernel.trial(ops)
+            self._ops[kernel.name] = ops
         return self._ops[kernel.name]
 
     def _load_best(self) -> bool:

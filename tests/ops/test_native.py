@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +56,15 @@ def test_a_failed_build_is_one_line(
     assert (one.problem, one.kernel_name()) == ("no C compiler found", "")
 
 
+def refuse(ops: Any) -> None:
+    assert ops.answer() == 42
+    raise BuildError("its answer is wrong")
+
+
 @pytest.mark.skipif(
     not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
 )
-def test_a_compiler_too_old_for_the_fastest_takes_the_next(
+def test_a_compiler_too_old_for_the_fastest_or_a_failed_trial_takes_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "good.c").write_text("int lezero_answer(void) { return 42; }\n")
@@ -73,6 +79,7 @@ def test_a_compiler_too_old_for_the_fastest_takes_the_next(
     )
     monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
     too_new = Kernel("too_new", frozenset(), (tmp_path / "good.c",), ("-mno-such-instructions",))
+    refused = Kernel("refused", frozenset(), (tmp_path / "good.c",), trial=refuse)
     good = Kernel("good", frozenset(), (tmp_path / "good.c",))
     one = native(too_new, good, folder=tmp_path)
     assert one.kernel_name() == "too_new"
@@ -83,6 +90,11 @@ def test_a_compiler_too_old_for_the_fastest_takes_the_next(
     (record,) = caplog.records
     assert "trial runs its good kernel" in record.getMessage()
     assert "no-such-instructions" in record.getMessage()
+
+    one = native(refused, good, folder=tmp_path)
+    assert one.available()
+    assert one.kernel_name() == "good"
+    assert caplog.messages[1:] == ["trial runs its good kernel: its answer is wrong"]
 
 
 def test_every_native_op_is_found() -> None:

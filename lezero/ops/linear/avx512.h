@@ -5,7 +5,7 @@
 typedef __m512 floats;
 typedef __m512i ints;
 
-enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14, MOST_ROWS = 14 };
+enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14, MOST_ROWS = 16 };
 
 INLINE __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);

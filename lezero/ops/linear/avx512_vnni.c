@@ -2,4 +2,4 @@
 #include "problem.h"
 #define INLINE static inline __attribute__((always_inline))
 #include "avx512.h"
-#include "tiles.h"
+#include "vectors.h"

@@ -27,6 +27,7 @@ PANEL = 16
 BITS = (4, 8)
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _DEPTH = 64  # inputs are filled up to a multiple of it; bf16: 32
+_AT_ONCE = 1 << 22  # codes that are packed together
 
 
 class Packed(NamedTuple):
@@ -67,11 +68,19 @@ def pack(codes_NK: Tensor, scale_NG: Tensor, zero_NG: Tensor | None, *, bits: in
             raise ConfigError(
                 f"pack: {name} is {x.dtype}; both are fp32, fp16 or bf16, and the same"
             )
-    codes = (codes_NK.to(torch.int16) + 128).to(torch.uint8) if signed else codes_NK
-    weight = _panels(codes, _DEPTH, 4)
-    if bits == 4:
-        eights = weight.unflatten(1, (-1, 2))
-        weight = (eights[:, :, 0] | eights[:, :, 1] << 4).contiguous()
+    N, K = codes_NK.shape
+    lines = -(-K // _DEPTH) * 2 * bits
+    weight = codes_NK.new_empty(-(-N // PANEL), lines, PANEL, 4, dtype=torch.uint8)
+    # Some panels at a time: a vocabulary's codes are large enough without copies of them.
+    rows = max(1, _AT_ONCE // (K * PANEL)) * PANEL
+    for first, part in zip(range(0, N, rows), codes_NK.split(rows), strict=True):
+        # Adding 128 to eight bits turns the highest one over.
+        codes = part.contiguous().view(torch.uint8) ^ 128 if signed else part
+        made = _panels(codes, _DEPTH, 4)
+        if bits == 4:
+            pairs = made.unflatten(1, (-1, 2))
+            made = pairs[:, :, 0] | pairs[:, :, 1] << 4
+        weight[first // PANEL : first // PANEL + len(made)] = made
     return Packed(
         weight, _pack_groups(scale_NG), zero_NG if zero_NG is None else _pack_groups(zero_NG)
     )
@@ -82,7 +91,7 @@ def unpack(packed: Packed, out_features: int, in_features: int, *, bits: int) ->
     codes = _rows(eights(packed.weight) if bits == 4 else packed.weight)
     codes = codes[:out_features, :in_features]
     if bits == 8 and packed.zero is None:
-        codes = (codes.to(torch.int16) - 128).to(torch.int8)
+        codes = (codes ^ 128).view(torch.int8)
     scale, zero = (
         None if x is None else x.transpose(1, 2).flatten(0, 1)[:out_features].contiguous()
         for x in (packed.scale, packed.zero)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lezero.ops.linear import amx
 from lezero.ops.native import Kernel, Native
 
 _FOLDER = Path(__file__).parent
@@ -11,10 +12,18 @@ _FOLDER = Path(__file__).parent
 _EXACT = ("-ffp-contract=off", "-mfma", "-mf16c")
 _VNNI = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _HAS_VNNI = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma", "f16c"})
+_AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
 
 NATIVE = Native(
     "linear",
     (
+        Kernel(
+            "amx",
+            _HAS_VNNI | {"avx512_bf16"} | amx.INSTRUCTIONS,
+            (_FOLDER / "amx.c",),
+            (*_EXACT, *_VNNI, "-mavx512bf16", *_AMX),
+            amx.try_out,
+        ),
         Kernel(
             "avx512_bf16",
             _HAS_VNNI | {"avx512_bf16"},

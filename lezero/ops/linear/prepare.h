@@ -7,11 +7,22 @@
  * inputs][R][which of the pair]. Beside it, for each block of inputs: `start`, what the whole-number
  * sum of each digit begins with, -middle · its sum (0 where there are zero points); `total`, the sum of
  * each token as a float; and the scale of each token (x of 16 bits: of each of its blocks).
+ *
+ * [Note: tokens in lines]
+ * Matrix units take a token's inputs in lines of 64 bytes, 64 inputs of 8 bits or 32 of bf16: a tile
+ * of tokens then lies as [line][digit, or part of bf16][16 rows][64 bytes], whatever rows it has.
  */
+
+/* Whether this problem's tokens are laid out in lines; a kernel with a matrix unit defines it. */
+#ifndef IN_LINES
+#define IN_LINES(l) 0
+#endif
+enum { LINE = 64, LINE_ROWS = 16 }; /* bytes of a line, and the rows of a tile in lines */
 
 typedef struct {
   int64_t tokens, digits, padded, block, blocks;
   int whole, parts; /* whole: one sum over all inputs; parts: of bf16, high only or high and low */
+  int lines;        /* [Note: tokens in lines] */
   int64_t tiles;
   int8_t *codes;
   int32_t *start;
@@ -31,7 +42,7 @@ INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; 
 
 static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   workspace w = {0};
-  w.tokens = tokens;
+  w.tokens = tokens, w.lines = IN_LINES(l);
   int64_t most = MOST_BF16;
   if (l->bits == 16) {
     w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 ? 1 : 2;
@@ -43,9 +54,11 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
+  if (w.lines) most = LINE_ROWS;
   w.tiles = (tokens + most - 1) / most;
+  const int64_t rows = w.lines ? w.tiles * LINE_ROWS : tokens;
   char *at = base;
-  w.codes = (int8_t *)at, at += round_up(tokens * w.padded * w.digits, 64);
+  w.codes = (int8_t *)at, at += round_up(rows * w.padded * w.digits, 64);
   w.start = (int32_t *)at, at += round_up(tokens * w.blocks * w.digits * 4, 64);
   w.total = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
   w.scale = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
@@ -57,10 +70,25 @@ static token_tile tile_at(const workspace *w, int64_t index) {
   const int64_t rows = w->tokens / w->tiles, longer = w->tokens % w->tiles;
   token_tile t;
   t.row = index * rows + least(index, longer), t.rows = rows + (index < longer);
-  t.codes = w->codes + t.row * w->padded * w->digits;
+  t.codes = w->codes + (w->lines ? index * LINE_ROWS : t.row) * w->padded * w->digits;
   t.start = w->start + t.row * w->blocks * w->digits;
   t.total = w->total + t.row * w->blocks, t.scale = w->scale + t.row * w->blocks;
   return t;
+}
+
+/* Bytes from a token of a tile to the next, from a digit or part to the next, from four inputs (bf16:
+ * a pair) to the next, and from a line's worth of inputs to the next. */
+typedef struct {
+  int64_t row, digit, four, line;
+} token_steps;
+
+static token_steps steps_of(const workspace *w, int64_t rows) {
+  if (w->lines) {
+    const int64_t digits = w->parts ? w->parts : w->digits;
+    return (token_steps){LINE, LINE * LINE_ROWS, 4, LINE * LINE_ROWS * digits};
+  }
+  if (w->parts) return (token_steps){4, w->padded * 2 * rows, 4 * rows, 64 * rows};
+  return (token_steps){4 * w->digits, 4, 4 * rows * w->digits, 64 * rows * w->digits};
 }
 
 /* Calls `inner` with the type of x as a literal. */
@@ -94,31 +122,34 @@ static float scale_of(int32_t bits, float levels, const float *given, float *inv
   return scale;
 }
 
-INLINE void scatter(int8_t *to, const int8_t from[16], int64_t stride) {
-  for (int i = 0; i < 4; i++) memcpy(to + i * stride, from + 4 * i, 4);
+/* `count` times 16 bytes, four of them at a time. */
+INLINE void scatter(int8_t *to, const void *from, const int count, int64_t step) {
+  if (step == 4) memcpy(to, from, 16 * count);
+  else
+    for (int i = 0; i < 4 * count; i++) memcpy(to + i * step, (const char *)from + 4 * i, 4);
 }
 
 typedef struct {
   int64_t begin, end, filled; /* inputs, and how far zeros fill up */
   float inverse;
-  int limit;      /* whether values may exceed the scale, which was given */
-  int8_t *to;     /* the token's place among its tile's first four inputs of all */
-  int64_t stride; /* from four inputs to the next */
+  int limit;  /* whether values may exceed the scale, which was given */
+  int8_t *to; /* the token's first four inputs */
+  token_steps step;
 } token_part;
 
 INLINE void digits16(const token_part *p, int64_t i, floats v, const int two, ints sums[2]) {
-  int8_t bytes[16], *at = p->to + i / 4 * p->stride;
+  int8_t bytes[16], *at = p->to + (i >> 6) * p->step.line + (i & 63) / 4 * p->step.four;
   v = product(v, all_floats(p->inverse));
   if (!two && p->limit) v = limited(v, 127);
   const ints q = rounded(v);
   if (two) {
     const ints high = high_digit(q), low = low_digit(q, high);
     sums[0] = ints_sum(sums[0], high), sums[1] = ints_sum(sums[1], low);
-    store_bytes(bytes, high), scatter(at, bytes, p->stride);
-    store_bytes(bytes, low), scatter(at + 4, bytes, p->stride);
+    store_bytes(bytes, high), scatter(at, bytes, 1, p->step.four);
+    store_bytes(bytes, low), scatter(at + p->step.digit, bytes, 1, p->step.four);
   } else {
     sums[0] = ints_sum(sums[0], q);
-    store_bytes(bytes, q), scatter(at, bytes, p->stride);
+    store_bytes(bytes, q), scatter(at, bytes, 1, p->step.four);
   }
 }
 
@@ -142,7 +173,8 @@ static void digits_of(const token_part *p, const void *x, int type, int two, int
 
 static void prepare_codes(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
                           const void *x) {
-  const int64_t D = w->digits, R = t->rows, stride = 4 * R * D;
+  const int64_t D = w->digits, R = t->rows;
+  const token_steps step = steps_of(w, R);
   const int middle = l->zero ? 0 : l->bits == 8 ? 128 : 8;
   float inverse = 0;
   if (D == 1) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
@@ -153,7 +185,8 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
       t->scale[b * R + r] =
           scale_of(largest(x, l->x_type, begin, end), 32639, 0, &inverse);
     int32_t sums[2];
-    const token_part part = {begin, end, filled, inverse, l->x_scale != 0, t->codes + 4 * r * D, stride};
+    const token_part part = {begin, end,  filled, inverse, l->x_scale != 0, t->codes + r * step.row,
+                             step};
     digits_of(&part, x, l->x_type, D == 2, sums);
     for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
     t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
@@ -162,14 +195,14 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
 
 static void prepare_bf16(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
                          const void *x) {
-  const int64_t stride = 4 * t->rows;
+  const token_steps step = steps_of(w, t->rows);
   uint16_t half[16];
   for (int part = 0; part < w->parts; part++) {
-    int8_t *to = t->codes + part * w->padded * 2 * t->rows + 4 * r;
+    int8_t *to = t->codes + part * step.digit + r * step.row;
     for (int64_t i = 0; i < w->padded; i += 16) {
       const floats v = i < l->K ? read16(x, l->x_type, i, l->K - i) : all_floats(0);
       store_bf16(half, part ? low_part(v) : v);
-      for (int j = 0; j < 8; j++) memcpy(to + (i / 2 + j) * stride, half + 2 * j, 4);
+      scatter(to + (i >> 5) * step.line + (i & 31) / 2 * step.four, half, 2, step.four);
     }
   }
 }

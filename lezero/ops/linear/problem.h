@@ -1,5 +1,5 @@
 /* What a linear kernel is asked, in plain C. Every kernel file defines the functions below, through
- * tiles.h; registration.cpp is linked with one of them, the one for this machine's instruction set.
+ * vectors.h or amx.h; registration.cpp is linked with one of them, that of one instruction set.
  *
  * Letters: M tokens, N outputs, K inputs. Layout of packed weights: layout.py; formulas: reference.py.
  */
@@ -40,9 +40,11 @@ int64_t lezero_linear_pairs(const lezero_linear *l);
 /* Writes tiles begin to end of those tokens into scratch, as the multiplication reads them. */
 void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
                            int64_t begin, int64_t end);
+/* Bytes of scratch that each thread needs of its own for the multiplication; 0: none. */
+size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count);
 /* Multiplies all of those tokens with pairs of panels begin to end, and writes `out`. */
 void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
-                            const void *scratch, int64_t begin, int64_t end);
+                            const void *scratch, void *own, int64_t begin, int64_t end);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

@@ -35,12 +35,18 @@ struct Free {
   void operator()(void* p) const { std::free(p); }
 };
 
+using Scratch = std::unique_ptr<void, Free>;
+
+Scratch scratch_of(size_t bytes) {
+  Scratch found(bytes ? std::aligned_alloc(64, (bytes + 63) / 64 * 64) : nullptr);
+  if (bytes && !found) throw std::bad_alloc();
+  return found;
+}
+
 void run(const lezero_linear& l) {
   const int64_t most = std::min<int64_t>(l.M, LEZERO_TOKENS);
   if (most == 0) return;
-  const size_t bytes = (lezero_linear_scratch(&l, most) + 63) / 64 * 64;
-  std::unique_ptr<void, Free> scratch(std::aligned_alloc(64, bytes));
-  if (!scratch) throw std::bad_alloc();
+  const Scratch scratch = scratch_of(lezero_linear_scratch(&l, most));
   for (int64_t first = 0; first < l.M; first += LEZERO_TOKENS) {
     const int64_t count = std::min<int64_t>(l.M - first, LEZERO_TOKENS);
     const int64_t tiles = lezero_linear_tiles(&l, count);
@@ -51,11 +57,13 @@ void run(const lezero_linear& l) {
           lezero_linear_prepare(&l, first, count, scratch.get(), begin, end);
         });
     const int64_t products = std::max<int64_t>(1, 32 * l.K * ((count + 7) / 8));
-    torch::stable::parallel_for(0, lezero_linear_pairs(&l),
-                                std::max<int64_t>(1, kProductsAThread / products),
-                                [&](int64_t begin, int64_t end) {
-                                  lezero_linear_multiply(&l, first, count, scratch.get(), begin, end);
-                                });
+    const size_t bytes = lezero_linear_own_scratch(&l, count);
+    torch::stable::parallel_for(
+        0, lezero_linear_pairs(&l), std::max<int64_t>(1, kProductsAThread / products),
+        [&](int64_t begin, int64_t end) {
+          const Scratch own = scratch_of(bytes);
+          lezero_linear_multiply(&l, first, count, scratch.get(), own.get(), begin, end);
+        });
   }
 }
 

@@ -1,5 +1,5 @@
-/* The multiplication, over the primitives of one instruction set (avx512.h says what they are; a
- * `floats` or `ints` holds one number for each output of a panel). Included by each kernel file.
+/* The multiplication by vectors, over the primitives of one instruction set (avx512.h says what they
+ * are; a `floats` or `ints` holds one number for each output of a panel).
  *
  * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs, with
  * all sums in registers. Weights are read once a tile, in order. Its loops over tokens have constant
@@ -12,7 +12,7 @@
 
 #include "prepare.h"
 
-enum { AHEAD = 2048, LINE = 64 }; /* bytes of weights that are fetched ahead for few tokens */
+enum { AHEAD = 2048, FAR = 32768 }; /* bytes, see [Note: fetching ahead] */
 
 typedef struct {
   const uint8_t *weight[2];
@@ -67,12 +67,13 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
 }
 
 /* [Note: fetching ahead]
- * With few tokens memory is the limit: each line of weights is fetched AHEAD bytes before its use.
+ * With few tokens memory is the limit: each line of weights is fetched a pair of panels before its
+ * use, so that no panel begins unfetched; where a pair is larger than FAR, AHEAD bytes before.
  * With many, the processor must not wait when the first tile of tokens meets a pair of panels: each
  * tile fetches its part of the next pair meanwhile, evenly over its iterations. */
 INLINE void fetch(const int few, const uint8_t *w0, const uint8_t *w1, const uint8_t **next,
                   int64_t step) {
-  if (few) prefetch(w0 + AHEAD), prefetch(w1 + AHEAD);
+  if (few) prefetch(w0 + step), prefetch(w1 + step);
   else prefetch(*next), *next += step;
 }
 
@@ -153,21 +154,22 @@ INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++) f->sum[r][i] = sum[r][i];
 }
 
-INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                      const panel_pair *p, found_tile *f, const int R) {
-  (void)l;
+/* R tokens of one part, or of a high and a low one; both meet a line of weights while it is there. */
+INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair *p, found_tile *f,
+                      const int R, const int parts) {
   floats acc[MOST_BF16][2];
   UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
   const int8_t *a = t->codes;
   const uint8_t *next = p->next;
-  for (int part = 0; part < w->parts; part++) {
-    const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
-    for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
-      fetch(R <= 2, w0, w1, &next, p->step);
-      const ints b0 = load_line(w0), b1 = load_line(w1);
+  const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
+  const int64_t low = w->padded * 2 * R; /* bytes from a token's high part to its low one */
+  for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
+    fetch(R <= 2, w0, w1, &next, p->step);
+    const ints b0 = load_line(w0), b1 = load_line(w1);
+    UNROLL for (int part = 0; part < parts; part++) {
       UNROLL for (int r = 0; r < R; r++) {
         int32_t x;
-        memcpy(&x, a + 4 * r, 4);
+        memcpy(&x, a + part * low + 4 * r, 4);
         acc[r][0] = dot_pairs(acc[r][0], b0, x);
         acc[r][1] = dot_pairs(acc[r][1], b1, x);
       }
@@ -199,30 +201,40 @@ INLINE void bf16_tile(const lezero_linear *l, const workspace *w, const token_ti
   CASE(most, 13, tile(l, w, t, p, f, 13))                                      \
   CASE(most, 14, tile(l, w, t, p, f, 14))
 
+INLINE void bf16_one(const lezero_linear *l, const workspace *w, const token_tile *t,
+                     const panel_pair *p, found_tile *f, const int R) {
+  (void)l, bf16_tile(w, t, p, f, R, 1);
+}
+INLINE void bf16_two(const lezero_linear *l, const workspace *w, const token_tile *t,
+                     const panel_pair *p, found_tile *f, const int R) {
+  (void)l, bf16_tile(w, t, p, f, R, 2);
+}
+
 #define TILE static void __attribute__((noinline))
 #define GIVEN \
   const lezero_linear *l, const workspace *w, const token_tile *t, const panel_pair *p, found_tile *f
 
 TILE any_whole(GIVEN) { switch (t->rows) { MANY(MOST_WHOLE, whole_tile) } }
-TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_tile) } }
+TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_one) } }
+TILE any_bf16_parts(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_two) } }
 #define COMMA ,
 TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 8) } }
 TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 4) } }
 TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 8) } }
 TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 4) } }
 
-void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
-                            const void *scratch, int64_t begin, int64_t end) {
+static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t count,
+                             const void *scratch, int64_t begin, int64_t end) {
   const workspace w = lay_out(l, count, (char *)scratch);
   for (int64_t index = begin; index < end; index++) {
     panel_pair p = pair_at(l, &w, index);
     const int64_t both = 2 * w.padded * 2 * l->bits; /* bytes of a pair */
-    p.step = (2 * LINE + w.tiles - 1) / w.tiles;
+    p.step = w.tiles > 1 ? (2 * LINE + w.tiles - 1) / w.tiles : both > FAR ? AHEAD : both;
     for (int64_t i = 0; i < w.tiles; i++) {
       p.next = p.weight[0] + both + i * both / w.tiles;
       const token_tile t = tile_at(&w, i);
       found_tile f;
-      if (l->bits == 16) any_bf16(l, &w, &t, &p, &f);
+      if (l->bits == 16) (w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f);
       else if (w.whole) any_whole(l, &w, &t, &p, &f);
       else if (w.digits == 1) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f);
       else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, &f);

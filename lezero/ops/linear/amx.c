@@ -1,0 +1,10 @@
+/* Linear layers for AMX. Few tokens are limited by memory: their whole numbers are summed by AVX-512, with
+ * the same result. bf16 always takes tiles, so that a token's result does not depend on its batch. */
+#include "problem.h"
+#define INLINE static inline __attribute__((always_inline))
+#define IN_LINES(l) ((l)->bits == 16 || (l)->M > FEW)
+enum { FEW = 4 };
+#include "avx512.h"
+#include "tiles.h"
+#include "amx_tile.h"
+#include "amx.h"

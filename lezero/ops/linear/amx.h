@@ -1,0 +1,275 @@
+/* The multiplication by AMX, over the primitives of amx_tile.h and avx512.h.
+ *
+ * [Note: order of work]
+ * A step multiplies two tiles of 16 rows of tokens with a pair of panels, 4 tiles of sums. Where a
+ * token has two digits, the two tiles are its high and its low digits. A step goes over STRETCH lines
+ * of inputs; then the next tokens take the same weights, 16 KiB that stay in L1, and after the last
+ * tokens the next pair of panels takes the same stretch of the tokens, which stays in L2. So PAIRS
+ * pairs of panels run through all inputs together, with their sums in memory, also in L2. Weights are
+ * read from memory once, each step fetching its part of the next pair's stretch. Those of 4 bits are
+ * spread to signed bytes once a stretch, so that their sums begin with 0, not with `start`.
+ */
+enum { STRETCH = 8, PAIRS = 8, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
+
+typedef struct {
+  found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
+  int32_t (*found)[2][LINE_ROWS][32]; /* [this block or the one before][tile][row][output] */
+  uint8_t *spread;                    /* [panel][line of STRETCH]: weights of 4 bits, a byte each */
+  size_t bytes;
+} own_space;
+
+/* A step's work, and the weights that are to be fetched meanwhile: lines of each panel for every line
+ * of inputs. */
+typedef struct {
+  const uint8_t *weight[2], *next[2];
+  int64_t begin, lines, fetches;
+} stretch;
+
+static own_space own_at(const workspace *w, char *base) {
+  own_space own;
+  char *at = base;
+  own.sums = (found_tile *)at, at += PAIRS * w->tiles * (int64_t)sizeof(found_tile);
+  own.found = (int32_t(*)[2][LINE_ROWS][32])at, at += 2 * (int64_t)sizeof *own.found;
+  own.spread = (uint8_t *)at, at += 2 * STRETCH * TILE_BYTES;
+  own.bytes = (size_t)(at - base);
+  return own;
+}
+
+INLINE void fetch_next(stretch *s) {
+  for (int64_t i = 0; i < s->fetches; i++, s->next[0] += LINE, s->next[1] += LINE) {
+    _mm_prefetch((const char *)s->next[0], _MM_HINT_T1);
+    _mm_prefetch((const char *)s->next[1], _MM_HINT_T1);
+  }
+}
+
+/* Tiles 6 and 7: a line of inputs of a pair of panels. */
+INLINE void load_weights(const uint8_t *w0, const uint8_t *w1) {
+  tile_load(6, w0, LINE);
+  tile_load(7, w1, LINE);
+}
+
+/* Tiles 0 to 3 (of one tile of tokens: 0 and 1) += tokens at a0 and a1 times tiles 6 and 7. */
+#define ADD_PRODUCTS(dot, two, a0, a1) \
+  do {                                 \
+    tile_load(4, a0, LINE);            \
+    dot(0, 4, 6);                      \
+    dot(1, 4, 7);                      \
+    if (two) {                         \
+      tile_load(5, a1, LINE);          \
+      dot(2, 5, 6);                    \
+      dot(3, 5, 7);                    \
+    }                                  \
+  } while (0)
+
+#define SUMS(move, two, at0, at1)                          \
+  do {                                                     \
+    move(0, at0, ROW);                                     \
+    move(1, (char *)(at0) + LINE, ROW);                    \
+    if (two) {                                             \
+      move(2, at1, ROW);                                   \
+      move(3, (char *)(at1) + LINE, ROW);                  \
+    }                                                      \
+  } while (0)
+#define ZERO(t, at, step) tile_zero(t)
+
+/* Forms with one sum over all inputs: bf16, and W8A8 with a scale a row. */
+INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], found_tile *f,
+                      const int two, const int bf16) {
+  const int64_t parts = bf16 ? w->parts : 1;
+  const int8_t *a0 = t[0].codes + s->begin * parts * TILE_BYTES, *a1 = t[two].codes + s->begin * parts * TILE_BYTES;
+  SUMS(tile_load, two, f, f + 1);
+  for (int64_t i = 0; i < s->lines; i++) {
+    fetch_next(s);
+    load_weights(s->weight[0] + i * TILE_BYTES, s->weight[1] + i * TILE_BYTES);
+    for (int64_t part = 0; part < parts; part++, a0 += TILE_BYTES, a1 += TILE_BYTES) {
+      if (bf16) ADD_PRODUCTS(tile_dot_pairs, two, a0, a1);
+      else ADD_PRODUCTS(tile_dot_bytes, two, a0, a1);
+    }
+  }
+  SUMS(tile_store, two, f, f + 1);
+}
+
+/* Adds a block's whole-number sums, scaled, to those of a tile of tokens: as blocks_tile() does. */
+INLINE void settle(const lezero_linear *l, const workspace *w, const token_tile *t,
+                   const panel_pair *p, int64_t b, const int32_t (*found)[32],
+                   const int32_t (*low)[32], found_tile *f, const int D, const int bits) {
+  const int64_t R = t->rows, group = l->group ? b * w->block / l->group : 0;
+  const int32_t *start = t->start + b * R * D;
+  const float *total = t->total + b * R, *x_scale = t->scale + b * R;
+  for (int i = 0; i < 2; i++) {
+    const floats scale = read16(p->scale[i], l->scale_type, 16 * group, 16);
+    const int zeros = l->zero != 0;
+    const floats zero = zeros ? read16(p->zero[i], l->scale_type, 16 * group, 16) : all_floats(0);
+    _Pragma("GCC unroll 4") for (int64_t r = 0; r < R; r++) {
+      ints sum = load_line(found[r] + 16 * i);
+      if (D == 2) sum = digits_joined(sum, load_line(low[r] + 16 * i));
+      if (bits == 8)
+        sum = ints_sum(sum, all_ints(D == 2 ? 256 * start[2 * r] + start[2 * r + 1] : start[r]));
+      floats v = float_of(sum);
+      if (zeros) v = fused_less(zero, all_floats(total[r]), v);
+      const floats step = D == 2 ? product(scale, all_floats(x_scale[r])) : scale;
+      f->sum[r][i] = fused(step, v, f->sum[r][i]);
+    }
+  }
+}
+
+/* Forms with blocks. A block is settled while the next one is multiplied. `two` tiles: of tokens, or
+ * with two digits those of one tile of tokens. */
+INLINE void blocks_step(const lezero_linear *l, const workspace *w, stretch *s, const panel_pair *p,
+                        const token_tile t[2], const own_space *own, found_tile *f, const int two,
+                        const int D, const int bits) {
+  const int64_t depth = least(w->block, LINE), begin = s->begin * LINE;
+  const int8_t *a0 = t[0].codes + begin * LINE_ROWS * D;
+  const int8_t *a1 = D == 2 ? a0 + TILE_BYTES : t[two].codes + begin * LINE_ROWS;
+  const int64_t first = begin / w->block;
+  const int64_t end = least(w->blocks, (begin + s->lines * LINE + w->block - 1) / w->block);
+  for (int64_t b = first; b <= end; b++) {
+    if (b < end) {
+      int32_t(*now)[LINE_ROWS][32] = own->found[b & 1];
+      const int64_t inputs = least(w->block, w->padded - b * w->block);
+      SUMS(ZERO, two, 0, 0);
+      for (int64_t k = b * w->block - begin, last = k + inputs; k < last; k += depth) {
+        const int64_t a = k / LINE * TILE_BYTES * D + k % LINE;
+        if (k % LINE == 0) fetch_next(s);
+        load_weights(s->weight[0] + k * LINE_ROWS, s->weight[1] + k * LINE_ROWS);
+        if (bits == 4) ADD_PRODUCTS(tile_dot_signed, two, a0 + a, a1 + a);
+        else ADD_PRODUCTS(tile_dot_bytes, two, a0 + a, a1 + a);
+      }
+      SUMS(tile_store, two, now[0], now[1]);
+    }
+    if (b == first) continue;
+    const int32_t(*before)[LINE_ROWS][32] = own->found[(b - 1) & 1];
+    settle(l, w, t, p, b - 1, before[0], before[1], f, D, bits);
+    if (two && D == 1) settle(l, w, t + 1, p, b - 1, before[1], before[1], f + 1, D, bits);
+  }
+}
+
+#define STEP static void __attribute__((noinline))
+#define GIVEN_STEP                                                                           \
+  const lezero_linear *l, const workspace *w, stretch *s, const panel_pair *p,               \
+      const token_tile t[2], const own_space *own, found_tile *f, int two
+
+STEP bf16_step(GIVEN_STEP) {
+  (void)l, (void)p, (void)own;
+  if (two) sums_step(w, s, t, f, 1, 1);
+  else sums_step(w, s, t, f, 0, 1);
+}
+STEP whole_step(GIVEN_STEP) {
+  (void)l, (void)p, (void)own;
+  if (two) sums_step(w, s, t, f, 1, 0);
+  else sums_step(w, s, t, f, 0, 0);
+}
+STEP a8w8_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 8);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 8);
+}
+STEP a8w4_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 4);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 4);
+}
+STEP a16w8_step(GIVEN_STEP) {
+  (void)two;
+  blocks_step(l, w, s, p, t, own, f, 1, 2, 8);
+}
+STEP a16w4_step(GIVEN_STEP) {
+  (void)two;
+  blocks_step(l, w, s, p, t, own, f, 1, 2, 4);
+}
+
+typedef void step_function(GIVEN_STEP);
+
+static step_function *step_of(const lezero_linear *l, const workspace *w) {
+  if (w->parts) return bf16_step;
+  if (w->whole) return whole_step;
+  if (w->digits == 2) return l->bits == 8 ? a16w8_step : a16w4_step;
+  return l->bits == 8 ? a8w8_step : a8w4_step;
+}
+
+/* A byte for each weight of 4 bits less `middle`, in lines: two for each line that is read. */
+static void spread_halves(uint8_t *to, const uint8_t *from, int64_t lines, int middle) {
+  const ints less = _mm512_set1_epi8((char)middle);
+  for (int64_t i = 0; i < lines * LINE_ROWS / 2; i++, to += 2 * LINE) {
+    const ints line = load_line(from + i * LINE);
+    _mm512_store_si512(to, _mm512_sub_epi8(low_halves(line), less));
+    _mm512_store_si512(to + LINE, _mm512_sub_epi8(high_halves(line), less));
+  }
+}
+
+/* Pair i of n from `pair` on, from the line `at` of `lines` on. */
+static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_space *own,
+                          const panel_pair *p, int64_t pair, int64_t i, int64_t n, int64_t at,
+                          int64_t lines) {
+  const int64_t line = l->bits == 4 ? TILE_BYTES / 2 : TILE_BYTES; /* bytes in a panel */
+  const int64_t steps = w->digits == 2 && !w->parts ? w->tiles : (w->tiles + 1) / 2;
+  stretch s = {.begin = at, .lines = least(STRETCH, lines - at)};
+  int64_t next = pair, next_at = at;
+  if (i + 1 < n) next += i + 1;
+  else if (at + STRETCH < lines) next_at += STRETCH;
+  else next += n, next_at = 0;
+  const panel_pair q = pair_at(l, w, next);
+  for (int j = 0; j < 2; j++) {
+    s.weight[j] = p->weight[j] + at * line, s.next[j] = q.weight[j] + next_at * line;
+    if (l->bits != 4) continue;
+    spread_halves(own->spread + j * STRETCH * TILE_BYTES, s.weight[j], s.lines,
+                  l->zero ? 0 : 8);
+    s.weight[j] = own->spread + j * STRETCH * TILE_BYTES;
+  }
+  s.fetches = (STRETCH * line / LINE + steps * s.lines - 1) / (steps * s.lines);
+  return s;
+}
+
+static void begin_sums(const workspace *w, const own_space *own, int64_t pairs) {
+  memset(own->sums, 0, (size_t)(pairs * w->tiles) * sizeof(found_tile));
+  if (!w->whole) return;
+  for (int64_t i = 0; i < pairs * w->tiles; i++) {
+    const token_tile t = tile_at(w, i % w->tiles);
+    for (int64_t r = 0; r < t.rows; r++)
+      own->sums[i].count[r][0] = own->sums[i].count[r][1] = all_ints(t.start[r]);
+  }
+}
+
+/* All tokens times n pairs of panels from `pair` on. */
+static void multiply_pairs(const lezero_linear *l, const workspace *w, const own_space *own,
+                           int64_t first, int64_t pair, int64_t n) {
+  const int64_t lines = w->padded / (w->parts ? LINE / 2 : LINE);
+  const int digits = !w->parts && w->digits == 2;
+  step_function *const step = step_of(l, w);
+  begin_sums(w, own, n);
+  for (int64_t at = 0; at < lines; at += STRETCH) {
+    for (int64_t i = 0; i < n; i++) {
+      const panel_pair p = pair_at(l, w, pair + i);
+      stretch s = stretch_at(l, w, own, &p, pair, i, n, at, lines);
+      for (int64_t j = 0; j < w->tiles; j += 2 - digits) {
+        const int two = !digits && j + 1 < w->tiles;
+        const token_tile t[2] = {tile_at(w, j), tile_at(w, j + two)};
+        step(l, w, &s, &p, t, own, own->sums + i * w->tiles + j, two);
+      }
+    }
+  }
+  for (int64_t i = 0; i < n; i++) {
+    const panel_pair p = pair_at(l, w, pair + i);
+    for (int64_t j = 0; j < w->tiles; j++) {
+      const token_tile t = tile_at(w, j);
+      finish(l, w, &t, &p, first, own->sums + i * w->tiles + j);
+    }
+  }
+}
+
+size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count) {
+  const workspace w = lay_out(l, count, (char *)64);
+  return w.lines ? own_at(&w, (char *)64).bytes : 0;
+}
+
+void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
+                            const void *scratch, void *own, int64_t begin, int64_t end) {
+  const workspace w = lay_out(l, count, (char *)scratch);
+  if (!w.lines) {
+    multiply_vectors(l, first, count, scratch, begin, end);
+    return;
+  }
+  const own_space space = own_at(&w, own);
+  tiles_configure(w.parts || w.whole ? LINE : (int)least(w.block, LINE));
+  for (int64_t pair = begin; pair < end; pair += PAIRS)
+    multiply_pairs(l, &w, &space, first, pair, least(PAIRS, end - pair));
+  tiles_release();
+}

@@ -1,0 +1,162 @@
+"""The AMX kernel: its logic over emulated instructions, and what happens where they do not run.
+
+The emulation (`amx_tile.h`) does what Intel's manual says of each instruction, and ends the process
+where a processor would fault, so that all but the instructions themselves is held to the reference
+on processors without them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lezero.core.facts import instruction_sets
+from lezero.ops.build import BuildError
+from lezero.ops.linear import Packed, amx, native, pack_bf16, reference
+from lezero.ops.native import Kernel, Native
+from tests.ops import test_linear
+from tests.ops.conformance import Args, OpConformance, fresh
+from tests.ops.test_linear import FLOATS, packed, seeded
+
+AMX = next(kernel for kernel in native.NATIVE.kernels if kernel.name == "amx")
+EMULATED = Native(
+    "linear",
+    [
+        Kernel(
+            "amx_emulated",
+            AMX.needs - amx.INSTRUCTIONS,
+            AMX.files,
+            (*AMX.flags, "-DLEZERO_AMX_EMULATED"),
+        )
+    ],
+    registration=native.NATIVE.registration,
+    otherwise="nothing: it is for tests",
+)
+needs_avx512 = pytest.mark.skipif(
+    not EMULATED.suited() or not shutil.which("cc"),
+    reason="no AVX-512 here, which the emulation needs, or no compiler",
+)
+
+
+class Bf16(test_linear.TestBf16):
+    def cases(self) -> Iterator[tuple[str, Args]]:
+        yield from super().cases()
+        for dtype in FLOATS:
+            for M, N, K in ((16, 300, 700), (17, 33, 513), (40, 20, 256), (5, 600, 100)):
+                args = (seeded(M, K).to(dtype) / 8, pack_bf16(seeded(N, K) / 8), None, N)
+                yield f"random {dtype} {M} {N} {K}", args
+
+
+@needs_avx512
+@pytest.mark.parametrize("suite", [test_linear.TestInt(), Bf16()], ids=["int", "bf16"])
+def test_the_cases_of_every_kernel(suite: OpConformance) -> None:
+    ops = EMULATED.load(EMULATED.kernels[0])
+    for name, args in suite.cases():
+        suite.held(name, suite.kernel(ops, *fresh(args)), suite.expected(*fresh(args)))
+
+
+@needs_avx512
+def test_layers_of_all_shapes() -> None:
+    ops, draw = EMULATED.load(EMULATED.kernels[0]), random.Random(0)
+    for _ in range(60):
+        M, N, K = draw.randint(5, 80), draw.randint(1, 300), draw.randint(1, 900)
+        bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 96, 128])
+        x_bits, dtype = draw.choice([8, 16]), draw.choice(FLOATS)
+        x, weight = seeded(M, K).to(dtype), packed(N, K, bits, group, draw.random() < 0.3, dtype)
+        sizes = (N, bits, group, x_bits)
+        found = ops.linear_int(x, *weight, seeded(N), None, *sizes)
+        wanted = reference.linear_int(x, weight, seeded(N), None, *sizes)
+        assert torch.equal(found, wanted), (M, K, dtype, sizes)
+        bf16, plain = pack_bf16(seeded(N, K)), reference.linear_bf16
+        near = 1e-4 if dtype == torch.float32 else 2e-2
+        found = ops.linear_bf16(x, bf16, None, N).float()
+        torch.testing.assert_close(found, plain(x, bf16, None, N).float(), rtol=near, atol=near)
+
+
+@needs_avx512
+def test_a_bad_token_spoils_no_other_in_its_tile() -> None:
+    ops = EMULATED.load(EMULATED.kernels[0])
+    x = seeded(20, 100)
+    x[3, 7], x[17, 99] = math.nan, math.inf
+    bf16 = ops.linear_bf16(x, pack_bf16(seeded(40, 100)), None, 40)
+    int4 = ops.linear_int(
+        x, *packed(40, 100, 4, 32, False, torch.float32), None, None, 40, 4, 32, 8
+    )
+    for out in (bf16, int4):
+        finite = torch.isfinite(out).all(1)
+        assert (~finite).nonzero().flatten().tolist() == [3, 17]
+
+
+@needs_avx512
+def test_the_real_library_has_the_instructions_and_few_tokens_need_none() -> None:
+    kernel = dataclasses.replace(AMX, needs=EMULATED.kernels[0].needs, trial=None)
+    one = Native("linear", [kernel], registration=native.NATIVE.registration, otherwise="")
+    x, weight = seeded(4, 100), packed(20, 100, 8, 0, False, torch.float32)
+    found = one.load(kernel).linear_int(x, *weight, None, None, 20, 8, 0, 8)
+    assert torch.equal(found, reference.linear_int(x, weight, None, None, 20, 8, 0, 8))
+    objdump = shutil.which("objdump") or pytest.skip("no objdump here, which reads the library")
+    (library,) = (path for path in torch.ops.loaded_libraries if "linear-amx-" in path)
+    read = subprocess.run([objdump, "-d", library], capture_output=True, text=True, check=True)
+    for name in ("ldtilecfg", "tileloadd", "tdpbsud", "tdpbf16ps", "tilestored", "tilerelease"):
+        assert name in read.stdout
+
+
+@needs_avx512
+def test_a_token_of_bf16_does_not_depend_on_its_batch() -> None:
+    ops, weight = EMULATED.load(EMULATED.kernels[0]), pack_bf16(seeded(70, 600))
+    for dtype in FLOATS:
+        x = seeded(40, 600).to(dtype)
+        whole = ops.linear_bf16(x, weight, None, 70)
+        for begin, end in ((0, 1), (16, 17), (3, 7), (30, 40)):
+            assert torch.equal(ops.linear_bf16(x[begin:end], weight, None, 70), whole[begin:end])
+
+
+class Ops:
+    """The reference as a kernel's ops, one form of it wrong."""
+
+    def __init__(self, wrong: tuple[int, int] | None) -> None:
+        self.wrong = wrong
+
+    def linear_bf16(self, x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
+        return reference.linear_bf16(x, weight, bias, N) + (self.wrong == (16, 16))
+
+    def linear_int(self, x: Tensor, w: Tensor, s: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
+        out = reference.linear_int(x, Packed(w, s, z), *rest)
+        out[-1, -1] += self.wrong == (rest[3], rest[5])
+        return out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"), [((16, 16), "bf16"), ((8, 8), "W8A8"), ((4, 8), "W4A8"), ((4, 16), "W4A16")]
+)
+def test_a_kernel_whose_products_differ_is_refused(
+    wrong: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(amx, "_ask_for_tiles", lambda: None)
+    with torch.device("meta"):
+        amx.try_out(Ops(None))
+        with pytest.raises(BuildError, match=f"its {said} products differ"):
+            amx.try_out(Ops(wrong))
+
+
+def test_linux_is_asked_for_the_registers() -> None:
+    if "amx_tile" in instruction_sets():
+        amx.try_out(Ops(None))
+        return
+    with pytest.raises(BuildError, match="Linux does not give this process the registers of AMX: "):
+        amx.try_out(Ops(None))
+
+
+@needs_avx512
+def test_the_emulated_kernel_passes_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "_ask_for_tiles", lambda: None)
+    amx.try_out(EMULATED.load(EMULATED.kernels[0]))
