@@ -6,29 +6,33 @@ Five parts, every side in a process of its own, rounds interleaved:
   minilm   all-MiniLM-L6-v2 in W8A8: embeddings and speed beside fp32 and bf16, eager
   digits   a ResNet on scikit-learn's digits, INT8 with KL ranges, 5-fold cross-validated
   sweep    ten architectures, objective="speed": time / before
+  which    every form beside each other, for the table in docs/quantization.md; only when named
 Beside LeZero: torchao, optimum-quanto, ONNX Runtime and OpenVINO with NNCF, from .peers.
 
 Run: python benchmarks/quantization.py [--quick] [--parts smol,trained,minilm,digits,sweep]
---quick takes small random models and no peers.
+--quick takes small random models and no peers, all in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 from _table import Result, Side, arguments, columns, compare, emit, finish, peer, side
 
-PARTS = ("smol", "trained", "minilm", "digits", "sweep")
+PARTS = ("smol", "trained", "minilm", "digits", "sweep", "which")
 Figures = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parts", default=",".join(PARTS), help="which parts, separated by commas")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS[:-1]), help="which parts, separated by commas"
+    )
     parser.add_argument("--place", default="", help=argparse.SUPPRESS)
     options = arguments(__doc__, parser)
     if options.side:
@@ -52,25 +56,40 @@ def _run_side(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     part, _, name = options.side.partition("/")
     module = importlib.import_module(f"quantization_parts.{part}")
-    # Or transformers would take kernels.py of this folder for the package of that name.
-    sys.path.remove(str(Path(__file__).parent))
+    _leave_folder()
     emit(**module.run(name, options.place, options.quick))
 
 
-def _compare(part: str, options: argparse.Namespace) -> Result:
+def _leave_folder() -> None:
+    """Or transformers would take kernels.py of this folder for the package of that name."""
+    own = str(Path(__file__).parent)
+    sys.path[:] = [folder for folder in sys.path if folder != own]
+
+
+def _in_this_process(part: str) -> Result:
+    """The short form: imports, which take longer than all else in it, are paid once."""
     module = importlib.import_module(f"quantization_parts.{part}")
-    place, missing = _place(part, options.quick)
+    _leave_folder()
+    place, _ = _place(part, quick=True)
+    own = [name for name, package in module.SIDES.items() if not package]
+    return Result({f"{part}/{name}": [module.run(name, place, True)] for name in own}, {})
+
+
+def _compare(part: str, options: argparse.Namespace) -> Result:
+    if options.quick:
+        return _in_this_process(part)
+    module = importlib.import_module(f"quantization_parts.{part}")
+    place, missing = _place(part, quick=False)
     extra = ["--place", place, "--threads", str(options.threads)]
     sides: list[Side] = []
     for name, package in module.SIDES.items():
         label = f"{part}/{name}"
         if not package:
-            more = [*extra, "--quick"] if options.quick else extra
-            sides.append(side(__file__, label, *more, missing=missing))
-        elif not options.quick:
+            sides.append(side(__file__, label, *extra, missing=missing))
+        else:
             found = peer(__file__, label, package, *extra)
             sides.append(found if not missing else side(__file__, label, missing=missing))
-    timed = part in ("smol", "minilm") and not options.quick
+    timed = part in ("smol", "minilm")
     rounds = options.rounds or (3 if timed else 1)
     return compare(sides, rounds=rounds, threads=options.threads, timeout_s=900)
 
@@ -82,6 +101,10 @@ def _place(part: str, quick: bool) -> tuple[str, str]:
     from lezero.core.errors import LeZeroError
 
     try:
+        if part == "which":
+            from quantization_parts.which import places
+
+            return places(quick), ""
         if part == "trained":
             from quantization_parts.trained import fixture
 
@@ -120,17 +143,32 @@ def _smol(result: Result) -> Figures:
 
 
 def _trained(result: Result) -> Figures:
-    keys = ["bf16", "nearest", "gptq", "awq", "asymmetric", "symmetric", "hqq", "best"]
-    print(result.table(keys), flush=True)
-    best, bf16, nearest = (
-        _median(result, "trained/lezero", key) for key in ("best", "bf16", "nearest")
-    )
-    theirs = _median(result, "trained/torchao", "best")
-    return {
-        "int4_ppl_ratio": best / bf16 if best and bf16 else None,
-        "int4_vs_nearest": best / nearest if best and nearest else None,
-        "int4_vs_torchao": best / theirs if best and theirs else None,
-    }
+    """Perplexity / bf16 of each method and divergence from bf16, means of the seeds."""
+    rows = [["side", "method", "bits", "perplexity / bf16", "seeds", "nats from bf16"]]
+    means: dict[str, dict[str, tuple[float, float]]] = {}
+    for name, failure in result.failed.items():
+        rows.append([name, failure])
+    for name, found in result.figures.items():
+        for method, entry in found[0]["methods"].items() if found else ():
+            ratio, nats = (statistics.mean(entry[key]) for key in ("seeds", "nats"))
+            means.setdefault(name, {})[method] = (ratio, nats)
+            seeds = ", ".join(f"{one:.4f}" for one in entry["seeds"])
+            rows.append([name, method, str(entry["bits"]), f"{ratio:.4f}", seeds, f"{nats:.5f}"])
+    print(columns(rows), flush=True)
+    ours, theirs = means.get("trained/lezero", {}), means.get("trained/torchao", {})
+    names = ("int4_ppl_ratio", "int4_vs_nearest", "int4_vs_torchao", "int4_nats_vs_nearest")
+    figures: Figures = dict.fromkeys((*names, "int4_nats_vs_torchao"))
+    if ours:
+        best = [min(ours[method][at] for method in ("gptq", "awq")) for at in (0, 1)]
+        nearest = ours["nearest"]
+        figures |= {"int4_ppl_ratio": best[0], "int4_vs_nearest": best[0] / nearest[0]}
+        figures["int4_nats_vs_nearest"] = best[1] / nearest[1]
+        if theirs:
+            # All that torchao has has as many bits or fewer.
+            other = [min(entry[at] for entry in theirs.values()) for at in (0, 1)]
+            figures["int4_vs_torchao"] = best[0] / other[0]
+            figures["int4_nats_vs_torchao"] = best[1] / other[1]
+    return figures
 
 
 def _minilm(result: Result) -> Figures:
@@ -153,12 +191,27 @@ def _sweep(result: Result) -> Figures:
     if result.failed:
         print(result.table(["worst"]), flush=True)
         return {"never_slower_worst": None, "never_slower_models": 0}
-    (found,) = result.figures["sweep/lezero"]
-    rows = [["architecture", "time / before", "layers quantized"]]
-    for name, entry in found["models"].items():
-        rows.append([name, f"{entry['ratio']:.3f}", str(entry["layers"])])
+    models = result.figures["sweep/lezero"][0]["models"]
+    rows = [["architecture", "time / before", "95% interval", "layers quantized"]]
+    for name, entry in models.items():
+        kept = entry["interval"] is None
+        interval = "as it was" if kept else "{:.3f} to {:.3f}".format(*entry["interval"])
+        layers = f"{entry['layers']} of {entry['of']}"
+        rows.append([name, f"{entry['ratio']:.3f}", interval, layers])
     print(columns(rows), flush=True)
-    return {"never_slower_worst": found["worst"], "never_slower_models": found["count"]}
+    worst = max(entry["ratio"] for entry in models.values())
+    faster = sum(entry["interval"] is not None for entry in models.values())
+    return {
+        "never_slower_worst": worst,
+        "never_slower_models": len(models),
+        "never_slower_quantized": faster,
+    }
+
+
+def _which(result: Result) -> Figures:
+    keys = ["bytes", "token_s", "prefill_s", "perplexity", "perplexity_11m", "cosine", "batch_s"]
+    print(result.table(keys), flush=True)
+    return {}
 
 
 _REPORTS = {
@@ -167,6 +220,7 @@ _REPORTS = {
     "minilm": _minilm,
     "digits": _digits,
     "sweep": _sweep,
+    "which": _which,
 }
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from lezero.compress.quantize import (
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.data import EvalLoader, TokenizerConfig, prepare
+from lezero.hub.opened import open_model
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, gguf_tokenizer
-from lezero.train.writer import open_model
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import Scheme, save_quantized
+from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
 from lezero.models import Transformer
 from tests.compress.test_quantize import small, tokens
 
@@ -18,51 +21,91 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors", reason="pip install --no-deps compressed-tensors loguru")
 
 KEEP = {"activations": "tensor", "smooth": None, "vocabulary": "keep"}
-# Name → scheme, and the largest relative difference of logits: a token's scale is |x|max / 127
-# here and |x|max / 127.5 there, and heads are written as floats.
-SCHEMES: dict[str, tuple[Scheme, float]] = {
-    "W4A16": (lz.Int4Weight(group=32, zero_point=False, method="gptq"), 2e-3),
-    "W8A16": (lz.Int8Weight(), 2e-3),
-    "W8A8": (lz.Int8WeightActivation(), 2e-2),
-    "W8A8 static": (lz.Int8WeightActivation(**KEEP), 2e-3),
+SCHEMES: dict[str, Scheme] = {
+    "W4A16": lz.Int4Weight(group=32, zero_point=False, method="gptq"),
+    "W8A16": lz.Int8Weight(),
+    "W8A8 static": lz.Int8WeightActivation(**KEEP),
 }
+ZERO_POINTS: dict[str, Scheme] = {
+    "int4": lz.Int4Weight(group=32),
+    "int8": lz.Int8Weight(group=32, zero_point=True),
+}
+LAYER = "layers.1.mlp.down_proj"
+# The products are ours with 16-bit fixed-point activations, and theirs in fp32.
+EQUAL = 1e-4
 
 
 def quantized(scheme: Scheme, tied: bool = False) -> Transformer:
     return lz.quantize_(small(tied), scheme, data=tokens(), objective="size")
 
 
+def opened(folder: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        found = model(tokens()[0])
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def same_weights(theirs: Any, ours: Transformer) -> None:
+    there, here = theirs.model.get_submodule(LAYER).weight, ours.get_submodule(LAYER).weight
+    torch.testing.assert_close(there, here.decode(torch.float32))
+
+
 @pytest.mark.parametrize("name", SCHEMES)
 def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
-    scheme, bound = SCHEMES[name]
-    model = quantized(scheme, tied=name == "W8A16")
+    model = quantized(SCHEMES[name], tied=name == "W8A16")
     save_quantized(model, tmp_path / "out", layout="compressed-tensors")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        wanted, found = model(tokens()[0]), theirs(tokens()[0]).logits
-    assert float((found - wanted).norm() / wanted.norm()) < bound
-    layer = "layers.1.mlp.down_proj"
-    there = theirs.model.get_submodule(layer).weight
-    torch.testing.assert_close(there, model.get_submodule(layer).weight.decode(torch.float32))
+    theirs = opened(tmp_path / "out")
+    assert difference(logits(theirs), logits(model)) < EQUAL
+    same_weights(theirs, model)
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["format"] == ("int-quantized" if "A8" in name else "pack-quantized")
 
 
-def test_zero_points_lie_as_the_package_reads_them(tmp_path: Path) -> None:
-    """transformers 5.23 itself opens no packed zero points: it makes room for unpacked ones."""
-    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
-    from compressed_tensors.quantization import QuantizationScheme
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("name", ZERO_POINTS)
+def test_zero_points_open_where_weights_are_decoded(name: str, tmp_path: Path) -> None:
+    """Kept compressed, transformers 5.23 makes room for unpacked zero points and refuses packed
+    ones, which is how the package itself writes them."""
+    model = quantized(ZERO_POINTS[name])
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    decoded = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = opened(tmp_path / "out", quantization_config=decoded)
+    assert difference(logits(theirs), logits(model)) < EQUAL
+    same_weights(theirs, model)
 
-    model = quantized(lz.Int4Weight(group=32))
-    save_quantized(model, tmp_path, layout="compressed-tensors")
-    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
-    layer = "layers.1.mlp.down_proj"
-    start = f"model.{layer}."
-    tensors = load_file(tmp_path / "model.safetensors")
-    parts = {n.removeprefix(start): x for n, x in tensors.items() if n.startswith(start)}
-    found = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
-    torch.testing.assert_close(found, model.get_submodule(layer).weight.decode(torch.float32))
+
+def rounded(model: Transformer, levels: float, low: int) -> Transformer:
+    """What the codes of a W8A8 model mean in fp32, each token rounded by |x|max / levels."""
+    made = copy.deepcopy(model)
+    names = [n for n, m in quantized_layers(made).items() if isinstance(m, QuantizedLinear)]
+    lz.dequantize_(made)
+
+    def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        step = args[0].abs().amax(-1, keepdim=True) / levels
+        return (torch.round(args[0] / step).clamp(low, 127) * step,)
+
+    for name in names:
+        made.get_submodule(name).register_forward_pre_hook(before)
+    return made
+
+
+def test_w8a8_differs_by_how_tokens_are_rounded_and_by_nothing_else(tmp_path: Path) -> None:
+    """compressed-tensors takes |x|max / 127.5 for a token's step, LeZero |x|max / 127."""
+    model = quantized(lz.Int8WeightActivation(vocabulary="keep"))
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    theirs = opened(tmp_path / "out")
+    assert difference(logits(theirs), logits(rounded(model, 127.5, -128))) < 1e-6
+    assert difference(logits(model), logits(rounded(model, 127.0, -127))) < EQUAL
+    assert difference(logits(theirs), logits(model)) > EQUAL
+    same_weights(theirs, model)
 
 
 def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:

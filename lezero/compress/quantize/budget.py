@@ -8,8 +8,7 @@ from torch import Tensor
 
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import relative_error
-from lezero.compress.quantize.report import QuantizationReport
-from lezero.compress.quantize.sites import Site
+from lezero.compress.quantize.request import Request
 from lezero.core.errors import NumericsError
 from lezero.report.units import number, percent
 
@@ -23,22 +22,20 @@ def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float:
 
 
 def check_budget(
-    report: QuantizationReport,
-    budget: float,
-    is_metric: bool,
-    sites: dict[str, Site],
-    rescaled: bool,
-    journal: Journal,
-    measure: Callable[[], float],
+    request: Request, measure: Callable[[], float], journal: Journal, *, rescaled: bool
 ) -> None:
-    """Raises `NumericsError` when the quality is worse than `budget` allows.
+    """Raises `NumericsError` when the quality is worse than the budget, if there is one, allows.
 
     To say which layers are to blame, those with the largest errors become what they were, one after
-    the other, until the budget is met: the caller undoes the rest.
+    the other, until the budget is met: the caller undoes the rest. rescaled: whether weights were
+    changed before they were quantized; then none is tried.
     """
+    report, budget = request.report, request.budget
+    if budget is None:
+        return
     before, after = report.quality_before or 0.0, report.quality_after
     assert after is not None
-    limit = before + budget * abs(before) if is_metric else budget
+    limit = before + budget * abs(before) if request.metric is not None else budget
     if after <= limit:
         return
     worst = report.worst(_TRIED)
@@ -46,7 +43,7 @@ def check_budget(
     remedy = "use more bits, another method, or leave layers out with filter="
     # A layer whose channels were scaled beforehand cannot come back without the layer before it.
     for count, layer in enumerate([] if rescaled else worst, 1):
-        for user in sites[layer.name].users:
+        for user in request.targets[layer.name][0].users:
             journal.restore(user.module)
         if measure() <= limit:
             kept = ", ".join(f"'{x.name}'" for x in worst[:count])

@@ -17,10 +17,12 @@ from lezero.compress.quantize.folds import Fold, producer_parameters, scale_chan
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.compress.quantize.scheme import Target
-from lezero.ops.quantize import dequantize, quantize, quantize_tokens
+from lezero.compress.quantize.sites import Site
+from lezero.ops.quantize import Grid, nearest_points, quantize_tokens
 
 _SAMPLE = 256
-SMOOTH_ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8)
+_AT_ONCE = 1 << 20  # weights that are multiplied together, 4 MiB in fp32
+SMOOTH_ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 AWQ_ALPHAS = tuple(step / 20 for step in range(1, 21))
 
 
@@ -62,7 +64,7 @@ def _apply_best(
     forced: bool,
 ) -> None:
     x_MK = _sample(fold)
-    wanted = [x_MK @ w.float().T for site in fold.sites for w in some_rows(site.weight())]
+    wanted = [x_MK @ w.float().T for site in fold.sites for w in _parts(site)]
     ones = torch.ones(x_MK.shape[1], device=x_MK.device)
     best_s = None
     best = torch.inf if forced else _error(fold, target, rule, x_MK, wanted, ones)
@@ -95,13 +97,24 @@ def _error(
     if rule == "mse":
         rule = "minmax"  # ranges are narrowed when the scales are found; here it only takes time
     total = 0.0
-    parts = [part for site in fold.sites for part in some_rows(site.weight())]
+    parts = [part for site in fold.sites for part in _parts(site)]
     for part, y_MN in zip(parts, wanted, strict=True):
-        w_NK = part.float() * s_K
-        scale, zero = weight_scale(w_NK, target.grid, rule)
-        made = quantize(w_NK, target.grid, scale=scale, zero=zero)
-        total += float((x_MK @ dequantize(*made, target.grid).T - y_MN).square().sum())
+        w_NK = _round_(part.float() * s_K, target.grid, rule)
+        total += float((x_MK @ w_NK.T).sub_(y_MN).square_().sum())
     return total
+
+
+def _parts(site: Site) -> tuple[Tensor, ...]:
+    weight = site.weight()
+    return weight.split(max(1, _AT_ONCE // weight.shape[1]))
+
+
+def _round_(w_NK: Tensor, grid: Grid, rule: str) -> Tensor:
+    """Every weight becomes the nearest point of its grid, in place."""
+    for part in (w_NK,) if grid.group == "tensor" else some_rows(w_NK):
+        scale, zero = weight_scale(part, grid, rule)
+        part.copy_(nearest_points(part, grid, scale, zero))
+    return w_NK
 
 
 def _multiply_in(fold: Fold, s_K: Tensor, journal: Journal) -> None:

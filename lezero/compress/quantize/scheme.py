@@ -41,6 +41,7 @@ class Recipe:
     scales: str = "minmax"
     observer: str = "minmax"
     smooth: float | Literal["auto"] | None = None
+    exact_above: float | None = None
     bias_correction: bool = False
     fold_batch_norm: bool = False
 

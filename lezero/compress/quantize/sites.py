@@ -23,6 +23,7 @@ from lezero.nn.blocks import blocks
 Kind = Literal["linear", "embedding", "conv"]
 Filter = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
 _MOST_INPUTS = 1 << 16
+_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,10 @@ def _check(site: Site) -> None:
             f"lz.quantize_: the weight of '{site.name}' is on the meta device and has no values; "
             "load the model first"
         )
-    if not bool(torch.isfinite(parameter.detach().sum(dtype=torch.float64))):
-        bad = int((~torch.isfinite(parameter.detach())).sum())
+    # In parts, since torch makes a copy in fp64 to sum up, eight bytes a weight.
+    parts = parameter.detach().flatten().split(_AT_ONCE)
+    if not all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in parts):
+        bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
         if bad:
             raise NumericsError(
                 f"lz.quantize_: {bad} of {parameter.numel()} weights of '{site.name}' are NaN or "

@@ -48,6 +48,11 @@ class LayerSpeed:
             )
         return self._known[key]
 
+    @staticmethod
+    def is_faster(before: float, after: float) -> bool:
+        """By `MARGIN`, as `keeps` asks it."""
+        return after < before * (1 - MARGIN)
+
     def keeps(self, name: str, label: str, times: tuple[float, float]) -> bool:
         """Whether the quantized form of layer `name` is kept: it is faster by `MARGIN`."""
         chosen = self.decisions.choose(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +21,16 @@ from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer, quantized_layers
 from lezero.compress.quantize.report import REPORT, QuantizationReport
+from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites
 from lezero.compress.quantize.spill import Spill
-from lezero.compress.quantize.work import Objective, Work
+from lezero.compress.quantize.work import Work
 from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 
 Model = TypeVar("Model", bound=nn.Module)
-Metric = Callable[[nn.Module], float]
 _RUNS = 4
 _LONGEST_RUN_S = 3.0
 # How much slower the whole may look before it counts: two runs of one model differ by as much.
@@ -67,10 +66,9 @@ def quantize_(
         objective: "speed" leaves a layer as it was unless its quantized form is faster here, at the
             shapes of the first batch (without data: for one token). "size" leaves only those that
             would not become smaller.
-        metric: a function of the model, smaller is better (a loss). Without it the relative error
-            of the outputs on the first batch counts.
-        budget: how much `metric` may grow, as a fraction of what it was; without a metric, how
-            large the error of the outputs may be.
+        metric: a function of the model, smaller is better (a loss); else the relative error of the
+            outputs on the first batch counts.
+        budget: the fraction by which `metric` may grow; without one the largest error of outputs.
         optimizer: one that holds quantized parameters is refused: they leave the model.
         decisions: the record of the run that the choices go into.
 
@@ -85,20 +83,7 @@ def quantize_(
     targets = _targets(config, find_sites(model, filter), batches is not None)
     _check_optimizer(optimizer, targets)
     report = QuantizationReport(decisions=decisions if decisions is not None else Decisions())
-    with quiet(model), Spill() as spill:
-        journal = Journal(spill)
-        try:
-            _quantize(
-                model, config, targets, batches, objective, metric, budget, report, journal, spill
-            )
-        except BaseException:
-            journal.undo()
-            raise
-        if quantized_layers(model):
-            ledger.record(model, "quantize_")
-        else:
-            journal.undo()
-        model.__dict__[REPORT] = report
+    _all_or_nothing(Request(model, config, targets, batches, objective, metric, budget, report))
     return model
 
 
@@ -129,27 +114,35 @@ def _parameter(layer: QuantizedLayer) -> nn.Parameter:
     return nn.Parameter(weight.T.contiguous() if layer.transposed else weight)
 
 
-def _quantize(
-    model: nn.Module,
-    config: Scheme,
-    targets: dict[str, tuple[Site, Target]],
-    batches: list[Batch] | None,
-    objective: Objective,
-    metric: Metric | None,
-    budget: float | None,
-    report: QuantizationReport,
-    journal: Journal,
-    spill: Spill,
-) -> None:
-    weights = {id(site): site.nbytes for site, _ in targets.values()}
-    spill.need(sum(weights.values()), "quantizing")
+def _all_or_nothing(request: Request) -> None:
+    """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
+    model = request.model
+    with quiet(model), Spill() as spill:
+        journal = Journal(spill)
+        try:
+            _quantize(request, journal, spill)
+        except BaseException:
+            journal.undo()
+            raise
+        if quantized_layers(model):
+            ledger.record(model, "quantize_")
+        else:
+            journal.undo()
+        model.__dict__[REPORT] = request.report
+
+
+def _quantize(request: Request, journal: Journal, spill: Spill) -> None:
+    model, batches, metric = request.model, request.batches, request.metric
+    report = request.report
+    spill.need(sum({id(s): s.nbytes for s, _ in request.targets.values()}.values()), "quantizing")
     report.bytes_before = _bytes(model)
+    runs = _RUNS if request.objective == "speed" else 1  # else it is only reported
     if batches is not None:
         spill.put("outputs", tensors_of(first_call(model, batches[0])))
-        report.seconds_before = _seconds(model, batches[0])
+        report.seconds_before = _seconds(model, batches[0], runs)
     report.metric_name = "metric" if metric is not None else "error of the outputs"
     report.quality_before = _figure(metric(model)) if metric is not None else 0.0
-    work = Work(model, config, targets, batches, objective, report, journal, spill)
+    work = Work(request, journal, spill)
     work.run()
 
     def measure() -> float:
@@ -161,12 +154,10 @@ def _quantize(
     report.bytes_after = _bytes(model)
     if metric is not None or batches is not None:
         report.quality_after = measure()
-        if budget is not None:
-            sites = {site.name: site for site, _ in targets.values()}
-            check_budget(report, budget, metric is not None, sites, work.rescaled, journal, measure)
+        check_budget(request, measure, journal, rescaled=work.rescaled)
     if batches is not None:
-        report.seconds_after = _seconds(model, batches[0])
-        if objective == "speed":
+        report.seconds_after = _seconds(model, batches[0], runs)
+        if request.objective == "speed":
             _check_whole(model, batches[0], report, journal)
 
 
@@ -179,7 +170,7 @@ def _check_whole(
     if not quantized_layers(model):
         return
     if report.seconds_after > report.seconds_before * (1 + _WHOLE_MARGIN):
-        report.seconds_after = min(report.seconds_after, _seconds(model, batch))
+        report.seconds_after = min(report.seconds_after, _seconds(model, batch, _RUNS))
     before, after = report.seconds_before, report.seconds_after
     topic, forms = "quantize the model", ("as it was", "quantized")
     chosen = report.decisions.choose(
@@ -285,10 +276,10 @@ def _bytes(model: nn.Module) -> int:
     return sum(x.nbytes for x in tensors.values())
 
 
-def _seconds(model: nn.Module, batch: Batch) -> float:
+def _seconds(model: nn.Module, batch: Batch, runs: int) -> float:
     """The best of some runs on one batch."""
     best = float("inf")
-    for turn in range(_RUNS):
+    for turn in range(runs):
         device.synchronize()
         began = time.perf_counter()
         call(model, batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, call, tensors_of
 from lezero.compress.quantize.capture import Capture, record_for
 from lezero.compress.quantize.folds import find_folds
+from lezero.compress.quantize.input_rounding import InputRounding
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import (
@@ -26,9 +27,10 @@ from lezero.compress.quantize.layer import (
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.replay import Replay
-from lezero.compress.quantize.report import LayerReport, QuantizationReport
+from lezero.compress.quantize.report import LayerReport
+from lezero.compress.quantize.request import Request
 from lezero.compress.quantize.scaling import scale_for_weights, smooth
-from lezero.compress.quantize.scheme import Scheme, Target
+from lezero.compress.quantize.scheme import Target
 from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.speed import AS_IT_WAS, LayerSpeed
 from lezero.compress.quantize.spill import Spill
@@ -36,36 +38,26 @@ from lezero.core.errors import NumericsError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
 
-Objective = Literal["speed", "size"]
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
 
 
 class Work:
-    """Quantizes `sites` of `model` on `batches` (or without data: None) and fills `report`.
+    """Quantizes the weights that a request names, and fills its report.
 
     Changes go through `journal`, so that the caller can undo them. The model is in eval mode and
     computes no gradients.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        scheme: Scheme,
-        targets: dict[str, tuple[Site, Target]],
-        batches: list[Batch] | None,
-        objective: Objective,
-        report: QuantizationReport,
-        journal: Journal,
-        spill: Spill,
-    ) -> None:
-        self.model, self.batches, self.objective = model, batches, objective
-        self.report, self.journal, self.spill = report, journal, spill
-        self.recipe = scheme.recipe()
+    def __init__(self, request: Request, journal: Journal, spill: Spill) -> None:
+        self.model, self.batches = request.model, request.batches
+        self.objective, self.report = request.objective, request.report
+        self.targets, self.journal, self.spill = request.targets, journal, spill
+        self.recipe = request.scheme.recipe()
         self.method = methods.get(self.recipe.method)()
-        self.sites = list({id(site): (site, target) for site, target in targets.values()}.values())
-        self.targets = targets
-        self.speed = LayerSpeed(report.decisions)
+        self.sites = list({id(site): (site, to) for site, to in self.targets.values()}.values())
+        self.speed = LayerSpeed(self.report.decisions)
+        self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
         self.rescaled = False
         """Whether weights of layers were changed before they were quantized."""
 
@@ -85,6 +77,7 @@ class Work:
                 )
         self._in_blocks(self.batches)
         self._in_the_rest(self.batches)
+        self.rounding.decide(self.report, speed=self.objective == "speed")
 
     def _in_blocks(self, batches: list[Batch]) -> None:
         found = blocks(self.model)
@@ -139,13 +132,22 @@ class Work:
         if not sites:
             return
         capture = self._capture(sites)
-        one_is_enough = all(site.kind == "embedding" for site, _ in sites)
-        for batch in batches[:1] if one_is_enough else batches:
+        counted = any(self._needs_statistics(site, target) for site, target in sites)
+        for batch in batches if counted else batches[:1]:
             with capture.watching(self.model):
                 call(self.model, batch)
         self._rescale(capture, sites, lambda: tensors_of(call(self.model, batches[0])))
         for site, target in sites:
             self._finish(site, target, capture.inputs)
+
+    def _needs_statistics(self, site: Site, target: Target) -> bool:
+        """Whether more than the first batch counts for this weight: else that is enough to measure
+        its error and its speed on."""
+        recipe = self.recipe
+        by_error = recipe.scales == "mse" or recipe.bias_correction
+        return site.kind != "embedding" and (
+            target.activations != "float" or self.method.needs_data or by_error
+        )
 
     def _capture(self, sites: list[tuple[Site, Target]]) -> Capture:
         users = [user for site, _ in sites for user in site.users]
@@ -201,11 +203,12 @@ class Work:
         layers = build(site, target, self.recipe, self.method, inputs)
         size = quantized_bytes(layers, site.users)
         measured = self._measure(site, target, layers, inputs)
-        errors = [
-            output_error(user.module, layer, first)
+        seen = [
+            (user, layer, first)
             for user, layer in zip(site.users, layers, strict=True)
             if user.name in inputs and (first := inputs[user.name].first) is not None
         ]
+        errors = [output_error(user.module, layer, first) for user, layer, first in seen]
         error = max(errors) if errors else weight_error(site, layers)
         if not math.isfinite(error):
             raise NumericsError(
@@ -219,6 +222,8 @@ class Work:
         if reason:
             self._leave(site, reason, **figures)
             return
+        if self.recipe.exact_above is not None:
+            self.rounding.look(site, target, seen, inputs)
         adopt(site, layers, self.journal)
         if site.nbytes > _LARGE:
             give_back_free_blocks()

@@ -6,7 +6,13 @@
 
 from __future__ import annotations
 
-from lezero.ops.quantize.blocks import Quantized, dequantize, find_scale, quantize
+from lezero.ops.quantize.blocks import (
+    Quantized,
+    dequantize,
+    find_scale,
+    nearest_points,
+    quantize,
+)
 from lezero.ops.quantize.grid import FORMATS, Grid
 from lezero.ops.quantize.nibbles import pack_nibbles, unpack_nibbles
 from lezero.ops.quantize.tokens import fixed_point, quantize_tokens
@@ -18,6 +24,7 @@ __all__ = [
     "dequantize",
     "find_scale",
     "fixed_point",
+    "nearest_points",
     "pack_nibbles",
     "quantize",
     "quantize_tokens",

@@ -17,6 +17,7 @@ zeros has the scale 0, and so has one whose scale would be so small that 1 / s o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,9 +58,7 @@ def quantize(
     if (zero is not None) != grid.zero_point:
         raise ConfigError("quantize: zero points are given exactly where the grid has them")
     scale = scale.float()
-    usable = torch.isfinite(scale) & (scale.abs() >= _LEAST)
-    inverse = torch.where(usable, 1 / scale, 0.0)
-    scaled = _spread_times(x.float(), inverse, grid)
+    scaled = _by_group(torch.mul, x.float(), _inverse(scale), grid)
     return Quantized(_codes(scaled, zero, grid), scale, None if zero is None else zero.float())
 
 
@@ -77,10 +76,32 @@ def dequantize(
     else:
         wide = codes.float()
     if zero is not None:
-        wide = wide - _spread(zero.float(), wide, grid)
+        wide = _by_group(Tensor.sub_, wide, zero.float(), grid)
     elif grid.middle:
-        wide = wide - grid.middle
-    return _spread_times(wide, scale.float(), grid).to(dtype)
+        wide = wide.sub_(grid.middle)
+    return _by_group(Tensor.mul_, wide, scale.float(), grid).to(dtype)
+
+
+def nearest_points(
+    x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    """What finite fp32 values become, `dequantize(*quantize(x, grid, scale, zero), grid)` bit for
+    bit, without the codes: for trying out many scales. `out`: memory for the result."""
+    if not grid.is_integer:
+        return dequantize(*quantize(x, grid, scale=scale, zero=zero), grid)
+
+    def scaled(x: Tensor, inverse: Tensor) -> Tensor:
+        return torch.mul(x, inverse, out=None if out is None else out.view(x.shape))
+
+    points = _by_group(scaled, x, _inverse(scale), grid)
+    if zero is not None:
+        _by_group(Tensor.add_, points, zero, grid)
+        points.round_().clamp_(*grid.code_range)
+        _by_group(Tensor.sub_, points, zero, grid)
+    else:
+        low, high = (code - grid.middle for code in grid.code_range)
+        points.round_().clamp_(low, high)
+    return _by_group(Tensor.mul_, points, scale, grid)
 
 
 def find_scale(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
@@ -89,14 +110,16 @@ def find_scale(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
     if not groups.numel():
         empty = x.new_zeros(grid.scale_shape(x.shape), dtype=torch.float32)
         return empty, empty.clone() if grid.zero_point else None
-    finite = torch.isfinite(groups).all(-1)
+    # Extremes take NaN and Inf on, so a group is finite when they are.
     if grid.zero_point:
         low = groups.amin(-1).clamp(max=0.0)
         high = groups.amax(-1).clamp(min=0.0)
+        finite = torch.isfinite(low) & torch.isfinite(high)
         # Halved first, so that the range of huge values does not overflow.
         exact = (high / 2 - low / 2) / (grid.code_range[1] / 2)
     else:
-        low, exact = None, groups.abs().amax(-1) / LEVELS[grid.format]
+        low, most = None, groups.abs().amax(-1)
+        finite, exact = torch.isfinite(most), most / LEVELS[grid.format]
     scale = exact.to(SCALE_DTYPES[grid.scale_dtype]).float()
     scale = torch.where(scale < _LEAST, 0.0, scale)
     scale = torch.where(finite & torch.isfinite(scale), scale, torch.nan)
@@ -108,14 +131,22 @@ def find_scale(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor | None]:
 
 
 def _codes(scaled: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
+    """The codes of values over their scale; `scaled` is overwritten."""
     if grid.format == "fp8":
         return scaled.nan_to_num(0.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     if grid.format == "nf4":
         table = torch.tensor(NF4, dtype=torch.float32, device=scaled.device)
         return torch.bucketize(scaled.nan_to_num(0.0), (table[1:] + table[:-1]) / 2).to(torch.uint8)
-    start = grid.middle if zero is None else _spread(zero.float(), scaled, grid)
-    whole = torch.round(scaled + start)
-    return whole.nan_to_num(0.0).clamp(*grid.code_range).to(grid.code_dtype)
+    if zero is not None:
+        scaled = _by_group(Tensor.add_, scaled, zero.float(), grid)
+    elif grid.middle:
+        scaled.add_(grid.middle)
+    return scaled.round_().nan_to_num_(0.0).clamp_(*grid.code_range).to(grid.code_dtype)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    usable = torch.isfinite(scale) & (scale.abs() >= _LEAST)
+    return torch.where(usable, 1 / scale, 0.0)
 
 
 def _check(x: Tensor, grid: Grid) -> None:
@@ -134,16 +165,18 @@ def _in_groups(x: Tensor, grid: Grid) -> Tensor:
     if grid.group == "tensor":
         return x.reshape(1, -1)
     size = max(1, _group_size(x.shape[-1], grid))
-    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % size))
+    missing = -x.shape[-1] % size
+    padded = torch.nn.functional.pad(x, (0, missing)) if missing else x
     return padded.unflatten(-1, (-1, size)) if padded.shape[-1] else padded[..., None]
 
 
-def _spread(per_group: Tensor, like: Tensor, grid: Grid) -> Tensor:
-    """One number a group as one an element (or what broadcasts to that)."""
+def _by_group(
+    operation: Callable[[Tensor, Tensor], Tensor], x: Tensor, per_group: Tensor, grid: Grid
+) -> Tensor:
+    """`operation` on each element and the number of its group; in place where that is."""
     if grid.group in ("row", "tensor"):
-        return per_group
-    return per_group.repeat_interleave(int(grid.group), -1)[..., : like.shape[-1]]
-
-
-def _spread_times(x: Tensor, per_group: Tensor, grid: Grid) -> Tensor:
-    return x * _spread(per_group, x, grid)
+        return operation(x, per_group)
+    size = int(grid.group)
+    if x.numel() and x.shape[-1] % size == 0:
+        return operation(x.unflatten(-1, (-1, size)), per_group[..., None]).flatten(-2)
+    return operation(x, per_group.repeat_interleave(size, -1)[..., : x.shape[-1]])

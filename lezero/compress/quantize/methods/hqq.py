@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.methods.method import Method, methods
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
-from lezero.ops.quantize import Grid, Quantized, dequantize, quantize
+from lezero.ops.quantize import Grid, Quantized
 from lezero.ops.quantize.grid import SCALE_DTYPES
 
 _NORM = 0.7
@@ -44,43 +46,44 @@ class HQQ(Method):
     def _codes(self, w_NK: Tensor, grid: Grid, rule: str) -> Quantized:
         scale, zero = weight_scale(w_NK, grid, rule)
         assert zero is not None
-        kept = SCALE_DTYPES[grid.scale_dtype]
-        best = quantize(w_NK, grid, scale=scale, zero=zero)
-        best_error = self._error(w_NK, best, grid)
-        beta, current = _BETA, best
-        for _ in range(_ROUNDS):
-            found = dequantize(*current, grid)
-            outliers = _shrink(w_NK - found, beta)
-            zero = _group_mean(current.codes, w_NK - outliers, scale, grid)
-            zero = zero.clamp(*grid.code_range).to(kept).float()
-            current = quantize(w_NK, grid, scale=scale, zero=zero)
-            error = self._error(w_NK, current, grid)
-            if error >= best_error:
-                break
-            best, best_error = current, error
-            beta *= _GROWTH
-        return best
-
-    @staticmethod
-    def _error(w_NK: Tensor, made: Quantized, grid: Grid) -> float:
-        return float((w_NK - dequantize(*made, grid)).abs().mean())
+        x_NK = w_NK.reshape(1, -1) if grid.group == "tensor" else w_NK
+        K = x_NK.shape[1]
+        size = grid.group if isinstance(grid.group, int) else K
+        codes, zeros = [], []
+        # Groups of one length at a time: the last of a row may be shorter.
+        for first, last in pairwise(sorted({0, K // size * size, K})):
+            own = slice(first // size, -(-last // size))
+            x_NGE = x_NK[:, first:last].unflatten(1, (-1, min(size, last - first)))
+            found = _solve(x_NGE, scale[:, own, None], zero[:, own, None], grid)
+            codes.append(found[0].flatten(1).to(grid.code_dtype))
+            zeros.append(found[1].squeeze(2))
+        return Quantized(torch.cat(codes, 1).view(w_NK.shape), scale, torch.cat(zeros, 1))
 
 
-def _shrink(x: Tensor, beta: float) -> Tensor:
-    size = x.abs()
+def _solve(w_NGE: Tensor, scale_NG1: Tensor, zero_NG1: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Codes (as floats) and zero points; E: the elements of a group."""
+    inverse = torch.where(scale_NG1 > 0, 1 / scale_NG1, 0.0)
+    scaled = w_NGE * inverse
+    beta, best_error, best = _BETA, torch.inf, (w_NGE, zero_NG1)
+    for _ in range(_ROUNDS + 1):
+        codes = (scaled + zero_NG1).round_().clamp_(*grid.code_range)
+        wrong = (codes - zero_NG1).mul_(scale_NG1)
+        torch.sub(w_NGE, wrong, out=wrong)
+        size = wrong.abs()
+        error = float(size.mean())
+        if error >= best_error:
+            break
+        best, best_error = (codes, zero_NG1), error
+        outliers = _shrink(wrong, size, beta)
+        inside = scaled if outliers is None else (w_NGE - outliers).mul_(inverse)
+        zero_NG1 = (codes - inside).mean(2, keepdim=True).clamp_(*grid.code_range)
+        zero_NG1 = zero_NG1.to(SCALE_DTYPES[grid.scale_dtype]).float()
+        beta *= _GROWTH
+    return best
+
+
+def _shrink(x: Tensor, size: Tensor, beta: float) -> Tensor | None:
+    """W_e, of |x| = `size`; None where it is 0 everywhere, as it is up to β^(-1 / (2 - p))."""
+    if float(size.amax()) < 0.99 * beta ** (1 / (_NORM - 2)):
+        return None
     return x.sign() * (size - size.clamp(min=1e-12).pow(_NORM - 1) / beta).clamp(min=0)
-
-
-def _group_mean(codes: Tensor, w_NK: Tensor, scale: Tensor, grid: Grid) -> Tensor:
-    """The mean over each group of code - w / s; groups of zeros keep 0."""
-    K = w_NK.shape[1]
-    size = K if grid.group == "row" else int(grid.group) if grid.group != "tensor" else K
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    spread = inverse.repeat_interleave(size, 1)[:, :K] if scale.shape[1] > 1 else inverse
-    wanted = codes.float() - w_NK * spread
-    if grid.group == "tensor":
-        return wanted.mean().reshape(1, 1)
-    padded = torch.nn.functional.pad(wanted, (0, -K % size)).unflatten(1, (-1, size))
-    count = torch.full((padded.shape[1],), float(size), device=w_NK.device)
-    count[-1] = K - size * (padded.shape[1] - 1)
-    return padded.sum(2) / count

@@ -1,0 +1,147 @@
+"""Which layers keep their inputs in 16 bits: those where rounding them costs out of line.
+
+In W8A8 every token of a layer's inputs is rounded to int8 with one scale, so a token whose values
+differ much in size loses its small ones; what SmoothQuant moves away needs a layer before it that
+takes it. The cost is measured for each layer on the first calibration batch:
+
+    c = sqrt(mean over tokens of ‖y8 - y16‖² / ‖y16‖²)
+
+with y8 and y16 the outputs of the quantized layer for rounded inputs and for 16-bit ones. Tokens
+count alike, since a few with massive values would hide the others. Layers that share their inputs
+(query, key and value) decide together, by the mean of their c, so that engines can go on to join
+them. Where it is above `exact_above` times the median of all c they compute with 16-bit inputs:
+about twice the time of the same layers in W8A8. It is the median's multiple, so never most of a
+model.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.layer import relative_error
+from lezero.compress.quantize.modules import QuantizedLayer, QuantizedLinear
+from lezero.compress.quantize.report import QuantizationReport
+from lezero.compress.quantize.scheme import Target
+from lezero.compress.quantize.sites import Site, User
+from lezero.compress.quantize.speed import LayerSpeed
+from lezero.report.units import percent
+
+_AT_ONCE = 1 << 20  # outputs that are compared together
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One weight: the cost of rounding its inputs, and the error and speed without. `shared`: the
+    first layer that is given these inputs."""
+
+    site: Site
+    shared: str
+    form: str
+    cost: float
+    error: float
+    seconds: tuple[float, float]
+
+
+class InputRounding:
+    """Measures layers as they are quantized (`look`), and decides when all are (`decide`)."""
+
+    def __init__(self, exact_above: float, speed: LayerSpeed) -> None:
+        self.exact_above, self.speed = exact_above, speed
+        self._measured: dict[str, _Measured] = {}
+
+    def look(
+        self,
+        site: Site,
+        target: Target,
+        seen: Sequence[tuple[User, QuantizedLayer, Tensor]],
+        inputs: dict[str, Inputs],
+    ) -> None:
+        """Measures the layers of one weight beside the float ones, each on its input."""
+        form = replace(target, activations="float").label
+        rounding = [entry for entry in seen if _rounds(entry[1])]
+        if not rounding:
+            return
+        pairs = [(user.module, layer, x) for user, layer, x in rounding]
+        shared = inputs[rounding[0][0].name].layers[0]
+        costs, errors = [], []
+        for module, layer, x in pairs:
+            rounded = layer(x)
+            _set_bits([layer], 16)
+            exact = layer(x)
+            costs.append(_cost(exact, rounded))
+            del rounded
+            errors.append(relative_error(module(x), exact))
+        before, after, xs = zip(*pairs, strict=True)
+        seconds = self.speed.measure(form, before, after, xs)
+        _set_bits(after, 8)
+        self._measured[site.name] = _Measured(site, shared, form, max(costs), max(errors), seconds)
+
+    def decide(self, report: QuantizationReport, *, speed: bool) -> None:
+        """Gives layers that are out of line 16-bit inputs, as decisions with their figures; with
+        `speed` only those that are faster so than before."""
+        if not self._measured:
+            return
+        usual = statistics.median(one.cost for one in self._measured.values())
+        groups: dict[str, list[_Measured]] = defaultdict(list)
+        for one in self._measured.values():
+            groups[one.shared].append(one)
+        exact = [group for group in groups.values() if self._is_exact(group, usual, report, speed)]
+        places = {layer.name: place for place, layer in enumerate(report.layers)}
+        for one in (one for group in exact for one in group):
+            _set_bits([user.module for user in one.site.users], 16)
+            place, (before, after) = places[one.site.name], one.seconds
+            report.layers[place] = replace(
+                report.layers[place],
+                form=one.form,
+                error=one.error,
+                seconds_before=before,
+                seconds_after=after,
+            )
+
+    def _is_exact(
+        self, group: list[_Measured], usual: float, report: QuantizationReport, speed: bool
+    ) -> bool:
+        """Whether these layers' inputs stay in 16 bits, recorded where they are out of line."""
+        cost = statistics.mean(one.cost for one in group)
+        if cost <= self.exact_above * usual:
+            return False
+        slow = speed and not all(self.speed.is_faster(*one.seconds) for one in group)
+        why = (
+            f"rounding them to int8 changes the outputs by {percent(cost)}, those of the layer in "
+            f"the middle by {percent(usual)}"
+        )
+        if slow:
+            why += "; but with 16 bits not every layer is faster than before"
+        names = ", ".join(one.site.name for one in group)
+        report.decisions.record(f"inputs of {names}", "8 bits" if slow else "16 bits", reason=why)
+        return not slow
+
+
+def _rounds(layer: object) -> bool:
+    return isinstance(layer, QuantizedLinear) and layer.x_bits == 8 and layer.input_scale is None
+
+
+def _set_bits(layers: Sequence[object], bits: int) -> None:
+    for layer in layers:
+        if isinstance(layer, QuantizedLinear):
+            layer.x_bits = bits
+
+
+def _cost(exact: Tensor, rounded: Tensor) -> float:
+    """c of two outputs (…, N); tokens that give nothing but zeros do not count."""
+    total, count = 0.0, 0
+    y_MN, y8_MN = exact.flatten(0, -2), rounded.flatten(0, -2)
+    rows = max(1, _AT_ONCE // max(1, y_MN.shape[1]))
+    for one, two in zip(y_MN.split(rows), y8_MN.split(rows), strict=True):
+        size = one.float().square().sum(1)
+        wrong = (two.float() - one.float()).square().sum(1)
+        used = size > 0
+        total += float((wrong[used] / size[used]).sum())
+        count += int(used.sum())
+    return float((total / max(1, count)) ** 0.5)

@@ -1,0 +1,95 @@
+"""Which layers of W8A8 keep their inputs in 16 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize import speed
+
+
+class Parallel(nn.Module):
+    """Two layers with the same inputs, then four in a row; `third` is given outliers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.first, self.second, self.third = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.left(x)) + torch.tanh(self.right(x))
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        outliers = torch.zeros(64)
+        outliers[3] = 60.0
+        return self.third(x + outliers)
+
+
+def build() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = Parallel().eval()
+    model.third.weight.data[:, 3] = 0.0  # what makes a token's scale coarse adds nothing
+    return model, torch.randn(32, 64)
+
+
+def quantized(**fields: Any) -> nn.Module:
+    model, x = build()
+    scheme = lz.Int8WeightActivation(smooth=None, **fields)
+    return lz.quantize_(model, scheme, data=x, objective="size")
+
+
+def bits(model: nn.Module) -> dict[str, int]:
+    return {name: layer.x_bits for name, layer in model.named_children()}
+
+
+def test_inputs_with_outliers_stay_and_the_decision_says_why() -> None:
+    model = quantized()
+    assert bits(model) == {"left": 8, "right": 8, "first": 8, "second": 8, "third": 16}
+    report = lz.quantization_report(model)
+    decision = report.decisions.records["inputs of third"]
+    assert decision.chosen == "16 bits"
+    assert "changes the outputs by" in decision.reason
+    forms = {layer.name: layer.form for layer in report.layers}
+    assert forms["third"] == "int8"
+    assert forms["left"] == "int8 × int8"
+    whole = lz.quantization_report(quantized(exact_above=None))
+    assert report.quality_after < 0.5 * whole.quality_after
+
+
+def test_none_rounds_all() -> None:
+    assert set(bits(quantized(exact_above=None)).values()) == {8}
+
+
+def test_layers_with_the_same_inputs_decide_together() -> None:
+    model, x = build()
+    x[:, 5] = 200.0
+    model.left.weight.data[:, 5] = 0.0  # only this one loses by what `right` needs
+    lz.quantize_(model, lz.Int8WeightActivation(smooth=None), data=x, objective="size")
+    assert bits(model)["left"] == bits(model)["right"] == 16
+    assert "inputs of left, right" in lz.quantization_report(model).decisions.records
+
+
+def test_for_speed_only_what_is_faster_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(self: Any, label: str, *given: Any) -> tuple[float, float]:
+        return (1.0, 0.5 if "×" in label else 1.1)
+
+    monkeypatch.setattr(speed.LayerSpeed, "measure", measured)
+    model, x = build()
+    lz.quantize_(model, lz.Int8WeightActivation(smooth=None), data=x)
+    report = lz.quantization_report(model)
+    decision = report.decisions.records["inputs of third"]
+    assert decision.chosen == "8 bits"
+    assert "not every layer is faster" in decision.reason
+    assert {layer.form for layer in report.layers} == {"int8 × int8"}
+
+
+def test_what_was_kept_is_undone_saved_and_loaded(tmp_path: Any) -> None:
+    model = quantized()
+    lz.save_quantized(model, tmp_path / "m")
+    again = lz.load_quantized(tmp_path / "m", Parallel())
+    assert bits(again) == bits(model)
+    x = build()[1]
+    assert torch.equal(again(x), model(x))
