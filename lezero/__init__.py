@@ -23,6 +23,7 @@ _NAMES = {
     "Int4Weight": "lezero.compress.quantize",
     "Int8Weight": "lezero.compress.quantize",
     "Int8WeightActivation": "lezero.compress.quantize",
+    "LLM": "lezero.serve",
     "LeZeroError": "lezero.core.errors",
     "Mesh": "lezero.comm",
     "MissingExtraError": "lezero.core.errors",
@@ -30,6 +31,7 @@ _NAMES = {
     "NumericsError": "lezero.core.errors",
     "OrderError": "lezero.core.errors",
     "RunConfig": "lezero.train",
+    "SamplingParams": "lezero.serve",
     "StepResult": "lezero.train",
     "Trainer": "lezero.train",
     "Wire": "lezero.comm",
@@ -103,6 +105,8 @@ if TYPE_CHECKING:
     from lezero.parallel.zero import shard_ as shard_
     from lezero.plan.forecast import forecast as forecast
     from lezero.profiler import hardware as hardware
+    from lezero.serve import LLM as LLM
+    from lezero.serve import SamplingParams as SamplingParams
     from lezero.train import Engine as Engine
     from lezero.train import RunConfig as RunConfig
     from lezero.train import StepResult as StepResult

@@ -1,8 +1,9 @@
-"""`lz generate`: text from a trained model."""
+"""`lz generate`: text from a model, for one prompt or for a file of them."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,8 +22,25 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = 50,
     top_p: Annotated[float | None, typer.Option(help="Draw from this share of chance.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    input: Annotated[
+        Path | None,
+        typer.Option(help='Answer each line of a JSONL file ("prompt" or "messages").'),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the answers go, a line each; - without it.")
+    ] = None,
+    weights: Annotated[
+        str, typer.Option(help="With --input: auto, fp32, bf16, int8 or int4.")
+    ] = "auto",
 ) -> None:
-    """Continue a prompt with a trained model, token by token."""
+    """Continue a prompt with a trained model, token by token; or answer a file of prompts."""
+    if input is not None:
+        from lezero.jobs.answer import answer_file
+
+        params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        most = {} if tokens is None else {"max_tokens": tokens}
+        answer_file(model, input, output, weights, {**params, **most})
+        return
     from lezero.train.writer import open_writer
 
     writer = open_writer(model)

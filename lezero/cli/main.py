@@ -62,6 +62,7 @@ COMMANDS: dict[str, Entry] = {
     "dist-test": Entry("lezero.cli.dist_test:dist_test", "Check and time the wires between ranks."),
     "verify": Entry("lezero.cli.verify:verify", "Compare a run with plain PyTorch, step by step."),
     "generate": Entry("lezero.cli.generate:generate", "Write text with a trained model."),
+    "serve": Entry("lezero.cli.serve:serve", "Serve a model over HTTP, as OpenAI's API does."),
     "compress": Entry("lezero.cli.compress:compress", "Quantize a model, measured, into a folder."),
     "report": Entry("lezero.cli.report:report", "Write the report page of a run."),
     "why": Entry("lezero.cli.why:why", "Show what LeZero decided in a run, and why."),

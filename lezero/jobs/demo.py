@@ -38,6 +38,7 @@ from lezero.core.errors import LeZeroError
 from lezero.core.facts import usable_cores
 from lezero.data import Data, EvalLoader, prepare
 from lezero.elastic import LaunchConfig, launch
+from lezero.hub.opened import open_model
 from lezero.jobs.doctor import summary_lines
 from lezero.jobs.perplexity import perplexity
 from lezero.plan import forecast
@@ -47,7 +48,7 @@ from lezero.report import units
 from lezero.train import RunConfig
 from lezero.train.metrics import Metrics, read_metrics
 from lezero.train.recipe import plan_inputs
-from lezero.train.writer import open_model, open_writer
+from lezero.train.writer import open_writer
 
 _POLL_S = 0.1
 _PROMPT = "The function returns"

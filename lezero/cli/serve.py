@@ -1,0 +1,71 @@
+"""`lz serve`: a model behind OpenAI's HTTP protocol."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(help="A run, a Hugging Face folder or a .gguf file.", show_default=False),
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str, typer.Option(help="The model's name for clients.")] = "",
+    weights: Annotated[
+        str, typer.Option(help="auto, bf16, int8, int4, or fp32 (slow, exact).")
+    ] = "auto",
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of a request at most; the model's by default.")
+    ] = None,
+    max_requests: Annotated[int, typer.Option(help="Requests that run at once.")] = 32,
+    queue: Annotated[int, typer.Option(help="Requests that may wait besides.")] = 64,
+    cache_mib: Annotated[
+        int | None, typer.Option(help="Memory for keys and values, in MiB.")
+    ] = None,
+    speculate: Annotated[str, typer.Option(help="Guess next tokens: off or lookup.")] = "off",
+    keys: Annotated[
+        str | None, typer.Option(help="File of API keys, hashed; LEZERO_API_KEYS adds to it.")
+    ] = None,
+    rate: Annotated[int | None, typer.Option(help="Requests a minute of one key.")] = None,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that running answers have after SIGTERM.")
+    ] = 30.0,
+    public_without_keys: Annotated[
+        bool, typer.Option("--public-without-keys", help="Let anyone on the network ask.")
+    ] = False,
+    new_key: Annotated[
+        str, typer.Option(help="Print a new API key of this name and its line; serve nothing.")
+    ] = "",
+) -> int:
+    """Serve a model: OpenAI's protocol at /v1, a page to chat at /, /health, /ready, /metrics.
+
+    Listens on this machine alone by default. On SIGTERM or Ctrl-C running answers end first.
+    """
+    from lezero.serve.server.command import print_new_key, serve_model
+    from lezero.serve.server.config import ServeConfig
+
+    if new_key:
+        return print_new_key(new_key)
+    config = ServeConfig(
+        host=host,
+        port=port,
+        name=name,
+        keys=keys,
+        queue=queue,
+        rate=rate,
+        drain_s=drain,
+        public_without_keys=public_without_keys,
+    )
+    return serve_model(
+        model,
+        config,
+        weights=weights,
+        context=context,
+        max_requests=max_requests,
+        cache_mib=cache_mib,
+        speculate=speculate,
+    )

@@ -1,0 +1,46 @@
+"""A language model from wherever it lies: a run, a Hugging Face folder, a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lezero import checkpoint
+from lezero.compress.quantize import is_quantized_folder, load_quantized
+from lezero.core.errors import FileError
+from lezero.models import Transformer, TransformerConfig, load_gguf, load_hf
+
+
+def open_model(place: str, dtype: torch.dtype | None = None) -> tuple[Transformer, Path | None]:
+    """The model and the folder that holds its tokenizer; None: the tokenizer is in a GGUF file.
+
+    `dtype` casts the weights of Hugging Face folders and GGUF files (fp32 there where it is not
+    given). Raises `FileError` when `place` is no model, or is damaged.
+    """
+    path = Path(place)
+    if path.is_file() and path.suffix == ".gguf":
+        return load_gguf(path, dtype), None
+    if (path / "config.json").is_file():
+        if is_quantized_folder(path):
+            model = load_quantized(path)
+            return model if dtype is None else model.to(dtype), path
+        return load_hf(path, dtype), path
+    if not path.exists():
+        raise FileError(f"{path}: no such file or folder")
+    return _from_run(path)
+
+
+def _from_run(path: Path) -> tuple[Transformer, Path]:
+    loaded = checkpoint.load(path)
+    shape = loaded.documents.get("model")
+    run = path if (path / "tokenizer").is_dir() else path.parent
+    run = run if (run / "tokenizer").is_dir() else run.parent
+    if shape is None or not (run / "tokenizer").is_dir():
+        raise FileError(
+            f"{path}: neither a run of the trainer, nor a Hugging Face folder, nor a .gguf file"
+        )
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig.parse(shape, f"{loaded.path}: model"))
+    model.load_state_dict(loaded.section("model"), assign=True)
+    return model, run / "tokenizer"

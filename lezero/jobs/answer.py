@@ -1,0 +1,55 @@
+"""Answers to a file of prompts (`lz generate MODEL --input FILE`)."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lezero.core.errors import FileError
+from lezero.serve.llm import LLM
+from lezero.serve.offline import answer_lines
+from lezero.serve.sampling import SamplingParams
+
+
+def answer_file(
+    model: str, source: Path, target: Path | None, weights: Any, params: dict[str, Any]
+) -> None:
+    """Answers each line of `source` into `target` (the terminal without one), and says how fast.
+
+    Raises `FileError` for files that cannot be read or written, `ConfigError` for parameters. What
+    is wrong with one line is told in its answer.
+    """
+    asked = SamplingParams.parse(params)
+    _check(source, target)
+    llm = LLM(model, weights=weights)
+    for line in llm.forecast.lines():
+        print(line, file=sys.stderr)
+    began, lines, errors, tokens = time.perf_counter(), 0, 0, 0
+    try:
+        with (
+            source.open(encoding="utf-8") as given,
+            sys.stdout if target is None else target.open("w", encoding="utf-8") as found,
+        ):
+            for answer in answer_lines(llm, given, asked):
+                found.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                found.flush()
+                lines, errors = lines + 1, errors + ("error" in answer)
+                tokens += answer.get("tokens", 0)
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{source}: {error}") from None
+    took = time.perf_counter() - began
+    print(
+        f"{lines} answers ({errors} errors), {tokens} tokens in {took:.1f} s, "
+        f"{tokens / took:,.0f} tokens/s",
+        file=sys.stderr,
+    )
+
+
+def _check(source: Path, target: Path | None) -> None:
+    if not source.is_file():
+        raise FileError(f"{source}: no such file")
+    if target is not None and target.resolve() == source.resolve():
+        raise FileError(f"{target}: is the file of prompts; name another one for the answers")

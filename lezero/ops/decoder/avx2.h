@@ -1,0 +1,40 @@
+/* What layers.h needs beyond the primitives of linear, for AVX2. */
+
+INLINE floats quotient(floats x, floats y) {
+  return BOTH(floats, _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b));
+}
+INLINE floats most_of(floats x, floats y) { /* y where one is NaN */
+  return BOTH(floats, _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b));
+}
+INLINE float lanes_most(floats x) {
+  const __m256 h = _mm256_max_ps(x.a, x.b);
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+INLINE float lanes_total(floats x) {
+  const __m256 h = _mm256_add_ps(x.a, x.b);
+  __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+INLINE __m256 power8(__m256i n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+/* x · 2^n for n from -126 to 127. */
+INLINE floats times_power(floats x, ints n) {
+  return BOTH(floats, _mm256_mul_ps(x.a, power8(n.a)), _mm256_mul_ps(x.b, power8(n.b)));
+}
+INLINE __m256 within8(__m256 x, __m256i lane, int from, int to, float other) {
+  const __m256i low = _mm256_cmpgt_epi32(_mm256_set1_epi32(from), lane);
+  const __m256i high = _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lane);
+  const __m256i kept = _mm256_andnot_si256(low, high);
+  return _mm256_blendv_ps(_mm256_set1_ps(other), x, _mm256_castsi256_ps(kept));
+}
+/* Lanes `from` to `to` - 1 of x, the others `other`. */
+INLINE floats only_lanes(floats x, int64_t from, int64_t to, float other) {
+  const int low = from < 0 ? 0 : from > 16 ? 16 : (int)from, high = to < 0 ? 0 : to > 16 ? 16 : (int)to;
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i more = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
+  return BOTH(floats, within8(x.a, lane, low, high, other), within8(x.b, more, low, high, other));
+}

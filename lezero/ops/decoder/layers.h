@@ -1,0 +1,263 @@
+/* All layers of a decoder in one parallel region, over the primitives of one instruction set.
+ *
+ * [Note: a crew]
+ * Starting a parallel region costs as much as multiplying a token with a small matrix, and a layer
+ * has nine steps. So the region is opened once for all layers; its workers, which all run at once,
+ * meet at a barrier between steps. Work is split by worker, the same way every time.
+ *
+ * [Note: rows by themselves]
+ * Whatever a row of the step is computed from, it is computed by the same operations in the same
+ * order alone or beside others, in a chunk or token by token: sums run along inputs, keys are taken
+ * in tiles of 64 that begin at multiples of 64 in the sequence, and keys that another row of the same
+ * tile sees have the weight 0.
+ */
+#include <math.h>
+#include <sched.h>
+#include <string.h>
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum {
+  LINE = 64,
+  TILE = 64, /* keys that one round of the softmax takes */
+  TILE_BLOCKS = TILE / LEZERO_BLOCK,
+  MOST_QUERIES = MOST_BF16 < 12 ? MOST_BF16 : 12,
+  WIDEST = 256, /* width of a head */
+};
+#define LOWEST (-1e30f)
+
+typedef struct {
+  int64_t meets;  /* barriers met so far, times the crew */
+  int64_t pieces; /* of chunks, that lie in one cache block each */
+} shared_state;
+
+typedef struct {
+  int32_t chunk, row, rows; /* row: within the chunk */
+} piece;
+
+typedef struct {
+  shared_state *shared;
+  piece *pieces;
+  char *rows;     /* (T, max of D, H E, F) what is prepared next, in the type of its weight */
+  char *found;    /* (T, max of what comes out) */
+  char *delta;    /* (T, D) what is added to the residual stream next */
+  uint16_t *queries; /* (T, H, E) bf16, turned and scaled */
+  void *prepared;
+  char *own;      /* of each worker, `each` bytes */
+  size_t each, bytes;
+} layout;
+
+static int type_of(const lezero_weight *w) { return w->bits == 16 ? LEZERO_BF16 : LEZERO_FP32; }
+static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static lezero_linear linear_of(const lezero_step *s, const lezero_weight *w, int64_t N, int64_t K) {
+  lezero_linear l = {0};
+  l.M = s->T, l.N = N, l.K = K, l.x_type = type_of(w);
+  l.bits = (int)w->bits, l.x_bits = (int)w->x_bits, l.group = w->group;
+  l.weight = w->weight, l.scale = w->scale, l.zero = w->zero, l.scale_type = (int)w->scale_type;
+  l.bias = w->bias;
+  return l;
+}
+
+static lezero_linear qkv_of(const lezero_step *s, const lezero_layer *y) {
+  return linear_of(s, &y->qkv, (s->H + 2 * s->K) * s->E, s->D);
+}
+static lezero_linear out_of(const lezero_step *s, const lezero_layer *y) {
+  return linear_of(s, &y->out, s->D, s->H * s->E);
+}
+static lezero_linear gate_up_of(const lezero_step *s, const lezero_layer *y) {
+  return linear_of(s, &y->gate_up, 2 * s->F, s->D);
+}
+static lezero_linear down_of(const lezero_step *s, const lezero_layer *y) {
+  return linear_of(s, &y->down, s->D, s->F);
+}
+
+static void *carve(char **at, size_t bytes) {
+  char *found = *at;
+  *at += (bytes + 63) / 64 * 64;
+  return found;
+}
+
+static layout lay_out_step(const lezero_step *s, char *base) {
+  layout a;
+  char *at = base;
+  const int64_t wide = larger_of(larger_of(s->D, s->H * s->E), s->F);
+  const int64_t out = larger_of((s->H + 2 * s->K) * s->E, larger_of(2 * s->F, s->D));
+  size_t prepared = 0, own = 0;
+  for (int64_t i = 0; i < s->layers; i++) {
+    const lezero_layer *y = s->layer + i;
+    const lezero_linear all[] = {qkv_of(s, y), out_of(s, y), gate_up_of(s, y), down_of(s, y)};
+    for (int j = 0; j < 4; j++) {
+      prepared = (size_t)larger_of((int64_t)prepared, (int64_t)lezero_linear_scratch(all + j, s->T));
+      own = (size_t)larger_of((int64_t)own, (int64_t)lezero_linear_own_scratch(all + j, s->T));
+    }
+  }
+  a.each = (own + 63) / 64 * 64;
+  a.shared = carve(&at, sizeof(shared_state));
+  a.pieces = carve(&at, (size_t)s->T * sizeof(piece));
+  a.rows = carve(&at, (size_t)(s->T * wide) * 4);
+  a.found = carve(&at, (size_t)(s->T * out) * 4);
+  a.delta = carve(&at, (size_t)(s->T * s->D) * 4);
+  a.queries = carve(&at, (size_t)(s->T * s->H * s->E) * 2);
+  a.prepared = carve(&at, prepared);
+  a.own = carve(&at, a.each * (size_t)s->crew);
+  a.bytes = (size_t)(at - base);
+  return a;
+}
+
+size_t lezero_decoder_scratch(const lezero_step *s) { return lay_out_step(s, (char *)64).bytes; }
+
+void lezero_decoder_begin(const lezero_step *s) {
+  const layout a = lay_out_step(s, s->scratch);
+  int64_t n = 0;
+  for (int32_t c = 0; c < s->chunks; c++) {
+    const lezero_chunk *chunk = s->chunk + c;
+    for (int32_t row = 0; row < chunk->count;) {
+      const int32_t left = LEZERO_BLOCK - (chunk->position + row) % LEZERO_BLOCK;
+      const int32_t rows = left < chunk->count - row ? left : chunk->count - row;
+      a.pieces[n++] = (piece){c, row, rows};
+      row += rows;
+    }
+  }
+  *a.shared = (shared_state){0, n};
+}
+
+typedef struct {
+  const lezero_step *s;
+  layout a;
+  int64_t begin, end, meets;
+} worker;
+
+/* Returns when all workers are here, with what they wrote before. */
+static void meet(worker *w) {
+  w->meets += w->s->crew;
+  int64_t *meets = &w->a.shared->meets;
+  __atomic_fetch_add(meets, w->end - w->begin, __ATOMIC_ACQ_REL);
+  for (int spins = 0; __atomic_load_n(meets, __ATOMIC_ACQUIRE) < w->meets; spins++) {
+    if (spins < 4000) _mm_pause();
+    else sched_yield(); /* another program has the core that we wait for */
+  }
+}
+
+static int64_t from(const worker *w, int64_t units) { return units * w->begin / w->s->crew; }
+static int64_t upto(const worker *w, int64_t units) { return units * w->end / w->s->crew; }
+
+/* 2^x, to 2 ulp; at least 2^-126. Cephes' coefficients for 2^f, f from -0.5 to 0.5. */
+INLINE floats power_of_two(floats x) {
+  x = most_of(all_floats(-126), x); /* NaN stays */
+  const ints n = rounded(x);
+  const floats f = fused_less(all_floats(1), float_of(n), x);
+  floats p = fused(all_floats(1.535336188319500e-4f), f, all_floats(1.339887440266574e-3f));
+  p = fused(p, f, all_floats(9.618437357674640e-3f));
+  p = fused(p, f, all_floats(5.550332471162809e-2f));
+  p = fused(p, f, all_floats(2.402264791363012e-1f));
+  p = fused(p, f, all_floats(6.931472028550421e-1f));
+  p = fused(p, f, all_floats(1));
+  return times_power(p, n);
+}
+
+/* 1 / sqrt(mean of squares + eps) of n numbers. */
+INLINE float inverse_rms(const void *x, int type, int64_t first, int64_t n, float eps) {
+  floats sum = all_floats(0);
+  for (int64_t i = 0; i < n; i += 16) {
+    const floats v = read16(x, type, first + i, least_of(n - i, 16));
+    sum = fused(v, v, sum);
+  }
+  return 1 / sqrtf(lanes_total(sum) / (float)n + eps);
+}
+
+/* x += delta, then its norm to `rows`, for one row. */
+static void normalise(const worker *w, int64_t row, const float *weight, const lezero_weight *next,
+                      int delta_type) {
+  const lezero_step *s = w->s;
+  float *x = s->x + row * s->D;
+  if (delta_type >= 0)
+    for (int64_t i = 0; i < s->D; i += 16) {
+      const int64_t n = least_of(s->D - i, 16);
+      const floats v = read16(w->a.delta, delta_type, row * s->D + i, n);
+      write16(x, LEZERO_FP32, i, n, sum_of(read16(x, LEZERO_FP32, i, n), v));
+    }
+  if (!next) return;
+  const floats factor = all_floats(inverse_rms(x, LEZERO_FP32, 0, s->D, s->eps));
+  for (int64_t i = 0; i < s->D; i += 16) {
+    const int64_t n = least_of(s->D - i, 16);
+    const floats v = product(read16(x, LEZERO_FP32, i, n), factor);
+    write16(w->a.rows, type_of(next), row * s->D + i, n,
+            product(v, read16(weight, LEZERO_FP32, i, n)));
+  }
+}
+
+/* silu(gate) · up to `rows`, for one row. */
+static void activate(const worker *w, int64_t row, int found_type, const lezero_weight *next) {
+  const int64_t F = w->s->F, at = row * 2 * F;
+  for (int64_t i = 0; i < F; i += 16) {
+    const int64_t n = least_of(F - i, 16);
+    const floats gate = read16(w->a.found, found_type, at + i, n);
+    const floats up = read16(w->a.found, found_type, at + F + i, n);
+    const floats power = power_of_two(product(gate, all_floats(-1.44269504f)));
+    const floats silu = quotient(gate, sum_of(all_floats(1), power));
+    write16(w->a.rows, type_of(next), row * F + i, n, product(silu, up));
+  }
+}
+
+/* Prepares rows for a product, tile by tile, after `fill` wrote them (or null). */
+typedef void filler(const worker *w, int64_t row, const void *how);
+
+static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) {
+  l->x = w->a.rows;
+  const int64_t tiles = lezero_linear_tiles(l, w->s->T), first = from(w, tiles), end = upto(w, tiles);
+  const int64_t rows = w->s->T / tiles, longer = w->s->T % tiles; /* as the tiles are split */
+  const int64_t last = end * rows + least_of(end, longer);
+  if (fill)
+    for (int64_t row = first * rows + least_of(first, longer); row < last; row++) fill(w, row, how);
+  lezero_linear_prepare(l, 0, w->s->T, w->a.prepared, first, end);
+  meet(w);
+}
+
+static void multiply(worker *w, lezero_linear *l, void *out) {
+  l->out = out;
+  const int64_t pairs = lezero_linear_pairs(l);
+  lezero_linear_multiply(l, 0, w->s->T, w->a.prepared, w->a.own + w->begin * (int64_t)w->a.each,
+                         from(w, pairs), upto(w, pairs));
+  meet(w);
+}
+
+#include "attention.h"
+
+typedef struct {
+  const float *weight;
+  const lezero_weight *next;
+  int type; /* of what was found, or of delta: -1, there is none */
+} filled_by;
+
+static void fill_normalised(const worker *w, int64_t row, const void *how) {
+  const filled_by *f = how;
+  normalise(w, row, f->weight, f->next, f->type);
+}
+
+static void fill_activated(const worker *w, int64_t row, const void *how) {
+  const filled_by *f = how;
+  activate(w, row, f->type, f->next);
+}
+
+void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
+  worker state = {s, lay_out_step(s, s->scratch), begin, end, 0}, *w = &state;
+  int delta = -1;
+  for (int64_t i = 0; i < s->layers; i++) {
+    const lezero_layer *y = s->layer + i;
+    lezero_linear qkv = qkv_of(s, y), out = out_of(s, y), gate_up = gate_up_of(s, y),
+                  down = down_of(s, y);
+    prepare(w, &qkv, fill_normalised, &(filled_by){y->norm1, &y->qkv, delta});
+    multiply(w, &qkv, w->a.found);
+    attention(w, y, i, qkv.x_type);
+    prepare(w, &out, 0, 0);
+    multiply(w, &out, w->a.delta);
+    prepare(w, &gate_up, fill_normalised, &(filled_by){y->norm2, &y->gate_up, out.x_type});
+    multiply(w, &gate_up, w->a.found);
+    prepare(w, &down, fill_activated, &(filled_by){0, &y->down, gate_up.x_type});
+    multiply(w, &down, w->a.delta);
+    delta = down.x_type;
+  }
+  for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) normalise(w, row, 0, 0, delta);
+}

@@ -1,0 +1,133 @@
+"""All layers of a decoder in one call, over a cache of blocks. See `reference.py`.
+
+Letters: T tokens of a step, C chunks (tokens of one sequence that follow each other), L layers, D
+width of the residual stream, H query heads, K key-value heads, E width of a head, F width inside
+SwiGLU.
+
+[Note: addresses]
+A step of thirty layers reads six hundred tensors. Handing them to an op each time would cost a
+tenth of a token's time, so `Decoder` writes their addresses into one tensor, once, and keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+from lezero.ops.decoder import reference
+from lezero.ops.decoder.native import NATIVE
+from lezero.ops.decoder.weights import LayerWeights
+
+BLOCK = 16
+"""Tokens of a cache block."""
+MOST_TOKENS = 256
+"""Tokens of a step."""
+WIDEST_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all layers have in common. window: tokens that a token sees, itself included; 0: all."""
+
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    eps: float
+    window: int = 0
+
+    def problem(self) -> str:
+        """Why the kernels cannot work on this shape, or ""."""
+        if self.head_dim % 16 or self.head_dim > WIDEST_HEAD:
+            return f"heads of width {self.head_dim}; kernels take multiples of 16 up to 256"
+        return ""
+
+
+@dataclass(frozen=True)
+class BlockCache:
+    """Keys and values of all layers in bf16, in blocks of 16 tokens; [Note: blocks of keys and
+    values] in attention.h. keys: (L, blocks, K, E / 2, 16, 2); values: (L, blocks, K, E / 16, 8,
+    16, 2)."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def empty(cls, layers: int, blocks: int, shape: Shape) -> BlockCache:
+        """Memory is taken as blocks are used."""
+        K, E = shape.kv_heads, shape.head_dim
+        return cls(
+            torch.empty(layers, blocks, K, E // 2, BLOCK, 2, dtype=torch.bfloat16),
+            torch.empty(layers, blocks, K, E // 16, BLOCK // 2, 16, 2, dtype=torch.bfloat16),
+        )
+
+
+class Decoder:
+    """The layers of one model. Keeps the weights, whose addresses it hands to the kernels.
+
+    Raises `ConfigError` for matrices that do not fit the shape, and for one with a `problem`.
+    """
+
+    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
+        if shape.problem():
+            raise ConfigError(shape.problem())
+        self.shape, self.layers = shape, tuple(layers)
+        for index, layer in enumerate(self.layers):
+            _check(shape, layer, index)
+        rows = [layer.row() for layer in self.layers]
+        self._table = torch.tensor(rows, dtype=torch.int64)
+        self._room: dict[tuple[int, int], Tensor] = {}
+
+    def run(
+        self,
+        x_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        chunks: Tensor,
+        table: Tensor,
+        cache: BlockCache,
+    ) -> None:
+        """Takes x_TD, the residual stream of at most `MOST_TOKENS` tokens, through all layers.
+
+        x_TD: fp32 (T, D), changed in place.
+        cos, sin: fp32 (positions, E / 2). chunks: int32 (C, 3), each the first row, how many, and
+        the position of the first; rows follow each other. table: int32 (C, blocks), the cache
+        blocks of each sequence from its beginning. Keys and values of these tokens go into them.
+        """
+        if not NATIVE.available():
+            reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
+            return
+        s = self.shape
+        key = (x_TD.shape[0], torch.get_num_threads())
+        if key not in self._room:
+            sizes = (s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn)
+            size = NATIVE.ops.scratch(x_TD.shape[0], self._table, *sizes)
+            self._room = {key: torch.empty(size + 64, dtype=torch.uint8)}
+        room = self._room[key]
+        room = room[-room.data_ptr() % 64 :]
+        NATIVE.ops.run(
+            *(x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values, room),
+            *(s.heads, s.ffn, s.eps, s.window),
+        )
+
+
+def _check(shape: Shape, layer: LayerWeights, index: int) -> None:
+    qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    wanted = {
+        "qkv": (layer.qkv, qkv, shape.dim),
+        "out": (layer.out, shape.dim, shape.heads * shape.head_dim),
+        "gate_up": (layer.gate_up, 2 * shape.ffn, shape.dim),
+        "down": (layer.down, shape.dim, shape.ffn),
+    }
+    for name, (weight, N, K) in wanted.items():
+        if (weight.out_features, weight.in_features) != (N, K):
+            raise ConfigError(
+                f"layer {index}, {name}: {weight.out_features} × {weight.in_features}, expected "
+                f"{N} × {K}"
+            )
+        weight.check(f"layer {index}, {name}")

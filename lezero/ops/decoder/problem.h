@@ -1,0 +1,67 @@
+/* What the layers of a decoder are asked, in plain C. Each kernel file defines the two functions
+ * below through layers.h; registration.cpp is linked with one of them.
+ *
+ * Letters: T tokens (rows of a step), D width of the residual stream, H query heads, K key-value
+ * heads, G = H / K, E width of a head, F width inside SwiGLU. Formulas: reference.py.
+ */
+#ifndef LEZERO_DECODER_PROBLEM_H
+#define LEZERO_DECODER_PROBLEM_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "../linear/problem.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(hidden)
+
+enum { LEZERO_BLOCK = 16 }; /* tokens of a cache block */
+
+/* Addresses and kinds of a packed weight, as `stack.py` writes them: all 64 bits wide. */
+typedef struct {
+  const void *weight, *scale, *zero;
+  const float *bias;
+  int64_t bits, group, x_bits, scale_type;
+} lezero_weight;
+
+typedef struct {
+  lezero_weight qkv, out, gate_up, down;
+  const float *norm1, *norm2, *q_norm, *k_norm; /* the last two may be null */
+} lezero_layer;
+
+/* Tokens of one sequence that follow each other: rows first … first + count - 1. */
+typedef struct {
+  int32_t first, count, position; /* position of the first one in its sequence */
+} lezero_chunk;
+
+typedef struct {
+  int64_t T, D, H, K, E, F, layers, chunks;
+  int64_t blocks;    /* of the cache */
+  int64_t width;     /* of a row of `table` */
+  int64_t window;    /* tokens that a token sees, itself included; 0: all before it */
+  float eps;
+  float *x;          /* (T, D), in and out */
+  const lezero_layer *layer;
+  const float *cos, *sin; /* (positions, E / 2) */
+  const lezero_chunk *chunk;
+  const int32_t *table; /* (chunks, width): the cache blocks of each sequence, in order */
+  uint16_t *keys;   /* (layers, blocks, K, E / 2, 16, 2) bf16 */
+  uint16_t *values; /* (layers, blocks, K, E / 16, 8, 16, 2) bf16 */
+  void *scratch;    /* aligned to 64 */
+  int64_t crew;     /* workers, which all run at once */
+} lezero_step;
+
+/* Bytes of scratch. */
+size_t lezero_decoder_scratch(const lezero_step *s);
+/* To be called once, before the workers run. */
+void lezero_decoder_begin(const lezero_step *s);
+/* The part of workers begin … end - 1, to which one thread answers; returns when all is done. */
+void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,116 @@
+"""Decoder layers over a cache of blocks in plain PyTorch: what the kernels are held to.
+
+    x += out(attention(qkv(norm1(x))));  x += down(silu(gate(norm2(x))) · up(norm2(x)))
+
+Norms are RMSNorm; queries and keys are normalised (where there are weights for it) and turned by
+their positions, then kept in bf16; a token sees the keys of its sequence up to its own. Weights of
+16 bits take inputs rounded to bf16, and their results are rounded to bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lezero.ops.decoder.weights import LayerWeights, Weight
+from lezero.ops.linear import reference as linear
+
+if TYPE_CHECKING:
+    from lezero.ops.decoder.op import BlockCache, Shape
+
+
+def run(
+    shape: Shape,
+    layers: Sequence[LayerWeights],
+    x_TD: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    chunks: Tensor,
+    table: Tensor,
+    cache: BlockCache,
+) -> None:
+    """See `Decoder.run`."""
+    for index, layer in enumerate(layers):
+        found = multiply(norm(x_TD, layer.norm1, shape.eps), layer.qkv).float()
+        y_THE = attention(shape, layer, index, found, cos, sin, chunks, table, cache)
+        x_TD += multiply(y_THE.flatten(1), layer.out).float()
+        found = multiply(norm(x_TD, layer.norm2, shape.eps), layer.gate_up).float()
+        gate, up = found.chunk(2, 1)
+        x_TD += multiply(F.silu(gate) * up, layer.down).float()
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dim (Zhang and Sennrich, 2019, equation 4)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def multiply(x_TK: Tensor, weight: Weight) -> Tensor:
+    """x wᵀ + bias as the layers do it."""
+    if weight.bits == 16:
+        packed, N = weight.packed.weight, weight.out_features
+        return linear.linear_bf16(x_TK.bfloat16(), packed, weight.bias, N)
+    sizes = (weight.out_features, weight.bits, weight.group, weight.x_bits)
+    return linear.linear_int(x_TK, weight.packed, weight.bias, None, *sizes)
+
+
+def attention(
+    shape: Shape,
+    layer: LayerWeights,
+    index: int,
+    qkv_TN: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    chunks: Tensor,
+    table: Tensor,
+    cache: BlockCache,
+) -> Tensor:
+    """(T, H, E): what each token gathers; its keys and values go into the cache."""
+    H, K, E = shape.heads, shape.kv_heads, shape.head_dim
+    out_THE = torch.empty(len(qkv_TN), H, E)
+    for (first, count, position), blocks in zip(chunks.tolist(), table, strict=True):
+        rows = slice(first, first + count)
+        q, k, v = qkv_TN[rows].unflatten(1, (-1, E)).split((H, K, K), 1)
+        at = torch.arange(position, position + count)
+        q = _turned(q, layer.q_norm, shape.eps, cos[at, None], sin[at, None])
+        k = _turned(k, layer.k_norm, shape.eps, cos[at, None], sin[at, None])
+        write(cache, index, blocks[at // 16].long(), at % 16, k.bfloat16(), v.bfloat16())
+        seen = torch.arange(position + count)
+        k, v = read(cache, index, blocks[seen // 16].long(), seen % 16)
+        mask = seen <= at[:, None]
+        if shape.window:
+            mask &= seen > at[:, None] - shape.window
+        scaled = (q / math.sqrt(E)).bfloat16().float()
+        keys, values = (x.float().repeat_interleave(H // K, 1) for x in (k, v))
+        score = torch.einsum("the,she->hts", scaled, keys).masked_fill(~mask, -math.inf)
+        out_THE[rows] = torch.einsum("hts,she->the", score.softmax(-1), values)
+    return out_THE
+
+
+def _turned(x_TNE: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    x_TNE = x_TNE if weight is None else norm(x_TNE, weight, eps)
+    one, two = x_TNE.chunk(2, -1)
+    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
+
+
+def write(
+    cache: BlockCache, layer: int, block_T: Tensor, slot_T: Tensor, k_TKE: Tensor, v_TKE: Tensor
+) -> None:
+    """Tokens into their slots of the cache."""
+    keys = k_TKE.unflatten(2, (-1, 2))
+    cache.keys[layer, block_T, :, :, slot_T] = keys
+    values = v_TKE.unflatten(2, (-1, 16))
+    even = slot_T % 2 == 0  # the other token of the pair is 0 until it comes
+    cache.values[layer, block_T[even], :, :, slot_T[even] // 2, :, 1] = 0
+    cache.values[layer, block_T, :, :, slot_T // 2, :, slot_T % 2] = values
+
+
+def read(cache: BlockCache, layer: int, block_S: Tensor, slot_S: Tensor) -> tuple[Tensor, Tensor]:
+    """(S, K, E) keys and values of tokens in the cache."""
+    keys = cache.keys[layer, block_S, :, :, slot_S]
+    values = cache.values[layer, block_S, :, :, slot_S // 2, :, slot_S % 2]
+    return keys.flatten(2), values.flatten(2)

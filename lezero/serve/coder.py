@@ -1,0 +1,129 @@
+"""Text to tokens and back, and a chat as the model was taught to read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lezero.core.errors import ConfigError, FileError
+from lezero.data import load_tokenizer
+from lezero.models import gguf_tokenizer, stop_tokens
+
+Message = Mapping[str, Any]
+_LIMIT = 1 << 20
+
+
+class Coder:
+    """A model's tokenizer. end_tokens: those that end a text. template: Jinja, or None."""
+
+    def __init__(
+        self,
+        inner: Any,
+        end_tokens: frozenset[int],
+        template: str | None = None,
+        specials: Mapping[str, str] | None = None,
+    ) -> None:
+        self._inner, self.end_tokens = inner, end_tokens
+        self.template, self._specials = template, dict(specials or {})
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._inner.encode(text)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._inner.decode(list(tokens)))
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The text that the model continues as the assistant.
+
+        Raises `ConfigError` for messages without role or content, and where the tokenizer has no
+        chat template. Templates come with models, so they run in Jinja's sandbox.
+        """
+        if self.template is None:
+            raise ConfigError(
+                "this model's tokenizer has no chat template: give a prompt and use generate"
+            )
+        _check_messages(messages)
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(text: str) -> None:
+            raise ConfigError(f"messages: {text}")
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
+        environment.globals["raise_exception"] = refuse
+        try:
+            return environment.from_string(self.template).render(
+                messages=list(messages), add_generation_prompt=True, **self._specials
+            )
+        except TemplateError as error:
+            raise ConfigError(f"messages: the model's chat template fails: {error}") from None
+
+
+def open_coder(place: str | Path, folder: Path | None) -> Coder:
+    """The tokenizer of a model: of `folder`, or where there is none of the GGUF file `place`."""
+    if folder is None:
+        found = gguf_tokenizer(str(place))
+        end = found.eos_token_id
+        ends = frozenset([end]) if isinstance(end, int) else frozenset[int]()
+        specials = {
+            f"{kind}_token": str(getattr(found, f"{kind}_token")) for kind in ("bos", "eos")
+        }
+        return Coder(_WithoutSpecials(found), ends, found.chat_template, specials)
+    tokenizer = load_tokenizer(folder)
+    ends = frozenset([tokenizer.eos])
+    if (folder / "config.json").is_file():
+        ends |= frozenset(stop_tokens(folder))
+    template, specials = _template(folder)
+    return Coder(tokenizer, ends, template, specials)
+
+
+class _WithoutSpecials:
+    """A tokenizer of transformers that neither adds nor shows special tokens."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._inner.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: list[int]) -> str:
+        return str(self._inner.decode(tokens, skip_special_tokens=True))
+
+
+def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """The chat template and the special tokens that it may name."""
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return None, {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        own = folder / "chat_template.jinja"
+        text = own.read_text(encoding="utf-8") if own.is_file() else settings.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path}: cannot be read ({error})") from None
+    if isinstance(text, list):  # several by name
+        named = {x.get("name"): x.get("template") for x in text if isinstance(x, dict)}
+        text = named.get("default")
+    specials = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            specials[name] = value
+    if text is not None and (not isinstance(text, str) or len(text) > _LIMIT):
+        raise FileError(f"{path}: its chat template is no text of at most {_LIMIT >> 20} MiB")
+    return text, specials
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if not messages:
+        raise ConfigError("messages: got none, give at least one")
+    for number, message in enumerate(messages):
+        for key in ("role", "content"):
+            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
+                raise ConfigError(f"messages[{number}].{key}: got no text; each message has one")

@@ -1,0 +1,124 @@
+"""The loop: plan a step, run it, draw tokens, take them back. One thread, no clock, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lezero.serve.blocks import BlockPool
+from lezero.serve.program import Fed, Program
+from lezero.serve.request import Request
+from lezero.serve.sampler import Row, draw
+from lezero.serve.sampling import Drawn
+from lezero.serve.scheduler import Chunk, Scheduler
+from lezero.serve.speculate import Speculator
+
+
+@dataclass
+class Totals:
+    """What an engine did so far."""
+
+    steps: int = 0
+    fed: int = 0
+    drawn: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    preempted: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a step brought: new tokens by request, and the requests that ended."""
+
+    tokens: dict[Request, list[int]] = field(default_factory=dict)
+    ended: list[Request] = field(default_factory=list)
+
+
+class Engine:
+    """Runs requests over one program. `add`, `cancel` and `step` are called by one thread."""
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        blocks: int,
+        max_requests: int,
+        longest: int,
+        speculator: Speculator | None = None,
+    ) -> None:
+        self.program, self.totals = program, Totals()
+        self.pool = BlockPool(blocks, program.block_size)
+        self.scheduler = Scheduler(self.pool, program.most_tokens, max_requests, longest)
+        self._speculator = speculator
+        program.reserve(blocks)
+
+    def add(self, request: Request) -> None:
+        """Lets a request wait for its turn. What could never run is a `ConfigError`."""
+        self.scheduler.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request at any moment; its blocks are free at once."""
+        self.scheduler.cancel(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> Progress:
+        """One pass through the model; nothing where there is nothing to do."""
+        running = self.scheduler.running
+        if self._speculator is not None:
+            self._speculator.guess([request for request in running if request.pending == 1])
+        step = self.scheduler.schedule()
+        chunks = step.chunks
+        if not chunks:
+            return Progress()
+        results = self._run(chunks)
+        lengths = {chunk.request: len(chunk.request.tokens) for chunk in chunks}
+        ended = self.scheduler.update(step, results)
+        tokens = {r: r.tokens[length:] for r, length in lengths.items() if len(r.tokens) > length}
+        totals = self.totals
+        totals.steps += 1
+        totals.fed += sum(chunk.count for chunk in chunks)
+        totals.drawn += sum(map(len, tokens.values()))
+        totals.drafted += sum(len(chunk.drafts) for chunk in chunks)
+        totals.accepted += sum(max(0, len(found) - 1) for found in results)
+        totals.preempted += step.preempts
+        return Progress(tokens, ended)
+
+    def _run(self, chunks: Sequence[Chunk]) -> list[list[Drawn]]:
+        """What is drawn for each chunk: the accepted drafts, then one more."""
+        fed, rows = [], []
+        for chunk in chunks:
+            own = _rows(chunk) if chunk.samples else []
+            rows += own
+            wanted = range(chunk.count - len(own), chunk.count)
+            fed.append(Fed(chunk.tokens, chunk.start, chunk.request.blocks, wanted))
+        drawn = iter(draw(self.program.run(fed), rows))
+        found: list[list[Drawn]] = []
+        for chunk in chunks:
+            count = len(chunk.drafts) + 1 if chunk.samples else 0
+            mine = [next(drawn) for _ in range(count)]
+            found.append(mine[: _kept(chunk.drafts, mine)])
+        return found
+
+
+def _rows(chunk: Chunk) -> list[Row]:
+    """For the token after the last known one, and after each draft."""
+    request = chunk.request
+    rows = []
+    for index in range(len(chunk.drafts) + 1):
+        history: Sequence[int] = ()
+        if request.params.penalizes:
+            history = [*request.tokens[: chunk.known], *chunk.drafts[:index]]
+        position, prompt = chunk.known + index, len(request.prompt)
+        rows.append(Row(request.params, request.seed, position, request.sample, history, prompt))
+    return rows
+
+
+def _kept(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:
+    """Tokens up to the first that is not what its draft guessed, that one included."""
+    for index, (draft, found) in enumerate(zip(drafts, drawn, strict=False)):
+        if found.token != draft:
+            return index + 1
+    return len(drawn)

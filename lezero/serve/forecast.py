@@ -1,0 +1,81 @@
+"""What an engine takes and gives, before it runs: memory, and speed from measured ceilings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import psutil
+
+from lezero.profiler import hardware
+from lezero.serve.program import Program
+
+_SHARE = 0.3
+"""Of the memory that is free, what the cache may take where nobody says."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Bytes, and tokens a second; speeds are None where the machine's ceilings were not measured.
+
+    workspace_bytes: of one step of most tokens. decode_tokens_s: of one request, which reading
+    weights limits. prefill_tokens_s: of prompts, which products limit. largest: requests of a whole
+    context that the cache holds at once.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+    token_bytes: int
+    """Of a token's keys and values."""
+    cache_tokens: int
+    context: int
+    decode_tokens_s: float | None
+    prefill_tokens_s: float | None
+
+    @property
+    def largest(self) -> int:
+        return self.cache_tokens // self.context
+
+    def lines(self) -> list[str]:
+        """For people."""
+        each = f"{self.token_bytes / 1024:.1f} KiB a token"
+        fits = f"{self.largest} requests of {self.context} tokens, {each}"
+        return [
+            f"weights     {_mib(self.weight_bytes)}",
+            f"cache       {_mib(self.cache_bytes)}: {fits}",
+            f"workspace   {_mib(self.workspace_bytes)}",
+            f"decode      at most {_speed(self.decode_tokens_s)} for one request",
+            f"prefill     at most {_speed(self.prefill_tokens_s)}",
+        ]
+
+
+def foresee(program: Program, blocks: int, context: int) -> Forecast:
+    """The forecast of a program with so many blocks of cache, for requests of `context` tokens."""
+    ceilings = hardware(measure=False).ceilings
+    read = None if ceilings is None else ceilings.memory_read
+    products = None if ceilings is None else ceilings.gemm_bf16
+    return Forecast(
+        program.weight_bytes,
+        blocks * program.block_bytes,
+        program.workspace_bytes,
+        program.block_bytes // program.block_size,
+        blocks * program.block_size,
+        context,
+        None if read is None else read / program.read_bytes,
+        None if products is None else products / (2 * program.products),
+    )
+
+
+def room_for_cache(program: Program, context: int, max_requests: int) -> int:
+    """Bytes for keys and values: of all requests at their longest, or a share of what is free."""
+    blocks = -(-context // program.block_size) * max_requests
+    free = psutil.virtual_memory().available
+    return max(program.block_bytes, min(blocks * program.block_bytes, int(_SHARE * free)))
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.0f} MiB"
+
+
+def _speed(found: float | None) -> str:
+    return "a speed not known (lz doctor measures)" if found is None else f"{found:,.0f} tokens/s"

@@ -1,0 +1,241 @@
+"""The Llama family on the CPU: all layers in one call of `lezero.ops.decoder`.
+
+The residual stream is fp32, keys and values are bf16, weights are bf16, int8 or int4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
+from lezero.compress.quantize.weights import PackedWeight
+from lezero.models import Transformer
+from lezero.models.transformer import TransformerBlock
+from lezero.ops.decoder import (
+    BLOCK,
+    MOST_TOKENS,
+    BlockCache,
+    Decoder,
+    LayerWeights,
+    Shape,
+    Weight,
+)
+from lezero.ops.linear import Packed, linear_bf16, linear_int, pack, pack_bf16, unpack
+from lezero.serve.program import Fed, Program, block_table, wanted_rows
+
+
+class FusedProgram(Program):
+    """Takes the weights out of `model` layer by layer, so that they are never there twice."""
+
+    block_size = BLOCK
+    most_tokens = MOST_TOKENS
+    invariant = True
+
+    def __init__(self, model: Transformer) -> None:
+        self.config = model.config
+        self._shape = shape_of(model)
+        self._rope = model.rope
+        self._embedding: nn.Module = model.embed_tokens
+        self._norm = model.norm.weight.detach().float()
+        head: nn.Module = model.embed_tokens if model.lm_head is None else model.lm_head
+        self._head = merged([head])
+        if head is model.embed_tokens and self._head.bits == 16:
+            self._embedding = _PackedRows(self._head)  # one copy serves both
+        weights = []
+        for index, block in enumerate(model.layers):
+            weights.append(_layer(block))
+            model.layers[index] = nn.Identity()
+        self._decoder = Decoder(self._shape, weights)
+        self._cache: BlockCache | None = None
+        self.description = f"{_said(weights)}, fp32 residual stream, bf16 keys and values"
+
+    def reserve(self, blocks: int) -> None:
+        self._cache = BlockCache.empty(self.config.layers, blocks, self._shape)
+
+    @torch.no_grad()
+    def run(self, fed: Sequence[Fed]) -> Tensor:
+        assert self._cache is not None, "reserve the cache first"
+        tokens = torch.tensor([token for one in fed for token in one.tokens])
+        x_TD = self._embedding(tokens).float()
+        self._rope.ready(max(one.position + len(one.tokens) for one in fed), x_TD.device)
+        chunks, first = [], 0
+        for one in fed:
+            chunks.append([first, len(one.tokens), one.position])
+            first += len(one.tokens)
+        self._decoder.run(
+            *(x_TD, self._rope.cos_TP, self._rope.sin_TP),
+            *(torch.tensor(chunks, dtype=torch.int32), block_table(fed), self._cache),
+        )
+        rows = wanted_rows(fed)
+        normed = torch.nn.functional.rms_norm(
+            x_TD[rows], (self.config.dim,), self._norm, self.config.norm_eps
+        )
+        return _multiply(normed, self._head)
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * 2 * BLOCK * self.config.layers * self.config.kv_heads * self.config.head_dim
+
+    @property
+    def weight_bytes(self) -> int:
+        held = {id(x): x for x in self._tensors()}
+        return sum(x.nbytes for x in held.values())
+
+    @property
+    def read_bytes(self) -> int:
+        layers = sum(weight_bytes(w) for y in self._decoder.layers for w in _matrices(y))
+        return layers + weight_bytes(self._head)
+
+    def _tensors(self) -> list[Tensor]:
+        found = [*self._embedding.parameters(), *self._embedding.buffers(), self._norm]
+        weights = [self._head, *(w for y in self._decoder.layers for w in _matrices(y))]
+        return found + [x for w in weights for x in (*w.packed, w.bias) if x is not None]
+
+
+def shape_of(model: Transformer) -> Shape:
+    c = model.config
+    return Shape(
+        *(c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn, c.norm_eps), window=c.sliding_window or 0
+    )
+
+
+def weight_bytes(weight: Weight) -> int:
+    return sum(x.nbytes for x in weight.packed if x is not None)
+
+
+def merged(parts: Sequence[nn.Module]) -> Weight:
+    """Linear layers (or an embedding) with the same inputs as one matrix, outputs in a row.
+
+    Layers that are not all in the same form of int8 or int4 become bf16.
+    """
+    K = _features(parts[0])[1]
+    N = sum(_features(part)[0] for part in parts)
+    bias = _bias(parts)
+    weights = [part.weight for part in parts]
+    forms = {_form(part) for part in parts}
+    if len(forms) == 1 and None not in forms:
+        first: Any = weights[0]
+        x_bits = getattr(parts[0], "x_bits", 16)
+        packed = _joined([w for w in weights if isinstance(w, PackedWeight)])
+        return Weight(packed, bias, N, K, first.grid.bits, first.group, x_bits)
+    wide = torch.cat([_wide(weight) for weight in weights])
+    return Weight(Packed(pack_bf16(wide), torch.empty(0), None), bias, N, K, 16)
+
+
+def _layer(block: Any) -> LayerWeights:
+    assert isinstance(block, TransformerBlock)
+    attention, mlp = block.self_attn, block.mlp
+    return LayerWeights(
+        norm1=_vector(block.input_layernorm),
+        qkv=merged([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=merged([attention.o_proj]),
+        norm2=_vector(block.post_attention_layernorm),
+        gate_up=merged([mlp.gate_proj, mlp.up_proj]),
+        down=merged([mlp.down_proj]),
+        q_norm=None if attention.q_norm is None else _vector(attention.q_norm),
+        k_norm=None if attention.k_norm is None else _vector(attention.k_norm),
+    )
+
+
+def _matrices(layer: LayerWeights) -> tuple[Weight, ...]:
+    return layer.qkv, layer.out, layer.gate_up, layer.down
+
+
+def _vector(norm: Any) -> Tensor:
+    found: Tensor = norm.weight.detach().float().contiguous()
+    return found
+
+
+def _features(part: Any) -> tuple[int, int]:
+    N, K = part.weight.shape
+    return int(N), int(K)
+
+
+def _form(part: nn.Module) -> tuple[Any, ...] | None:
+    """What must be equal for weights to be joined; None: not a form that kernels read."""
+    weight = part.weight
+    quantized = isinstance(part, QuantizedLinear | QuantizedEmbedding)
+    if not quantized or not isinstance(weight, PackedWeight) or part.input_scale is not None:
+        return None
+    return weight.grid, getattr(part, "x_bits", 16)
+
+
+def _joined(weights: Sequence[PackedWeight]) -> Packed:
+    parts = [weight.parts() for weight in weights]
+    if len(parts) == 1:
+        return parts[0]
+    if all(weight.full_shape[0] % 16 == 0 for weight in weights):
+        return _stacked(parts)
+    bits = weights[0].grid.bits
+    return pack(
+        *_stacked([unpack(w.parts(), *w.full_shape, bits=bits) for w in weights]), bits=bits
+    )
+
+
+def _stacked(parts: Sequence[Packed]) -> Packed:
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return Packed(
+        torch.cat([part.weight for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def _wide(weight: Any) -> Tensor:
+    found: Tensor = weight.decode() if hasattr(weight, "decode") else weight.detach()
+    return found
+
+
+def _bias(parts: Sequence[nn.Module]) -> Tensor | None:
+    found = [getattr(part, "bias", None) for part in parts]
+    if all(bias is None for bias in found):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(_features(part)[0]) if bias is None else bias.detach().float()
+            for part, bias in zip(parts, found, strict=True)
+        ]
+    )
+
+
+def _multiply(x: Tensor, weight: Weight) -> Tensor:
+    if weight.bits == 16:
+        return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
+    return linear_int(
+        *(x, weight.packed, weight.bias),
+        out_features=weight.out_features,
+        bits=weight.bits,
+        group=weight.group,
+        x_bits=weight.x_bits,
+    )
+
+
+class _PackedRows(nn.Module):
+    """An embedding over a packed bf16 matrix, which the head reads too."""
+
+    def __init__(self, weight: Weight) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        panels = self._weight.packed.weight  # (P, K / 2, 16, 2)
+        rows = panels[ids // 16, :, ids % 16]
+        return rows.flatten(1)[:, : self._weight.in_features]
+
+
+def _said(layers: Sequence[LayerWeights]) -> str:
+    """Which weights there are, in a few words."""
+    found: dict[str, int] = {}
+    for layer in layers:
+        for weight in _matrices(layer):
+            name = "bf16" if weight.bits == 16 else f"int{weight.bits}"
+            name += f" in groups of {weight.group}" if weight.group else ""
+            name += " with int8 activations" if weight.bits != 16 and weight.x_bits == 8 else ""
+            found[name] = found.get(name, 0) + 1
+    if len(found) == 1:
+        return f"{next(iter(found))} weights"
+    return " and ".join(f"{count} matrices in {name}" for name, count in found.items())

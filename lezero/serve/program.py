@@ -1,0 +1,99 @@
+"""What runs a model for the engine: rows of tokens in, logits out, over a cache of blocks.
+
+Letters: T tokens of a step, R rows that logits are wanted of, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lezero.models import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Tokens of one sequence that go through the model together.
+
+    position: of the first of them. blocks: those of the sequence, from its beginning. rows: of
+    which of the tokens logits are wanted, counted from the first of these.
+    """
+
+    tokens: Sequence[int]
+    position: int
+    blocks: Sequence[int]
+    rows: Sequence[int] = ()
+
+
+class Program(ABC):
+    """A model made ready to run: who makes one decides on weights and cache; the engine runs it.
+
+    Rows do not depend on each other: the same tokens of a sequence give the same logits whatever
+    else is in the step and however they are cut into chunks. `invariant` says whether bit for bit.
+    """
+
+    config: TransformerConfig
+    block_size: int
+    most_tokens: int
+    """Tokens of a step at most."""
+    invariant: bool = False
+    description: str
+    """Weights, cache and kernel in a few words, for people."""
+
+    @abstractmethod
+    def reserve(self, blocks: int) -> None:
+        """Makes the cache, of so many blocks; what it held is lost."""
+
+    @abstractmethod
+    def run(self, fed: Sequence[Fed]) -> Tensor:
+        """fp32 logits (R, V) of the wanted rows, in order. Keys and values go into the blocks."""
+
+    @property
+    @abstractmethod
+    def block_bytes(self) -> int:
+        """What a block of the cache takes."""
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """What the weights take."""
+
+    @property
+    @abstractmethod
+    def read_bytes(self) -> int:
+        """Bytes of weights that one token reads."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What a step of most tokens takes beside weights and cache: states and logits."""
+        c, T = self.config, self.most_tokens
+        wide = max((c.heads + 2 * c.kv_heads) * c.head_dim, 2 * c.ffn, c.dim)
+        return 4 * T * (2 * c.dim + max(c.heads * c.head_dim, c.ffn) + 2 * wide) + 4 * T * c.vocab
+
+    @property
+    def products(self) -> int:
+        """Weights that one token is multiplied with, the head left out."""
+        c = self.config
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return c.layers * c.dim * (2 * q + 2 * kv + 3 * c.ffn)
+
+
+def wanted_rows(fed: Sequence[Fed]) -> Tensor:
+    """The rows of the step that logits are wanted of: (R,) int64."""
+    found: list[int] = []
+    first = 0
+    for one in fed:
+        found += [first + row for row in one.rows]
+        first += len(one.tokens)
+    return torch.tensor(found, dtype=torch.int64)
+
+
+def block_table(fed: Sequence[Fed]) -> Tensor:
+    """Blocks of each sequence, filled up with 0: int32 (sequences, most blocks)."""
+    width = max(len(one.blocks) for one in fed)
+    rows = [[*one.blocks, *[0] * (width - len(one.blocks))] for one in fed]
+    return torch.tensor(rows, dtype=torch.int32)

@@ -1,0 +1,77 @@
+"""What a request asks of its tokens, and what is known of a token that was drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, field_validator
+
+from lezero.core.config import Config
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0)]
+
+
+class SamplingParams(Config):
+    """How the tokens of one request are chosen, and when it ends.
+
+    The order is: penalties on the logits, temperature, top-k, top-p, min-p (as in transformers).
+    """
+
+    max_tokens: int = Field(default=128, ge=1)
+    """New tokens at most."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """Divides the logits; 0 takes the most likely token (greedy)."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Choose among this many most likely tokens; none: all."""
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Choose among the fewest most likely tokens that together reach this probability."""
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Choose among tokens at least this many times as likely as the most likely one."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """For tokens of prompt and answer: logits above 0 are divided by it, others multiplied."""
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Taken from the logit of each token that is in the answer."""
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    """Taken from the logit of a token once for each time that it is in the answer."""
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+    """Equal seeds give equal tokens; none: the request's number is the seed."""
+    stop: tuple[StopString, ...] = Field(default=(), max_length=16)
+    """The text ends before the first of these."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Tokens that end the answer, besides the model's own."""
+    ignore_eos: bool = False
+    """Go on after the model's own end tokens."""
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    """Log-probabilities of each token and of this many most likely ones; 0: of the token alone.
+
+    They are those of the model: before penalties, temperature and filters.
+    """
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_is_enough(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the choice depends on which tokens came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of a token, and the likeliest tokens with theirs, best first."""
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token from one row of logits; with `error`, no token could be drawn (`token` is -1)."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+    error: str | None = None

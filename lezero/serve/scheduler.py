@@ -1,0 +1,289 @@
+"""Which tokens the next pass through the model feeds; plain Python, no tensors.
+
+[Note: who goes first] A step has room for `max_tokens` tokens. Running requests that decode come
+first, one token each, and drafts where room is left. Then prompts that are partly in, then waiting
+requests, both in turn (priority, arrival), cut into chunks where they do not fit. The first in
+turn that cannot start holds back all behind it, so that a long prompt is never overtaken by short
+ones for ever. When a running request needs a block and none is free, the running request that is
+last in turn is preempted: it gives its blocks back and waits in its turn, that is before those of
+its priority that have not run, to be computed again; most of its blocks are usually still found by
+name. The first in turn is never preempted for another, and `add` refuses what could not run alone,
+so each request ends.
+
+[Note: equal prompts at once] A request that would compute a block that another computes in the same
+step waits for that step, and shares the block then.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lezero.core.errors import ConfigError
+from lezero.serve.blocks import BlockPool
+from lezero.serve.request import Reason, Request, State
+from lezero.serve.sampling import Drawn
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chunk:
+    """Tokens `start` to `start + count` of a request, the last of which may be drafts."""
+
+    request: Request
+    start: int
+    count: int
+    drafts: tuple[int, ...] = ()
+    samples: bool = True
+    """Whether tokens are drawn: from the row of the last known token, and of each draft."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def known(self) -> int:
+        """The end of the tokens that are no guesses."""
+        return self.end - len(self.drafts)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that are fed."""
+        return [*self.request.tokens[self.start : self.known], *self.drafts]
+
+
+class Step:
+    """The chunks of one pass through the model, decodes first; `left` tokens had room as well."""
+
+    def __init__(self, room: int) -> None:
+        self.left = room
+        self.preempts = False
+        self._chunks: dict[Request, Chunk] = {}
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        return list(self._chunks.values())
+
+    def feed(self, chunk: Chunk) -> None:
+        self._chunks[chunk.request] = chunk
+        self.left -= chunk.count
+
+    def withdraw(self, request: Request) -> None:
+        """Takes the request's chunk out again, if there is one."""
+        chunk = self._chunks.pop(request, None)
+        if chunk is not None:
+            self.left += chunk.count
+
+
+class Scheduler:
+    """Takes requests in, plans one step at a time, and takes the step's tokens back.
+
+    pool: the blocks of the cache. max_tokens: tokens of a step. max_requests: running at once; not
+    above max_tokens, so that each gets a token a step. longest: tokens of a request at most, prompt
+    and answer. One thread calls it: `schedule`, run the model, `update`, again; `add`, `finish` and
+    `cancel` may come between any two of these.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_tokens: int,
+        max_requests: int,
+        longest: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if max_requests < 1:
+            raise ConfigError(f"max_requests: got {max_requests}, allowed is 1 or more")
+        if max_tokens < max_requests:
+            raise ConfigError(
+                f"max_tokens: got {max_tokens} tokens a step, allowed is {max_requests} or more, "
+                "one for each of max_requests"
+            )
+        self.pool, self.longest = pool, longest
+        self.max_tokens, self.max_requests = max_tokens, max_requests
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._clock = clock
+        self._arrivals = 0
+
+    def add(self, request: Request) -> None:
+        """Lets a new request wait for its turn. What could never run is a `ConfigError`."""
+        self._refuse_what_never_fits(request)
+        request.number, request.arrived_s = self._arrivals, self._clock()
+        self._arrivals += 1
+        insort(self.waiting, request, key=_turn)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request at any moment; its blocks are free at once."""
+        self.finish(request, "cancelled")
+
+    def finish(self, request: Request, reason: Reason, error: str | None = None) -> None:
+        """Ends a request that has not ended. After an error its blocks are not shared any more."""
+        if request.state is State.FINISHED:
+            return
+        (self.waiting if request.state is State.WAITING else self.running).remove(request)
+        if reason == "error":
+            self.pool.forget(request.blocks)
+        self._give_back(request, 0)
+        request.state, request.reason, request.error = State.FINISHED, reason, error
+        request.drafts, request.ended_s = (), self._clock()
+
+    def schedule(self) -> Step:
+        """The next step; it has no chunks when there is nothing to do."""
+        step = Step(self.max_tokens)
+        decodes = [request for request in self.running if request.pending == 1]
+        prompts = [request for request in self.running if request.pending > 1]
+        others = len(self.running)
+        for request in decodes:
+            others -= 1  # drafts leave at least a token for each of them
+            self._extend(step, request, step.left - others)
+        for request in prompts:
+            self._extend(step, request, step.left)
+        if not step.preempts:
+            self._admit(step)
+        return step
+
+    def update(self, step: Step, results: Sequence[Sequence[Drawn]]) -> list[Request]:
+        """Takes the tokens of a step that was run; returns the requests that ended with it.
+
+        results: for each chunk the accepted drafts and the token after them, so one more than were
+        accepted; nothing for a chunk that does not sample. Requests that ended while the step ran
+        are passed over.
+        """
+        ended: list[Request] = []
+        for chunk, draws in zip(step.chunks, results, strict=True):
+            request = chunk.request
+            if request.state is not State.RUNNING:
+                continue
+            errors = [drawn.error for drawn in draws if drawn.error is not None]
+            if errors:
+                self.finish(request, "error", errors[0])
+            elif reason := self._keep(chunk, draws):
+                self.finish(request, reason)
+            if request.reason is not None:
+                ended.append(request)
+        return ended
+
+    def check(self) -> None:
+        """Asserts that requests and blocks agree; for tests and soak runs."""
+        self.pool.check([request.blocks for request in self.running])
+        assert not any(request.blocks for request in self.waiting)
+        assert all(request.state is State.WAITING for request in self.waiting)
+        assert all(request.state is State.RUNNING for request in self.running)
+        for queue in (self.waiting, self.running):
+            assert queue == sorted(queue, key=_turn), "a queue is out of turn"
+
+    def _extend(self, step: Step, request: Request, room: int) -> None:
+        """Feeds the request's next tokens, at most `room`, into blocks that it holds or gets."""
+        if request.state is not State.RUNNING or room < 1:
+            return
+        while (space := self._space(request)) < 1:
+            last = self.running[-1]
+            self._preempt(step, last)
+            if last is request:
+                return
+        known = min(request.pending, room, space)
+        samples = known == request.pending
+        # The token after the last draft is drawn too, so more drafts than this are never used.
+        most = min(room - known, space - known, request.wanted - 1) if samples else 0
+        drafts = tuple(request.drafts[:most])
+        count = known + len(drafts)
+        missing = self.pool.blocks_for(request.computed + count) - len(request.blocks)
+        request.blocks += self.pool.allocate(max(0, missing))
+        step.feed(Chunk(request, request.computed, count, drafts, samples))
+
+    def _space(self, request: Request) -> int:
+        """Tokens that fit into the rest of its blocks and into all that are free."""
+        blocks = len(request.blocks) + self.pool.free_count
+        return blocks * self.pool.block_size - request.computed
+
+    def _admit(self, step: Step) -> None:
+        """Starts waiting requests in turn, until one cannot."""
+        coming = {name for chunk in step.chunks for name in self._completes(chunk)}
+        while self.waiting and step.left > 0 and len(self.running) < self.max_requests:
+            request = self.waiting[0]
+            found = self.pool.match(request)
+            beyond = request.names[len(found) : self.pool.shareable(request)]
+            if beyond and beyond[0] in coming:
+                return
+            self.pool.share(found)
+            if self.pool.free_count == 0:
+                self.pool.release(found)
+                return
+            self._start(self.waiting.pop(0), found)
+            self._extend(step, request, step.left)
+            coming.update(self._completes(step.chunks[-1]))
+
+    def _start(self, request: Request, found: list[int]) -> None:
+        request.state, request.blocks = State.RUNNING, found
+        request.computed = len(found) * self.pool.block_size
+        request.published = len(found)
+        if request.preemptions == 0:
+            request.cached = request.computed
+        insort(self.running, request, key=_turn)
+
+    def _completes(self, chunk: Chunk) -> list[bytes]:
+        """Names of the blocks that are full after the chunk."""
+        size = self.pool.block_size
+        return self.pool.names(chunk.request)[chunk.start // size : chunk.known // size]
+
+    def _preempt(self, step: Step, request: Request) -> None:
+        step.withdraw(request)
+        step.preempts = True
+        self.running.remove(request)
+        self._give_back(request, 0)
+        request.state, request.drafts = State.WAITING, ()
+        request.computed = request.published = 0
+        request.preemptions += 1
+        insort(self.waiting, request, key=_turn)
+
+    def _keep(self, chunk: Chunk, draws: Sequence[Drawn]) -> Reason | None:
+        """Takes a chunk's tokens; says why the request ends, if it does."""
+        request = chunk.request
+        accepted = len(draws) - 1 if chunk.samples else 0
+        assert bool(draws) == chunk.samples, "tokens are drawn where a chunk ends its request"
+        assert accepted == 0 or [d.token for d in draws[:-1]] == list(chunk.drafts[:accepted])
+        assert chunk.start == request.computed, "a step is taken back twice, or out of order"
+        reason = None
+        for drawn in draws:
+            if reason is None:
+                reason = request.take(drawn)
+        if draws and request.first_token_s is None:
+            request.first_token_s = self._clock()
+        # Refused drafts, and accepted ones after the end, are in the cache but not in the text.
+        request.computed = min(chunk.known + accepted, len(request.tokens))
+        request.drafts = ()
+        self.pool.publish(request)
+        self._give_back(request, self.pool.blocks_for(request.computed))
+        return reason
+
+    def _give_back(self, request: Request, kept: int) -> None:
+        """Releases the request's blocks except the first `kept`."""
+        self.pool.release(request.blocks[kept:])
+        del request.blocks[kept:]
+
+    def _refuse_what_never_fits(self, request: Request) -> None:
+        prompt, new = len(request.prompt), request.params.max_tokens
+        if prompt == 0:
+            raise ConfigError("prompt: got 0 tokens, allowed is 1 or more")
+        if prompt + new > self.longest:
+            raise ConfigError(
+                f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
+                f"allowed is {self.longest} together; {_remedy(self.longest - prompt)}"
+            )
+        room = self.pool.count * self.pool.block_size + 1  # the last token is never fed
+        if prompt + new > room:
+            raise ConfigError(
+                f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
+                f"but the cache holds {room - 1} ({self.pool.count} blocks of "
+                f"{self.pool.block_size}); {_remedy(room - prompt)}, or give the cache more memory"
+            )
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    return request.turn
+
+
+def _remedy(new: int) -> str:
+    return f"ask for at most {new}, or shorten the prompt" if new > 0 else "shorten the prompt"

@@ -1,0 +1,126 @@
+"""From a question to its answers: waiting for the engine's events, and passing them on.
+
+Whatever happens here, the requests are cancelled at the end, which frees their blocks; that does
+nothing to those that have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+from lezero.serve.server.asked import Asked
+from lezero.serve.server.coded import Encoder, TokenText
+from lezero.serve.server.exchange import Exchange, as_json
+from lezero.serve.server.problem import ClientGoneError, Problem, refused
+from lezero.serve.server.told import Teller
+from lezero.serve.server.worker import BusyError, Event, Events, Worker
+
+
+class Answerer:
+    """Answers questions over one worker. seconds: that one may take. model: its public name."""
+
+    def __init__(
+        self, worker: Worker, encoder: Encoder, text: TokenText, model: str, seconds: float
+    ) -> None:
+        self._worker, self._encoder, self._text = worker, encoder, text
+        self._model, self._seconds = model, seconds
+
+    async def answer(self, exchange: Exchange, asked: Asked) -> None:
+        """Answers, or raises `Problem` before the answer began, or `ClientGoneError`."""
+        if asked.count > self._worker.room:
+            problem = f"n: got {asked.count} answers, this server takes {self._worker.room} at once"
+            raise Problem(400, problem, param="n")
+        if self._worker.active >= self._worker.room:
+            raise self._busy()
+        requests = await self._encoder.requests(asked)
+        teller = Teller(asked, self._model, requests, self._text)
+        events: Events = asyncio.Queue()
+        try:
+            self._worker.submit(requests, events)
+        except BusyError:
+            raise self._busy() from None
+        leaving = asyncio.create_task(_tell_when_gone(exchange, events))
+        try:
+            async with asyncio.timeout(self._seconds):
+                if asked.stream:
+                    await self._stream(exchange, asked, teller, events)
+                else:
+                    async for event in _until_ended(events, len(requests)):
+                        teller.choices[event.index].take(event)
+                    await exchange.reply_json(200, teller.whole())
+        except TimeoutError:
+            await _fail(exchange, Problem(504, f"not ended within {self._seconds:g} s"))
+        finally:
+            leaving.cancel()
+            self._worker.cancel(requests)
+
+    async def _stream(
+        self, exchange: Exchange, asked: Asked, teller: Teller, events: Events
+    ) -> None:
+        """Sends chunks as they come; those that wait together go together."""
+        chunks: list[bytes] = []
+        try:
+            async for event in _until_ended(events, len(teller.choices)):
+                found = teller.piece(event)
+                if found is not None:
+                    chunks.append(as_json(found))
+                if chunks and events.empty():
+                    if exchange.status is None:
+                        await exchange.begin_events()
+                    await exchange.send_events(chunks)
+                    chunks = []
+        except Problem as problem:
+            if exchange.status is None:
+                raise
+            await _fail(exchange, problem, chunks)
+            return
+        if exchange.status is None:
+            await exchange.begin_events()
+        if asked.stream_usage:
+            chunks.append(as_json(teller.last_piece()))
+        await exchange.send_events([*chunks, b"[DONE]"])
+        await exchange.end_events()
+
+    def _busy(self) -> Problem:
+        running = self._worker.active
+        return Problem(
+            429,
+            f"the server has {running} requests, as many as it takes; try again later",
+            code="queue_full",
+            retry_s=self._worker.wait_s(),
+        )
+
+
+async def _until_ended(events: Events, count: int) -> AsyncIterator[Event]:
+    """Events until `count` requests have ended; raises for those that fail, and for a client
+    that has left."""
+    while count:
+        event = await events.get()
+        if event is None:
+            raise ClientGoneError
+        if event.refused is not None:
+            raise refused(event.refused)
+        if event.reason == "error":
+            raise Problem(500, event.error or "the engine failed", code="engine_error")
+        if event.reason == "cancelled":
+            raise Problem(503, "the server is shutting down", retry_s=5)
+        count -= event.reason is not None
+        yield event
+
+
+async def _tell_when_gone(exchange: Exchange, events: Events) -> None:
+    await exchange.gone()
+    events.put_nowait(None)
+
+
+async def _fail(exchange: Exchange, problem: Problem, chunks: list[bytes] | None = None) -> None:
+    """Tells of a problem, as an event where the answer has begun."""
+    if exchange.status is None:
+        await exchange.fail(problem)
+        return
+    with suppress(TimeoutError):  # the client may not read what is sent
+        async with asyncio.timeout(1):
+            await exchange.send_events([*(chunks or []), as_json(problem.body())])
+            await exchange.end_events()

@@ -1,0 +1,229 @@
+"""What a client asked for in OpenAI's JSON, as prompts and parameters of the engine.
+
+A field that would change the answer in a way that is not built is refused by name; one that does
+not touch the answer is passed over. A field with null counts as left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lezero.core.errors import ConfigError
+from lezero.serve.llm import Prompt
+from lezero.serve.sampling import SamplingParams
+from lezero.serve.server.problem import Problem, refused
+
+Form = Literal["chat", "text"]
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "stop", "stop_token_ids", "ignore_eos"),
+)
+_BOTH = {*_SAMPLING, "model", "n", "seed", "logprobs", "max_tokens", "stream", "stream_options"}
+_KNOWN: Mapping[Form, set[str]] = {
+    "chat": _BOTH | {"messages", "top_logprobs", "max_completion_tokens"},
+    "text": _BOTH | {"prompt"},
+}
+_NO_MATTER = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+    *("prompt_cache_retention", "parallel_tool_calls"),
+}
+# Fields that are not built, with the values that ask for nothing.
+_NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "logit_bias": ({},),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_MOST_PROMPTS = 256
+_TEXT_TOKENS = 16
+"""New tokens of a text completion where the client does not say, as with OpenAI."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One HTTP request for answers: n to each prompt, or n to the messages.
+
+    max_tokens: None is as many as fit.
+    """
+
+    form: Form
+    prompts: list[Prompt]
+    messages: list[dict[str, str]]
+    params: SamplingParams
+    max_tokens: int | None
+    n: int
+    stream: bool
+    stream_usage: bool
+
+    @property
+    def count(self) -> int:
+        """Answers that are asked for."""
+        return max(1, len(self.prompts)) * self.n
+
+
+def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
+    """Checks every field; raises `Problem` that names the one that is wrong."""
+    given = {key: value for key, value in data.items() if value is not None}
+    _check_names(form, given)
+    if given.get("model", model) != model:
+        raise Problem(
+            404,
+            f"model: got {_shown(given['model'])}, this server has {model!r}",
+            param="model",
+            code="model_not_found",
+        )
+    most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
+    if most is None and form == "text":
+        most = _TEXT_TOKENS
+    stream = _truth(given, "stream")
+    return Asked(
+        form,
+        _prompts(given.get("prompt")) if form == "text" else [],
+        _messages(given.get("messages")) if form == "chat" else [],
+        _params(form, given),
+        most,
+        _whole(given, "n", 1, 128) or 1,
+        stream,
+        _stream_usage(given, stream),
+    )
+
+
+def _check_names(form: Form, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if name in _KNOWN[form] or name in _NO_MATTER:
+            continue
+        if name not in _NOT_BUILT:
+            raise _wrong(name, "this server does not know it", code="unknown_parameter")
+        if value not in _NOT_BUILT[name]:
+            raise _wrong(name, "not supported by this server", code="unsupported_parameter")
+
+
+def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
+    values: dict[str, Any] = {name: given[name] for name in _SAMPLING if name in given}
+    seed = _whole(given, "seed", -(1 << 63), (1 << 63) - 1)
+    if seed is not None:
+        values["seed"] = seed % (1 << 63)
+    if form == "text":
+        values["logprobs"] = _whole(given, "logprobs", 0, 20)
+    else:
+        wanted, top = _truth(given, "logprobs"), _whole(given, "top_logprobs", 0, 20)
+        if top is not None and not wanted:
+            raise _wrong("top_logprobs", "needs logprobs: true")
+        values["logprobs"] = (top or 0) if wanted else None
+    try:
+        return SamplingParams(**values)
+    except ConfigError as error:
+        raise refused(error) from None
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(map(_is_whole, value)):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise _wrong("prompt", "required: text, a list of texts, or tokens")
+    if len(value) > _MOST_PROMPTS:
+        raise _wrong("prompt", f"got {len(value)} prompts, allowed are {_MOST_PROMPTS}")
+    for number, item in enumerate(value):
+        tokens = isinstance(item, list) and all(map(_is_whole, item))
+        if not isinstance(item, str) and not tokens:
+            raise _wrong("prompt", f"item {number} is neither text nor a list of tokens")
+    return value
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise _wrong("messages", "required: a list of at least one message")
+    found = []
+    for number, message in enumerate(value):
+        where = f"messages[{number}]"
+        if not isinstance(message, dict):
+            raise _wrong(where, "is no object with role and content")
+        for name in message:
+            if name not in ("role", "content", "name", "refusal") and message[name] is not None:
+                raise _wrong(f"{where}.{name}", "not supported by this server")
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _ROLES:
+            allowed = ", ".join(_ROLES)
+            raise _wrong(f"{where}.role", f"got {_shown(role)}, allowed are {allowed}")
+        content = _content(message.get("content"), f"{where}.content")
+        found.append({"role": _ROLES[role], "content": content})
+    return found
+
+
+def _content(value: Any, where: str) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong(where, "required: text, or a list of parts of type text")
+    texts = []
+    for number, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            problem = f"got type {_shown(kind)}, this server takes text alone"
+            raise _wrong(f"{where}[{number}]", problem)
+        if not isinstance(part.get("text"), str):
+            raise _wrong(f"{where}[{number}].text", "required: text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _stream_usage(given: Mapping[str, Any], stream: bool) -> bool:
+    options = given.get("stream_options")
+    if options is None:
+        return False
+    if not stream or not isinstance(options, dict):
+        raise _wrong("stream_options", "an object, and only with stream: true")
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise _wrong(f"stream_options.{name}", "this server does not know it")
+    return _truth(options, "include_usage")
+
+
+def _whole(
+    given: Mapping[str, Any], name: str, least: int, most: int = (1 << 31) - 1
+) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    if not _is_whole(value) or not least <= value <= most:
+        raise _wrong(name, f"got {_shown(value)}, allowed is {least} to {most}")
+    return int(value)
+
+
+def _truth(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool | None):
+        raise _wrong(name, f"got {_shown(value)}, allowed are true and false")
+    return bool(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(name: str, reason: str, code: str | None = None) -> Problem:
+    shown = name if len(name) <= 80 else f"{name[:80]}..."
+    return Problem(400, f"{shown}: {reason}", param=shown, code=code)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return "a number of more than 30 digits"
+    text = repr(value) if not isinstance(value, list | dict) else type(value).__name__
+    return text if len(text) <= 80 else f"{text[:80]}..."

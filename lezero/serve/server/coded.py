@@ -1,0 +1,70 @@
+"""Prompts to requests, in a thread of its own; and the text of single tokens.
+
+Rendering a chat and finding the tokens of a megabyte of text takes a second, in which the event
+loop must go on. One thread does it, since tokenizers need not bear two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from lezero.core.errors import ConfigError
+from lezero.serve.llm import LLM, Prompt
+from lezero.serve.request import Request
+from lezero.serve.server.asked import Asked
+from lezero.serve.server.problem import Problem, refused
+
+
+class Encoder:
+    """Makes the engine's requests of what clients ask for."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lezero-encoder")
+
+    async def requests(self, asked: Asked) -> list[Request]:
+        """n requests for each prompt. Raises `Problem` (400) for what the model does not take."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._pool, self._make, asked)
+        except ConfigError as error:
+            raise refused(error) from None
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, asked: Asked) -> list[Request]:
+        prompts: list[Prompt] = list(asked.prompts)
+        if asked.form == "chat":
+            if self._llm.coder is None:
+                raise Problem(400, "messages: this model has no tokenizer", param="messages")
+            prompts = [self._llm.coder.prompt(asked.messages)]
+        made = []
+        for prompt in prompts:
+            first = self._llm.request(prompt, asked.params)
+            tokens = list(first.prompt)
+            most = asked.max_tokens
+            if most is None:
+                most = max(1, self._room - len(tokens))
+            params = asked.params.model_copy(update={"max_tokens": most})
+            made += [self._llm.request(tokens, params, sample=i) for i in range(asked.n)]
+        return made
+
+    @property
+    def _room(self) -> int:
+        """Tokens of prompt and answer that one request can have."""
+        pool = self._llm.engine.pool
+        return min(self._llm.context, pool.count * pool.block_size + 1)
+
+
+@dataclass(frozen=True)
+class TokenText:
+    """What single tokens read, as log-probabilities name them."""
+
+    llm: LLM
+
+    def of(self, token: int) -> str:
+        coder = self.llm.coder
+        return f"token {token}" if coder is None else coder.decode([token])

@@ -1,0 +1,60 @@
+"""Where a server listens, and what it lets clients do."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from pydantic import Field
+
+from lezero.core.config import Config
+from lezero.core.errors import ConfigError
+
+
+class ServeConfig(Config):
+    """Address and limits of a server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; the default is reached from this machine alone."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes a free one."""
+    name: str = Field(default="", max_length=200)
+    """The model's name for clients; by default the last part of its path."""
+    keys: str | None = None
+    """File of API keys, hashed; see `lz serve --new-key`. LEZERO_API_KEYS adds to it."""
+    public_without_keys: bool = False
+    """Whether others on the network may ask without a key."""
+    queue: int = Field(default=64, ge=0)
+    """Requests that may wait besides those that run; more are told to come again (429)."""
+    rate: int | None = Field(default=None, ge=1)
+    """HTTP requests a minute of one key, or of one address where there are no keys."""
+    connections: int = Field(default=1024, ge=1)
+    """Open connections at most."""
+    body_bytes: int = Field(default=1 << 20, ge=1024)
+    """Length of a request's body at most."""
+    read_s: float = Field(default=20.0, gt=0)
+    """Seconds in which a client must have sent its headers, and then its body."""
+    write_s: float = Field(default=30.0, gt=0)
+    """Seconds that a client may leave an answer unread before it is cut off."""
+    request_s: float = Field(default=600.0, gt=0)
+    """Seconds that a request may take, waiting included."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """Seconds that running requests have left after SIGTERM or Ctrl-C."""
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine reaches the address."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def refuse_if_open(self, has_keys: bool) -> None:
+        """Raises `ConfigError` where anyone on the network could use the model."""
+        if not (self.loopback or has_keys or self.public_without_keys):
+            raise ConfigError(
+                f"host: got {self.host}, which others on the network reach, and there are no API "
+                "keys; make one (lz serve --new-key) and give --keys FILE, or listen on 127.0.0.1, "
+                "or let anyone ask with --public-without-keys"
+            )

@@ -1,0 +1,64 @@
+"""Connections that do not last for ever: uvicorn's, with limits on slow senders and readers.
+
+uvicorn waits without end for the headers of a request, and for a client to read its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
+    """uvicorn's protocol, which drops a client that takes `read_s` seconds for its headers, or
+    `write_s` seconds to make room for more of its answer."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Connection(H11Protocol):
+        """See `protocol`."""
+
+        _reading: asyncio.TimerHandle | None = None
+        _writing: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._reading = self.loop.call_later(read_s, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            if self._between() and self._reading is None:
+                self._reading = self.loop.call_later(read_s, self.transport.abort)
+            super().data_received(data)
+            if not self._between():
+                self._stop_reading()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_reading()
+            self._stop_writing()
+            super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._writing = self.loop.call_later(write_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_writing()
+
+        def _stop_reading(self) -> None:
+            if self._reading is not None:
+                self._reading.cancel()
+                self._reading = None
+
+        def _stop_writing(self) -> None:
+            if self._writing is not None:
+                self._writing.cancel()
+                self._writing = None
+
+        def _between(self) -> bool:
+            """Whether no request is being answered, so that what comes are headers."""
+            return self.cycle is None or self.cycle.response_complete
+
+    return Connection

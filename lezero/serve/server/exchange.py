@@ -1,0 +1,177 @@
+"""One HTTP request and its answer, over ASGI.
+
+A body comes from anyone: it is read up to a limit of bytes and of seconds, must be UTF-8 and JSON,
+without numbers that JSON lacks, and not deep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from lezero.serve.server.problem import ClientGoneError, Problem
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = Sequence[tuple[str, str]]
+
+JSON = "application/json"
+_DEEPEST = 32
+_LINGER_S = 1.0
+_ALWAYS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
+
+
+class Exchange:
+    """What the client sent, and a way to answer it once."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive, self._send = receive, send
+        self.method, self.path = str(scope["method"]), str(scope["path"])
+        self.headers: Mapping[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.client = str((scope.get("client") or ("",))[0])
+        self.status: int | None = None
+        """The status that was answered; None: nothing yet."""
+        self._unread = "transfer-encoding" in self.headers
+        self._unread |= self.headers.get("content-length", "0") != "0"
+        self._late = False
+
+    def header(self, name: str) -> str:
+        return self.headers.get(name, "")
+
+    async def read(self, limit: int, seconds: float) -> bytes:
+        """The whole body. Raises `Problem` when it is too long (before it is read) or too slow."""
+        declared = self.header("content-length")
+        if declared.isdigit() and int(declared[:20]) > limit:
+            self._too_long(limit)
+        data = bytearray()
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    data += message.get("body", b"")
+                    if len(data) > limit:
+                        self._too_long(limit)
+                    if not message.get("more_body", False):
+                        break
+        except TimeoutError:
+            self._late = True
+            raise Problem(408, f"the body did not come within {seconds:g} s") from None
+        self._unread = False
+        return bytes(data)
+
+    def _too_long(self, limit: int) -> NoReturn:
+        raise Problem(
+            413, f"the body is too long: at most {limit} bytes are taken", code="body_too_long"
+        )
+
+    async def gone(self) -> None:
+        """Returns when the client has closed its connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, status: int, body: bytes, kind: str, headers: Headers = ()) -> None:
+        """Answers, and closes the connection where the client still sends its body."""
+        extra = [*headers, ("content-length", str(len(body)))]
+        if self._unread:
+            extra.append(("connection", "close"))
+        await self._start(status, kind, extra)
+        lingers = self._unread and not self._late
+        await self._send({"type": "http.response.body", "body": body, "more_body": lingers})
+        if lingers:
+            # Closing now would reset the connection, and the client might not read the answer.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    while (await self._receive()).get("more_body", False):
+                        pass
+            await self._send({"type": "http.response.body", "body": b""})
+
+    async def reply_json(self, status: int, value: object, headers: Headers = ()) -> None:
+        await self.reply(status, as_json(value), JSON, headers)
+
+    async def fail(self, problem: Problem) -> None:
+        await self.reply_json(problem.status, problem.body(), problem.headers())
+
+    async def begin_events(self) -> None:
+        """Begins an answer of server-sent events."""
+        await self._start(200, "text/event-stream; charset=utf-8", [("x-accel-buffering", "no")])
+
+    async def send_events(self, events: Sequence[bytes]) -> None:
+        """Sends the data of some events, each without line breaks."""
+        body = b"".join(b"data: %b\n\n" % event for event in events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_events(self) -> None:
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, kind: str, headers: Headers) -> None:
+        assert self.status is None, "a request is answered once"
+        self.status = status
+        pairs = [("content-type", kind), *_ALWAYS, *headers]
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def as_json(value: object) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """A JSON object from bytes that may be anything; `Problem` (400) says what is wrong."""
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Problem(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        raise Problem(400, _TOO_DEEP) from None
+    except ValueError as error:
+        raise Problem(400, f"the body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise Problem(400, "the body is JSON, but not an object")
+    _check(found)
+    return found
+
+
+_TOO_DEEP = f"the body is nested more than {_DEEPEST} deep"
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _check(found: object) -> None:
+    """Refuses what is deep, and halves of surrogate pairs, which are no text."""
+    level: list[object] = [found]
+    for _ in range(_DEEPEST):
+        deeper: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                deeper += [*item, *item.values()]
+            elif isinstance(item, list):
+                deeper += item
+            elif isinstance(item, str) and not _is_text(item):
+                raise Problem(400, "the body holds half of a surrogate pair, which is no text")
+        if not deeper:
+            return
+        level = deeper
+    raise Problem(400, _TOO_DEEP)
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

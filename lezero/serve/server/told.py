@@ -1,0 +1,143 @@
+"""Tokens and text of answers as OpenAI's JSON, whole and in pieces."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lezero.serve.request import Reason, Request
+from lezero.serve.sampling import TokenLogprob
+from lezero.serve.server.asked import Asked
+from lezero.serve.server.coded import TokenText
+from lezero.serve.server.worker import Event
+
+_FINISH: dict[Reason, str] = {"stop": "stop", "length": "length"}
+
+
+@dataclass
+class Choice:
+    """One answer as it grows."""
+
+    request: Request
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: Reason | None = None
+
+    def take(self, event: Event) -> None:
+        self.text += event.text
+        self.tokens += event.tokens
+        self.logprobs += event.logprobs
+        self.reason = event.reason
+
+
+class Teller:
+    """Makes the JSON of one HTTP request's answers."""
+
+    def __init__(self, asked: Asked, model: str, requests: Sequence[Request], text: TokenText):
+        self.choices = [Choice(request) for request in requests]
+        self._asked, self._text = asked, text
+        self._chat = asked.form == "chat"
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "object": "chat.completion" if self._chat else "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The answers in one object."""
+        choices = []
+        for index, choice in enumerate(self.choices):
+            body: dict[str, Any] = {"text": choice.text}
+            if self._chat:
+                message = {"role": "assistant", "content": choice.text, "refusal": None}
+                body = {"message": message}
+            offset = 0
+            logprobs = self._logprobs(choice, choice.tokens, choice.logprobs, offset)
+            choices.append(self._choice(index, body, logprobs, choice.reason))
+        return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def piece(self, event: Event) -> dict[str, Any] | None:
+        """A chunk with what an event brought, which is taken; None where a client sees nothing."""
+        choice = self.choices[event.index]
+        first, offset = not choice.tokens, len(choice.text)
+        choice.take(event)
+        logprobs = self._logprobs(choice, event.tokens, event.logprobs, offset)
+        if not (event.text or first or logprobs or event.reason):
+            return None
+        body: dict[str, Any] = {"text": event.text}
+        if self._chat:
+            delta = {"role": "assistant", "content": event.text} if first else {}
+            if event.text:
+                delta["content"] = event.text
+            body = {"delta": delta}
+        found = self._chunk([self._choice(event.index, body, logprobs, event.reason)])
+        if self._asked.stream_usage:
+            found["usage"] = None
+        return found
+
+    def last_piece(self) -> dict[str, Any]:
+        """The chunk that tells the usage of a stream."""
+        return {**self._chunk([]), "usage": self.usage()}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all answers; a prompt that has several is counted once."""
+        prompts = [choice.request for choice in self.choices[:: self._asked.n]]
+        given = sum(len(request.prompt) for request in prompts)
+        made = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": given,
+            "completion_tokens": made,
+            "total_tokens": given + made,
+            "prompt_tokens_details": {"cached_tokens": sum(r.cached for r in prompts)},
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "chat.completion.chunk" if self._chat else "text_completion"
+        return {**self._head, "object": name, "choices": choices}
+
+    def _choice(
+        self, index: int, body: dict[str, Any], logprobs: object, reason: Reason | None
+    ) -> dict[str, Any]:
+        finish = None if reason is None else _FINISH.get(reason, reason)
+        return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[int], given: Sequence[TokenLogprob], offset: int
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of some tokens, of which the first belongs to the text at `offset`."""
+        if self._asked.params.logprobs is None:
+            return None
+        pairs = list(zip(tokens, given, strict=True))
+        if choice.reason == "stop" and pairs and tokens[-1] in choice.request.end_tokens:
+            pairs.pop()  # it ends the text and has none of its own
+        if self._chat:
+            return {"content": [self._token(*pair) for pair in pairs], "refusal": None}
+        names = [self._text.of(token) for token, _ in pairs]
+        offsets = []
+        for name in names:
+            offsets.append(offset)
+            offset += len(name)
+        return {
+            "tokens": names,
+            "token_logprobs": [found.logprob for _, found in pairs],
+            "top_logprobs": [
+                {self._text.of(token): value for token, value in found.likeliest}
+                for _, found in pairs
+            ],
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, found: TokenLogprob) -> dict[str, Any]:
+        likeliest = [self._entry(*pair) for pair in found.likeliest]
+        return {**self._entry(token, found.logprob), "top_logprobs": likeliest}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text.of(token)
+        whole = "�" not in text
+        data = list(text.encode()) if whole else None
+        return {"token": text, "logprob": logprob, "bytes": data}

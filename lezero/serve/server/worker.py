@@ -1,0 +1,274 @@
+"""The engine in a thread of its own: requests go in, pieces of text come out.
+
+[Note: one thread] Only the worker's thread touches the engine. Others leave orders in its inbox,
+which it empties between two steps, so a cancelled request gives its blocks back after the step that
+runs, at most. What a step brings goes to the event loop in one call, however many requests it is
+for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from lezero.core.errors import ConfigError
+from lezero.core.log import logger
+from lezero.serve.llm import LLM, Answer
+from lezero.serve.program import Fed
+from lezero.serve.request import Reason, Request
+from lezero.serve.sampling import TokenLogprob
+from lezero.serve.server.metrics import Metrics
+
+_LOG = logger("serve")
+
+
+class BusyError(Exception):
+    """There is no room for more requests now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of a request: text and tokens since the last one; the last one has a reason.
+
+    index: which of the requests that were submitted together. refused: it never began.
+    """
+
+    index: int
+    text: str = ""
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    reason: Reason | None = None
+    error: str | None = None
+    refused: ConfigError | None = None
+
+
+Events = asyncio.Queue[Event | None]
+
+
+class _Job:
+    """A request, the text it has so far, and where its events go."""
+
+    def __init__(self, request: Request, answer: Answer, index: int, events: Events) -> None:
+        self.request, self.answer = request, answer
+        self.index, self.events = index, events
+        self.last_s: float | None = None
+        self.logged = 0
+
+
+class Worker:
+    """Runs the engine of `llm`; made, started and stopped in the thread of an event loop.
+
+    room: requests that may run or wait, all together.
+    """
+
+    def __init__(self, llm: LLM, metrics: Metrics, room: int) -> None:
+        self._llm, self.engine, self.metrics, self.room = llm, llm.engine, metrics, room
+        self.broken: str | None = None
+        """Why no request can be answered any more."""
+        self.active = 0
+        """Requests that were submitted and have not ended."""
+        self.alone_tokens, self.alone_s = 0, 0.0
+        """Tokens, and seconds, of steps in which one request alone decoded."""
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._jobs: dict[Request, _Job] = {}
+        self._out: list[tuple[Events, Event]] = []
+        self._stopping = False
+        self._took_s = 1.0
+        self._step_began: float | None = None
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="lezero-engine", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Cancels what runs and ends the thread, after the step that runs."""
+        self._order(self._stop)
+        while self._thread.is_alive():
+            await asyncio.sleep(0.005)
+
+    def submit(self, requests: Sequence[Request], events: Events) -> None:
+        """Lets requests wait for their turn; raises `BusyError` where there is no room for all."""
+        with self._wake:
+            if self.active + len(requests) > self.room:
+                raise BusyError
+            self.active += len(requests)
+        jobs = [
+            _Job(request, Answer(request, self._llm.coder), index, events)
+            for index, request in enumerate(requests)
+        ]
+        self._order(lambda: self._add(jobs))
+
+    def cancel(self, requests: Iterable[Request]) -> None:
+        """Ends requests; nothing happens to those that have ended."""
+        given = list(requests)
+        self._order(lambda: self._cancel(given))
+
+    def cancel_all(self) -> None:
+        self._order(lambda: self._cancel(list(self._jobs)))
+
+    def wait_s(self) -> int:
+        """Seconds after which a place may be free: as long as the last requests took, shared."""
+        return max(1, min(60, round(self._took_s / max(1, self.engine.scheduler.max_requests))))
+
+    def stalled_s(self) -> float:
+        """How long the step takes that runs now."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _order(self, order: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(order)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # a thread begins with as many as there are cores
+        while self._take_orders():
+            if self.engine.busy:
+                self._step()
+                self._send()
+
+    def _take_orders(self) -> bool:
+        """Does what was ordered; waits where there is nothing to do. False: it is over."""
+        with self._wake:
+            while not (self._inbox or self.engine.busy or self._stopping):
+                self._wake.wait()
+        while self._inbox:
+            self._inbox.popleft()()
+        self._send()
+        return not self._stopping
+
+    def _add(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            if self.broken is not None or self._stopping:
+                self._end(job, Event(job.index, reason="error", error="the engine has ended"))
+                continue
+            try:
+                self.engine.add(job.request)
+            except ConfigError as error:
+                self._end(job, Event(job.index, reason="error", refused=error))
+            else:
+                self._jobs[job.request] = job
+                self.metrics.tokens_in += len(job.request.prompt)
+
+    def _cancel(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            if request in self._jobs:
+                self.engine.cancel(request)
+                self._report(request, ())
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._cancel(list(self._jobs))
+
+    def _step(self) -> None:
+        totals = self.engine.totals
+        fed, drawn, drafted = totals.fed, totals.drawn, totals.drafted
+        began = self._step_began = time.monotonic()
+        try:
+            progress = self.engine.step()
+        except Exception as error:
+            self._step_failed(error)
+            return
+        finally:
+            self._step_began = None
+        if len(progress.tokens) == 1 and totals.fed - fed == 1 + totals.drafted - drafted:
+            self.alone_tokens += totals.drawn - drawn
+            self.alone_s += time.monotonic() - began
+        for request in dict.fromkeys([*progress.tokens, *progress.ended]):
+            self._report(request, progress.tokens.get(request, ()))
+
+    def _step_failed(self, error: Exception) -> None:
+        """Ends the requests of the step; all others too where the model does not run any more."""
+        _LOG.error("a step of the engine failed", exc_info=error)
+        self.metrics.failed_steps += 1
+        scheduler = self.engine.scheduler
+        self._give_up(scheduler.running)
+        if not self._works():
+            self.broken = f"{type(error).__name__}: {error}"
+            self._give_up(scheduler.waiting)
+
+    def _give_up(self, requests: Sequence[Request]) -> None:
+        for request in list(requests):
+            reason = "the engine failed while it ran this request"
+            self.engine.scheduler.finish(request, "error", reason)
+            self._report(request, ())
+
+    def _works(self) -> bool:
+        """Whether the model still takes one token, so that it was the requests that failed."""
+        pool = self.engine.pool
+        blocks = pool.allocate(1)
+        try:
+            logits = self.engine.program.run([Fed([0], 0, blocks, [0])])
+            return bool(logits.isfinite().all())
+        except Exception:
+            return False
+        finally:
+            pool.release(blocks)
+
+    def _report(self, request: Request, tokens: Sequence[int]) -> None:
+        """Takes the new tokens of a request and tells its client."""
+        job = self._jobs.get(request)
+        if job is None:
+            return
+        self._count(job, len(tokens))
+        shown = len(job.answer.text)
+        try:
+            if tokens and not job.answer.add(tokens):
+                self.engine.scheduler.finish(request, "stop")
+            if request.reason is not None:
+                job.answer.completion()
+        except Exception as error:
+            _LOG.error("the text of a request failed", exc_info=error)
+            self.engine.scheduler.finish(request, "error", "its tokens do not become text")
+            self._end(job, Event(job.index, reason="error", error=request.error or str(error)))
+            return
+        logprobs = request.logprobs[job.logged :]
+        job.logged = len(request.logprobs)
+        text = job.answer.text[shown:]
+        event = Event(job.index, text, tokens, logprobs, request.reason, request.error)
+        if request.reason is None:
+            self._out.append((job.events, event))
+        else:
+            self._end(job, event)
+
+    def _count(self, job: _Job, count: int) -> None:
+        if count == 0:
+            return
+        now, metrics, request = time.monotonic(), self.metrics, job.request
+        metrics.tokens_out += count
+        if job.last_s is None:
+            metrics.first_token_s.add(now - (request.arrived_s or now))
+            metrics.tokens_cached += request.cached
+        else:
+            metrics.between_tokens_s.add((now - job.last_s) / count)
+        job.last_s = now
+
+    def _end(self, job: _Job, event: Event) -> None:
+        self._jobs.pop(job.request, None)
+        if job.last_s is not None and job.request.arrived_s is not None:
+            self._took_s += 0.1 * (job.last_s - job.request.arrived_s - self._took_s)
+        self.metrics.ended["refused" if event.refused else str(event.reason)] += 1
+        with self._wake:
+            self.active -= 1
+        self._out.append((job.events, event))
+
+    def _send(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            with suppress(RuntimeError):  # the loop has ended, and with it all who listen
+                self._loop.call_soon_threadsafe(_put, out)
+
+
+def _put(out: Iterable[tuple[Events, Event]]) -> None:
+    for events, event in out:
+        events.put_nowait(event)

@@ -1,0 +1,62 @@
+"""Guesses of the next tokens, which the model checks several at a time.
+
+A guess is kept where it is the token that would have been drawn there anyway (chance depends on
+the seed and the position alone), so answers are the same tokens with and without speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lezero.serve.request import Request
+
+
+class Speculator(Protocol):
+    """Sets `drafts` of requests that decode; the engine calls it before each step."""
+
+    def guess(self, requests: Sequence[Request]) -> None: ...
+
+
+class PromptLookup:
+    """Guesses that what followed the last few tokens before follows them again.
+
+    Saxena, 2023, "Prompt Lookup Decoding". drafts: how many tokens a guess has at most. longest,
+    shortest: how many of the last tokens must have come before, tried from the longest.
+    """
+
+    def __init__(self, drafts: int = 6, longest: int = 4, shortest: int = 2) -> None:
+        self._drafts, self._longest, self._shortest = drafts, longest, shortest
+        self._places: dict[Request, _Places] = {}
+
+    def guess(self, requests: Sequence[Request]) -> None:
+        alive = set(requests)
+        for gone in [request for request in self._places if request not in alive]:
+            del self._places[gone]
+        for request in requests:
+            places = self._places.setdefault(request, _Places(self._longest, self._shortest))
+            at = places.last(request.tokens)
+            request.drafts = () if at is None else tuple(request.tokens[at : at + self._drafts])
+
+
+class _Places:
+    """Where each run of tokens was last seen, kept up with a text that grows."""
+
+    def __init__(self, longest: int, shortest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._after: dict[tuple[int, ...], int] = {}
+        self._known = 0
+
+    def last(self, tokens: Sequence[int]) -> int | None:
+        """The place after the last earlier occurrence of the tokens at the end."""
+        for end in range(self._known, len(tokens)):
+            for length in self._lengths:
+                if end >= length:
+                    self._after[tuple(tokens[end - length : end])] = end
+        self._known = len(tokens)
+        for length in self._lengths:
+            if len(tokens) > length:
+                found = self._after.get(tuple(tokens[-length:]))
+                if found is not None:
+                    return found
+        return None

@@ -1,0 +1,124 @@
+"""Tokens into text as they come: never half a character, and nothing of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+_BROKEN = "\ufffd"
+_LONG = 16
+_CONTEXT = 8
+
+
+class Detokenizer:
+    """Gives the text of each token as soon as it is certain.
+
+    decode: tokens to text, of any tokenizer; invalid UTF-8 becomes U+FFFD. before: tokens that the
+    text goes on from (the end of the prompt), whose text is not given.
+
+    The pieces and `finish` together are `decode` of all tokens. (One exception: a tokenizer that
+    falls back to bytes, as Llama 2's, decodes a valid character anew as U+FFFD when invalid bytes
+    follow it at once; here it stays.)
+
+    [Note: the window] Decoding all tokens at each new one would take quadratic time, and a token
+    alone may decode otherwise than after others (many decoders drop a leading space). So each new
+    token is decoded behind those of the last piece that was given, and those behind it that are
+    held back. A window begins where a piece began and a piece ends with a whole character, so no
+    character is cut. A long run of invalid bytes is given up to a token where a cut changes
+    nothing: four bytes later a UTF-8 decoder has forgotten where it began.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(before[-_CONTEXT:])
+        self._known = len(self._window)
+        self._given = len(decode(self._window)) if self._window else 0
+
+    def add(self, token: int) -> str:
+        """The text that is certain now and was not before; often one word, sometimes nothing."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if not text.endswith(_BROKEN):
+            return self._give(text, len(self._window))
+        if len(self._window) - self._known > _LONG:
+            return self._give_broken(text)
+        return ""
+
+    def finish(self) -> str:
+        """What was held back; half a character is U+FFFD now."""
+        text = self._decode(self._window) if self._window else ""
+        return self._give(text, len(self._window))
+
+    def _give(self, text: str, end: int) -> str:
+        """Gives what is new in `text`, the text of the window's first `end` tokens."""
+        piece = text[self._given :]
+        if piece:
+            del self._window[: self._known]
+            self._known = end - self._known
+            self._given = len(self._decode(self._window[: self._known]))
+        elif len(self._window) - self._known > _LONG:
+            # Tokens without text, as special ones; what follows is decoded behind the known ones.
+            del self._window[self._known :]
+        return piece
+
+    def _give_broken(self, text: str) -> str:
+        """Gives the beginning of a long run that may still end with half a character."""
+        middle = len(self._window) - _LONG // 2
+        first, rest = self._decode(self._window[:middle]), self._decode(self._window[middle:])
+        if len(rest) < _LONG // 2 or first + rest != text:
+            return ""
+        return self._give(first, middle)
+
+
+class StopStrings:
+    """Passes text on up to the first stop string.
+
+    What may be the beginning of one is held back until it is certain. Of stop strings that overlap
+    the one that is complete first counts, and of those complete at once the longest. How the text
+    is divided into pieces changes nothing.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.found: str | None = None
+        """The stop string that ended the text."""
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(stops)
+        self._held = ""
+
+    def add(self, piece: str) -> str:
+        """The text that can be passed on; nothing more once a stop string was found."""
+        if self.found is not None:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        for end, letter in enumerate(piece, len(self._held) + 1):
+            for number, stop in enumerate(self._stops):
+                matched = _advance(stop, self._borders[number], self._matched[number], letter)
+                self._matched[number] = matched
+                if matched == len(stop):
+                    self.found, self._held = stop, ""
+                    return text[: end - matched]
+        certain = len(text) - max(self._matched)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _advance(stop: str, borders: list[int], matched: int, letter: str) -> int:
+    """Letters of `stop` that match after one more letter (Knuth, Morris and Pratt 1977)."""
+    while matched and stop[matched] != letter:
+        matched = borders[matched - 1]
+    return matched + (stop[matched] == letter)
+
+
+def _borders(stop: str) -> list[int]:
+    """For each beginning of `stop`: the longest shorter beginning that it ends with."""
+    borders = [0]
+    for letter in stop[1:]:
+        borders.append(_advance(stop, borders, borders[-1], letter))
+    return borders

@@ -1,0 +1,173 @@
+"""Decoder layers: every kernel against the reference, and rows that do not depend on each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.core.errors import ConfigError
+from lezero.ops.decoder import BlockCache, Decoder, LayerWeights, Shape, Weight, reference
+from lezero.ops.decoder.native import NATIVE
+from lezero.ops.linear import pack, pack_bf16
+from lezero.ops.linear.layout import Packed
+from lezero.ops.quantize import Grid, quantize
+
+FORMS: dict[str, dict[str, Any]] = {
+    "bf16": {"bits": 16},
+    "W8A16": {"bits": 8},
+    "W8A8": {"bits": 8, "x_bits": 8},
+    "W4A16": {"bits": 4, "group": 64},
+    "W4A8": {"bits": 4, "group": 32, "x_bits": 8},
+}
+PLAIN = Shape(dim=96, heads=6, kv_heads=2, head_dim=32, ffn=160, eps=1e-5)
+SHAPES = {
+    "grouped": PLAIN,
+    "window": Shape(96, 6, 2, 32, 160, 1e-5, 50),
+    "ragged": Shape(dim=72, heads=5, kv_heads=5, head_dim=16, ffn=104, eps=1e-6),
+    "one key head": Shape(dim=64, heads=16, kv_heads=1, head_dim=48, ffn=64, eps=1e-5),
+}
+BLOCKS = 96
+
+
+def weight(N: int, K: int, bias: bool, bits: int, group: int = 0, x_bits: int = 16) -> Weight:
+    w = torch.randn(N, K) / math.sqrt(K)
+    b = torch.randn(N) if bias else None
+    if bits == 16:
+        return Weight(Packed(pack_bf16(w), torch.empty(0), None), b, N, K, 16)
+    codes, scale, _ = quantize(w, Grid("int8" if bits == 8 else "int4", group or "row"))
+    packed = pack(codes, scale.float(), None, bits=bits)
+    return Weight(packed, b, N, K, bits, group, x_bits)
+
+
+def layers(shape: Shape, form: str, count: int = 2, extras: bool = False) -> list[LayerWeights]:
+    D, H, K, E, F = shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.ffn
+    sizes = ((H + 2 * K) * E, D), (D, H * E), (2 * F, D), (D, F)
+    made = []
+    for _ in range(count):
+        qkv, out, gate_up, down = (weight(*size, extras, **FORMS[form]) for size in sizes)
+        norms = [torch.rand(n) + 0.5 for n in (D, D, E, E)]
+        heads = (norms[2], norms[3]) if extras else (None, None)
+        made.append(LayerWeights(norms[0], qkv, out, norms[1], gate_up, down, *heads))
+    return made
+
+
+def tables(shape: Shape, length: int = 400) -> tuple[torch.Tensor, torch.Tensor]:
+    E = shape.head_dim
+    angle = torch.arange(length)[:, None] * (1 / 10_000 ** (torch.arange(0, E, 2) / E))
+    return angle.cos().contiguous(), angle.sin().contiguous()
+
+
+def poisoned(shape: Shape) -> BlockCache:
+    """A cache that was used before, by somebody whose numbers were none."""
+    cache = BlockCache.empty(2, BLOCKS, shape)
+    cache.keys.fill_(math.nan)
+    cache.values.fill_(math.nan)
+    return cache
+
+
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_it_equals_the_reference(form, name, kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    weights = layers(shape, form, extras=name == "grouped")
+    decoder, angles = Decoder(shape, weights), tables(shape)
+    mine, theirs = poisoned(shape), poisoned(shape)
+    table = torch.randperm(BLOCKS)[:60].view(3, 20).int()
+    for chunks in (
+        [[0, 100, 0], [100, 37, 0], [137, 1, 0]],
+        [[0, 1, 100], [1, 1, 37], [2, 5, 1]],
+        [[0, 130, 101], [130, 90, 38], [220, 1, 6]],
+    ):
+        x = torch.randn(sum(chunk[1] for chunk in chunks), shape.dim)
+        found, expected = x.clone(), x.clone()
+        given = torch.tensor(chunks, dtype=torch.int32)
+        decoder.run(found, *angles, given, table, mine)
+        reference.run(shape, weights, expected, *angles, given, table, theirs)
+        assert found.isfinite().all()
+        # Keys, values and weights of attention are bf16; one code of eight bits may fall elsewhere.
+        assert (found - expected).norm() / expected.norm() < (0.03 if "A8" in form else 0.01)
+
+
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("name", ["grouped", "window"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(form, name, kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    decoder, angles = Decoder(shape, layers(shape, form, extras=True)), tables(shape)
+    x, other = torch.randn(150, shape.dim), torch.randn(60, shape.dim)
+    table = torch.randperm(BLOCKS)[:40].view(2, 20).int()
+
+    def together(splits: list[int], besides: bool) -> torch.Tensor:
+        cache, found = poisoned(shape), []
+        for begin, end in itertools.pairwise(itertools.accumulate(splits, initial=0)):
+            rows, chunks, blocks = [x[begin:end]], [[0, end - begin, begin]], table[:1]
+            if besides and len(found) < 20:
+                at = 3 * len(found)
+                rows.insert(0, other[at : at + 3])
+                chunks = [[0, 3, at], [3, end - begin, begin]]
+                blocks = table.flip(0).contiguous()
+            stream = torch.cat(rows)
+            given = torch.tensor(chunks, dtype=torch.int32)
+            decoder.run(stream, *angles, given, blocks, cache)
+            found.append(stream[begin - end :])
+        return torch.cat(found)
+
+    alone = together([150], besides=False)
+    for splits, besides in (([1] * 150, False), ([7] * 20 + [10], True), ([100, 1, 49], True)):
+        assert torch.equal(together(splits, besides), alone)
+
+
+def test_threads_do_not_change_a_bit():
+    torch.manual_seed(0)
+    weights, angles, results = layers(PLAIN, "W8A16"), tables(PLAIN), []
+    x = torch.randn(90, PLAIN.dim)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            stream, table = x.clone(), torch.arange(8)[None].int()
+            chunks = torch.tensor([[0, 90, 0]], dtype=torch.int32)
+            Decoder(PLAIN, weights).run(stream, *angles, chunks, table, poisoned(PLAIN))
+            results.append(stream)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found, results[0]) for found in results)
+
+
+def test_nan_stays_in_its_sequence():
+    torch.manual_seed(0)
+    decoder, angles = Decoder(PLAIN, layers(PLAIN, "W8A16")), tables(PLAIN)
+    cache, table = poisoned(PLAIN), torch.arange(8).view(2, 4).int()
+    chunks = torch.tensor([[0, 20, 0], [20, 20, 0]], dtype=torch.int32)
+    x = torch.randn(40, PLAIN.dim)
+    clean = x.clone()
+    decoder.run(clean, *angles, chunks, table, poisoned(PLAIN))
+    x[25] = math.nan
+    decoder.run(x, *angles, chunks, table, cache)
+    assert torch.equal(x[:20], clean[:20])
+    assert x[25:].isnan().all()
+
+
+def test_a_matrix_of_another_shape_is_named():
+    made = layers(PLAIN, "bf16")
+    wrong = Shape(96, 6, 2, 32, 128, 1e-5)
+    with pytest.raises(ConfigError, match="layer 0, gate_up: 320 × 96, expected 256 × 96"):
+        Decoder(wrong, made)
+
+
+def test_heads_that_kernels_cannot_take_are_refused():
+    with pytest.raises(ConfigError, match="heads of width 20"):
+        Decoder(Shape(dim=40, heads=2, kv_heads=1, head_dim=20, ffn=32, eps=1e-5), [])

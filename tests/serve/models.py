@@ -1,0 +1,27 @@
+"""Small models with random weights."""
+
+from __future__ import annotations
+
+import torch
+
+from lezero.models import Transformer, TransformerConfig
+
+VOCAB = 97
+_SHAPE = {"vocab": VOCAB, "dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96}
+
+
+def small(**changes: object) -> Transformer:
+    """64 wide, two layers; weights large enough for tokens to differ."""
+    config = TransformerConfig.parse({**_SHAPE, "context": 512, **changes})
+    model = Transformer(config, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.mul_(6)
+    return model
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    drawn = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=drawn).tolist()
+    return [torch.randint(0, VOCAB, (n,), generator=drawn).tolist() for n in lengths]

@@ -1,0 +1,194 @@
+"""What hostile or broken clients send, and that nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from lezero.serve.llm import LLM
+from tests.serve.server.running import Client, head, read_all, serving, small_llm, until
+
+READ_S = 1.0
+LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return small_llm(max_requests=8)
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM) -> Iterator[Client]:
+    with serving(llm, name="tiny", read_s=READ_S) as made:
+        yield made
+
+
+def test_a_long_body_is_refused_before_it_is_read(client) -> None:
+    with client.connect() as connection:
+        connection.sendall(head("/v1/completions", 10 << 20) + b"x" * 1000)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in answer.lower()
+    assert b"at most 1048576 bytes" in answer
+
+
+def test_a_long_body_that_is_sent_whole(client) -> None:
+    found = client.complete("x" * (10 << 20))
+    assert found.status == 413
+    assert found.error["code"] == "body_too_long"
+
+
+def test_a_long_body_in_chunks(client) -> None:
+    chunk = b"%x\r\n%b\r\n" % (1 << 16, b"x" * (1 << 16))
+    with client.connect() as connection:
+        connection.sendall(head("/v1/completions", None, "transfer-encoding: chunked"))
+        for _ in range(20):
+            connection.sendall(chunk)
+        connection.settimeout(20)
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"[1]", "not an object"),
+        (b'"x"', "not an object"),
+        (b'{"prompt": "\xff\xfe"}', "not UTF-8"),
+        (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8"),
+        (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
+        (b'{"prompt": "x", "temperature": -Infinity}', "no JSON number"),
+        (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "x", "seed": %b}' % (b"9" * 5000), "not JSON"),
+        (b'{"prompt": "x", "max_tokens": %b}' % (b"9" * 4000), "max_tokens"),
+        (b'{"prompt": %b1%b}' % (b"[" * 100, b"]" * 100), "nested"),
+        (b'{"prompt": %b}' % (b"[" * 500_000), "nested"),
+        (b'{"a":' * 100_000, "nested"),
+        (b'{"prompt": "\\u0000", "nope": 1}', "nope"),
+        (b'{"prompt": []}', "prompt"),
+        (b'{"prompt": [[]]}', "prompt"),
+        (b'{"prompt": [1, "x"]}', "prompt"),
+        (b'{"prompt": [[1.5]]}', "prompt"),
+        (b'{"prompt": [99999999999999999999]}', "prompt"),
+        (b'{"prompt": {"a": 1}}', "prompt"),
+        (b'{"model": ["tiny"], "prompt": "x"}', "model"),
+        (b'{"stream": "yes", "prompt": "x"}', "stream"),
+        (b'{"prompt": "x", "stop": {"a": "b"}}', "stop"),
+        (b'{"prompt": "x", "stop": [1]}', "stop"),
+        (b'{"prompt": "x", "top_k": 0}', "top_k"),
+        (b'{"prompt": "x", "n": 1e3}', "n"),
+    ],
+    ids=lambda value: repr(value[:40]),
+)
+def test_bodies_that_are_no_question(client, body, words) -> None:
+    found = client.ask("/v1/completions", body)
+    assert found.status in (400, 404)
+    assert words in found.error["message"]
+    assert len(found.body) < 1000
+
+
+def test_other_ways_to_ask(client) -> None:
+    assert client.ask("/nothing").status == 404
+    assert client.ask("/v1/completions").status == 405
+    assert client.ask("/v1/completions", b"{}", content_type="text/plain").status == 415
+    assert client.ask("/health", host="evil.example").status == 421
+    assert client.ask("/health", host=f"localhost:{client.port}").status == 200
+    assert client.ask("/health", host="localhost.evil.example").status == 421
+    assert "access-control-allow-origin" not in client.ask("/v1/models").headers
+
+
+def test_a_slow_sender_of_headers_is_cut_off(client) -> None:
+    with client.connect() as connection:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # a reset, or a broken pipe
+            while time.monotonic() - began < READ_S + 5:
+                connection.sendall(b"x")
+                time.sleep(0.1)
+        assert time.monotonic() - began < READ_S + 2
+
+
+def test_a_silent_client_is_cut_off(client) -> None:
+    with client.connect() as connection:
+        began = time.monotonic()
+        assert read_all(connection) == b""
+        assert time.monotonic() - began < READ_S + 2
+
+
+def test_a_slow_sender_of_a_body_is_cut_off(client) -> None:
+    with client.connect() as connection:
+        connection.sendall(head("/v1/completions", 1000) + b"{")
+        connection.settimeout(READ_S + 5)
+        assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_headers_that_are_no_http(client) -> None:
+    for sent in (b"\x16\x03\x01\x02\x00\x01" * 50, b"GET / HTTP/x\r\n\r\n", b"x" * 100_000):
+        with client.connect() as connection:
+            connection.sendall(sent)
+            assert read_all(connection)[9:12] in (b"400", b"")
+    assert client.ask("/health").status == 200
+
+
+def test_a_client_that_leaves_frees_its_blocks(client, llm) -> None:
+    pool = llm.engine.pool
+    for stream in (True, False):
+        connection = client.begin({**LONG, "stream": stream})
+        until(lambda: pool.used_count > 0)
+        connection.close()
+        began = time.monotonic()
+        until(lambda: pool.used_count == 0 and client.server.worker.active == 0)
+        assert time.monotonic() - began < 1
+    assert client.server.metrics.ended["cancelled"] >= 2
+
+
+def test_a_client_that_resets_frees_its_blocks(client, llm) -> None:
+    connection = client.begin({**LONG, "stream": True})
+    until(lambda: llm.engine.pool.used_count > 0)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    connection.close()
+    until(lambda: llm.engine.pool.used_count == 0)
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    with serving(small_llm(max_requests=1), queue=1) as client:
+        first = [client.begin({**LONG, "stream": True}) for _ in range(2)]
+        until(lambda: client.server.worker.active == 2)
+        found = client.complete("x")
+        assert found.status == 429
+        assert found.error["code"] == "queue_full"
+        assert int(found.headers["retry-after"]) >= 1
+        assert client.complete("x", n=3).status == 400
+        for connection in first:
+            connection.close()
+        until(lambda: client.server.worker.active == 0)
+        assert client.complete("x").status == 200
+
+
+def test_a_request_that_takes_too_long() -> None:
+    with serving(small_llm(longest=4096), request_s=0.1) as client:
+        asked = {**LONG, "max_tokens": 4000}
+        found = client.ask("/v1/completions", asked)
+        assert found.status == 504
+        streamed = client.ask("/v1/completions", {**asked, "stream": True}).body.decode()
+        last = json.loads(streamed.strip().splitlines()[-1].removeprefix("data: "))
+        assert "not ended" in last["error"]["message"]
+        until(lambda: client.server.llm.engine.pool.used_count == 0)
+
+
+def test_a_reader_that_does_not_read_is_cut_off() -> None:
+    with serving(small_llm(longest=4096), write_s=0.3) as client, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        connection.connect(("127.0.0.1", client.port))
+        asked = {**LONG, "max_tokens": 4000, "n": 8, "stream": True, "logprobs": 20}
+        body = json.dumps(asked).encode()
+        connection.sendall(head("/v1/completions", len(body)) + body)
+        until(lambda: client.server.worker.active == 8)
+        until(lambda: client.server.worker.active == 0 and client.server.app.active == 0, 20)
+        assert client.server.metrics.ended["cancelled"] == 8

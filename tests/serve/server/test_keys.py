@@ -1,0 +1,104 @@
+"""API keys, rates, and addresses that others reach."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lezero.core.errors import ConfigError, FileError
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.keys import Keys, RateLimit, new_key, read_keys
+from lezero.serve.server.run import Server
+from tests.serve.server.running import serving, small_llm
+
+
+def test_a_key_is_kept_as_a_hash_and_found_again() -> None:
+    key, line = new_key("alice")
+    other, _ = new_key("bob")
+    assert key.removeprefix("lz-") not in line
+    assert len(key) > 43
+    keys = Keys(["# a comment", "", line])
+    assert keys.owner(f"Bearer {key}") == "alice"
+    assert keys.owner(f"bearer {key}") == "alice"
+    for wrong in ("", key, f"Basic {key}", f"Bearer {other}", f"Bearer {key}x", "Bearer \udcff"):
+        assert keys.owner(wrong) is None
+
+
+def test_files_and_the_environment(tmp_path: Path, monkeypatch) -> None:
+    (key, line), (other, other_line) = new_key("a"), new_key("b")
+    path = tmp_path / "keys"
+    path.write_text(f"{line}\n")
+    monkeypatch.setenv("LEZERO_API_KEYS", f"{other_line},")
+    keys = read_keys(str(path))
+    assert keys.owner(f"Bearer {key}") == "a"
+    assert keys.owner(f"Bearer {other}") == "b"
+    path.write_text(key)
+    with pytest.raises(ConfigError, match="line 1") as found:
+        read_keys(str(path))
+    assert key not in str(found.value)
+    path.write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="holds no keys"):
+        read_keys(str(path))
+    with pytest.raises(FileError, match="cannot be read"):
+        read_keys(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="name"):
+        new_key("a b")
+
+
+def test_a_rate_is_a_bucket_for_each_client() -> None:
+    now = 0.0
+    limit = RateLimit(60, clock=lambda: now)
+    assert [limit.wait_s("a") for _ in range(10)] == [0] * 10
+    assert limit.wait_s("a") == pytest.approx(1)
+    assert limit.wait_s("b") == 0
+    now = 1.01
+    assert limit.wait_s("a") == 0
+    assert limit.wait_s("a") > 0
+    for number in range(20_000):
+        limit.wait_s(str(number))
+    assert len(limit._buckets) <= 10_000
+
+
+def test_a_public_address_needs_keys_or_the_word() -> None:
+    llm = small_llm()
+    for host in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match="--public-without-keys"):
+            Server(llm, ServeConfig(host=host, port=0))
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert ServeConfig(host=host).loopback
+    Server(llm, ServeConfig(host="0.0.0.0", port=0, public_without_keys=True))._socket.close()
+    with pytest.raises(ConfigError, match="no address"):
+        Server(llm, ServeConfig(host="no such host", public_without_keys=True))
+
+
+def test_a_port_that_is_taken() -> None:
+    with serving(small_llm()) as client, pytest.raises(ConfigError, match="port 0"):
+        Server(small_llm(), ServeConfig(port=client.port))
+
+
+def test_only_those_with_a_key_are_answered(tmp_path: Path) -> None:
+    key, line = new_key("alice")
+    (tmp_path / "keys").write_text(line)
+    with serving(small_llm(), keys=str(tmp_path / "keys")) as client:
+        for path in ("/v1/models", "/metrics", "/stats"):
+            found = client.ask(path)
+            assert found.status == 401
+            assert found.error["code"] == "invalid_api_key"
+            assert client.ask(path, authorization=f"Bearer {key}").status == 200
+        for path in ("/", "/health", "/ready"):
+            assert client.ask(path).status == 200
+        body = {"prompt": "x", "max_tokens": 1}
+        assert client.ask("/v1/completions", body).status == 401
+        assert client.ask("/v1/completions", body, authorization="Bearer lz-x").status == 401
+        assert client.ask("/v1/completions", body, authorization=f"Bearer {key}").status == 200
+
+
+def test_a_rate_over_http() -> None:
+    with serving(small_llm(), rate=6) as client:
+        assert client.complete("x", max_tokens=1).status == 200
+        found = client.complete("x", max_tokens=1)
+        assert found.status == 429
+        assert found.error["type"] == "rate_limit_error"
+        assert 9 <= int(found.headers["retry-after"]) <= 11
+        assert client.ask("/health").status == 200

@@ -1,0 +1,111 @@
+"""The page at `/`: nothing from elsewhere, and a browser that chats with the model."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from lezero.serve.server.keys import new_key
+from lezero.serve.server.page import page
+from tests.serve.server.browser import Browser
+from tests.serve.server.running import serving, small_llm, until
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
+
+
+class Names(HTMLParser):
+    """Everything that the page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.styled: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "action", "data"):
+                self.loads.append(str(value))
+            if name == "style" or name.startswith("on"):
+                self.styled.append(f"{tag} {name}")
+
+
+def test_it_loads_nothing_and_runs_only_its_own() -> None:
+    body, policy = page()
+    text = body.decode()
+    names = Names()
+    names.feed(text)
+    assert names.loads == ["data:,"]
+    assert names.styled == [], "the policy does not let these run"
+    assert not re.search(r"https?://|//cdn|@import|url\(", text)
+    assert "innerHTML" not in text
+    for tag, rule in (("style", "style-src"), ("script", "script-src")):
+        inner = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[0]
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{rule} 'sha256-{digest}'" in policy
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+
+
+def test_it_comes_with_its_policy() -> None:
+    with serving(small_llm()) as client:
+        found = client.ask("/")
+    assert found.status == 200
+    assert found.headers["content-type"] == "text/html; charset=utf-8"
+    assert found.headers["content-security-policy"] == page()[1]
+    assert found.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("size", SIZES)
+def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
+    width, height = SIZES[size]
+    with serving(small_llm(), name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
+        browser.open(client.url, width, height)
+        browser.wait("at('name').textContent === 'tiny' && at('state').textContent === 'ready'")
+        ask(browser, "hello <b>there</b>", tokens=40)
+        browser.wait(f"{NOTES}.length === 1 && at('stop').hidden")
+        assert browser.run("document.querySelectorAll('.turn').length") == 2
+        assert browser.run("document.querySelectorAll('.turn b').length") == 0
+        assert len(browser.run("document.querySelector('.turn.assistant p').textContent")) > 0
+        assert "tok/s" in browser.run(f"{NOTES}[0].textContent")
+        ask(browser, "more", tokens=400)
+        browser.wait("document.querySelectorAll('.turn').length === 4")
+        browser.run("at('stop').click()")
+        browser.wait(f"{NOTES}.length === 2 && at('stop').hidden")
+        until(lambda: client.server.worker.active == 0)
+        browser.wait("at('speed').textContent !== '–'")
+        root = "document.documentElement"
+        assert browser.run(f"{root}.scrollWidth - {root}.clientWidth") == 0, "it scrolls sideways"
+        assert browser.problems == []
+        browser.picture(tmp_path / f"{size}.png")
+    assert (tmp_path / f"{size}.png").stat().st_size > 5000
+
+
+NOTES = "document.querySelectorAll('.turn small:not([hidden])')"
+
+
+def ask(browser: Browser, text: str, tokens: int) -> None:
+    browser.run(f"at('tokens').value = {tokens}")
+    browser.run(f"at('text').value = {text!r}")
+    browser.run("at('send').click()")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_asks_for_the_key(tmp_path: Path, monkeypatch) -> None:
+    key, line = new_key("me")
+    monkeypatch.setenv("LEZERO_API_KEYS", line)
+    with serving(small_llm(), name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
+        browser.open(client.url, 1280, 800)
+        browser.wait("!at('key-label').hidden && at('state').textContent === 'API key needed'")
+        browser.run(f"at('key').value = {key!r}")
+        browser.wait("at('state').textContent === 'ready'")
+        ask(browser, "hello", tokens=5)
+        browser.wait(f"{NOTES}.length === 1")
+        assert browser.run("document.querySelectorAll('.turn.error').length") == 0

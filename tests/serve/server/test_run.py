@@ -1,0 +1,148 @@
+"""An orderly beginning and end, metrics, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lezero.cli.main import main
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.models import save_hf
+from tests.serve.models import small
+from tests.serve.server.running import Client, read_all, serving, small_llm, until
+
+LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "stream": True}
+
+
+def test_running_answers_end_first() -> None:
+    with serving(small_llm()) as client:
+        running = client.begin(LONG)
+        until(lambda: client.server.llm.engine.pool.used_count > 0)
+        assert client.ask("/ready").status == 200
+        client.server.stop()
+        until(lambda: client.server.app.draining)
+        assert client.ask("/ready").json == {"status": "draining"}
+        assert client.ask("/ready").status == 503
+        assert client.ask("/health").status == 200
+        refused = client.complete("x")
+        assert refused.status == 503
+        assert refused.headers["retry-after"] == "5"
+        with running:
+            told = read_all(running)
+    assert b"data: [DONE]" in told
+    assert told.count(b'"text"') > 200
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the time is over", "a second signal"])
+def test_what_does_not_end_is_told_so(again: bool) -> None:
+    with serving(small_llm(longest=8192), drain_s=60 if again else 0.1) as client:
+        running = client.begin({**LONG, "max_tokens": 8000})
+        until(lambda: client.server.llm.engine.pool.used_count > 0)
+        client.server.stop()
+        if again:
+            client.server.stop()
+        with running:
+            told = read_all(running)
+    assert b"the server is shutting down" in told
+    assert b"[DONE]" not in told
+
+
+def test_metrics() -> None:
+    with serving(small_llm(speculate="lookup")) as client:
+        for _ in range(2):
+            assert client.complete("abc" * 30, max_tokens=20, temperature=0).status == 200
+        client.ask("/nothing/here")
+        found = client.ask("/metrics")
+        assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
+        values = parse_metrics(found.body.decode())
+        stats = client.ask("/stats").json
+    assert values['lezero_http_requests_total{route="/v1/completions",status="200"}'] == 2
+    assert values['lezero_http_requests_total{route="other",status="404"}'] == 1
+    assert values["lezero_prompt_tokens_total"] == 180
+    assert values["lezero_generated_tokens_total"] == 40
+    assert values["lezero_prefix_hit_tokens_total"] > 0
+    assert values["lezero_first_token_seconds_count"] == 2
+    assert values['lezero_first_token_seconds_bucket{le="+Inf"}'] == 2
+    assert values["lezero_between_tokens_seconds_count"] > 0
+    assert values["lezero_cache_blocks_used"] == 0
+    assert values["lezero_cache_blocks_total"] > 0
+    assert values["lezero_accepted_tokens_total"] <= values["lezero_drafted_tokens_total"]
+    assert values['lezero_requests_ended_total{reason="length"}'] == 2
+    assert stats["tokens_out"] == 40
+    assert stats["first_token_s"]["p50"] > 0
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Each line as the exposition format has it."""
+    values = {}
+    for line in text.splitlines():
+        if line.startswith("#"):
+            assert re.fullmatch(r"# (HELP|TYPE) lezero_[a-z_]+ .+", line)
+            continue
+        found = re.fullmatch(
+            r'(lezero_[a-z_]+(?:\{[a-z]+="[^"]*"(?:,[a-z]+="[^"]*")*\})?) (\S+)', line
+        )
+        assert found, line
+        values[found[1]] = float(found[2])
+    return values
+
+
+def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    tokenizer = bytes_tokenizer()
+    tokenizer.save(tmp_path / "tokenizer")
+    save_hf(small(vocab=tokenizer.vocab_size), folder, tmp_path / "tokenizer")
+    words = ["serve", str(folder), "--port", "0", "--context", "256", "--cache-mib", "8"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lezero", *words], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        lines = []
+        while not lines or not lines[-1].startswith("serving"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended before it served"
+        url = re.findall(r"http://\S+:\d+", lines[-1])[0]
+        answer = ask(url, {"prompt": "abc", "max_tokens": 40, "ignore_eos": True})
+        assert answer["model"] == "tiny"
+        assert answer["usage"]["completion_tokens"] == 40
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.wait(20) == 0
+    assert any(line.startswith("weights") for line in lines)
+    assert "1 requests, 3 tokens in, 40 out" in rest
+    assert "tokens/s for one request alone" in rest
+
+
+def ask(url: str, data: dict[str, object]) -> dict:
+    class Found:
+        pass
+
+    server = Found()
+    server.url = url  # type: ignore[attr-defined]
+    return json.loads(Client(server).ask("/v1/completions", data).body)  # type: ignore[arg-type]
+
+
+def test_the_command_makes_keys(capsys) -> None:
+    assert main(["serve", "--new-key", "alice"]) == 0
+    assert re.search(r"alice sha256:[0-9a-f]{64}$", capsys.readouterr().out.strip())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "model: got none"),
+        (["x", "--host", "0.0.0.0"], "--public-without-keys"),
+        (["x", "--port", "99999"], "port"),
+        (["x", "--cache-mib", "0"], "cache_mib"),
+    ],
+)
+def test_the_command_refuses(words, message, capsys) -> None:
+    assert main(["serve", *words]) == 2
+    assert message in capsys.readouterr().err

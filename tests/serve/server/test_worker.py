@@ -1,0 +1,193 @@
+"""What goes wrong in one request, or in a step, and what the others notice of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import small
+from tests.serve.server.running import Client, coder, serving, until
+
+POISON = 200
+"""A token whose embedding is not a number."""
+PARAMS = {"temperature": 0.8, "top_k": 20, "max_tokens": 24, "seed": 7, "logprobs": 1}
+
+
+def poisoned_llm(**options: Any) -> LLM:
+    model = small(vocab=257, context=512, tied=False)
+    with torch.no_grad():
+        model.embed_tokens.weight[POISON] = float("nan")
+        model.lm_head.weight[POISON] = 0  # and so it is hardly ever drawn
+    given = {"weights": "bf16", "cache_bytes": 1 << 20, "coder": coder(), **options}
+    return LLM(model, **given)
+
+
+def prompts(count: int) -> list[list[int]]:
+    drawn = random.Random(5)
+    return [[drawn.randrange(99) for _ in range(drawn.randrange(1, 80))] for _ in range(count)]
+
+
+def alone(given: list[list[int]]) -> list[tuple[str, list[float]]]:
+    """Answers of an engine that is asked for one at a time, and their log-probabilities."""
+    llm, found = poisoned_llm(), []
+    for prompt in given:
+        (answer,) = llm.generate([prompt], SamplingParams(**PARAMS))
+        assert answer.logprobs is not None
+        assert answer.reason == "length", "this answer draws poison; take another seed"
+        found.append((answer.text, [entry.logprob for entry in answer.logprobs]))
+    return found
+
+
+def answer(client: Client, prompt: list[int]) -> tuple[str, list[float]]:
+    found = client.complete(prompt, **PARAMS)
+    assert found.status == 200, found.body
+    (choice,) = found.json["choices"]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def together(client: Client, given: list[list[int]], poison: Any) -> list[Any]:
+    """The answers while `poison(client)` runs again and again in two threads."""
+    found: list[Any] = [None] * len(given)
+    ended = threading.Event()
+
+    def one(number: int) -> None:
+        found[number] = answer(client, given[number])
+
+    def trouble() -> None:
+        while not ended.is_set():
+            poison(client)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(given))]
+    troubles = [threading.Thread(target=trouble) for _ in range(2)]
+    for thread in [*troubles, *threads]:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    ended.set()
+    for thread in troubles:
+        thread.join(30)
+    return found
+
+
+def not_a_number(client: Client) -> None:
+    found = client.complete([1, 2, POISON, 3], max_tokens=4)
+    assert found.status == 500
+    assert found.error["code"] == "engine_error"
+
+
+def test_logits_that_are_no_numbers_harm_no_other() -> None:
+    given = prompts(12)
+    expected = alone(given)
+    with serving(poisoned_llm()) as client:
+        assert together(client, given, not_a_number) == expected
+        assert client.ask("/health").status == 200
+
+
+def test_a_step_that_fails_ends_its_requests_alone(caplog) -> None:
+    llm = poisoned_llm()
+    run = llm.program.run
+
+    def broken(fed: Any) -> Any:
+        if any(one.position == 0 and one.tokens[0] == 99 for one in fed):
+            raise RuntimeError("a bug in a kernel")
+        return run(fed)
+
+    llm.program.run = broken  # type: ignore[method-assign]
+    given = prompts(3)
+    expected = alone(given)
+    with serving(llm) as client:
+        for prompt, wanted in zip(given, expected, strict=True):
+            found = client.complete([99, 1], max_tokens=4)
+            assert found.status == 500
+            assert "bug" not in found.error["message"]
+            assert answer(client, prompt) == wanted
+        assert client.ask("/health").status == 200
+        assert client.server.metrics.failed_steps == 3
+    assert "a step of the engine failed" in caplog.text
+
+
+def test_an_engine_that_always_fails_is_not_healthy(caplog) -> None:
+    llm = poisoned_llm()
+
+    def broken(fed: Any) -> Any:
+        raise RuntimeError("a bug in a kernel")
+
+    with serving(llm) as client:
+        llm.program.run = broken  # type: ignore[method-assign]
+        assert client.complete("x").status == 500
+        until(lambda: client.server.worker.broken is not None)
+        assert client.ask("/health").status == 503
+        assert client.ask("/ready").status == 503
+        assert client.complete("x").status == 503
+
+
+def test_a_text_that_fails_harms_no_other(caplog) -> None:
+    llm = poisoned_llm()
+    assert llm.coder is not None
+    inner = llm.coder._inner
+
+    class Sometimes:
+        def encode(self, text: str) -> list[int]:
+            return inner.encode(text)
+
+        def decode(self, tokens: list[int]) -> str:
+            if tokens[:2] == [77, 78]:
+                raise ValueError("a bug in a tokenizer")
+            return inner.decode(tokens)
+
+    llm.coder._inner = Sometimes()
+    with serving(llm) as client:
+        assert client.complete([77, 78], max_tokens=8).status == 500
+        assert client.complete([79, 78], max_tokens=8).status == 200
+
+
+@pytest.mark.parametrize("seconds", [8.0])
+def test_soak(seconds: float) -> None:
+    """Mixed load with clients that leave and poison; none wrong, none leaked."""
+    given = prompts(10)
+    expected = alone(given)
+    counts = dict.fromkeys(("asked", "wrong", "left", "poisoned"), 0)
+    with serving(poisoned_llm(max_requests=6, speculate="lookup"), queue=64) as client:
+        end = time.monotonic() + seconds
+        threads = [
+            threading.Thread(target=load, args=(client, given, expected, counts, end, seed))
+            for seed in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + 20)
+        assert client.ask("/health").status == 200
+        until(lambda: client.server.worker.active == 0)
+        assert client.server.llm.engine.pool.used_count == 0
+    print(counts)
+    assert counts["wrong"] == 0
+    assert min(counts["asked"], counts["left"], counts["poisoned"]) > 0
+
+
+def load(client: Client, given: Any, expected: Any, counts: Any, end: float, seed: int) -> None:
+    drawn = random.Random(seed)
+    while time.monotonic() < end:
+        number, kind = drawn.randrange(len(given)), drawn.random()
+        if kind < 0.6:
+            counts["wrong"] += answer(client, given[number]) != expected[number]
+            counts["asked"] += 1
+        elif kind < 0.8:
+            data = {"prompt": given[number], "max_tokens": 200, "stream": drawn.random() < 0.5}
+            with client.begin(data):
+                time.sleep(drawn.random() * 0.05)
+            counts["left"] += 1
+        elif kind < 0.9:
+            counts["wrong"] += client.complete([POISON], max_tokens=2).status != 500
+            counts["poisoned"] += 1
+        else:
+            body = drawn.choice([b"{", b"\xff", b"[" * 10000, b'{"prompt": "x", "n": -1}'])
+            counts["wrong"] += client.ask("/v1/completions", body).status != 400
+            counts["poisoned"] += 1

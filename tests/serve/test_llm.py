@@ -1,0 +1,155 @@
+"""The engine against the oracle: the same tokens, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lezero.core.errors import ConfigError
+from lezero.models import generate
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import VOCAB, prompts, small
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
+VARIANTS = {
+    "llama": {},
+    "mistral": {"sliding_window": 20},
+    "qwen2": {"attention_bias": "qkv", "tied": False},
+    "qwen3": {"qk_norm": True, "head_dim": 32},
+}
+FORMS = ("bf16", "int8", "int4")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_greedy_in_fp32_equals_the_oracle(name):
+    given = prompts(20)
+    expected = generate(small(**VARIANTS[name]), given, 64)
+    llm = LLM(small(**VARIANTS[name]), weights="fp32")
+    found = llm.generate(given, SamplingParams(temperature=0, max_tokens=64))
+    assert [answer.tokens for answer in found] == expected
+
+
+def test_drawn_tokens_equal_the_oracle():
+    given = prompts(6)
+    options = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 5}
+    expected = generate(small(), given, 32, **options)
+    found = LLM(small(), weights="fp32").generate(given, SamplingParams(max_tokens=32, **options))
+    assert [answer.tokens for answer in found] == expected
+
+
+def test_logprobs_in_fp32():
+    given = prompts(3)
+    model = small()
+    for prompt, answer in zip(
+        given, LLM(small(), weights="fp32").generate(given, GREEDY), strict=True
+    ):
+        logits = model(torch.tensor([prompt + answer.tokens]))[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert answer.logprobs is not None
+        found = torch.tensor([entry.logprob for entry in answer.logprobs])
+        assert (found - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bf16_is_near_fp32(name):
+    model = small(**VARIANTS[name])
+    given = prompts(8)
+    tokens = generate(model, given, 8)
+    llm = LLM(small(**VARIANTS[name]), weights="bf16")
+    plain = small(**VARIANTS[name]).bfloat16()
+    mine, theirs = [], []
+    for prompt, answer in zip(given, tokens, strict=True):
+        whole = torch.tensor([prompt + answer])
+        exact = model(whole)[0].log_softmax(-1)
+        theirs.append((plain(whole)[0].float().log_softmax(-1) - exact).abs().mean())
+        mine.append((_logits(llm, prompt + answer).log_softmax(-1) - exact).abs().mean())
+    assert sum(mine) <= 1.1 * sum(theirs)
+
+
+def _logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    from lezero.serve.program import Fed
+
+    blocks = llm.engine.pool.allocate(-(-len(tokens) // 16))
+    found = llm.program.run([Fed(tokens, 0, blocks, range(len(tokens)))])
+    llm.engine.pool.release(blocks)
+    return found
+
+
+@pytest.mark.parametrize("weights", FORMS)
+def test_answers_are_bitwise_the_same_alone_in_a_batch_and_after_preemption(weights):
+    given = prompts(32, longest=60)
+    given = [[1, 2, 3] * 12 + prompt for prompt in given]  # with a prefix in common
+    alone = []
+    for prompt in given[:4]:
+        alone += LLM(small(), weights=weights).generate([prompt], GREEDY)
+    roomy = LLM(small(), weights=weights)
+    tight = LLM(small(), weights=weights, cache_bytes=14 * roomy.program.block_bytes)
+    together, again = roomy.generate(given, GREEDY), roomy.generate(given[:4], GREEDY)
+    preempted = tight.generate(given[:6], GREEDY)
+    assert tight.engine.totals.preempted > 0
+    assert all(answer.cached_tokens >= 32 for answer in again)
+    for index, one in enumerate(alone):
+        for other in (together[index], again[index], preempted[index]):
+            assert other.tokens == one.tokens
+            assert other.logprobs == one.logprobs
+    for llm in (roomy, tight):
+        llm.engine.scheduler.check()
+        assert llm.engine.pool.used_count == 0
+
+
+def test_speculation_changes_no_token():
+    given = [[5, 6, 7, 8] * 6, *prompts(5)]
+    for params in (GREEDY, SamplingParams(max_tokens=40, seed=3, top_k=4)):
+        plain = LLM(small(), weights="bf16").generate(given, params)
+        llm = LLM(small(), weights="bf16", speculate="lookup")
+        assert [a.tokens for a in llm.generate(given, params)] == [a.tokens for a in plain]
+        assert llm.engine.totals.accepted > 0
+
+
+def test_a_stream_is_the_same_answer_and_ends_when_it_is_closed():
+    llm = LLM(small(), weights="bf16")
+    whole = llm.generate([4, 5, 6], GREEDY)[0]
+    pieces = list(llm.stream([4, 5, 6], GREEDY))
+    assert [token for piece in pieces for token in piece.tokens] == whole.tokens
+    assert pieces[-1].reason == whole.reason == "length"
+    stream = llm.stream([4, 5, 6], GREEDY)
+    next(stream)
+    stream.close()
+    assert llm.engine.pool.used_count == 0
+    assert not llm.engine.busy
+
+
+def test_the_cache_and_the_prompt_are_checked():
+    llm = LLM(small(), weights="bf16", context=64)
+    with pytest.raises(ConfigError, match="max_tokens: got 128"):
+        llm.generate([1, 2, 3])
+    with pytest.raises(ConfigError, match=f"prompt: holds token {VOCAB}, allowed is 0 to"):
+        llm.generate([1, VOCAB], GREEDY)
+    with pytest.raises(ConfigError, match="this model has no tokenizer"):
+        llm.generate("hello", GREEDY)
+    with pytest.raises(ConfigError, match="weights: got 'int3'"):
+        LLM(small(), weights="int3")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="context: got 4096"):
+        LLM(small(), context=4096)
+    assert not llm.engine.busy
+
+
+def test_nan_ends_one_request_only():
+    model = small()
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = math.nan
+    found = LLM(model, weights="fp32").generate([[1, 2, 3], [4, 7, 5], [8, 9]], GREEDY)
+    assert found[1].reason == "error"
+    assert "NaN" in str(found[1].error)
+
+
+def test_the_forecast_counts_what_is_there():
+    llm = LLM(small(), weights="int8", context=100, max_requests=3)
+    found = llm.forecast
+    assert found.token_bytes == 2 * 2 * 2 * 2 * 16
+    assert found.cache_tokens == 3 * 112
+    assert found.largest == 3
+    assert len(found.lines()) == 5

@@ -1,0 +1,68 @@
+"""Prompts from a file: answers in order, and what is wrong with a line stays with it."""
+
+from __future__ import annotations
+
+import json
+
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.serve.coder import Coder
+from lezero.serve.llm import LLM
+from lezero.serve.offline import answer_lines
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import small
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+def engine(**options: object) -> LLM:
+    tokenizer = bytes_tokenizer()
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    coder = Coder(tokenizer, frozenset([tokenizer.eos]), template)
+    return LLM(small(vocab=257), weights="bf16", coder=coder, max_requests=3, **options)  # type: ignore[arg-type]
+
+
+def test_answers_come_in_order_whatever_their_length():
+    lines = [
+        json.dumps({"prompt": f"line {number} ", "max_tokens": 1 + 7 * number % 12})
+        for number in range(40)
+    ]
+    found = list(answer_lines(engine(), [*lines[:20], "\n", *lines[20:]], GREEDY))
+    assert [answer["line"] for answer in found] == [*range(1, 21), *range(22, 42)]
+    alone = engine()
+    for number in (0, 13, 39):
+        params = SamplingParams(temperature=0, max_tokens=1 + 7 * number % 12)
+        expected = alone.generate(f"line {number} ", params)[0]
+        assert found[number]["text"] == expected.text
+        assert found[number]["tokens"] == len(expected.tokens)
+
+
+def test_a_bad_line_is_told_and_harms_no_other():
+    bad = [
+        "{",
+        "[1, 2]",
+        '{"text": "no prompt"}',
+        '{"prompt": "a", "messages": []}',
+        '{"prompt": 3}',
+        '{"prompt": [1, 5000]}',
+        '{"prompt": "a", "temperatur": 0}',
+        '{"prompt": "a", "max_tokens": 100000}',
+        '{"messages": [{"role": "user"}]}',
+        "[" * 100_000,
+    ]
+    good = '{"messages": [{"role": "user", "content": "hi"}]}'
+    llm = engine()
+    found = list(answer_lines(llm, [good, *bad, good], GREEDY))
+    assert [number for number, answer in enumerate(found) if "error" not in answer] == [0, 11]
+    assert found[0]["text"] == found[11]["text"]
+    assert "temperature" in found[7]["error"]
+    assert "max_tokens" in found[8]["error"]
+    assert llm.engine.pool.used_count == 0
+
+
+def test_leaving_early_frees_all_blocks():
+    llm = engine()
+    answers = answer_lines(llm, ['{"prompt": "abc"}'] * 30, GREEDY)
+    next(answers)
+    answers.close()
+    assert llm.engine.pool.used_count == 0
+    assert not llm.engine.busy

@@ -1,0 +1,48 @@
+import pytest
+
+from lezero.serve import Drawn, Request, SamplingParams
+from lezero.serve.sampling import TokenLogprob
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "reasons"),
+    [
+        (SamplingParams(max_tokens=2), [5, 6], [None, "length"]),
+        (SamplingParams(max_tokens=5), [5, 2], [None, "stop"]),
+        (SamplingParams(max_tokens=5, ignore_eos=True), [2, 2], [None, None]),
+        (
+            SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=(7,)),
+            [2, 7],
+            [None, "stop"],
+        ),
+        (SamplingParams(max_tokens=1), [2], ["stop"]),
+    ],
+)
+def test_a_token_may_end_the_answer(
+    params: SamplingParams, tokens: list[int], reasons: list[str | None]
+) -> None:
+    request = Request("a", [1, 2, 3], params, end_tokens=frozenset({2}))
+    assert [request.take(Drawn(token)) for token in tokens] == reasons
+    assert request.answer == tokens
+    assert request.prompt == [1, 2, 3]
+
+
+def test_log_probabilities_are_kept_beside_the_tokens() -> None:
+    request = Request("a", [1], SamplingParams(logprobs=1))
+    request.take(Drawn(4, TokenLogprob(-0.5, ((4, -0.5),))))
+    assert request.logprobs == [TokenLogprob(-0.5, ((4, -0.5),))]
+
+
+def test_the_seed_is_the_number_unless_it_is_given() -> None:
+    request = Request("a", [1])
+    request.number = 9
+    assert request.seed == 9
+    assert Request("a", [1], SamplingParams(seed=3)).seed == 3
+
+
+def test_what_is_left_to_do_is_counted() -> None:
+    request = Request("a", [1, 2, 3], SamplingParams(max_tokens=4))
+    assert (request.pending, request.wanted) == (3, 4)
+    request.computed = 3
+    request.take(Drawn(8))
+    assert (request.pending, request.wanted) == (1, 3)

@@ -1,0 +1,183 @@
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.serve import Detokenizer, StopStrings
+
+tokenizers = pytest.importorskip("tokenizers")
+Decode = Callable[[list[int]], str]
+
+TEXT = "Grüße, 世界! 👩‍👩‍👧 naïve 🦄🦄 says  hello…\n\n\tdef f(x): return '😀😃'\n"
+
+
+def byte_level(vocab: int = 300) -> "tokenizers.Tokenizer":
+    """Byte-level BPE on a small text: most emoji are several tokens, some tokens half of one."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<end>"],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator([TEXT, "world 世 hello"], trainer)
+    return inner
+
+
+def byte_fallback() -> "tokenizers.Tokenizer":
+    """As Llama 2's: words begin with ▁, the leading one is dropped, rare characters are bytes."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁wor", "ld", ","]
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {word: number for number, word in enumerate(words)},
+            [],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    d = tokenizers.decoders
+    inner.decoder = d.Sequence(
+        [d.Replace("▁", " "), d.ByteFallback(), d.Fuse(), d.Strip(" ", 1, 0)]
+    )
+    return inner
+
+
+def pieces(decode: Decode, tokens: list[int]) -> list[str]:
+    """The pieces of a text, after checking each beginning against `decode` of all its tokens."""
+    detokenizer, given_ = Detokenizer(decode), []
+    for end, token in enumerate(tokens, 1):
+        given_.append(detokenizer.add(token))
+        whole, so_far = decode(tokens[:end]), "".join(given_)
+        assert whole.startswith(so_far)
+        if not whole.endswith("\ufffd"):
+            assert whole == so_far, "held back without need"
+    given_.append(detokenizer.finish())
+    assert "".join(given_) == decode(tokens)
+    return given_
+
+
+@pytest.mark.parametrize("vocab", [258, 280, 330])
+def test_pieces_of_byte_level_bpe_are_the_text(vocab: int) -> None:
+    inner = byte_level(vocab)
+    tokens = inner.encode(TEXT).ids
+    found = pieces(inner.decode, tokens)
+    assert "".join(found) == TEXT
+    assert not any("\ufffd" in piece for piece in found)
+    assert vocab == 330 or "" in found  # half a character gives nothing
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_random_tokens_of_byte_level_bpe(seed: int) -> None:
+    """Invalid UTF-8 of every kind, special tokens among it."""
+    chance, inner = random.Random(seed), byte_level()
+    often = [inner.token_to_id(letter) for letter in "ðŁĺĢâaĊ"] + [0]
+    tokens = [
+        chance.choice(often) if chance.random() < 0.7 else chance.randrange(inner.get_vocab_size())
+        for _ in range(chance.randrange(60))
+    ]
+    pieces(inner.decode, tokens)
+
+
+def test_the_tokenizer_of_bytes() -> None:
+    tokenizer = bytes_tokenizer()
+    assert "".join(pieces(tokenizer.decode, tokenizer.encode(TEXT))) == TEXT
+
+
+def test_a_tokenizer_that_drops_the_first_space_and_falls_back_to_bytes() -> None:
+    inner = byte_fallback()
+    ids = [inner.token_to_id(word) for word in ("▁Hello", ",", "▁wor", "ld", "▁", "▁", "▁Hello")]
+    emoji = [inner.token_to_id(f"<0x{byte:02X}>") for byte in "😀é".encode()]
+    detokenizer = Detokenizer(inner.decode)
+    found = [detokenizer.add(token) for token in [*ids, *emoji, *ids]]
+    assert "".join(found) == "Hello, world   Hello😀é Hello, world   Hello"
+    assert not any("\ufffd" in piece for piece in found)
+    assert found.count("") == 3 + 1  # of the emoji and of é
+    assert pieces(inner.decode, ids)
+
+
+def test_the_text_goes_on_from_the_prompt() -> None:
+    inner = byte_fallback()
+    hello, world = inner.token_to_id("▁Hello"), inner.token_to_id("▁wor")
+    assert Detokenizer(inner.decode, [hello]).add(world) == " wor"
+    assert Detokenizer(inner.decode).add(world) == "wor"
+
+
+def test_half_a_character_comes_out_at_the_end_only() -> None:
+    tokens = list("é".encode())[:1]
+    detokenizer = Detokenizer(bytes_tokenizer().decode)
+    assert detokenizer.add(tokens[0]) == ""
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("kind", ["text", "broken", "special"])
+def test_the_work_of_a_token_does_not_grow(kind: str) -> None:
+    inner, worked = byte_level(), 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal worked
+        worked += len(tokens)
+        return str(inner.decode(tokens))
+
+    once = {"text": inner.encode(TEXT).ids, "broken": [inner.token_to_id("ð")] * 40, "special": [0]}
+    tokens = (once[kind] * 2000)[:2000]
+    detokenizer = Detokenizer(decode)
+    text = "".join(detokenizer.add(token) for token in tokens) + detokenizer.finish()
+    assert text == inner.decode(tokens)
+    assert worked / len(tokens) < 50
+
+
+def stopped(stops: list[str], parts: list[str]) -> tuple[str, str | None]:
+    strings = StopStrings(stops)
+    text = ""
+    for number in range(len(parts)):
+        text += strings.add(parts[number])
+        assert "".join(parts[: number + 1]).startswith(text)
+    return text + ("" if strings.found else strings.finish()), strings.found
+
+
+def test_a_stop_string_over_the_borders_of_pieces_is_found() -> None:
+    assert stopped(["END"], ["a E", "N", "D b"]) == ("a ", "END")
+    assert stopped(["END"], ["a E", "N", "E", "ND"]) == ("a EN", "END")
+    assert stopped(["aab"], ["a", "a", "a", "b"]) == ("a", "aab")
+    assert stopped(["\n\n"], ["x\n", "y\n", "\nz"]) == ("x\ny", "\n\n")
+    assert stopped(["END"], ["a E", "N"]) == ("a EN", None)
+    assert stopped([], ["a", "b"]) == ("ab", None)
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    strings = StopStrings(["stop", "topic"])
+    assert strings.add("a st") == "a "
+    assert strings.add("o") == ""
+    assert strings.add("x") == "stox"
+    assert strings.add(" sto") == " "
+    assert strings.add("p") == ""
+    assert strings.found == "stop"
+    assert strings.add("more") == ""
+    assert strings.finish() == ""
+
+
+def by_definition(stops: list[str], text: str) -> tuple[str, str | None]:
+    for end in range(1, len(text) + 1):
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    parts=st.lists(st.text("abc", max_size=4), max_size=8),
+)
+def test_stopping_is_by_definition_however_the_text_is_cut(
+    stops: list[str], parts: list[str]
+) -> None:
+    assert stopped(stops, parts) == by_definition(stops, "".join(parts))
