@@ -172,8 +172,8 @@ class Watch:
         with self._news:
             while self._told is None and time.monotonic() < end:
                 self._beat()  # a dead rank's port refuses
+                self._news.wait(0.05)  # what it said before is heard before it is judged
                 self._look_around(surely=True)
-                self._news.wait(0.05)
         self._said = self._said or self._told is not None
         return self._told
 
@@ -319,12 +319,12 @@ class Watch:
         """Names the odd rank once every living one has told its call, or after a moment."""
         assert self._parted is not None
         number, until = self._parted
-        calls = {peer.rank: peer.call(number) for peer in self._judge.present()}
+        calls = {rank: peer.call(number) for rank, peer in self._judge.peers.items()}
         calls[self.rank] = self._history.call(number)
         known = {rank: call for rank, call in calls.items() if call is not None}
-        if len(known) == len(calls) or now > until:
+        if all(peer.rank in known for peer in self._judge.present()) or now > until:
             self._parted = None
-            if len(known) > 1:
+            if len({call[:4] for call in known.values()}) > 1:
                 self._tell(verdict.parted(number, known, self._history))
 
     # telling -----------------------------------------------------------------------------------
@@ -353,7 +353,9 @@ class Watch:
             self._enforce(now)
             return
         text = self._judge.look(now, self._entered, self._left, surely)
-        if text:
+        if text and self._parted is not None:  # the cause; that a rank is lost follows from it
+            self._decide(float("inf"))
+        if text and self._told is None:
             self._tell(text)
 
     def _enforce(self, now: float) -> None:

@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -92,6 +93,17 @@ def killed(bad):
     step(LABELS[1:])
 
 
+def killed_after_parting(bad):
+    """The third rank is late, so the other two are still asking when the bad one is lost."""
+    collective("embed")
+    if bad:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        collective("layers.0", size=6)
+    if groups.rank() == 2:
+        time.sleep(0.6)
+    step(LABELS[1:])
+
+
 SCENES = {
     skipped_layer: r"rank 1 entered all_reduce of 'layers\.1' .* and skipped 'layers\.0', where "
     r"{others} entered all_reduce of 'layers\.0' \(float32 \[4\]\) at tests/comm/test_watch\.py:",
@@ -159,6 +171,14 @@ def test_a_killed_rank_is_named_by_its_process(ranks, tmp_path):
     assert re.search(r"rank 1 is gone: its process \d+ was killed, crashed or ended", told), told
     assert "waits in collective 22, all_reduce of 'layers.0'" in told
     assert "pair.cc" not in told
+
+
+def test_a_rank_that_parted_and_was_then_lost_is_named_for_parting(ranks, tmp_path):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        ranks(3, play, "killed_after_parting", 1, tmp_path, timeout_s=30)
+    told = (tmp_path / "told-0").read_text()
+    assert re.search(r"rank 1 entered all_reduce of 'layers\.0' \(float32 \[6\]\)", told), told
+    assert "with another shape" in told
 
 
 def live():
