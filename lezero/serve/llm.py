@@ -8,27 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from lezero.compress.quantize import Int4Weight, Int8Weight, quantize_
 from lezero.core.errors import ConfigError
-from lezero.hub.opened import open_model
 from lezero.models import Transformer
-from lezero.ops.decoder import native
-from lezero.serve.coder import Coder, Message, open_coder
+from lezero.serve.coder import Coder, Message
 from lezero.serve.engine import Engine
 from lezero.serve.forecast import Forecast, foresee, room_for_cache
-from lezero.serve.fused import FusedProgram, shape_of
-from lezero.serve.plain import PlainProgram
-from lezero.serve.program import Program
+from lezero.serve.opening import Weights, open_program
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import SamplingParams, TokenLogprob
 from lezero.serve.speculate import PromptLookup
 from lezero.serve.text import Detokenizer, StopStrings
 
-Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
-_WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
-_GROUPS = (64, 32)
 Prompt = str | Sequence[int]
 
 
@@ -84,17 +74,11 @@ class LLM:
         speculate: Literal["off", "lookup"] = "off",
         coder: Coder | None = None,
     ) -> None:
-        if weights not in _WEIGHTS:
-            raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(_WEIGHTS)}")
         if speculate not in ("off", "lookup"):
             raise ConfigError(f"speculate: got {speculate!r}, allowed are off and lookup")
-        self.coder = coder
-        if not isinstance(model, Transformer):
-            place = str(model)
-            model, folder = open_model(place, torch.float32 if weights == "fp32" else None)
-            self.coder = coder or open_coder(place, folder)
-        self.program = program_of(model, weights)
-        longest = model.config.longest
+        self.program, own = open_program(model, weights)
+        self.coder = coder or own
+        longest = self.program.longest
         if context is not None and not 1 <= context <= longest:
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}")
         self.context = context or longest
@@ -171,9 +155,9 @@ class LLM:
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise ConfigError(f"prompt: holds {token!r}, allowed are text or whole numbers")
-            if not 0 <= token < self.program.config.vocab:
+            if not 0 <= token < self.program.vocab:
                 raise ConfigError(
-                    f"prompt: holds token {token}, allowed is 0 to {self.program.config.vocab - 1}"
+                    f"prompt: holds token {token}, allowed is 0 to {self.program.vocab - 1}"
                 )
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, end_tokens=ends, sample=sample)
@@ -231,23 +215,6 @@ class Answer:
             error=request.error,
             first_token_s=None if first is None else first - (request.arrived_s or 0.0),
         )
-
-
-def program_of(model: Transformer, weights: Weights) -> Program:
-    """The fastest program that runs `model` as asked. It is used up."""
-    device = model.norm.weight.device.type
-    if weights in ("int8", "int4"):
-        c = model.config
-        inputs = (c.dim, c.heads * c.head_dim, c.ffn)
-        group = next((size for size in _GROUPS if not any(K % size for K in inputs)), _GROUPS[0])
-        scheme = Int8Weight() if weights == "int8" else Int4Weight(group=group, method="hqq")
-        quantize_(model, scheme, objective="size")
-    fused = device == "cpu" and weights != "fp32"
-    if fused and native.NATIVE.available() and not shape_of(model).problem():
-        return FusedProgram(model)
-    if weights == "bf16" or (weights == "auto" and device != "cpu"):
-        model = model.bfloat16()
-    return PlainProgram(model)
 
 
 def _several(prompts: Any) -> list[Prompt]:

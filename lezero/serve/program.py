@@ -53,6 +53,16 @@ class Program(ABC):
         """fp32 logits (R, V) of the wanted rows, in order. Keys and values go into the blocks."""
 
     @property
+    def vocab(self) -> int:
+        """Tokens that the model knows."""
+        return self.config.vocab
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a sequence at most."""
+        return self.config.longest
+
+    @property
     @abstractmethod
     def block_bytes(self) -> int:
         """What a block of the cache takes."""

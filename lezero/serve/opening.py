@@ -1,0 +1,50 @@
+"""A model from wherever it lies, as the fastest program that runs it as asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from lezero.compress.quantize import Int4Weight, Int8Weight, quantize_
+from lezero.core.errors import ConfigError
+from lezero.hub.opened import open_model
+from lezero.models import Transformer
+from lezero.ops.decoder import native
+from lezero.serve.coder import Coder, open_coder
+from lezero.serve.fused import FusedProgram, shape_of
+from lezero.serve.plain import PlainProgram
+from lezero.serve.program import Program
+
+Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
+WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
+_GROUPS = (64, 32)
+
+
+def open_program(model: str | Path | Transformer, weights: Weights) -> tuple[Program, Coder | None]:
+    """The program of a model, and its tokenizer where it is not a `Transformer`."""
+    if weights not in WEIGHTS:
+        raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(WEIGHTS)}")
+    if isinstance(model, Transformer):
+        return program_of(model, weights), None
+    place = str(model)
+    opened, folder = open_model(place, torch.float32 if weights == "fp32" else None)
+    return program_of(opened, weights), open_coder(place, folder)
+
+
+def program_of(model: Transformer, weights: Weights) -> Program:
+    """The fastest program that runs `model` as asked. It is used up."""
+    device = model.norm.weight.device.type
+    if weights in ("int8", "int4"):
+        c = model.config
+        inputs = (c.dim, c.heads * c.head_dim, c.ffn)
+        group = next((size for size in _GROUPS if not any(K % size for K in inputs)), _GROUPS[0])
+        scheme = Int8Weight() if weights == "int8" else Int4Weight(group=group, method="hqq")
+        quantize_(model, scheme, objective="size")
+    fused = device == "cpu" and weights != "fp32"
+    if fused and native.NATIVE.available() and not shape_of(model).problem():
+        return FusedProgram(model)
+    if weights == "bf16" or (weights == "auto" and device != "cpu"):
+        model = model.bfloat16()
+    return PlainProgram(model)
