@@ -156,20 +156,21 @@ class Engine:
         return StepResult(self.step, loss, norm, lr, total, seconds, skipped, stop)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
+    def evaluate(self, batches: Iterable[Batch]) -> float | None:
         """Mean loss over every counted unit of `batches` of all ranks, in evaluation mode.
 
-        Ranks may hold different numbers of batches. NaN when nothing counts.
+        Ranks may hold different numbers of batches. NaN when nothing counts; None when a rank was
+        asked to stop meanwhile (`request_stop`), since a part of the batches is another measure.
         """
         with watch.reporting(), watch.busy("evaluates"):
             return self._evaluate(batches)
 
-    def _evaluate(self, batches: Iterable[Batch]) -> float:
+    def _evaluate(self, batches: Iterable[Batch]) -> float | None:
         training = self.model.training
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64)
         try:
-            for batch, new in in_step(batches, self.model):
+            for batch, new in in_step(batches, self.model, lambda: self._stop):
                 check_token_ids(self.model, batch)
                 batch = to_device(batch, self.place)
                 self._find_shift([batch])
@@ -178,11 +179,12 @@ class Engine:
                     with self.precision.autocast():
                         loss = self.loss(self.model, batch)
                     if new:
-                        sums += torch.tensor([float(loss) * count, count], dtype=torch.float64)
+                        sums += torch.tensor([float(loss) * count, count, 0], dtype=torch.float64)
         finally:
             self.model.train(training)
+        sums[2] = self._stop
         groups.all_reduce_sum(sums, "evaluation loss")
-        return float(sums[0] / sums[1])
+        return None if sums[2] else float(sums[0] / sums[1])
 
     def set_precision(self, name: str) -> None:
         """Changes the precision from the next step on; parameters and optimizer state stay.

@@ -92,19 +92,21 @@ def _slice(batch: Batch, begin: int, end: int) -> Batch:
     return batch
 
 
-def in_step(batches: Iterable[Batch], model: nn.Module) -> Iterator[tuple[Batch, bool]]:
-    """(batch, whether it is new) of `batches`; where a forward pass gathers parameters, ranks that
-    have fewer batches repeat their last one until all are through.
+def in_step(
+    batches: Iterable[Batch], model: nn.Module, stopped: Callable[[], bool]
+) -> Iterator[tuple[Batch, bool]]:
+    """(batch, whether it is new) of `batches` until `stopped`; where a forward pass gathers
+    parameters, ranks that have fewer batches repeat their last one until all are through.
 
     Raises `ConfigError` on every rank when one of them has no batch at all and others do.
     """
     sharding = sharding_of(model)
     if sharding is None or sharding.stage < 3 or groups.world_size() == 1:
-        yield from ((batch, True) for batch in batches)
+        yield from ((batch, True) for batch in itertools.takewhile(lambda _: not stopped(), batches))
         return
     source, last, none = iter(batches), None, object()
     while True:
-        batch = next(source, none)
+        batch = none if stopped() and last is not None else next(source, none)
         new = batch is not none
         last = batch if new else last
         able = last is not None

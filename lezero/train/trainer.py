@@ -237,15 +237,21 @@ class Trainer:
         step, config = result.step, self.config
         last = step == config.train.steps
         if self.validation is not None and (step % config.validation.every == 0 or last):
-            self.last_validation = self.engine.evaluate(self.validation)
-            self._tell("on_validation", self.last_validation)
-            better = self.best is None or self.last_validation < self.best
-            if better and math.isfinite(self.last_validation):
-                self.best = self.last_validation
-                if config.checkpoint.every:
-                    self.save("best")
+            self._validate(self.validation)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save()
+
+    def _validate(self, validation: EvalLoader) -> None:
+        loss = self.engine.evaluate(validation)
+        if loss is None:
+            self.event("asked to stop: this validation is left out", "warning")
+            return
+        self.last_validation = loss
+        self._tell("on_validation", loss)
+        if math.isfinite(loss) and (self.best is None or loss < self.best):
+            self.best = loss
+            if self.config.checkpoint.every:
+                self.save("best")
 
     def save(self, mark: str | None = None) -> None:
         """Hands this step to the background writer, once; `mark` names it "best" or "last"."""

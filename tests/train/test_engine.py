@@ -160,6 +160,23 @@ def test_evaluate_weights_by_count_and_leaves_the_mode():
     assert engine.model.training
 
 
+def test_a_stop_ends_an_evaluation_between_batches():
+    engine = make()
+    seen = []
+
+    def data():
+        for batch in batches(5):
+            seen.append(batch)
+            yield batch
+            if len(seen) == 2:
+                engine.request_stop()
+
+    assert engine.evaluate(data()) is None
+    assert len(seen) == 3
+    assert engine.train_step(batches(1)[0]).stop
+    assert engine.evaluate(batches(1)) is not None
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_precision_changes_in_mid_run_and_state_stays(name):
     engine = make(torch.float32)

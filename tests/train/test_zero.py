@@ -123,7 +123,16 @@ def uneven():
     own = batches[:4] if groups.rank() == 0 else batches[4:]
     with pytest.raises(ConfigError, match="a rank has no batch"):
         engine.evaluate(batches if groups.rank() else [])
-    return engine.evaluate(own), engine.evaluate([])
+    values = engine.evaluate(own), engine.evaluate([])
+
+    def stopping():
+        for batch in batches:
+            yield batch
+            if groups.rank() == 1:
+                engine.request_stop()
+
+    assert engine.evaluate(stopping()) is None
+    return values
 
 
 def test_evaluation_under_stage_3_over_uneven_numbers_of_batches(ranks):
