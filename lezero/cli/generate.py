@@ -32,6 +32,9 @@ def generate(
     weights: Annotated[
         str, typer.Option(help="With --input: auto, fp32, bf16, int8 or int4.")
     ] = "auto",
+    draft: Annotated[
+        str | None, typer.Option(help="With --input: a smaller model that guesses next tokens.")
+    ] = None,
 ) -> None:
     """Continue a prompt with a trained model, token by token; or answer a file of prompts."""
     if input is not None:
@@ -39,7 +42,7 @@ def generate(
 
         params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         most = {} if tokens is None else {"max_tokens": tokens}
-        answer_file(model, input, output, weights, {**params, **most})
+        answer_file(model, input, output, weights, {**params, **most}, draft)
         return
     from lezero.train.writer import open_writer
 

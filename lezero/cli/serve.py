@@ -26,7 +26,12 @@ def serve(
     cache_mib: Annotated[
         int | None, typer.Option(help="Memory for keys and values, in MiB.")
     ] = None,
-    speculate: Annotated[str, typer.Option(help="Guess next tokens: off or lookup.")] = "off",
+    speculate: Annotated[
+        str, typer.Option(help="Guess next tokens: off, lookup, or draft.")
+    ] = "off",
+    draft: Annotated[
+        str | None, typer.Option(help="With --speculate draft: the smaller model that guesses.")
+    ] = None,
     keys: Annotated[
         str | None, typer.Option(help="File of API keys, hashed; LEZERO_API_KEYS adds to it.")
     ] = None,
@@ -68,4 +73,5 @@ def serve(
         max_requests=max_requests,
         cache_mib=cache_mib,
         speculate=speculate,
+        draft=draft,
     )

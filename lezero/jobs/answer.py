@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lezero.core.errors import FileError
 from lezero.serve.llm import LLM
@@ -15,7 +15,12 @@ from lezero.serve.sampling import SamplingParams
 
 
 def answer_file(
-    model: str, source: Path, target: Path | None, weights: Any, params: dict[str, Any]
+    model: str,
+    source: Path,
+    target: Path | None,
+    weights: Any,
+    params: dict[str, Any],
+    draft: str | None = None,
 ) -> None:
     """Answers each line of `source` into `target` (the terminal without one), and says how fast.
 
@@ -24,7 +29,8 @@ def answer_file(
     """
     asked = SamplingParams.parse(params)
     _check(source, target)
-    llm = LLM(model, weights=weights)
+    speculate: Literal["off", "draft"] = "off" if draft is None else "draft"
+    llm = LLM(model, weights=weights, speculate=speculate, draft=draft)
     for line in llm.forecast.lines():
         print(line, file=sys.stderr)
     began, lines, errors, tokens = time.perf_counter(), 0, 0, 0

@@ -84,15 +84,18 @@ class Engine:
         totals.drafted += sum(len(chunk.drafts) for chunk in chunks)
         totals.accepted += sum(max(0, len(found) - 1) for found in results)
         totals.preempted += step.preempts
+        if self._speculator is not None:
+            prompts = any(chunk.known - chunk.start > 1 for chunk in chunks)
+            self._speculator.checked(sum(map(len, tokens.values())), prompts)
         return Progress(tokens, ended)
 
     def _run(self, chunks: Sequence[Chunk]) -> list[list[Drawn]]:
         """What is drawn for each chunk: the accepted drafts, then one more."""
         fed, rows = [], []
         for chunk in chunks:
-            own = _rows(chunk) if chunk.samples else []
-            rows += own
-            wanted = range(chunk.count - len(own), chunk.count)
+            guesses = range(len(chunk.drafts) + 1 if chunk.samples else 0)
+            rows += [Row.of(chunk.request, chunk.drafts[:count]) for count in guesses]
+            wanted = range(chunk.count - len(guesses), chunk.count)
             fed.append(Fed(chunk.tokens, chunk.start, chunk.request.blocks, wanted))
         drawn = iter(draw(self.program.run(fed), rows))
         found: list[list[Drawn]] = []
@@ -101,19 +104,6 @@ class Engine:
             mine = [next(drawn) for _ in range(count)]
             found.append(mine[: _kept(chunk.drafts, mine)])
         return found
-
-
-def _rows(chunk: Chunk) -> list[Row]:
-    """For the token after the last known one, and after each draft."""
-    request = chunk.request
-    rows = []
-    for index in range(len(chunk.drafts) + 1):
-        history: Sequence[int] = ()
-        if request.params.penalizes:
-            history = [*request.tokens[: chunk.known], *chunk.drafts[:index]]
-        position, prompt = chunk.known + index, len(request.prompt)
-        rows.append(Row(request.params, request.seed, position, request.sample, history, prompt))
-    return rows
 
 
 def _kept(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:

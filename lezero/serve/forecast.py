@@ -31,6 +31,8 @@ class Forecast:
     context: int
     decode_tokens_s: float | None
     prefill_tokens_s: float | None
+    draft_bytes: int = 0
+    """Of the model that guesses: weights, and keys and values."""
 
     @property
     def largest(self) -> int:
@@ -40,17 +42,20 @@ class Forecast:
         """For people."""
         each = f"{self.token_bytes / 1024:.1f} KiB a token"
         fits = f"{self.largest} requests of {self.context} tokens, {each}"
+        draft = [f"draft       {_mib(self.draft_bytes)}"] if self.draft_bytes else []
         return [
             f"weights     {_mib(self.weight_bytes)}",
             f"cache       {_mib(self.cache_bytes)}: {fits}",
             f"workspace   {_mib(self.workspace_bytes)}",
+            *draft,
             f"decode      at most {_speed(self.decode_tokens_s)} for one request",
             f"prefill     at most {_speed(self.prefill_tokens_s)}",
         ]
 
 
-def foresee(program: Program, blocks: int, context: int) -> Forecast:
+def foresee(program: Program, blocks: int, context: int, draft: Program | None = None) -> Forecast:
     """The forecast of a program with so many blocks of cache, for requests of `context` tokens."""
+    beside = block_bytes(program, draft) - program.block_bytes
     ceilings = hardware(measure=False).ceilings
     read = None if ceilings is None else ceilings.memory_read
     products = None if ceilings is None else ceilings.gemm_bf16
@@ -63,14 +68,25 @@ def foresee(program: Program, blocks: int, context: int) -> Forecast:
         context,
         None if read is None else read / program.read_bytes,
         None if products is None else products / (2 * program.products),
+        0 if draft is None else draft.weight_bytes + blocks * beside,
     )
 
 
-def room_for_cache(program: Program, context: int, max_requests: int) -> int:
+def block_bytes(program: Program, draft: Program | None) -> int:
+    """What a block takes, with what a draft keeps of the same tokens."""
+    if draft is None:
+        return program.block_bytes
+    return program.block_bytes + program.block_size * draft.block_bytes // draft.block_size
+
+
+def room_for_cache(
+    program: Program, context: int, max_requests: int, draft: Program | None = None
+) -> int:
     """Bytes for keys and values: of all requests at their longest, or a share of what is free."""
+    each = block_bytes(program, draft)
     blocks = -(-context // program.block_size) * max_requests
     free = psutil.virtual_memory().available
-    return max(program.block_bytes, min(blocks * program.block_bytes, int(_SHARE * free)))
+    return max(each, min(blocks * each, int(_SHARE * free)))
 
 
 def _mib(count: int) -> str:

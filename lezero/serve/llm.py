@@ -6,17 +6,19 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lezero.core.errors import ConfigError
 from lezero.models import Transformer
 from lezero.serve.coder import Coder, Message
+from lezero.serve.draft import DraftModel
 from lezero.serve.engine import Engine
-from lezero.serve.forecast import Forecast, foresee, room_for_cache
-from lezero.serve.opening import Weights, open_program
+from lezero.serve.forecast import Forecast, block_bytes, foresee, room_for_cache
+from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
+from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import SamplingParams, TokenLogprob
-from lezero.serve.speculate import PromptLookup
+from lezero.serve.speculate import PromptLookup, Speculator
 from lezero.serve.text import Detokenizer, StopStrings
 
 Prompt = str | Sequence[int]
@@ -57,7 +59,8 @@ class LLM:
     in groups of 64 or 32) quantize now, without data; "fp32" is plain and slow, and exact.
     context: tokens of a request at most, by default the model's. max_requests: at once.
     cache_bytes: for keys and values; by default a share of what is free. speculate: guesses of the
-    next tokens, "lookup" from the text itself.
+    next tokens, "lookup" from the text itself, or "draft" by the smaller model `draft`, which has
+    the same tokens and gets the same weights; it guesses while that is faster.
 
     Errors: `ConfigError` for values and requests that do not fit, `FileError` for a model that does
     not open.
@@ -71,25 +74,28 @@ class LLM:
         context: int | None = None,
         max_requests: int = 32,
         cache_bytes: int | None = None,
-        speculate: Literal["off", "lookup"] = "off",
+        speculate: Speculate = "off",
+        draft: str | Path | Transformer | None = None,
         coder: Coder | None = None,
     ) -> None:
-        if speculate not in ("off", "lookup"):
-            raise ConfigError(f"speculate: got {speculate!r}, allowed are off and lookup")
+        check_speculation(speculate, draft)
         self.program, own = open_program(model, weights)
+        self._draft = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = coder or own
         longest = self.program.longest
         if context is not None and not 1 <= context <= longest:
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}")
         self.context = context or longest
-        room = cache_bytes or room_for_cache(self.program, self.context, max_requests)
-        blocks = room // self.program.block_bytes
+        each = block_bytes(self.program, self._draft)
+        room = cache_bytes or room_for_cache(self.program, self.context, max_requests, self._draft)
+        blocks = room // each
         if blocks < 1:
             raise ConfigError(
-                f"cache_bytes: got {room}, allowed is at least one block of "
-                f"{self.program.block_bytes} bytes"
+                f"cache_bytes: got {room}, allowed is at least one block of {each} bytes"
             )
-        speculator = PromptLookup() if speculate == "lookup" else None
+        speculator: Speculator | None = PromptLookup() if speculate == "lookup" else None
+        if self._draft is not None:
+            speculator = WhilePaying(DraftModel.of(self._draft, self.program, blocks))
         self.engine = Engine(
             self.program,
             blocks=blocks,
@@ -102,7 +108,7 @@ class LLM:
     @property
     def forecast(self) -> Forecast:
         """Memory, and tokens per second from measured ceilings."""
-        return foresee(self.program, self.engine.pool.count, self.context)
+        return foresee(self.program, self.engine.pool.count, self.context, self._draft)
 
     def generate(
         self,

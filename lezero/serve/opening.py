@@ -19,6 +19,8 @@ from lezero.serve.program import Program
 
 Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
 WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
+Speculate = Literal["off", "lookup", "draft"]
+_SPECULATE = ("off", "lookup", "draft")
 _GROUPS = (64, 32)
 
 
@@ -31,6 +33,29 @@ def open_program(model: str | Path | Transformer, weights: Weights) -> tuple[Pro
     place = str(model)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None)
     return program_of(opened, weights), open_coder(place, folder)
+
+
+def check_speculation(speculate: str, draft: object) -> None:
+    """Raises `ConfigError` where the way to guess is not known, or lacks its model."""
+    if speculate not in _SPECULATE:
+        raise ConfigError(f"speculate: got {speculate!r}, allowed are {', '.join(_SPECULATE)}")
+    if speculate == "draft" and draft is None:
+        raise ConfigError("draft: got none for speculate 'draft'; give a smaller model")
+    if speculate != "draft" and draft is not None:
+        raise ConfigError(
+            f"draft: got a model for speculate {speculate!r}; it is for speculate 'draft' only"
+        )
+
+
+def open_draft(draft: str | Path | Transformer, weights: Weights, target: Program) -> Program:
+    """The program of a model that guesses for `target`; both must have the same tokens."""
+    program, _ = open_program(draft, weights)
+    if program.vocab != target.vocab:
+        raise ConfigError(
+            f"draft: has {program.vocab} tokens, allowed are the model's {target.vocab}; give a "
+            "smaller model of the same family, with the same tokenizer"
+        )
+    return program
 
 
 def program_of(model: Transformer, weights: Weights) -> Program:

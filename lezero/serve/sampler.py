@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lezero.models.sampling import chance
+from lezero.serve.request import Request
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
 
 # Sorting a whole vocabulary costs more than all else. Few tokens nearly always reach top-p, or the
@@ -43,6 +44,15 @@ class Row:
     sample: int = 0
     history: Sequence[int] = ()
     prompt: int = 0
+
+    @classmethod
+    def of(cls, request: Request, guesses: Sequence[int] = ()) -> Row:
+        """The row of the token after the request's last one, and after guesses behind it."""
+        history: Sequence[int] = ()
+        if request.params.penalizes:
+            history = [*request.tokens, *guesses]
+        position, prompt = len(request.tokens) + len(guesses), len(request.prompt)
+        return cls(request.params, request.seed, position, request.sample, history, prompt)
 
 
 def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:

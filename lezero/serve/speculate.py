@@ -6,19 +6,24 @@ the seed and the position alone), so answers are the same tokens with and withou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from lezero.serve.request import Request
 
 
-class Speculator(Protocol):
-    """Sets `drafts` of requests that decode; the engine calls it before each step."""
+class Speculator(ABC):
+    """Sets `drafts` of requests that decode, and hears what came of the step."""
 
-    def guess(self, requests: Sequence[Request]) -> None: ...
+    @abstractmethod
+    def guess(self, requests: Sequence[Request]) -> None:
+        """The engine calls it before each step, with all requests that decode."""
+
+    def checked(self, drawn: int, prompts: bool) -> None:  # noqa: B027 (nothing is fine too)
+        """After each step: tokens that were drawn, and whether prompts were fed in it too."""
 
 
-class PromptLookup:
+class PromptLookup(Speculator):
     """Guesses that what followed the last few tokens before follows them again.
 
     Saxena, 2023, "Prompt Lookup Decoding". drafts: how many tokens a guess has at most. longest,

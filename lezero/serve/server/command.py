@@ -27,6 +27,7 @@ def serve_model(
     max_requests: int,
     cache_mib: int | None,
     speculate: Any,
+    draft: str | None,
 ) -> int:
     """Serves the model at a path until a signal ends it.
 
@@ -48,6 +49,7 @@ def serve_model(
         max_requests=max_requests,
         cache_bytes=None if cache_mib is None else cache_mib << 20,
         speculate=speculate,
+        draft=draft,
     )
     serve(llm, config, Path(model).resolve().name.removesuffix(".gguf") or "model")
     return 0

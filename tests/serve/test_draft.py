@@ -1,0 +1,229 @@
+"""Speculation with a draft model: the same answers, whatever becomes of the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.core.errors import ConfigError
+from lezero.models import Transformer
+from lezero.serve.draft import DraftModel, best_count
+from lezero.serve.llm import LLM, Completion
+from lezero.serve.paying import WhilePaying
+from lezero.serve.request import Request
+from lezero.serve.sampling import SamplingParams
+from lezero.serve.speculate import Speculator
+from tests.serve.models import prompts, small
+from tests.serve.server.running import coder
+
+KINDS = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 4},
+    "penalties": {"temperature": 0.7, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+}
+
+
+def similar(noise: float = 0.05) -> Transformer:
+    """A draft that is often right and often wrong."""
+    model = small()
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + noise * torch.randn(weight.shape, generator=drawn))
+    return model
+
+
+def drafted(draft: Transformer, **options: object) -> LLM:
+    return LLM(small(), weights="bf16", speculate="draft", draft=draft, **options)  # type: ignore[arg-type]
+
+
+def inner(llm: LLM) -> DraftModel:
+    found = llm.engine._speculator
+    found = found.inner if isinstance(found, WhilePaying) else found
+    assert isinstance(found, DraftModel)
+    return found
+
+
+def always(llm: LLM) -> LLM:
+    """The same, without a look at the clock."""
+    llm.engine._speculator = inner(llm)
+    return llm
+
+
+def heard(answers: list[Completion]) -> list[object]:
+    return [(answer.tokens, answer.reason, answer.logprobs) for answer in answers]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_the_same_as_without(kind: str) -> None:
+    given = prompts(9)
+    params = SamplingParams(max_tokens=40, logprobs=1, **KINDS[kind])  # type: ignore[arg-type]
+    plain = heard(LLM(small(), weights="bf16").generate(given, params))
+    llm = always(drafted(similar()))
+    assert heard(llm.generate(given, params)) == plain
+    totals = llm.engine.totals
+    assert 0 < totals.accepted < totals.drafted
+    assert totals.steps < 40
+    assert heard(drafted(similar()).generate(given, params)) == plain
+
+
+def test_a_draft_of_another_shape() -> None:
+    given = prompts(4, longest=300)
+    params = SamplingParams(max_tokens=12, temperature=0)
+    draft = small(dim=32, layers=1, heads=2, kv_heads=1, ffn=64, context=200)
+    expected = LLM(small(), weights="bf16").generate(given, params)
+    found = always(drafted(draft)).generate(given, params)
+    assert heard(found) == heard(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_perfect_draft_is_always_right(kind: str) -> None:
+    params = SamplingParams(max_tokens=40, ignore_eos=True, **KINDS[kind])  # type: ignore[arg-type]
+    llm = always(drafted(small()))
+    llm.generate(prompts(5), params)
+    totals = llm.engine.totals
+    assert totals.drafted > 80
+    assert totals.accepted == totals.drafted
+
+
+def test_preempted_requests_are_drafted_again() -> None:
+    given, params = prompts(6, longest=60), SamplingParams(max_tokens=40, temperature=0)
+    plain = heard(LLM(small(), weights="bf16").generate(given, params))
+    roomy = drafted(similar())
+    each = 2 * roomy.program.block_bytes
+    llm = always(drafted(similar(), cache_bytes=9 * each))
+    assert heard(llm.generate(given, params)) == plain
+    assert llm.engine.totals.preempted > 0
+    assert llm.engine.totals.accepted > 0
+    draft = inner(llm)
+    draft.guess([])
+    draft.pool.check([])
+
+
+def test_stop_strings_and_requests_that_leave() -> None:
+    given = prompts(6)
+    options = {"weights": "bf16", "coder": coder()}
+    params = SamplingParams(max_tokens=60, seed=3)
+    text = LLM(small(vocab=257), **options).generate(given, params)[0].text  # type: ignore[arg-type]
+    stopped = SamplingParams(max_tokens=60, seed=3, stop=(text[20:23],))
+    plain = LLM(small(vocab=257), **options).generate(given, stopped)  # type: ignore[arg-type]
+    assert plain[0].reason == "stop"
+    llm = LLM(
+        small(vocab=257),
+        speculate="draft",
+        draft=small(vocab=257),
+        **options,  # type: ignore[arg-type]
+    )
+    stream = llm.stream(given[1], params)
+    next(stream)
+    found = llm.generate(given, stopped)
+    assert [answer.text for answer in found] == [answer.text for answer in plain]
+    stream.close()  # type: ignore[attr-defined]
+    assert llm.engine.pool.used_count == 0
+    draft = inner(llm)
+    draft.guess([])
+    draft.pool.check([])
+
+
+def test_a_new_request_finds_what_the_draft_has_seen() -> None:
+    llm = always(drafted(small()))
+    params = SamplingParams(max_tokens=8, temperature=0)
+    fed: list[int] = []
+    run = inner(llm).program.run
+
+    def counted(given: Any) -> Any:
+        fed.append(sum(len(one.tokens) for one in given))
+        return run(given)
+
+    inner(llm).program.run = counted  # type: ignore[method-assign]
+    prompt = prompts(1, longest=100, seed=8)[0] + [5] * 40
+    llm.generate([prompt], params)
+    first = sum(fed)
+    llm.generate([prompt], params)
+    assert sum(fed) - first < first - 40
+
+
+def test_what_cannot_be_a_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match="draft: got none"):
+        LLM(small(), speculate="draft")
+    with pytest.raises(ConfigError, match="draft: got a model for speculate 'off'"):
+        LLM(small(), draft=small())
+    with pytest.raises(ConfigError, match="draft: has 98 tokens, allowed are the model's 97"):
+        LLM(small(), speculate="draft", draft=small(vocab=98))
+
+
+def test_the_forecast_counts_the_draft() -> None:
+    llm = drafted(small(), cache_bytes=1 << 20)
+    draft = inner(llm)
+    assert llm.forecast.cache_bytes + draft.pool.count * draft.program.block_bytes <= 1 << 20
+    assert any(line.startswith("draft") for line in llm.forecast.lines())
+
+
+def test_how_many_to_guess() -> None:
+    counts = [best_count(share, 0.1) for share in (0.0, 0.3, 0.6, 0.9, 1.0)]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] == 8
+    assert best_count(0.8, 0.5) < best_count(0.8, 0.02)
+
+
+class _Guesser(Speculator):
+    """Counts how often it guesses."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def guess(self, requests: Sequence[Request]) -> None:
+        self.times += bool(requests)
+
+
+def played(
+    gate: WhilePaying, guesser: _Guesser, now: list[float], guessing: tuple[int, float]
+) -> tuple[bool, int, float]:
+    """A step of one request: a token a second, or what guessing brings in its time."""
+    before = guesser.times
+    gate.guess([Request("a", [1])])
+    tokens, seconds = guessing if guesser.times > before else (1, 1.0)
+    now[0] += seconds
+    gate.checked(tokens, False)
+    now[0] += 100  # what lies between steps does not count
+    return guesser.times > before, tokens, seconds
+
+
+@pytest.mark.parametrize(
+    ("guessing", "bound"), [((3, 1.5), 0.53), ((1, 1.4), 1.02), ((2, 3.0), 1.02)]
+)
+def test_guessing_steps_aside_when_it_does_not_pay(
+    guessing: tuple[int, float], bound: float
+) -> None:
+    guesser, now = _Guesser(), [0.0]
+    gate = WhilePaying(guesser, lambda: now[0])
+    tokens = seconds = 0.0
+    for _ in range(5000):
+        _, new, took = played(gate, guesser, now, guessing)
+        tokens, seconds = tokens + new, seconds + took
+    assert seconds / tokens < bound
+
+
+def test_guessing_comes_back_when_it_pays_again() -> None:
+    guesser, now = _Guesser(), [0.0]
+    gate = WhilePaying(guesser, lambda: now[0])
+    for _ in range(100):
+        played(gate, guesser, now, (1, 1.5))
+    assert not played(gate, guesser, now, (1, 1.5))[0]
+    for _ in range(200):
+        played(gate, guesser, now, (3, 1.5))
+    assert played(gate, guesser, now, (3, 1.5))[0]
+
+
+def test_steps_with_prompts_are_not_compared() -> None:
+    guesser, now = _Guesser(), [0.0]
+    gate = WhilePaying(guesser, lambda: now[0])
+    for _ in range(100):
+        gate.guess([Request("a", [1])])
+        now[0] += 9
+        gate.checked(1, True)
+    assert guesser.times == 100
