@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from lezero.core.errors import ConfigError
-from lezero.ops.decoder import BlockCache, Decoder, LayerWeights, Shape, Weight, reference
+from lezero.ops.decoder import (
+    BlockCache,
+    Decoder,
+    LayerWeights,
+    Shape,
+    Weight,
+    block_bytes,
+    reference,
+)
 from lezero.ops.decoder.native import NATIVE
 from lezero.ops.linear import pack, pack_bf16
 from lezero.ops.linear.layout import Packed
@@ -23,6 +31,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "W4A16": {"bits": 4, "group": 64},
     "W4A8": {"bits": 4, "group": 32, "x_bits": 8},
 }
+CACHES = [(form, 16) for form in FORMS] + [("bf16", 8), ("W8A16", 8)]
+"""Forms of weights, and the bits of keys and values."""
 PLAIN = Shape(dim=96, heads=6, kv_heads=2, head_dim=32, ffn=160, eps=1e-5)
 SHAPES = {
     "grouped": PLAIN,
@@ -61,18 +71,19 @@ def tables(shape: Shape, length: int = 400) -> tuple[torch.Tensor, torch.Tensor]
     return angle.cos().contiguous(), angle.sin().contiguous()
 
 
-def poisoned(shape: Shape) -> BlockCache:
+def poisoned(shape: Shape, bits: int = 16) -> BlockCache:
     """A cache that was used before, by somebody whose numbers were none."""
-    cache = BlockCache.empty(2, BLOCKS, shape)
-    cache.keys.fill_(math.nan)
-    cache.values.fill_(math.nan)
+    cache = BlockCache.empty(2, BLOCKS, shape, bits)
+    for part in (cache.keys, cache.values):
+        part.fill_(math.nan if bits == 16 else -1)
+        assert part.view(torch.bfloat16).isnan().all()  # also the scales behind codes
     return cache
 
 
 @pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_it_equals_the_reference(form, name, kernel, monkeypatch):
+@pytest.mark.parametrize(("form", "bits"), CACHES)
+def test_it_equals_the_reference(form, bits, name, kernel, monkeypatch):
     NATIVE.load(kernel)
     assert NATIVE.available()
     monkeypatch.setattr(NATIVE, "_kernel", kernel)
@@ -80,7 +91,7 @@ def test_it_equals_the_reference(form, name, kernel, monkeypatch):
     torch.manual_seed(0)
     weights = layers(shape, form, extras=name == "grouped")
     decoder, angles = Decoder(shape, weights), tables(shape)
-    mine, theirs = poisoned(shape), poisoned(shape)
+    mine, theirs = poisoned(shape, bits), poisoned(shape, bits)
     table = torch.randperm(BLOCKS)[:60].view(3, 20).int()
     for chunks in (
         [[0, 100, 0], [100, 37, 0], [137, 1, 0]],
@@ -99,8 +110,10 @@ def test_it_equals_the_reference(form, name, kernel, monkeypatch):
 
 @pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", ["grouped", "window"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(form, name, kernel, monkeypatch):
+@pytest.mark.parametrize(("form", "bits"), CACHES)
+def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(
+    form, bits, name, kernel, monkeypatch
+):
     NATIVE.load(kernel)
     assert NATIVE.available()
     monkeypatch.setattr(NATIVE, "_kernel", kernel)
@@ -111,7 +124,7 @@ def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(form, name, kern
     table = torch.randperm(BLOCKS)[:40].view(2, 20).int()
 
     def together(splits: list[int], besides: bool) -> torch.Tensor:
-        cache, found = poisoned(shape), []
+        cache, found = poisoned(shape, bits), []
         for begin, end in itertools.pairwise(itertools.accumulate(splits, initial=0)):
             rows, chunks, blocks = [x[begin:end]], [[0, end - begin, begin]], table[:1]
             if besides and len(found) < 20:
@@ -147,18 +160,65 @@ def test_threads_do_not_change_a_bit():
     assert all(torch.equal(found, results[0]) for found in results)
 
 
-def test_nan_stays_in_its_sequence():
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_nan_stays_in_its_sequence(bits, bad):
     torch.manual_seed(0)
     decoder, angles = Decoder(PLAIN, layers(PLAIN, "W8A16")), tables(PLAIN)
-    cache, table = poisoned(PLAIN), torch.arange(8).view(2, 4).int()
+    cache, table = poisoned(PLAIN, bits), torch.arange(8).view(2, 4).int()
     chunks = torch.tensor([[0, 20, 0], [20, 20, 0]], dtype=torch.int32)
     x = torch.randn(40, PLAIN.dim)
     clean = x.clone()
-    decoder.run(clean, *angles, chunks, table, poisoned(PLAIN))
-    x[25] = math.nan
+    decoder.run(clean, *angles, chunks, table, poisoned(PLAIN, bits))
+    x[25] = bad
     decoder.run(x, *angles, chunks, table, cache)
     assert torch.equal(x[:20], clean[:20])
     assert x[25:].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+def test_the_codes_of_keys_and_values_are_those_of_the_reference(kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    torch.manual_seed(0)
+    weights, angles = layers(PLAIN, "W8A16", count=1), tables(PLAIN)
+    mine, theirs = poisoned(PLAIN, 8), poisoned(PLAIN, 8)
+    table, chunks = torch.tensor([[7, 3]]).int(), torch.tensor([[0, 23, 0]]).int()
+    x = torch.randn(23, PLAIN.dim)
+    x[5] = 0  # keys and values of zeros: their scale is 0
+    Decoder(PLAIN, weights).run(found := x.clone(), *angles, chunks, table, mine)
+    reference.run(PLAIN, weights, x, *angles, chunks, table, theirs)
+    assert found.isfinite().all()
+    slots = torch.arange(23)
+    blocks = table[0, slots // 16].long()
+    for ours, other in zip(
+        *(reference.read(c, 0, blocks, slots % 16) for c in (mine, theirs)), strict=True
+    ):
+        step = other.abs().amax(-1, keepdim=True) / 127
+        assert ((ours - other).abs() <= 1.02 * step).all()  # a sum may round to the next code
+        assert (ours != other).float().mean() < 0.01
+        assert not ours[5].any()
+    assert mine.keys[:, 0].eq(-1).all()  # no other block was written
+
+
+def test_keys_and_values_in_int8_answer_nearly_as_those_in_bf16():
+    torch.manual_seed(0)
+    shape = SHAPES["one key head"]
+    weights, angles, x = layers(shape, "W8A16"), tables(shape), torch.randn(200, shape.dim)
+    table, chunks = torch.arange(13)[None].int(), torch.tensor([[0, 200, 0]]).int()
+    found = []
+    for bits in (16, 8):
+        stream = x.clone()
+        Decoder(shape, weights).run(stream, *angles, chunks, table, poisoned(shape, bits))
+        found.append(stream - x)
+    assert (found[1] - found[0]).norm() / found[0].norm() < 0.01
+
+
+def test_int8_takes_about_half_of_the_memory():
+    wide, narrow = (BlockCache.empty(2, 8, PLAIN, bits) for bits in (16, 8))
+    assert narrow.keys.nbytes / wide.keys.nbytes == (32 + 2) / (2 * 32)
+    assert narrow.keys.nbytes == 2 * 8 * PLAIN.kv_heads * block_bytes(PLAIN.head_dim, 8)
 
 
 def test_a_matrix_of_another_shape_is_named():

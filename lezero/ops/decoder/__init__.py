@@ -1,6 +1,15 @@
 """All layers of a decoder in one call, over a cache of blocks that sequences share."""
 
-from lezero.ops.decoder.op import BLOCK, MOST_TOKENS, BlockCache, Decoder, Shape
+from lezero.ops.decoder.op import BLOCK, MOST_TOKENS, BlockCache, Decoder, Shape, block_bytes
 from lezero.ops.decoder.weights import LayerWeights, Weight
 
-__all__ = ["BLOCK", "MOST_TOKENS", "BlockCache", "Decoder", "LayerWeights", "Shape", "Weight"]
+__all__ = [
+    "BLOCK",
+    "MOST_TOKENS",
+    "BlockCache",
+    "Decoder",
+    "LayerWeights",
+    "Shape",
+    "Weight",
+    "block_bytes",
+]

@@ -1,75 +1,4 @@
-/* Attention over a cache of blocks, included by layers.h.
- *
- * [Note: blocks of keys and values]
- * Both lie as a packed bf16 weight does, so that one line of 64 bytes is what one instruction
- * multiplies: a block of keys as [pair of E][16 tokens][2], of values as [16 of E][pair of tokens]
- * [16][2]. The token after an odd number of tokens has values 0, so that pairs are whole; what lies
- * beyond is not read.
- */
-
-INLINE uint16_t *block_of_keys(const lezero_step *s, uint16_t *cache, int64_t layer, int64_t block,
-                               int64_t head) {
-  return cache + ((layer * s->blocks + block) * s->K + head) * s->E * LEZERO_BLOCK;
-}
-
-/* Head of E numbers of `found`, normalised by `norm` (or null) and turned to `position`, in fp32. */
-INLINE void turned(const lezero_step *s, const void *found, int type, int64_t first,
-                   const float *norm, int64_t position, float to[WIDEST]) {
-  const int64_t half = s->E / 2;
-  const float *cos = s->cos + position * half, *sin = s->sin + position * half;
-  float x[WIDEST];
-  const floats factor =
-      all_floats(norm ? inverse_rms(found, type, first, s->E, s->eps) : 1.0f);
-  for (int64_t i = 0; i < s->E; i += 16) {
-    floats v = read16(found, type, first + i, 16);
-    if (norm) v = product(product(v, factor), read16(norm, LEZERO_FP32, i, 16));
-    write16(x, LEZERO_FP32, i, 16, v);
-  }
-  for (int64_t i = 0; i < half; i += 16) {
-    const int64_t n = least_of(half - i, 16);
-    const floats a = read16(x, LEZERO_FP32, i, n), b = read16(x, LEZERO_FP32, half + i, n);
-    const floats c = read16(cos, LEZERO_FP32, i, n), d = read16(sin, LEZERO_FP32, i, n);
-    write16(to, LEZERO_FP32, i, n, fused_less(b, d, product(a, c)));
-    write16(to, LEZERO_FP32, half + i, n, fused(a, d, product(b, c)));
-  }
-}
-
-/* Queries of one piece and key head to `queries`, its keys and values into the cache. */
-static void store_piece(const worker *w, const lezero_layer *y, int64_t layer, const piece *p,
-                        int64_t head, int type) {
-  const lezero_step *s = w->s;
-  const lezero_chunk *chunk = s->chunk + p->chunk;
-  const int64_t E = s->E, G = s->H / s->K, wide = (s->H + 2 * s->K) * E;
-  const float scale = 1.44269504f / sqrtf((float)E); /* powers of two, not of e */
-  float x[WIDEST];
-  uint16_t half[WIDEST];
-  for (int64_t row = p->row; row < p->row + p->rows; row++) {
-    const int64_t position = chunk->position + row, at = (chunk->first + row) * wide;
-    for (int64_t g = 0; g < G; g++) {
-      turned(s, w->a.found, type, at + (head * G + g) * E, y->q_norm, position, x);
-      uint16_t *to = w->a.queries + ((chunk->first + row) * s->H + head * G + g) * E;
-      for (int64_t i = 0; i < E; i += 16)
-        write16(to, LEZERO_BF16, i, 16, product(read16(x, LEZERO_FP32, i, 16), all_floats(scale)));
-    }
-    const int64_t block = s->table[p->chunk * s->width + position / LEZERO_BLOCK];
-    const int64_t slot = position % LEZERO_BLOCK;
-    uint16_t *keys = block_of_keys(s, s->keys, layer, block, head);
-    turned(s, w->a.found, type, at + (s->H + head) * E, y->k_norm, position, x);
-    for (int64_t i = 0; i < E; i += 16)
-      write16(half, LEZERO_BF16, i, 16, read16(x, LEZERO_FP32, i, 16));
-    for (int64_t i = 0; i < E / 2; i++) memcpy(keys + (i * LEZERO_BLOCK + slot) * 2, half + 2 * i, 4);
-    uint16_t *values = block_of_keys(s, s->values, layer, block, head);
-    for (int64_t i = 0; i < E; i += 16) {
-      write16(half, LEZERO_BF16, 0, 16,
-              read16(w->a.found, type, at + (s->H + s->K + head) * E + i, 16));
-      uint16_t *line = values + (i / 16 * (LEZERO_BLOCK / 2) + slot / 2) * 32 + slot % 2;
-      for (int j = 0; j < 16; j++) {
-        line[2 * j] = half[j];
-        if (slot % 2 == 0) line[2 * j + 1] = 0;
-      }
-    }
-  }
-}
+/* Attention over the cache of blocks (cache.h), included by layers.h. */
 
 /* Query heads of one key head that are worked on together. */
 typedef struct {
@@ -77,6 +6,7 @@ typedef struct {
   int64_t layer, head, last; /* last: position of the last row */
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
+  float scale[MOST_QUERIES]; /* of the query, where the cache has codes */
   int64_t to[MOST_QUERIES]; /* where the row's head begins in `rows` */
 } query_tile;
 
@@ -85,58 +15,89 @@ typedef struct {
  * So with few rows, several blocks of keys or panels of values are summed side by side; each sum
  * by itself runs in the same order as ever. */
 
-/* Scores of R rows with B blocks of keys. */
+/* Scores of R rows with B blocks of keys. codes: the cache is in int8. */
 INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t b,
-                         floats score[][TILE_BLOCKS], const int R, const int B) {
-  const uint16_t *line[TILE_BLOCKS];
+                         floats score[][TILE_BLOCKS], const int codes, const int R, const int B) {
+  char *block[TILE_BLOCKS];
   floats acc[MOST_QUERIES][TILE_BLOCKS];
+  ints count[MOST_QUERIES][TILE_BLOCKS];
   UNROLL for (int i = 0; i < B; i++) {
-    line[i] = block_of_keys(s, s->keys, q->layer, table[b + i], q->head);
-    UNROLL for (int r = 0; r < R; r++) acc[r][i] = all_floats(0);
+    block[i] = block_of(s, s->keys, q->layer, table[b + i], q->head);
+    UNROLL for (int r = 0; r < R; r++) acc[r][i] = all_floats(0), count[r][i] = all_ints(0);
   }
   for (int64_t e = 0; e < s->E / 2; e++)
     UNROLL for (int i = 0; i < B; i++) {
-      const ints k = load_line(line[i] + 32 * e);
+      const ints k = codes ? load_words(block[i] + 32 * e) : load_line(block[i] + 64 * e);
       UNROLL for (int r = 0; r < R; r++) {
         int32_t x;
         memcpy(&x, q->query[r] + 2 * e, 4);
-        acc[r][i] = dot_pairs(acc[r][i], k, x);
+        if (codes) count[r][i] = dot_words(count[r][i], k, x);
+        else acc[r][i] = dot_pairs(acc[r][i], k, x);
       }
     }
-  UNROLL for (int i = 0; i < B; i++) UNROLL for (int r = 0; r < R; r++)
-    score[r][b + i] = acc[r][i];
+  UNROLL for (int i = 0; i < B; i++) {
+    floats scale = all_floats(1);
+    if (codes) scale = read16(scales_of(s, block[i]), LEZERO_BF16, 0, 16);
+    UNROLL for (int r = 0; r < R; r++) {
+      if (codes) acc[r][i] = product(float_of(count[r][i]), product(all_floats(q->scale[r]), scale));
+      score[r][b + i] = acc[r][i];
+    }
+  }
 }
 
-/* out = out · shrink + weights · values for R rows and P panels of 16 channels, over `keys` keys. */
+/* out = out · shrink + weights · values for R rows and P panels of 16 channels, over `keys` keys.
+ * step: what 1 of a weight stands for, where weights are whole numbers. */
 INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32_t *table,
                           int64_t keys, int64_t panel, uint16_t weight[][TILE],
-                          const floats shrink[], float out[][WIDEST], const int R, const int P) {
+                          const floats shrink[], const float step[], float out[][WIDEST],
+                          const int codes, const int R, const int P) {
+  const int64_t line = codes ? 32 : 64;
   floats acc[MOST_QUERIES][TILE_BLOCKS];
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
+  ints count[MOST_QUERIES][TILE_BLOCKS];
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++) {
     acc[r][i] = product(read16(out[r], LEZERO_FP32, (panel + i) * 16, 16), shrink[r]);
+    count[r][i] = all_ints(0);
+  }
   for (int64_t at = 0; at < keys; at += LEZERO_BLOCK) {
-    const uint16_t *values =
-        block_of_keys(s, s->values, q->layer, table[at / LEZERO_BLOCK], q->head) +
-        panel * LEZERO_BLOCK * 16;
+    const char *values = block_of(s, s->values, q->layer, table[at / LEZERO_BLOCK], q->head) +
+                         panel * (LEZERO_BLOCK / 2) * line;
     const int64_t pairs = least_of(LEZERO_BLOCK, keys - at + 1) / 2;
     for (int64_t pair = 0; pair < pairs; pair++)
       UNROLL for (int i = 0; i < P; i++) {
-        const ints v = load_line(values + i * LEZERO_BLOCK * 16 + 32 * pair);
+        const char *place = values + (i * (LEZERO_BLOCK / 2) + pair) * line;
+        const ints v = codes ? load_words(place) : load_line(place);
         UNROLL for (int r = 0; r < R; r++) {
           int32_t x;
           memcpy(&x, weight[r] + at + 2 * pair, 4);
-          acc[r][i] = dot_pairs(acc[r][i], v, x);
+          if (codes) count[r][i] = dot_words(count[r][i], v, x);
+          else acc[r][i] = dot_pairs(acc[r][i], v, x);
         }
       }
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++) {
+    if (codes) acc[r][i] = fused(float_of(count[r][i]), all_floats(step[r]), acc[r][i]);
     write16(out[r], LEZERO_FP32, (panel + i) * 16, 16, acc[r][i]);
+  }
 }
 
-/* One round of the softmax for row r: its scores become weights; how much is left of earlier sums. */
-INLINE void weigh(const lezero_step *s, const query_tile *q, int64_t base, int64_t blocks, int r,
-                  floats score[TILE_BLOCKS], uint16_t weight[TILE], float *most, floats *total,
-                  floats *shrink) {
+/* Weights times the scales of their values as whole numbers; what 1 of them stands for. */
+INLINE float whole_weights(const floats scaled[TILE_BLOCKS], int64_t blocks, uint16_t weight[TILE]) {
+  ints most = magnitude(all_floats(1e-30f)); /* so that 1 / step is finite */
+  for (int64_t b = 0; b < blocks; b++) most = larger(most, magnitude(scaled[b]));
+  const int32_t bits = largest_lane(most);
+  float high;
+  memcpy(&high, &bits, 4);
+  const float step = high / 32767;
+  for (int64_t b = 0; b < blocks; b++)
+    store_words(weight + b * LEZERO_BLOCK, rounded(quotient(scaled[b], all_floats(step))));
+  return step;
+}
+
+/* One round of the softmax for row r: its scores become weights; how much is left of earlier sums.
+ * `only_lanes` comes last: what another request left in the cache may be NaN. */
+INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t base,
+                  int64_t blocks, int r, floats score[TILE_BLOCKS], uint16_t weight[TILE],
+                  float *most, floats *total, floats *shrink, float *step, const int codes) {
   const int64_t seen = q->position[r] + 1 - base; /* keys of this tile up to its own */
   const int64_t hidden = s->window ? q->position[r] + 1 - s->window - base : 0;
   floats high = all_floats(LOWEST);
@@ -152,17 +113,29 @@ INLINE void weigh(const lezero_step *s, const query_tile *q, int64_t base, int64
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t at = b * LEZERO_BLOCK;
     floats p = power_of_two(sum_of(score[b], all_floats(-now)));
-    if (seen < at + 16 || hidden > at) p = only_lanes(p, hidden - at, seen - at, 0);
-    store_bf16(weight + at, p);
-    *total = sum_of(*total, read16(weight, LEZERO_BF16, at, 16)); /* as it is used */
+    if (codes) {
+      char *values = block_of(s, s->values, q->layer, table[b], q->head);
+      score[b] = product(p, read16(scales_of(s, values), LEZERO_BF16, 0, 16));
+    }
+    if (seen < at + 16 || hidden > at) {
+      p = only_lanes(p, hidden - at, seen - at, 0);
+      score[b] = only_lanes(score[b], hidden - at, seen - at, 0);
+    }
+    if (codes) {
+      *total = sum_of(*total, p);
+    } else {
+      store_bf16(weight + at, p);
+      *total = sum_of(*total, read16(weight, LEZERO_BF16, at, 16)); /* as it is used */
+    }
   }
+  if (codes) *step = whole_weights(score, blocks, weight);
 }
 
-INLINE void attend(const worker *w, const query_tile *q, int type, const int R) {
+INLINE void attend(const worker *w, const query_tile *q, int type, const int codes, const int R) {
   const lezero_step *s = w->s;
   const int64_t panels = s->E / 16;
   const int wide = MOST_QUERIES >= 4 * R ? 4 : 1; /* chains beside each other, a row */
-  float out[MOST_QUERIES][WIDEST], most[MOST_QUERIES];
+  float out[MOST_QUERIES][WIDEST], most[MOST_QUERIES], step[MOST_QUERIES];
   uint16_t weight[MOST_QUERIES][TILE];
   floats total[MOST_QUERIES], shrink[MOST_QUERIES], score[MOST_QUERIES][TILE_BLOCKS];
   for (int r = 0; r < R; r++) {
@@ -176,14 +149,15 @@ INLINE void attend(const worker *w, const query_tile *q, int type, const int R) 
     const int64_t blocks = (keys + LEZERO_BLOCK - 1) / LEZERO_BLOCK;
     const int32_t *table = q->blocks + base / LEZERO_BLOCK;
     int64_t b = 0, panel = 0;
-    for (; wide > 1 && b + 4 <= blocks; b += 4) score_blocks(s, q, table, b, score, R, wide);
-    for (; b < blocks; b++) score_blocks(s, q, table, b, score, R, 1);
+    for (; wide > 1 && b + 4 <= blocks; b += 4) score_blocks(s, q, table, b, score, codes, R, wide);
+    for (; b < blocks; b++) score_blocks(s, q, table, b, score, codes, R, 1);
     for (int r = 0; r < R; r++)
-      weigh(s, q, base, blocks, r, score[r], weight[r], most + r, total + r, shrink + r);
+      weigh(s, q, table, base, blocks, r, score[r], weight[r], most + r, total + r, shrink + r,
+            step + r, codes);
     for (; wide > 1 && panel + 4 <= panels; panel += 4)
-      gather_panels(s, q, table, keys, panel, weight, shrink, out, R, wide);
+      gather_panels(s, q, table, keys, panel, weight, shrink, step, out, codes, R, wide);
     for (; panel < panels; panel++)
-      gather_panels(s, q, table, keys, panel, weight, shrink, out, R, 1);
+      gather_panels(s, q, table, keys, panel, weight, shrink, step, out, codes, R, 1);
   }
   for (int r = 0; r < R; r++) {
     const floats all = all_floats(lanes_total(total[r]));
@@ -192,9 +166,11 @@ INLINE void attend(const worker *w, const query_tile *q, int type, const int R) 
   }
 }
 
-#define ATTEND(R) \
-  case R:         \
-    if (R <= MOST_QUERIES) attend(w, q, type, R <= MOST_QUERIES ? R : 1); \
+#define ATTEND(R)                                                                  \
+  case R:                                                                          \
+    if (R > MOST_QUERIES) break;                                                   \
+    if (w->s->cache_bits == 8) attend(w, q, type, 1, R <= MOST_QUERIES ? R : 1);    \
+    else attend(w, q, type, 0, R <= MOST_QUERIES ? R : 1);                          \
     break;
 
 static void __attribute__((noinline)) attend_any(const worker *w, const query_tile *q, int type,
@@ -221,6 +197,7 @@ static void attend_tile(const worker *w, int64_t layer, int32_t c, int64_t head,
     const int64_t row = chunk->first + (first + r) / G, h = head * G + (first + r) % G;
     q.position[r] = q.last = chunk->position + (first + r) / G;
     q.query[r] = w->a.queries + (row * s->H + h) * s->E;
+    q.scale[r] = w->a.query_scales[row * s->H + h];
     q.to[r] = (row * s->H + h) * s->E;
   }
   attend_any(w, &q, type, rows);

@@ -38,3 +38,17 @@ INLINE floats only_lanes(floats x, int64_t from, int64_t to, float other) {
   const __m256i more = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
   return BOTH(floats, within8(x.a, lane, low, high, other), within8(x.b, more, low, high, other));
 }
+INLINE ints load_words(const void *at) { /* 32 bytes as words */
+  const __m128i *half = at;
+  return BOTH(ints, _mm256_cvtepi8_epi16(_mm_loadu_si128(half)),
+              _mm256_cvtepi8_epi16(_mm_loadu_si128(half + 1)));
+}
+INLINE void store_words(uint16_t to[16], ints q) {
+  const __m256i words = _mm256_packs_epi32(q.a, q.b);
+  _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(words, 0xd8));
+}
+/* sum + w · x for pairs of words. */
+INLINE ints dot_words(ints sum, ints w, int32_t x) {
+  const __m256i pair = _mm256_set1_epi32(x);
+  return ints_sum(sum, BOTH(ints, _mm256_madd_epi16(w.a, pair), _mm256_madd_epi16(w.b, pair)));
+}

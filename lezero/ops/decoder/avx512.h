@@ -20,3 +20,13 @@ INLINE floats only_lanes(floats a, int64_t from, int64_t to, float other) {
   const uint32_t below = from <= 0 ? 0 : from >= 16 ? 0xffff : (1u << from) - 1;
   return _mm512_mask_blend_ps((__mmask16)(upto & ~below), _mm512_set1_ps(other), a);
 }
+INLINE ints load_words(const void *at) { /* 32 bytes as words */
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(at));
+}
+INLINE void store_words(uint16_t to[16], ints q) {
+  _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(q));
+}
+/* sum + w · x for pairs of words. */
+INLINE ints dot_words(ints sum, ints w, int32_t x) {
+  return _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi32(x));
+}

@@ -41,7 +41,8 @@ typedef struct {
   char *rows;     /* (T, max of D, H E, F) what is prepared next, in the type of its weight */
   char *found;    /* (T, max of what comes out) */
   char *delta;    /* (T, D) what is added to the residual stream next */
-  uint16_t *queries; /* (T, H, E) bf16, turned and scaled */
+  uint16_t *queries; /* (T, H, E) turned; bf16 and scaled, or int16 beside a cache of codes */
+  float *query_scales; /* (T, H), beside a cache of codes */
   void *prepared;
   char *own;      /* of each worker, `each` bytes */
   size_t each, bytes;
@@ -100,6 +101,7 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   a.found = carve(&at, (size_t)(s->T * out) * 4);
   a.delta = carve(&at, (size_t)(s->T * s->D) * 4);
   a.queries = carve(&at, (size_t)(s->T * s->H * s->E) * 2);
+  a.query_scales = carve(&at, (size_t)(s->T * s->H) * 4);
   a.prepared = carve(&at, prepared);
   a.own = carve(&at, a.each * (size_t)s->crew);
   a.bytes = (size_t)(at - base);
@@ -223,6 +225,7 @@ static void multiply(worker *w, lezero_linear *l, void *out) {
   meet(w);
 }
 
+#include "cache.h"
 #include "attention.h"
 
 typedef struct {

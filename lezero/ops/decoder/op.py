@@ -50,21 +50,28 @@ class Shape:
 
 @dataclass(frozen=True)
 class BlockCache:
-    """Keys and values of all layers in bf16, in blocks of 16 tokens; [Note: blocks of keys and
-    values] in attention.h. keys: (L, blocks, K, E / 2, 16, 2); values: (L, blocks, K, E / 16, 8,
-    16, 2)."""
+    """Keys and values of all layers in blocks of 16 tokens, bf16 or int8.
+
+    Both are (L, blocks, K, 16 E) in bf16, (L, blocks, K, 16 (E + 2)) in int8: codes, then the 16
+    scales in bf16; [Note: blocks of keys and values] in cache.h. bits: 16 or 8.
+    """
 
     keys: Tensor
     values: Tensor
+    bits: int = 16
 
     @classmethod
-    def empty(cls, layers: int, blocks: int, shape: Shape) -> BlockCache:
+    def empty(cls, layers: int, blocks: int, shape: Shape, bits: int = 16) -> BlockCache:
         """Memory is taken as blocks are used."""
-        K, E = shape.kv_heads, shape.head_dim
-        return cls(
-            torch.empty(layers, blocks, K, E // 2, BLOCK, 2, dtype=torch.bfloat16),
-            torch.empty(layers, blocks, K, E // 16, BLOCK // 2, 16, 2, dtype=torch.bfloat16),
-        )
+        dtype = torch.bfloat16 if bits == 16 else torch.int8
+        last = block_bytes(shape.head_dim, bits) // dtype.itemsize
+        sizes = (layers, blocks, shape.kv_heads, last)
+        return cls(torch.empty(sizes, dtype=dtype), torch.empty(sizes, dtype=dtype), bits)
+
+
+def block_bytes(head_dim: int, bits: int) -> int:
+    """What a block of keys (and one of values) takes, a head: a scale of two bytes with codes."""
+    return BLOCK * (2 * head_dim if bits == 16 else head_dim + 2)
 
 
 class Decoder:
@@ -112,7 +119,7 @@ class Decoder:
         room = room[-room.data_ptr() % 64 :]
         NATIVE.ops.run(
             *(x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values, room),
-            *(s.heads, s.ffn, s.eps, s.window),
+            *(s.heads, s.head_dim, s.ffn, s.eps, s.window, cache.bits),
         )
 
 

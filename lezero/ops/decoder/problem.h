@@ -47,8 +47,8 @@ typedef struct {
   const float *cos, *sin; /* (positions, E / 2) */
   const lezero_chunk *chunk;
   const int32_t *table; /* (chunks, width): the cache blocks of each sequence, in order */
-  uint16_t *keys;   /* (layers, blocks, K, E / 2, 16, 2) bf16 */
-  uint16_t *values; /* (layers, blocks, K, E / 16, 8, 16, 2) bf16 */
+  int64_t cache_bits;  /* of a key or value: 16 (bf16) or 8 */
+  char *keys, *values; /* (layers, blocks, K, as cache.h says) */
   void *scratch;    /* aligned to 64 */
   int64_t crew;     /* workers, which all run at once */
 } lezero_step;

@@ -3,8 +3,9 @@
     x += out(attention(qkv(norm1(x))));  x += down(silu(gate(norm2(x))) · up(norm2(x)))
 
 Norms are RMSNorm; queries and keys are normalised (where there are weights for it) and turned by
-their positions, then kept in bf16; a token sees the keys of its sequence up to its own. Weights of
-16 bits take inputs rounded to bf16, and their results are rounded to bf16.
+their positions, then keys and values are kept in bf16, or in int8 with a scale for each token and
+head; a token sees the keys of its sequence up to its own. Weights of 16 bits take inputs rounded to
+bf16, and their results are rounded to bf16.
 """
 
 from __future__ import annotations
@@ -78,14 +79,16 @@ def attention(
         at = torch.arange(position, position + count)
         q = _turned(q, layer.q_norm, shape.eps, cos[at, None], sin[at, None])
         k = _turned(k, layer.k_norm, shape.eps, cos[at, None], sin[at, None])
-        write(cache, index, blocks[at // 16].long(), at % 16, k.bfloat16(), v.bfloat16())
+        write(cache, index, blocks[at // 16].long(), at % 16, k, v)
         seen = torch.arange(position + count)
         k, v = read(cache, index, blocks[seen // 16].long(), seen % 16)
         mask = seen <= at[:, None]
         if shape.window:
             mask &= seen > at[:, None] - shape.window
-        scaled = (q / math.sqrt(E)).bfloat16().float()
-        keys, values = (x.float().repeat_interleave(H // K, 1) for x in (k, v))
+        scaled = q / math.sqrt(E)
+        if cache.bits == 16:
+            scaled = scaled.bfloat16().float()
+        keys, values = (x.repeat_interleave(H // K, 1) for x in (k, v))
         score = torch.einsum("the,she->hts", scaled, keys).masked_fill(~mask, -math.inf)
         out_THE[rows] = torch.einsum("hts,she->the", score.softmax(-1), values)
     return out_THE
@@ -101,16 +104,44 @@ def write(
     cache: BlockCache, layer: int, block_T: Tensor, slot_T: Tensor, k_TKE: Tensor, v_TKE: Tensor
 ) -> None:
     """Tokens into their slots of the cache."""
-    keys = k_TKE.unflatten(2, (-1, 2))
-    cache.keys[layer, block_T, :, :, slot_T] = keys
-    values = v_TKE.unflatten(2, (-1, 16))
+    keys, values = _lines(cache)
+    if cache.bits == 8:
+        k_TKE, cache_scales(cache.keys)[layer, block_T, :, slot_T] = encode(k_TKE)
+        v_TKE, cache_scales(cache.values)[layer, block_T, :, slot_T] = encode(v_TKE)
+    keys[layer, block_T, :, :, slot_T] = k_TKE.unflatten(2, (-1, 2)).to(keys.dtype)
     even = slot_T % 2 == 0  # the other token of the pair is 0 until it comes
-    cache.values[layer, block_T[even], :, :, slot_T[even] // 2, :, 1] = 0
-    cache.values[layer, block_T, :, :, slot_T // 2, :, slot_T % 2] = values
+    values[layer, block_T[even], :, :, slot_T[even] // 2, :, 1] = 0
+    pairs = v_TKE.unflatten(2, (-1, 16)).to(values.dtype)
+    values[layer, block_T, :, :, slot_T // 2, :, slot_T % 2] = pairs
 
 
 def read(cache: BlockCache, layer: int, block_S: Tensor, slot_S: Tensor) -> tuple[Tensor, Tensor]:
-    """(S, K, E) keys and values of tokens in the cache."""
-    keys = cache.keys[layer, block_S, :, :, slot_S]
-    values = cache.values[layer, block_S, :, :, slot_S // 2, :, slot_S % 2]
-    return keys.flatten(2), values.flatten(2)
+    """fp32 (S, K, E) keys and values of tokens in the cache."""
+    keys, values = _lines(cache)
+    k = keys[layer, block_S, :, :, slot_S].flatten(2).float()
+    v = values[layer, block_S, :, :, slot_S // 2, :, slot_S % 2].flatten(2).float()
+    if cache.bits == 16:
+        return k, v
+    k_scale = cache_scales(cache.keys)[layer, block_S, :, slot_S, None].float()
+    v_scale = cache_scales(cache.values)[layer, block_S, :, slot_S, None].float()
+    return k * k_scale, v * v_scale
+
+
+def encode(x_TKE: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and bf16 scales (T, K): the largest magnitude / 127, of each token and head."""
+    scale = (x_TKE.abs().amax(-1) / 127).bfloat16()
+    codes = (x_TKE / scale.float()[..., None]).round().clamp(-127, 127)
+    return codes.to(torch.int8), scale
+
+
+def cache_scales(part: Tensor) -> Tensor:
+    """bf16 (L, blocks, K, 16): what lies behind the codes of int8 keys or values."""
+    return part[..., -32:].view(torch.bfloat16)
+
+
+def _lines(cache: BlockCache) -> tuple[Tensor, Tensor]:
+    """Keys (L, blocks, K, E / 2, 16, 2) and values (L, blocks, K, E / 16, 8, 16, 2)."""
+    keys, values = cache.keys, cache.values
+    if cache.bits == 8:
+        keys, values = keys[..., :-32], values[..., :-32]
+    return keys.unflatten(-1, (-1, 16, 2)), values.unflatten(-1, (-1, 8, 16, 2))

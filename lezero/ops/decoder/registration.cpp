@@ -27,8 +27,9 @@ int64_t scratch(int64_t T, const Tensor& layers, int64_t D, int64_t H, int64_t K
 
 void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor& sin,
          const Tensor& chunks, const Tensor& table, const Tensor& keys, const Tensor& values,
-         const Tensor& room, int64_t H, int64_t F, double eps, int64_t window) {
-  const int64_t K = keys.size(2), E = 2 * keys.size(3);
+         const Tensor& room, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
+         int64_t cache_bits) {
+  const int64_t K = keys.size(2);
   lezero_step s = step_of(x.size(0), layers, x.size(1), H, K, E, F);
   s.x = static_cast<float*>(x.data_ptr());
   s.cos = static_cast<const float*>(cos.data_ptr());
@@ -36,8 +37,8 @@ void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor&
   s.chunks = chunks.size(0);
   s.chunk = static_cast<const lezero_chunk*>(chunks.data_ptr());
   s.table = static_cast<const int32_t*>(table.data_ptr()), s.width = table.size(1);
-  s.keys = static_cast<uint16_t*>(keys.data_ptr()), s.blocks = keys.size(1);
-  s.values = static_cast<uint16_t*>(values.data_ptr());
+  s.keys = static_cast<char*>(keys.data_ptr()), s.blocks = keys.size(1);
+  s.values = static_cast<char*>(values.data_ptr()), s.cache_bits = cache_bits;
   s.scratch = room.data_ptr(), s.eps = static_cast<float>(eps), s.window = window;
   lezero_decoder_begin(&s);
   torch::stable::parallel_for(0, s.crew, 1, [&](int64_t begin, int64_t end) {
@@ -51,8 +52,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def("scratch(int T, Tensor layers, int D, int H, int K, int E, int F) -> int");
   m.def(
       "run(Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, Tensor chunks, Tensor table, "
-      "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, int H, int F, float eps, int window) "
-      "-> ()");
+      "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, int H, int E, int F, float eps, "
+      "int window, int cache_bits) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {
