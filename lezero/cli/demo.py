@@ -10,7 +10,7 @@ import typer
 def demo(
     folder: Annotated[str | None, typer.Option("--run", help="Folder of the demo's run.")] = None,
 ) -> int:
-    """Forecast, train, survive a kill, generate and report, in under five minutes on two cores."""
+    """Forecast, train, survive a kill, generate, serve, report; under five minutes on two cores."""
     from lezero.jobs.demo import demo as run
 
     return run(folder)

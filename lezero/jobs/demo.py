@@ -3,7 +3,7 @@
 Doctor's summary → forecast → training on every core or GPU, its state split by ZeRO, over wires
 whose codec is chosen → a real SIGKILL half-way, from which the run resumes by itself → generated
 text → the same model in 8 and in 4 bits → what was chosen and why → what was forecast and what was
-measured.
+measured → the 4-bit model behind an HTTP server, asked once and ended cleanly.
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from lezero.core.facts import usable_cores
 from lezero.data import Data, EvalLoader, prepare
 from lezero.elastic import LaunchConfig, launch
 from lezero.hub.opened import open_model
+from lezero.jobs.demo_serve import SAMPLING, refuse_without_server, serve_and_ask
 from lezero.jobs.doctor import summary_lines
 from lezero.jobs.perplexity import perplexity
 from lezero.plan import forecast
 from lezero.plan.table import render
 from lezero.profiler.hardware import hardware
 from lezero.report import units
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
 from lezero.train import RunConfig
 from lezero.train.metrics import Metrics, read_metrics
 from lezero.train.recipe import plan_inputs
-from lezero.train.writer import open_writer
 
 _POLL_S = 0.1
 _PROMPT = "The function returns"
@@ -59,6 +61,7 @@ _CALIBRATION, _HELD = 64, 128
 def demo(folder: str | None = None) -> int:
     """Runs the whole demo in `folder` (a new `runs/demo-N` if not given); returns its status."""
     began = time.perf_counter()
+    refuse_without_server()
     run = Path(folder) if folder else _free_folder()
     ranks = _ranks()
     _title("1  This machine")
@@ -73,8 +76,9 @@ def demo(folder: str | None = None) -> int:
     if status:
         raise LeZeroError(f"the training of the demo ended with status {status}")
     _title("4  What the model writes now")
-    for piece in open_writer(str(run)).write(_PROMPT, 60, temperature=0.7, top_k=40):
-        print(piece, end="", flush=True)
+    print(_PROMPT, end="")
+    for piece in LLM(str(run)).stream(_PROMPT, SamplingParams.parse(SAMPLING)):
+        print(piece.text, end="", flush=True)
     print()
     _title("5  The same model in 8 and in 4 bits")
     print("\n".join(_smaller(run, data)))
@@ -82,10 +86,14 @@ def demo(folder: str | None = None) -> int:
     print("\n".join(_choices(run)))
     _title("7  Forecast against measured")
     print("\n".join(_comparison(run)))
+    _title("8  The 4-bit model, served and asked over HTTP")
+    for line in serve_and_ask(run / _SMALL, _PROMPT):
+        print(line, flush=True)
     print(f"\nreport      {run / 'report.html'}")
     print(f"why         {_lz()} why {run}")
     print(f"more text   {_lz()} generate {run} --prompt 'A class is'")
     print(f"in 4 bits   {_lz()} generate {run / _SMALL} --prompt 'A class is'")
+    print(f"served      {_lz()} serve {run / _SMALL}")
     print(f"done in {time.perf_counter() - began:.0f} s")
     return 0
 
