@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ _FILES = (
 class Tokenizer:
     """Text to token ids and back.
 
-    vocab_size: ids are below it. eos: id of the end-of-text token. digest: of what decides the
+    vocab_size: ids are below it. eos: id of the end-of-text token. start: tokens that the model
+    was taught to read before a prompt; `encode` leaves them out. digest: of what decides the
     encoding. Made by `bytes_tokenizer`, `train_tokenizer` or `load_tokenizer`.
     """
 
     vocab_size: int
     eos: int
+    start: tuple[int, ...] = ()
     digest: str
 
     def encode(self, text: str) -> list[int]:
@@ -94,10 +96,12 @@ class _Bytes(Tokenizer):
 class _Backed(Tokenizer):
     """A tokenizer of the package `tokenizers`; `origin` is the folder that its files came from."""
 
-    def __init__(self, inner: Any, eos: int, origin: Path | None) -> None:
+    def __init__(
+        self, inner: Any, eos: int, origin: Path | None, start: tuple[int, ...] = ()
+    ) -> None:
         inner.no_truncation()
         inner.no_padding()
-        self._inner, self.eos, self._origin = inner, eos, origin
+        self._inner, self.eos, self._origin, self.start = inner, eos, origin, start
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         text = f"{eos}\n{inner.to_str()}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -165,7 +169,7 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
             inner = library.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises plain Exception
             raise FileError(f"{file}: not a tokenizer file ({error})") from None
-    return _Backed(inner, _end(inner, settings, folder), origin)
+    return _Backed(inner, _end(inner, settings, folder), origin, _start(inner, settings))
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
@@ -235,6 +239,24 @@ def _end(inner: Any, settings: dict[str, Any], folder: Path) -> int:
         f"tokenizer {folder}: names no end-of-text token; "
         'write "eos_token" into its tokenizer_config.json'
     )
+
+
+def _start(inner: Any, settings: dict[str, Any]) -> tuple[int, ...]:
+    """What `add_bos_token` says; where it is not said, what the tokenizer puts before a text."""
+    wanted, named = settings.get("add_bos_token"), settings.get("bos_token")
+    if isinstance(wanted, bool):
+        named = named.get("content") if isinstance(named, dict) else named
+        found = inner.token_to_id(named) if wanted and isinstance(named, str) else None
+        return () if found is None else (int(found),)
+    plain, whole = (list(inner.encode("a", add_special_tokens=x).ids) for x in (False, True))
+    return start_of(plain, whole)
+
+
+def start_of(plain: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of `whole` before `plain`: a text with and without special tokens."""
+    ends = range(len(whole) - len(plain) + 1)
+    at = next((i for i in ends if list(whole[i : i + len(plain)]) == list(plain)), 0)
+    return tuple(whole[:at])
 
 
 def _converted(folder: Path) -> Any:

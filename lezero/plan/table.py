@@ -60,9 +60,6 @@ def render(forecast: Forecast) -> str:
     if forecast.run_seconds is not None:
         lines += ["", f"{forecast.steps:,} steps: {duration(forecast.run_seconds)}"]
     lines += ["", "Fits." if forecast.fits else "Does not fit."]
-    lines += [f"  would fit: {change}" for change in forecast.suggestions]
-    if not forecast.fits and not forecast.suggestions:
-        lines.append("  no batch, sequence or precision of this model fits: take a smaller model")
     return "\n".join(lines)
 
 

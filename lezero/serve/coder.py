@@ -9,6 +9,7 @@ from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.data import load_tokenizer
+from lezero.data.tokenizer import start_of
 from lezero.models import gguf_tokenizer, stop_tokens
 
 Message = Mapping[str, Any]
@@ -16,7 +17,10 @@ _LIMIT = 1 << 20
 
 
 class Coder:
-    """A model's tokenizer. end_tokens: those that end a text. template: Jinja, or None."""
+    """A model's tokenizer. end_tokens: those that end a text. template: Jinja, or None.
+
+    start_tokens: what a prompt begins with for this model, such as <s>.
+    """
 
     def __init__(
         self,
@@ -24,12 +28,16 @@ class Coder:
         end_tokens: frozenset[int],
         template: str | None = None,
         specials: Mapping[str, str] | None = None,
+        start_tokens: tuple[int, ...] = (),
     ) -> None:
-        self._inner, self.end_tokens = inner, end_tokens
+        self._inner, self.end_tokens, self.start_tokens = inner, end_tokens, start_tokens
         self.template, self._specials = template, dict(specials or {})
 
     def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._inner.encode(text)]
+        """Tokens of a prompt; the start tokens come first, where the text does not write them."""
+        found = [int(token) for token in self._inner.encode(text)]
+        start = list(self.start_tokens)
+        return found if found[: len(start)] == start else start + found
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode(list(tokens)))
@@ -73,13 +81,16 @@ def open_coder(place: str | Path, folder: Path | None) -> Coder:
         specials = {
             f"{kind}_token": str(getattr(found, f"{kind}_token")) for kind in ("bos", "eos")
         }
-        return Coder(_WithoutSpecials(found), ends, found.chat_template, specials)
+        inner = _WithoutSpecials(found)
+        start = start_of(inner.encode("a"), found.encode("a"))
+        return Coder(inner, ends, found.chat_template, specials, start)
     tokenizer = load_tokenizer(folder)
     ends = frozenset([tokenizer.eos])
     if (folder / "config.json").is_file():
         ends |= frozenset(stop_tokens(folder))
     template, specials = _template(folder)
-    return Coder(tokenizer, ends, template, specials)
+    start = tokenizer.start if folder == Path(place) else ()  # a run was trained without them
+    return Coder(tokenizer, ends, template, specials, start)
 
 
 class _WithoutSpecials:

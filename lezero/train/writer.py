@@ -27,10 +27,17 @@ class Coder(Protocol):
 
 
 class Writer:
-    """Continues prompts. `stop` are tokens that end a text."""
+    """Continues prompts. `stop` are tokens that end a text, `start` those a prompt begins with."""
 
-    def __init__(self, model: Transformer, tokenizer: Coder, stop: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        tokenizer: Coder,
+        stop: tuple[int, ...],
+        start: tuple[int, ...] = (),
+    ) -> None:
         self.model, self.tokenizer, self.stop = model.eval(), tokenizer, stop
+        self._start = list(start)
 
     def write(self, prompt: str, tokens: int | None = None, **sampling: Any) -> Iterator[str]:
         """The prompt, then pieces of text as they come; never half a character.
@@ -41,7 +48,10 @@ class Writer:
             raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
         if not _is_text(prompt):
             raise ConfigError("prompt: holds bytes that are no UTF-8; give it as text")
-        start = self.tokenizer.encode(prompt) or [*self.stop[:1]]
+        start = self.tokenizer.encode(prompt)
+        if start[: len(self._start)] != self._start:
+            start = self._start + start
+        start = start or [*self.stop[:1]]
         if not start:
             raise ConfigError("prompt: it is empty and the tokenizer has no token to start from")
         if tokens is None:
@@ -68,13 +78,14 @@ def open_writer(place: str) -> Writer:
     """
     model, folder = open_model(place, torch.float32)
     if folder is None:
-        found = gguf_tokenizer(place)
+        found = gguf_tokenizer(place)  # it writes what a prompt begins with by itself
         return Writer(model, found, _end_of(found))
     from lezero.data import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
-    stop = stop_tokens(folder) if folder == Path(place) else (tokenizer.eos,)
-    return Writer(model, tokenizer, stop)
+    if folder != Path(place):  # of a run, which was trained without start tokens
+        return Writer(model, tokenizer, (tokenizer.eos,))
+    return Writer(model, tokenizer, stop_tokens(folder), tokenizer.start)
 
 
 def _is_text(prompt: str) -> bool:

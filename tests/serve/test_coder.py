@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+import tokenizers
+import transformers
 
 from lezero.core.errors import ConfigError, FileError
-from lezero.data.tokenizer import bytes_tokenizer
+from lezero.data.tokenizer import bytes_tokenizer, train_tokenizer
 from lezero.serve.coder import Coder, open_coder
 
 CHATML = (
@@ -66,3 +68,31 @@ def test_a_folder_brings_its_template_and_special_tokens(tmp_path):
     file.write_text("{")
     with pytest.raises(FileError):
         open_coder("", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "starts"),
+    [({}, True), ({"add_bos_token": False}, False), ({"add_bos_token": True}, True)],
+)
+def test_a_prompt_begins_as_the_model_was_taught(tmp_path, settings, starts):
+    """As transformers reads the same folder; runs were trained without start tokens."""
+    tokenizer = train_tokenizer(["a few words, a few more words"] * 9, 300)
+    tokenizer.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(file))
+    inner.add_special_tokens(["<s>"])
+    bos = inner.token_to_id("<s>")
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", bos)]
+    )
+    inner.save(str(file))
+    told = tmp_path / "tokenizer_config.json"
+    told.write_text(json.dumps({**json.loads(told.read_text()), "bos_token": "<s>", **settings}))
+    coder = open_coder(tmp_path, tmp_path)
+    words = inner.encode("a few words", add_special_tokens=False).ids
+    assert coder.encode("a few words") == [bos] * starts + words
+    assert coder.encode("<s>a few words") == [bos, *words]
+    assert open_coder(tmp_path / "run", tmp_path).encode("a few words") == words
+    if not settings:
+        there = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert coder.encode("a few words") == there.encode("a few words")
