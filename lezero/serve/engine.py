@@ -1,10 +1,17 @@
-"""The loop: plan a step, run it, draw tokens, take them back. One thread, no clock, no network."""
+"""The loop: plan a step, run it, draw tokens, take them back. One thread, no clock, no network.
+
+[Note: a step that raises] Its chunks are run again in halves, and those in halves, until the
+requests that raise are alone. They end with an error; what the others are given is what they would
+have got anyway, since chunks of a step do not depend on each other, and feeding tokens again writes
+the same keys and values to the same places.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lezero.core.log import logger
 from lezero.serve.blocks import BlockPool
 from lezero.serve.program import Fed, Program
 from lezero.serve.request import Request
@@ -12,6 +19,9 @@ from lezero.serve.sampler import Row, draw
 from lezero.serve.sampling import Drawn
 from lezero.serve.scheduler import Chunk, Scheduler
 from lezero.serve.speculate import Speculator
+
+_LOG = logger("serve")
+_FAILED = "the engine failed while it ran this request"
 
 
 @dataclass
@@ -28,10 +38,11 @@ class Totals:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step brought: new tokens by request, and the requests that ended."""
+    """What a step brought: new tokens by request, requests that ended, those that raised."""
 
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     ended: list[Request] = field(default_factory=list)
+    failures: dict[Request, Exception] = field(default_factory=dict)
 
 
 class Engine:
@@ -66,14 +77,13 @@ class Engine:
 
     def step(self) -> Progress:
         """One pass through the model; nothing where there is nothing to do."""
-        running = self.scheduler.running
-        if self._speculator is not None:
-            self._speculator.guess([request for request in running if request.pending == 1])
+        self._guess()
         step = self.scheduler.schedule()
         chunks = step.chunks
         if not chunks:
             return Progress()
-        results = self._run(chunks)
+        failures: dict[Request, Exception] = {}
+        results = self._run_apart(chunks, failures)
         lengths = {chunk.request: len(chunk.request.tokens) for chunk in chunks}
         ended = self.scheduler.update(step, results)
         tokens = {r: r.tokens[length:] for r, length in lengths.items() if len(r.tokens) > length}
@@ -87,7 +97,35 @@ class Engine:
         if self._speculator is not None:
             prompts = any(chunk.known - chunk.start > 1 for chunk in chunks)
             self._speculator.checked(sum(map(len, tokens.values())), prompts)
-        return Progress(tokens, ended)
+        return Progress(tokens, ended, failures)
+
+    def _guess(self) -> None:
+        if self._speculator is None:
+            return
+        decoding = [request for request in self.scheduler.running if request.pending == 1]
+        try:
+            self._speculator.guess(decoding)
+        except Exception as error:
+            _LOG.error("guessing failed; from here on answers come without", exc_info=error)
+            self._speculator = None
+
+    def _run_apart(
+        self, chunks: Sequence[Chunk], failures: dict[Request, Exception]
+    ) -> list[list[Drawn]]:
+        """What `_run` gives, with an error for each request that raises even when it is alone."""
+        try:
+            return self._run(chunks)
+        except Exception as error:
+            if len(chunks) == 1:
+                request = chunks[0].request
+                _LOG.error("a step of the engine failed for %s", request.id, exc_info=error)
+                failures[request] = error
+                return [[Drawn(-1, error=_FAILED)]]
+        half = len(chunks) // 2
+        return [
+            *self._run_apart(chunks[:half], failures),
+            *self._run_apart(chunks[half:], failures),
+        ]
 
     def _run(self, chunks: Sequence[Chunk]) -> list[list[Drawn]]:
         """What is drawn for each chunk: the accepted drafts, then one more."""

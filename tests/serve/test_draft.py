@@ -138,7 +138,7 @@ def test_a_new_request_finds_what_the_draft_has_seen() -> None:
         fed.append(sum(len(one.tokens) for one in given))
         return run(given)
 
-    inner(llm).program.run = counted  # type: ignore[method-assign]
+    inner(llm).program.run = counted  # type: ignore[method-assign, assignment]
     prompt = prompts(1, longest=100, seed=8)[0] + [5] * 40
     llm.generate([prompt], params)
     first = sum(fed)

@@ -186,16 +186,23 @@ class Worker:
             self.alone_s += time.monotonic() - began
         for request in dict.fromkeys([*progress.tokens, *progress.ended]):
             self._report(request, progress.tokens.get(request, ()))
+        if progress.failures:
+            self.metrics.failed_steps += 1
+            self._end_if_broken(next(iter(progress.failures.values())))
 
     def _step_failed(self, error: Exception) -> None:
-        """Ends the requests of the step; all others too where the model does not run any more."""
+        """Ends the requests of a step whose fault is not one request's, but the engine's."""
         _LOG.error("a step of the engine failed", exc_info=error)
         self.metrics.failed_steps += 1
-        scheduler = self.engine.scheduler
-        self._give_up(scheduler.running)
+        self._give_up(self.engine.scheduler.running)
+        self._end_if_broken(error)
+
+    def _end_if_broken(self, error: Exception) -> None:
+        """Ends all requests where the model does not even take one token any more."""
         if not self._works():
             self.broken = f"{type(error).__name__}: {error}"
-            self._give_up(scheduler.waiting)
+            scheduler = self.engine.scheduler
+            self._give_up([*scheduler.running, *scheduler.waiting])
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         for request in list(requests):
