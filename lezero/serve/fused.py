@@ -58,6 +58,10 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
+        return _multiply(self.states(fed), self._head)
+
+    @torch.no_grad()
+    def states(self, fed: Sequence[Fed]) -> Tensor:
         assert self._cache is not None, "reserve the cache first"
         tokens = torch.tensor([token for one in fed for token in one.tokens])
         x_TD = self._embedding(tokens).float()
@@ -71,10 +75,9 @@ class FusedProgram(Program):
             *(torch.tensor(chunks, dtype=torch.int32), block_table(fed), self._cache),
         )
         rows = wanted_rows(fed)
-        normed = torch.nn.functional.rms_norm(
+        return torch.nn.functional.rms_norm(
             x_TD[rows], (self.config.dim,), self._norm, self.config.norm_eps
         )
-        return _multiply(normed, self._head)
 
     @property
     def block_bytes(self) -> int:

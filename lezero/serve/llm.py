@@ -12,6 +12,7 @@ from lezero.core.errors import ConfigError
 from lezero.models import Transformer
 from lezero.serve.coder import Coder, Message
 from lezero.serve.draft import DraftModel
+from lezero.serve.embed import embed
 from lezero.serve.engine import Engine
 from lezero.serve.forecast import Forecast, block_bytes, foresee, room_for_cache
 from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
@@ -143,6 +144,15 @@ class LLM:
         request = self.request(prompt, params or SamplingParams())
         self.engine.add(request)
         return self._pieces(request)
+
+    def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
+        """An embedding of each prompt: the mean of its final hidden states, with length 1.
+
+        It is bitwise the same whatever else is embedded with it (on a CPU with the fused kernels).
+        Answers that run wait meanwhile. Raises `ConfigError` for a prompt that does not fit.
+        """
+        given = [self.request(prompt, SamplingParams()).prompt for prompt in _several(prompts)]
+        return embed(self.engine, given)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
         """The assistant's answer to messages of {"role": …, "content": …}."""

@@ -45,6 +45,16 @@ class PlainProgram(Program):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
+        model, x = self._model, self._states(fed)
+        head = model.embed_tokens.weight if model.lm_head is None else None
+        logits: Tensor = F.linear(x, head) if head is not None else model.lm_head(x)
+        return logits.float()
+
+    @torch.no_grad()
+    def states(self, fed: Sequence[Fed]) -> Tensor:
+        return self._states(fed).float()
+
+    def _states(self, fed: Sequence[Fed]) -> Tensor:
         model = self._model
         tokens = torch.tensor([t for one in fed for t in one.tokens], device=self._device)
         positions = torch.cat(
@@ -60,10 +70,8 @@ class PlainProgram(Program):
             )
             x = x + y
             x = x + block.mlp(block.post_attention_layernorm(x))
-        x = model.norm(x[0, wanted_rows(fed).to(self._device)])
-        head = model.embed_tokens.weight if model.lm_head is None else None
-        logits: Tensor = F.linear(x, head) if head is not None else model.lm_head(x)
-        return logits.float()
+        normed: Tensor = model.norm(x[0, wanted_rows(fed).to(self._device)])
+        return normed
 
     def _places(self, one: Fed) -> Tensor:
         """Where each token of the sequence lies in the cache: (S,)."""

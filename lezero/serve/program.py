@@ -1,6 +1,6 @@
 """What runs a model for the engine: rows of tokens in, logits out, over a cache of blocks.
 
-Letters: T tokens of a step, R rows that logits are wanted of, V vocabulary.
+Letters: T tokens of a step, R rows that logits are wanted of, V vocabulary, D width.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ class Program(ABC):
     @abstractmethod
     def run(self, fed: Sequence[Fed]) -> Tensor:
         """fp32 logits (R, V) of the wanted rows, in order. Keys and values go into the blocks."""
+
+    @abstractmethod
+    def states(self, fed: Sequence[Fed]) -> Tensor:
+        """The same, but for the final hidden states: fp32 (R, D), after the last norm."""
 
     @property
     def vocab(self) -> int:

@@ -81,8 +81,8 @@ class Scheduler:
 
     pool: the blocks of the cache. max_tokens: tokens of a step. max_requests: running at once; not
     above max_tokens, so that each gets a token a step. longest: tokens of a request at most, prompt
-    and answer. One thread calls it: `schedule`, run the model, `update`, again; `add`, `finish` and
-    `cancel` may come between any two of these.
+    and answer. One thread calls it: `schedule`, run the model, `update`, again; `add`, `finish`,
+    `cancel` and `make_room` may come between two steps, and the first three between any of these.
     """
 
     def __init__(
@@ -128,6 +128,11 @@ class Scheduler:
         self._give_back(request, 0)
         request.state, request.reason, request.error = State.FINISHED, reason, error
         request.drafts, request.ended_s = (), self._clock()
+
+    def make_room(self, blocks: int) -> None:
+        """Preempts requests, the last in turn first, until so many blocks are free."""
+        while self.pool.free_count < blocks:
+            self._preempt(Step(0), self.running[-1])
 
     def schedule(self) -> Step:
         """The next step; it has no chunks when there is nothing to do."""

@@ -1,0 +1,117 @@
+"""Embeddings of prompts: the mean of a prompt's final hidden states, with length 1.
+
+The mean over all tokens is what a language model that was never taught to embed does best with.
+Models that were taught to, such as Qwen3-Embedding, mostly mean their last token's state, so they
+are no better than others here.
+
+[Note: bitwise the same] Prompts are cut at the same places whatever they share a step with, and
+each piece is summed alone, so an embedding does not depend on its neighbours. For the same reason
+prompts are fed whole: what others left in the cache is not used.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError, NumericsError
+from lezero.serve.engine import Engine
+from lezero.serve.program import Fed
+
+
+def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The embedding of each prompt, between two steps of the engine, in whose cache there is room
+    made for them: requests that run may be preempted. The length is that of the hidden states.
+
+    Raises `ConfigError` for a prompt that is empty or never fits, `NumericsError` for states that
+    are no numbers.
+    """
+    for number, prompt in enumerate(prompts):
+        _check(engine, number, prompt)
+    passages = [_Passage(number, list(prompt)) for number, prompt in enumerate(prompts)]
+    waiting, running = deque(passages), list[_Passage]()
+    try:
+        while waiting or running:
+            _admit(engine, waiting, running)
+            _run(engine, running)
+            running = [passage for passage in running if not _ended(engine, passage)]
+    finally:
+        for passage in running:
+            engine.pool.release(passage.blocks)
+    return [passage.embedding() for passage in passages]
+
+
+@dataclass(eq=False)
+class _Passage:
+    """A prompt on its way through the model; sum: of the states so far, fp64."""
+
+    number: int
+    tokens: list[int]
+    position: int = 0
+    blocks: list[int] = field(default_factory=list)
+    sum: Tensor | float = 0.0
+
+    def embedding(self) -> list[float]:
+        assert isinstance(self.sum, Tensor)
+        mean = self.sum / len(self.tokens)
+        if not bool(mean.isfinite().all()):
+            raise NumericsError(
+                f"prompts[{self.number}]: the model's hidden states hold NaN or infinite numbers; "
+                "there is no embedding of it"
+            )
+        found: list[float] = (mean / mean.norm().clamp(min=1e-12)).float().tolist()
+        return found
+
+
+def _check(engine: Engine, number: int, prompt: Sequence[int]) -> None:
+    pool, longest = engine.pool, engine.scheduler.longest
+    most = min(longest, pool.count * pool.block_size)
+    if not 1 <= len(prompt) <= most:
+        raise ConfigError(
+            f"prompts[{number}]: got {len(prompt)} tokens, allowed is 1 to {most}, which context "
+            "and cache have room for; cut the text"
+        )
+
+
+def _admit(engine: Engine, waiting: deque[_Passage], running: list[_Passage]) -> None:
+    """Starts prompts as long as one more step has room; the first one in any case."""
+    room = engine.program.most_tokens - sum(len(x.tokens) - x.position for x in running)
+    while waiting and (room > 0 or not running):
+        passage = waiting[0]
+        count = engine.pool.blocks_for(len(passage.tokens))
+        if not running:
+            engine.scheduler.make_room(count)
+        if engine.pool.free_count < count:
+            return
+        passage.blocks = engine.pool.allocate(count)
+        room -= len(passage.tokens)
+        running.append(waiting.popleft())
+
+
+def _run(engine: Engine, running: Sequence[_Passage]) -> None:
+    """Feeds the next piece of each prompt, as far as a step has room."""
+    most = left = engine.program.most_tokens
+    fed, passages = list[Fed](), list[_Passage]()
+    for passage in running:
+        piece = passage.tokens[passage.position : passage.position + most]
+        if len(piece) > left:
+            break
+        fed.append(Fed(piece, passage.position, passage.blocks, range(len(piece))))
+        passages.append(passage)
+        left -= len(piece)
+    states_RD = engine.program.states(fed)
+    pieces = states_RD.split([len(one.tokens) for one in fed])
+    for passage, one, piece_ND in zip(passages, fed, pieces, strict=True):
+        passage.sum = passage.sum + piece_ND.sum(dim=0, dtype=torch.float64)
+        passage.position += len(one.tokens)
+
+
+def _ended(engine: Engine, passage: _Passage) -> bool:
+    if passage.position < len(passage.tokens):
+        return False
+    engine.pool.release(passage.blocks)
+    return True
