@@ -32,6 +32,9 @@ def generate(
     weights: Annotated[
         str, typer.Option(help="With --input: auto, fp32, bf16, int8 or int4.")
     ] = "auto",
+    kv: Annotated[
+        str, typer.Option(help="With --input: keys and values in bf16 or int8, or auto.")
+    ] = "auto",
     draft: Annotated[
         str | None, typer.Option(help="With --input: a smaller model that guesses next tokens.")
     ] = None,
@@ -42,7 +45,7 @@ def generate(
 
         params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         most = {} if tokens is None else {"max_tokens": tokens}
-        answer_file(model, input, output, weights, {**params, **most}, draft)
+        answer_file(model, input, output, weights, kv, {**params, **most}, draft)
         return
     from lezero.train.writer import open_writer
 

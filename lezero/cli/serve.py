@@ -18,6 +18,10 @@ def serve(
     weights: Annotated[
         str, typer.Option(help="auto, bf16, int8, int4, or fp32 (slow, exact).")
     ] = "auto",
+    kv: Annotated[
+        str,
+        typer.Option(help="Keys and values: bf16, int8, or auto (bf16 where it fits)."),
+    ] = "auto",
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; the model's by default.")
     ] = None,
@@ -69,6 +73,7 @@ def serve(
         model,
         config,
         weights=weights,
+        kv=kv,
         context=context,
         max_requests=max_requests,
         cache_mib=cache_mib,

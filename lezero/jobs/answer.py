@@ -19,6 +19,7 @@ def answer_file(
     source: Path,
     target: Path | None,
     weights: Any,
+    kv: Any,
     params: dict[str, Any],
     draft: str | None = None,
 ) -> None:
@@ -30,7 +31,7 @@ def answer_file(
     asked = SamplingParams.parse(params)
     _check(source, target)
     speculate: Literal["off", "draft"] = "off" if draft is None else "draft"
-    llm = LLM(model, weights=weights, speculate=speculate, draft=draft)
+    llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft)
     for line in llm.forecast.lines():
         print(line, file=sys.stderr)
     began, lines, errors, tokens = time.perf_counter(), 0, 0, 0

@@ -9,7 +9,7 @@ import psutil
 from lezero.profiler import hardware
 from lezero.serve.program import Program
 
-_SHARE = 0.3
+SHARE = 0.3
 """Of the memory that is free, what the cache may take where nobody says."""
 
 
@@ -33,6 +33,8 @@ class Forecast:
     prefill_tokens_s: float | None
     draft_bytes: int = 0
     """Of the model that guesses: weights, and keys and values."""
+    kv: str = ""
+    """What keys and values are kept in, and why."""
 
     @property
     def largest(self) -> int:
@@ -42,19 +44,26 @@ class Forecast:
         """For people."""
         each = f"{self.token_bytes / 1024:.1f} KiB a token"
         fits = f"{self.largest} requests of {self.context} tokens, {each}"
-        draft = [f"draft       {_mib(self.draft_bytes)}"] if self.draft_bytes else []
+        kv = [f"keys/values {self.kv}"] if self.kv else []
+        draft = [f"draft       {mib(self.draft_bytes)}"] if self.draft_bytes else []
         return [
-            f"weights     {_mib(self.weight_bytes)}",
-            f"cache       {_mib(self.cache_bytes)}: {fits}",
-            f"workspace   {_mib(self.workspace_bytes)}",
+            f"weights     {mib(self.weight_bytes)}",
+            f"cache       {mib(self.cache_bytes)}: {fits}",
+            *kv,
+            f"workspace   {mib(self.workspace_bytes)}",
             *draft,
             f"decode      at most {_speed(self.decode_tokens_s)} for one request",
             f"prefill     at most {_speed(self.prefill_tokens_s)}",
         ]
 
 
-def foresee(program: Program, blocks: int, context: int, draft: Program | None = None) -> Forecast:
-    """The forecast of a program with so many blocks of cache, for requests of `context` tokens."""
+def foresee(
+    program: Program, blocks: int, context: int, draft: Program | None = None, kv: str = ""
+) -> Forecast:
+    """The forecast of a program with so many blocks of cache, for requests of `context` tokens.
+
+    kv: why keys and values are kept as they are.
+    """
     beside = block_bytes(program, draft) - program.block_bytes
     ceilings = hardware(measure=False).ceilings
     read = None if ceilings is None else ceilings.memory_read
@@ -69,6 +78,7 @@ def foresee(program: Program, blocks: int, context: int, draft: Program | None =
         None if read is None else read / program.read_bytes,
         None if products is None else products / (2 * program.products),
         0 if draft is None else draft.weight_bytes + blocks * beside,
+        f"{program.kv}: {kv}" if program.kv and kv else program.kv,
     )
 
 
@@ -86,10 +96,11 @@ def room_for_cache(
     each = block_bytes(program, draft)
     blocks = -(-context // program.block_size) * max_requests
     free = psutil.virtual_memory().available
-    return max(each, min(blocks * each, int(_SHARE * free)))
+    return max(each, min(blocks * each, int(SHARE * free)))
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
+    """Bytes for people."""
     return f"{count / 2**20:.0f} MiB"
 
 

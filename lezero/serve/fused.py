@@ -1,6 +1,6 @@
 """The Llama family on the CPU: all layers in one call of `lezero.ops.decoder`.
 
-The residual stream is fp32, keys and values are bf16, weights are bf16, int8 or int4.
+The residual stream is fp32, keys and values are bf16 or int8, weights are bf16, int8 or int4.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lezero.ops.decoder import (
     LayerWeights,
     Shape,
     Weight,
+    block_bytes,
 )
 from lezero.ops.linear import Packed, linear_bf16, linear_int, pack, pack_bf16, unpack
 from lezero.serve.program import Fed, Program, block_table, wanted_rows
@@ -34,6 +35,7 @@ class FusedProgram(Program):
     block_size = BLOCK
     most_tokens = MOST_TOKENS
     invariant = True
+    kv_forms = ("bf16", "int8")
 
     def __init__(self, model: Transformer) -> None:
         self.config = model.config
@@ -51,10 +53,15 @@ class FusedProgram(Program):
             model.layers[index] = nn.Identity()
         self._decoder = Decoder(self._shape, weights)
         self._cache: BlockCache | None = None
-        self.description = f"{_said(weights)}, fp32 residual stream, bf16 keys and values"
+        self.keep_kv("bf16")
+
+    def keep_kv(self, form: str) -> None:
+        super().keep_kv(form)
+        said = _said(self._decoder.layers)
+        self.description = f"{said}, fp32 residual stream, {form} keys and values"
 
     def reserve(self, blocks: int) -> None:
-        self._cache = BlockCache.empty(self.config.layers, blocks, self._shape)
+        self._cache = BlockCache.empty(self.config.layers, blocks, self._shape, self._kv_bits)
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
@@ -81,7 +88,12 @@ class FusedProgram(Program):
 
     @property
     def block_bytes(self) -> int:
-        return 2 * 2 * BLOCK * self.config.layers * self.config.kv_heads * self.config.head_dim
+        c = self.config
+        return 2 * c.layers * c.kv_heads * block_bytes(c.head_dim, self._kv_bits)
+
+    @property
+    def _kv_bits(self) -> int:
+        return 8 if self.kv == "int8" else 16
 
     @property
     def weight_bytes(self) -> int:

@@ -15,6 +15,7 @@ from lezero.serve.draft import DraftModel
 from lezero.serve.embed import embed
 from lezero.serve.engine import Engine
 from lezero.serve.forecast import Forecast, block_bytes, foresee, room_for_cache
+from lezero.serve.kv import KV, check_kv, settle_kv
 from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
 from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Reason, Request
@@ -59,6 +60,10 @@ class LLM:
     weights: "auto" keeps a quantized model as it is and runs others in bf16; "int8" and "int4" (HQQ
     in groups of 64 or 32) quantize now, without data; "fp32" is plain and slow, and exact.
     context: tokens of a request at most, by default the model's. max_requests: at once.
+    kv: what keys and values are kept in. "int8" takes a little more than half of the memory of
+    "bf16", and rounds. "auto" is bf16, unless a context is given and `max_requests` requests of it
+    do not fit in bf16: into `cache_bytes`, or else 30% of the memory this process may use. The
+    forecast says which it is, and why.
     cache_bytes: for keys and values; by default a share of what is free. speculate: guesses of the
     next tokens, "lookup" from the text itself, or "draft" by the smaller model `draft`, which has
     the same tokens and gets the same weights; it guesses while that is faster.
@@ -72,6 +77,7 @@ class LLM:
         model: str | Path | Transformer,
         *,
         weights: Weights = "auto",
+        kv: KV = "auto",
         context: int | None = None,
         max_requests: int = 32,
         cache_bytes: int | None = None,
@@ -80,6 +86,7 @@ class LLM:
         coder: Coder | None = None,
     ) -> None:
         check_speculation(speculate, draft)
+        check_kv(kv)
         self.program, own = open_program(model, weights)
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = coder or own
@@ -87,6 +94,12 @@ class LLM:
         if context is not None and not 1 <= context <= longest:
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}")
         self.context = context or longest
+        self._kv = settle_kv(
+            *(kv, self.program, self._draft),
+            context=context,
+            max_requests=max_requests,
+            cache_bytes=cache_bytes,
+        )
         each = block_bytes(self.program, self._draft)
         room = cache_bytes or room_for_cache(self.program, self.context, max_requests, self._draft)
         blocks = room // each
@@ -109,7 +122,7 @@ class LLM:
     @property
     def forecast(self) -> Forecast:
         """Memory, and tokens per second from measured ceilings."""
-        return foresee(self.program, self.engine.pool.count, self.context, self._draft)
+        return foresee(self.program, self.engine.pool.count, self.context, self._draft, self._kv)
 
     def generate(
         self,

@@ -19,6 +19,7 @@ from lezero.serve.program import Fed, Program, wanted_rows
 
 _BLOCK = 16
 _MOST_TOKENS = 256
+_FORMS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class PlainProgram(Program):
@@ -35,6 +36,8 @@ class PlainProgram(Program):
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         name = str(self._dtype).removeprefix("torch.")
+        self.kv = _FORMS.get(self._dtype, name)
+        self.kv_forms = (self.kv,)
         self.description = f"plain torch, {name} weights, keys and values"
 
     def reserve(self, blocks: int) -> None:

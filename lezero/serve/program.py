@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lezero.core.errors import ConfigError
 from lezero.models import TransformerConfig
 
 
@@ -43,6 +44,23 @@ class Program(ABC):
     invariant: bool = False
     description: str
     """Weights, cache and kernel in a few words, for people."""
+    kv: str = ""
+    """What keys and values are kept in: bf16, int8; "" where the model's own code keeps them."""
+    kv_forms: tuple[str, ...] = ()
+    """What `keep_kv` takes."""
+
+    def keep_kv(self, form: str) -> None:
+        """Keeps keys and values in this form from the next `reserve` on.
+
+        Raises `ConfigError` for a form that the program does not have.
+        """
+        if form not in self.kv_forms:
+            raise ConfigError(
+                f"kv: got {form!r}, which this model does not run with ({self.description}); take "
+                "auto. int8 needs a CPU with kernels (lz doctor), the Llama family, and weights "
+                "other than fp32"
+            )
+        self.kv = form
 
     @abstractmethod
     def reserve(self, blocks: int) -> None:

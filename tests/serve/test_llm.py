@@ -78,15 +78,15 @@ def _logits(llm: LLM, tokens: list[int]) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("weights", FORMS)
-def test_answers_are_bitwise_the_same_alone_in_a_batch_and_after_preemption(weights):
+@pytest.mark.parametrize(("weights", "kv"), [*((form, "bf16") for form in FORMS), ("bf16", "int8")])
+def test_answers_are_bitwise_the_same_alone_in_a_batch_and_after_preemption(weights, kv):
     given = prompts(32, longest=60)
     given = [[1, 2, 3] * 12 + prompt for prompt in given]  # with a prefix in common
     alone = []
     for prompt in given[:4]:
-        alone += LLM(small(), weights=weights).generate([prompt], GREEDY)
-    roomy = LLM(small(), weights=weights)
-    tight = LLM(small(), weights=weights, cache_bytes=14 * roomy.program.block_bytes)
+        alone += LLM(small(), weights=weights, kv=kv).generate([prompt], GREEDY)
+    roomy = LLM(small(), weights=weights, kv=kv)
+    tight = LLM(small(), weights=weights, kv=kv, cache_bytes=14 * roomy.program.block_bytes)
     together, again = roomy.generate(given, GREEDY), roomy.generate(given[:4], GREEDY)
     preempted = tight.generate(given[:6], GREEDY)
     assert tight.engine.totals.preempted > 0
@@ -152,4 +152,4 @@ def test_the_forecast_counts_what_is_there():
     assert found.token_bytes == 2 * 2 * 2 * 2 * 16
     assert found.cache_tokens == 3 * 112
     assert found.largest == 3
-    assert len(found.lines()) == 5
+    assert len(found.lines()) == 6

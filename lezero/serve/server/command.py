@@ -23,6 +23,7 @@ def serve_model(
     config: ServeConfig,
     *,
     weights: Any,
+    kv: Any,
     context: int | None,
     max_requests: int,
     cache_mib: int | None,
@@ -45,6 +46,7 @@ def serve_model(
     llm = LLM(
         model,
         weights=weights,
+        kv=kv,
         context=context,
         max_requests=max_requests,
         cache_bytes=None if cache_mib is None else cache_mib << 20,

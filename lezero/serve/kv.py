@@ -1,0 +1,61 @@
+"""What keys and values are kept in: bf16, or int8 with a scale for each token and head.
+
+int8 takes a little more than half of the memory and of what attention reads; answers differ by what
+the rounding does (docs/lab-notes.md).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lezero.core.errors import ConfigError
+from lezero.core.facts import memory_limit
+from lezero.serve.forecast import SHARE, block_bytes, mib
+from lezero.serve.program import Program
+
+KV = Literal["auto", "bf16", "int8"]
+_KV = ("auto", "bf16", "int8")
+
+
+def check_kv(kv: str) -> None:
+    """Raises `ConfigError` for a form that there is not."""
+    if kv not in _KV:
+        raise ConfigError(f"kv: got {kv!r}, allowed are {', '.join(_KV)}")
+
+
+def settle_kv(
+    kv: KV,
+    program: Program,
+    draft: Program | None,
+    *,
+    context: int | None,
+    max_requests: int,
+    cache_bytes: int | None,
+) -> str:
+    """Lets the programs keep keys and values as asked; why it is this form, for people.
+
+    "auto" takes int8 where a context was asked for, and `max_requests` requests of it do not fit in
+    bf16: into `cache_bytes`, or where none were given, 30% of the memory that this process may use.
+    What happens to be free plays no part, so that the same call gives the same answers again.
+    """
+    check_kv(kv)
+    if kv != "auto":
+        _keep(kv, program, draft)
+        return "as asked"
+    if "int8" not in program.kv_forms:
+        return "the form of these kernels"
+    if context is None:
+        return "no context was asked for, which could be too long for it"
+    need = -(-context // program.block_size) * max_requests * block_bytes(program, draft)
+    room = cache_bytes or int(SHARE * memory_limit())
+    asked = f"{max_requests} requests of {context} tokens in bf16 take {mib(need)}"
+    given = "cache_bytes" if cache_bytes else f"{SHARE:.0%} of the memory"
+    if need > room > 0:
+        _keep("int8", program, draft)
+    return f"{asked}, {given} {mib(room)}"
+
+
+def _keep(form: str, program: Program, draft: Program | None) -> None:
+    program.keep_kv(form)
+    if draft is not None and form in draft.kv_forms:
+        draft.keep_kv(form)
