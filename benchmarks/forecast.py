@@ -99,7 +99,7 @@ def main() -> None:
     memory_errors, time_errors = [], []
     rounds = options.rounds or (1 if options.quick else 3)
     steps = STEPS["quick" if options.quick else "full"]
-    for name, shape in SIZES.items():
+    for name, shape in list(SIZES.items())[: 1 if options.quick else None]:
         for precision in PRECISIONS:
             extra = ("--size", name, "--precision", precision, "--steps", str(steps))
             sides = [side(__file__, kind, *extra) for kind in ("forecast", "engine")]

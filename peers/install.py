@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".peers"
 PYTHON = FOLDER / "bin" / "python"
+ISOLATED = ("llama-cpp-python",)  # built with tools that only its sources know
 FIRST = ("setuptools", "torch", "numpy", "psutil")
 
 
@@ -29,9 +30,27 @@ def pip_install(*packages: str) -> str:
     """Installs packages in their tested versions; returns "" or the reason it failed."""
     constraints = ROOT / "peers" / "constraints.txt"
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
-    command += ["-c", str(constraints), "--no-build-isolation", *packages]
+    if packages[0] not in ISOLATED:
+        command.append("--no-build-isolation")
+    command += ["-c", str(constraints), *packages]
     # DeepSpeed would otherwise look for a CUDA compiler while it is installed.
-    return _run(command, {"DS_BUILD_OPS": "0"})
+    return _run(command, {"DS_BUILD_OPS": "0", "CMAKE_ARGS": llama_cpp_build()})
+
+
+def llama_cpp_build(cpuinfo: str = "/proc/cpuinfo") -> str:
+    """How llama.cpp is built for this processor: all it has but AMX, which crashes on some
+    virtual machines."""
+    try:
+        lines = Path(cpuinfo).read_text().splitlines()
+    except OSError:
+        return ""
+    flags = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+    wanted = {
+        **{"AVX2": "avx2", "FMA": "fma", "F16C": "f16c", "AVX512": "avx512f"},
+        **{"AVX512_VNNI": "avx512_vnni", "AVX512_BF16": "avx512_bf16"},
+    }
+    on = [f"-DGGML_{name}=ON" for name, flag in wanted.items() if flag in flags]
+    return " ".join(["-DGGML_NATIVE=OFF", *on])
 
 
 def _run(command: list[str], env: dict[str, str] | None = None) -> str:

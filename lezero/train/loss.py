@@ -102,7 +102,8 @@ def in_step(
     """
     sharding = sharding_of(model)
     if sharding is None or sharding.stage < 3 or groups.world_size() == 1:
-        yield from ((batch, True) for batch in itertools.takewhile(lambda _: not stopped(), batches))
+        going_on = itertools.takewhile(lambda _: not stopped(), batches)
+        yield from ((batch, True) for batch in going_on)
         return
     source, last, none = iter(batches), None, object()
     while True:

@@ -5,6 +5,10 @@
 with a scale s for each output channel, and t, u for the whole input (static, from a calibration).
 Elsewhere, and for what oneDNN does not take, the formula runs in fp32.
 
+[Note: only with VNNI]
+On x86 processors without it, oneDNN adds pairs of products in 16 bits and cuts off what does not
+fit: 255 · 127 · 2 is twice too large. Its result would be wrong without a word, so it is not asked.
+
 [Note: packed once]
 oneDNN wants weights in a layout of its own, which is opaque and cannot be saved. The op takes plain
 int8 weights and keeps oneDNN's copy as long as the weight tensor lives and is not written to.
@@ -12,6 +16,7 @@ int8 weights and keeps oneDNN's copy as long as the weight tensor lives and is n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lezero.core.errors import ConfigError
+from lezero.core.facts import instruction_sets
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define(
@@ -118,8 +124,14 @@ def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Ten
     return kept
 
 
+@functools.cache
+def _exact() -> bool:
+    return bool({"avx512_vnni", "avx_vnni", "i8mm"} & set(instruction_sets()))
+
+
 def _suits(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.numel() > 0 and torch.backends.mkldnn.is_available()
+    there = torch.backends.mkldnn.is_available() and _exact()
+    return x.device.type == "cpu" and x.numel() > 0 and there
 
 
 def _conv(
