@@ -20,7 +20,7 @@ NAME = "served"
 
 @dataclass(frozen=True)
 class Served:
-    """A server that answers. words: how to open the same model with `lz.LLM`."""
+    """A server that answers."""
 
     process: subprocess.Popen[str]
     port: int
@@ -70,8 +70,8 @@ def serving(model: str, weights: str, *words: str) -> Iterator[Served]:
         process.stdout.close()
 
 
-def tiny(folder: Path) -> str:
-    """A small random model with a tokenizer of bytes, as a Hugging Face folder."""
+def tiny(folder: Path, template: str = "") -> str:
+    """A small random model with a tokenizer of bytes and a chat template, as a Hugging Face folder."""
     import torch
 
     from lezero.data.tokenizer import bytes_tokenizer
@@ -79,11 +79,14 @@ def tiny(folder: Path) -> str:
 
     tokenizer = bytes_tokenizer()
     tokenizer.save(folder / "tokenizer")
-    shape = {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 256, "context": 1024}
+    shape = {"dim": 128, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 256, "context": 1024}
     model = Transformer(TransformerConfig.parse({**shape, "vocab": tokenizer.vocab_size}), seed=3)
     with torch.no_grad():  # large enough for tokens to differ
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.mul_(6)
     save_hf(model, folder / "model", folder / "tokenizer")
+    path = folder / "model" / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps({**settings, "chat_template": template or None}))
     return str(folder / "model")

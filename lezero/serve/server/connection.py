@@ -47,6 +47,18 @@ def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
             super().resume_writing()
             self._stop_writing()
 
+        def send_400_response(self, msg: str) -> None:
+            """Answers what breaks HTTP's rules. Where that is the body of a question, whoever
+            answers it hears that the client has left."""
+            cycle = self.cycle
+            if cycle is not None and not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+                if cycle.response_started:
+                    self.transport.close()
+                    return
+            super().send_400_response(msg)
+
         def _stop_reading(self) -> None:
             if self._reading is not None:
                 self._reading.cancel()

@@ -136,6 +136,24 @@ def test_headers_that_are_no_http(client) -> None:
     assert client.ask("/health").status == 200
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after it is refused"])
+def test_a_body_that_breaks_http(client, late, caplog) -> None:
+    broken = b"\r\nnot a number\r\n"
+    begun = head("/other", None, "transfer-encoding: chunked")
+    with client.connect() as connection:
+        connection.settimeout(20)
+        if late:
+            connection.sendall(begun)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 404 ")
+            connection.sendall(broken)
+            assert read_all(connection) == b""
+        else:
+            connection.sendall(begun + broken)
+            assert read_all(connection).startswith(b"HTTP/1.1 400 ")
+    assert client.ask("/health").status == 200
+    assert not caplog.records
+
+
 def test_a_client_that_leaves_frees_its_blocks(client, llm) -> None:
     pool = llm.engine.pool
     for stream in (True, False):
