@@ -20,15 +20,16 @@ class BlockPool:
     """`count` blocks of `block_size` tokens each, with reference counts and names.
 
     A block is held (by one request or several), or free; a free one may still have a name. Free
-    blocks without a name are handed out first, then the least recently used named ones.
+    blocks without a name are handed out first, then the least recently used named ones. shares:
+    False gives no names, so that no two requests ever hold the same block.
     """
 
-    def __init__(self, count: int, block_size: int) -> None:
+    def __init__(self, count: int, block_size: int, shares: bool = True) -> None:
         if count < 1:
             raise ConfigError(f"count: got {count} blocks, allowed is 1 or more")
         if block_size < 1:
             raise ConfigError(f"block_size: got {block_size} tokens, allowed is 1 or more")
-        self.count, self.block_size = count, block_size
+        self.count, self.block_size, self.shares = count, block_size, shares
         self._holders = [0] * count
         self._name: list[bytes | None] = [None] * count
         self._content: list[tuple[int, ...]] = [()] * count
@@ -75,7 +76,7 @@ class BlockPool:
 
     def shareable(self, request: Request) -> int:
         """Blocks that a request could share at most."""
-        return (len(request.tokens) - 1) // self.block_size
+        return (len(request.tokens) - 1) // self.block_size if self.shares else 0
 
     def allocate(self, count: int) -> list[int]:
         """Holds `count` free blocks, which lose their names; there must be as many."""
@@ -107,6 +108,8 @@ class BlockPool:
         Call it after a step, when keys and values of the first `computed` tokens are in the cache.
         Where another block has the name already, this one stays without.
         """
+        if not self.shares:
+            return
         names = self.names(request)
         full = request.computed // self.block_size
         for index in range(request.published, full):

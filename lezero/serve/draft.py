@@ -38,7 +38,8 @@ class DraftModel(Speculator):
 
     def __init__(self, program: Program, *, tokens: int, room: int, cost: float) -> None:
         self.program = program
-        self.pool = BlockPool(max(1, tokens // program.block_size), program.block_size)
+        count = max(1, tokens // program.block_size)
+        self.pool = BlockPool(count, program.block_size, program.shares)
         self._room, self._cost = room, cost
         self._followers: dict[Request, _Follower] = {}
         program.reserve(self.pool.count)

@@ -58,7 +58,7 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         self.program, self.totals = program, Totals()
-        self.pool = BlockPool(blocks, program.block_size)
+        self.pool = BlockPool(blocks, program.block_size, program.shares)
         self.scheduler = Scheduler(self.pool, program.most_tokens, max_requests, longest)
         self._speculator = speculator
         program.reserve(blocks)

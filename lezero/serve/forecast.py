@@ -33,6 +33,8 @@ class Forecast:
     prefill_tokens_s: float | None
     draft_bytes: int = 0
     """Of the model that guesses: weights, and keys and values."""
+    slow: str = ""
+    """Why the model is slower than others."""
     kv: str = ""
     """What keys and values are kept in, and why."""
 
@@ -46,6 +48,7 @@ class Forecast:
         fits = f"{self.largest} requests of {self.context} tokens, {each}"
         kv = [f"keys/values {self.kv}"] if self.kv else []
         draft = [f"draft       {mib(self.draft_bytes)}"] if self.draft_bytes else []
+        slow = [f"slower      {self.slow}"] if self.slow else []
         return [
             f"weights     {mib(self.weight_bytes)}",
             f"cache       {mib(self.cache_bytes)}: {fits}",
@@ -54,6 +57,7 @@ class Forecast:
             *draft,
             f"decode      at most {_speed(self.decode_tokens_s)} for one request",
             f"prefill     at most {_speed(self.prefill_tokens_s)}",
+            *slow,
         ]
 
 
@@ -78,6 +82,7 @@ def foresee(
         None if read is None else read / program.read_bytes,
         None if products is None else products / (2 * program.products),
         0 if draft is None else draft.weight_bytes + blocks * beside,
+        program.slow,
         f"{program.kv}: {kv}" if program.kv and kv else program.kv,
     )
 

@@ -13,6 +13,7 @@ from lezero.hub.opened import open_model
 from lezero.models import Transformer
 from lezero.ops.decoder import native
 from lezero.serve.coder import Coder, open_coder
+from lezero.serve.foreign import is_foreign, open_foreign
 from lezero.serve.fused import FusedProgram, shape_of
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Program
@@ -31,6 +32,8 @@ def open_program(model: str | Path | Transformer, weights: Weights) -> tuple[Pro
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = str(model)
+    if is_foreign(place):
+        return open_foreign(place, weights), open_coder(place, Path(place))
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None)
     return program_of(opened, weights), open_coder(place, folder)
 

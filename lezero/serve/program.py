@@ -38,10 +38,15 @@ class Program(ABC):
     """
 
     config: TransformerConfig
+    """Of a model of `lezero.models`; other programs answer in its place what is asked below."""
     block_size: int
     most_tokens: int
     """Tokens of a step at most."""
     invariant: bool = False
+    shares: bool = True
+    """Whether sequences that begin with the same tokens may hold the same blocks."""
+    slow: str = ""
+    """Why it is slower than others, for people."""
     description: str
     """Weights, cache and kernel in a few words, for people."""
     kv: str = ""

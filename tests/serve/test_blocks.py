@@ -30,6 +30,15 @@ def test_the_longest_run_of_full_blocks_is_found() -> None:
     assert pool.match(Request("b", [*range(4, 10)])) == []  # the same tokens, elsewhere
 
 
+def test_without_sharing_nothing_is_found() -> None:
+    pool = BlockPool(10, 4, shares=False)
+    first = ran(pool, list(range(10)))
+    assert pool.match(Request("b", list(range(10)))) == []
+    pool.release(first.blocks)
+    assert pool.match(Request("b", list(range(10)))) == []
+    pool.check([])
+
+
 def test_one_token_is_left_to_compute() -> None:
     pool = BlockPool(10, 4)
     first = ran(pool, list(range(8)))

@@ -1,0 +1,230 @@
+"""Causal language models of `transformers` that LeZero has no kernels for, run by their own code.
+
+Slower than the models of `lezero.models`: sequences go through the model one after another, and
+requests with equal beginnings do not share what was computed.
+
+[Note: whose cache] The model's code keeps keys and values in a cache of its own, one for each
+sequence; blocks only count. Without sharing, a sequence alone holds its first block for as long as
+it lives, so that block names its cache. A cache is dropped when its first block comes in another
+sequence, and begun anew where a sequence begins; tokens that were refused are cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezero.compress.quantize import is_quantized_folder
+from lezero.core.errors import ConfigError, FileError, need_extra
+from lezero.models.hf_config import SUPPORTED
+from lezero.models.huggingface import read_json, weight_files
+from lezero.serve.program import Fed, Program
+
+_BLOCK = 16
+_MOST_TOKENS = 256
+_LONGEST = 2048
+"""Of a model that has no limit of its own."""
+_DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_PROBE = (0, 1, 2, 1)
+
+
+def is_foreign(place: str) -> bool:
+    """Whether this is a Hugging Face folder of a type that `lezero.models` does not have."""
+    path = Path(place)
+    if not (path / "config.json").is_file() or is_quantized_folder(path):
+        return False
+    return read_json(path / "config.json").get("model_type") not in SUPPORTED
+
+
+def open_foreign(place: str, weights: str) -> TransformersProgram:
+    """The model in a Hugging Face folder, from safetensors, with the code of transformers alone.
+
+    Raises `FileError` for what is no causal language model, or is damaged; `ConfigError` for
+    weights other than bf16 and fp32; `MissingExtraError` without transformers.
+    """
+    if weights not in _DTYPES:
+        raise ConfigError(
+            f"weights: got {weights!r}, allowed are {', '.join(_DTYPES)} for {place}, which is of "
+            f"no type that LeZero has kernels for ({', '.join(SUPPORTED)})"
+        )
+    path = Path(place)
+    weight_files(path)  # never pickle
+    try:
+        import transformers
+    except ImportError as error:
+        raise need_extra("hf", "transformers", f"{place}: this type of model") from error
+    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        config = transformers.AutoConfig.from_pretrained(place, **safe)
+    except (OSError, ValueError, KeyError) as error:
+        raise FileError(f"{path / 'config.json'}: transformers does not know it: {error}") from None
+    _refuse_what_is_not_causal(config, place)
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            *(place,),
+            **safe,
+            config=config,
+            dtype=_DTYPES[weights],
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise FileError(f"{place}: transformers cannot load it: {error}") from None
+    model, info = loaded
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"])[:4])
+        raise FileError(f"{place}: {len(info['missing_keys'])} weights are missing: {missing}")
+    program = TransformersProgram(model)
+    program.try_out(place)
+    return program
+
+
+def _refuse_what_is_not_causal(config: Any, place: str) -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = config.model_type
+    wanted = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    bidirectional = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+        config, "is_decoder", False
+    )
+    named = getattr(config, "architectures", None) or []
+    if wanted is None or bidirectional or config.is_encoder_decoder or wanted not in named:
+        raise FileError(
+            f"{place}: model_type {kind!r} with architectures {named} is no causal language model, "
+            "which could continue a text"
+        )
+
+
+class TransformersProgram(Program):
+    """Any causal model of transformers, on the device that it is on."""
+
+    block_size = _BLOCK
+    most_tokens = _MOST_TOKENS
+    shares = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+        self._caches: dict[int, Any] = {}
+        config = model.config.get_text_config()
+        self._vocab = int(config.vocab_size)
+        self._longest = int(getattr(config, "max_position_embeddings", None) or _LONGEST)
+        self._width = int(config.hidden_size)
+        self._token_bytes = 0
+        name = type(model).__name__
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.description = f"{name} of transformers, {dtype}"
+        self.slow = (
+            f"{name} runs by the code of transformers: one request after another, and without "
+            "shared beginnings; LeZero has no kernels for it"
+        )
+
+    def try_out(self, place: str) -> None:
+        """Measures what a token's keys and values take; the model must go on from its cache.
+
+        Raises `FileError` where its code keeps something that cannot be taken back.
+        """
+        tokens = [token % self._vocab for token in _PROBE]
+        self._caches.clear()
+        try:
+            whole = self.run([Fed(tokens, 0, [0], range(4))])
+            self.run([Fed([*tokens[:2], tokens[0]], 0, [0], [0])])
+            parts = self.run([Fed(tokens[2:], 2, [0], range(2))])
+        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise FileError(f"{place}: {self.description} does not run: {error}") from None
+        if getattr(self._model, "_is_stateful", False) or not _same(whole[2:], parts):
+            raise FileError(
+                f"{place}: {self.description} does not keep keys and values of each token, which "
+                "this engine needs; use the model's own generate"
+            )
+        held = [x for layer in self._caches[0].layers for x in (layer.keys, layer.values)]
+        self._token_bytes = sum(x.nbytes for x in held if x is not None) // len(tokens)
+        self._caches.clear()
+
+    def reserve(self, blocks: int) -> None:
+        self._caches.clear()
+
+    @torch.no_grad()
+    def run(self, fed: Sequence[Fed]) -> Tensor:
+        return torch.cat(
+            [
+                self._call(self._model, one, cache).logits[0, list(one.rows)].float()
+                for one, cache in zip(fed, self._caches_of(fed), strict=True)
+            ]
+        )
+
+    @torch.no_grad()
+    def states(self, fed: Sequence[Fed]) -> Tensor:
+        return torch.cat(
+            [
+                self._call(self._model.base_model, one, cache)
+                .last_hidden_state[0, list(one.rows)]
+                .float()
+                for one, cache in zip(fed, self._caches_of(fed), strict=True)
+            ]
+        )
+
+    def _call(self, module: Any, one: Fed, cache: Any) -> Any:
+        ids = torch.tensor([list(one.tokens)], device=self._model.device)
+        return module(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    def _caches_of(self, fed: Sequence[Fed]) -> list[Any]:
+        """The cache of each sequence, which holds the tokens before those that are fed."""
+        from transformers import DynamicCache
+
+        for one in fed:
+            for block in one.blocks[1:]:
+                self._caches.pop(block, None)
+            if one.position == 0:
+                self._caches[one.blocks[0]] = DynamicCache()
+        found = [self._caches[one.blocks[0]] for one in fed]
+        for one, cache in zip(fed, found, strict=True):
+            for layer in cache.layers:
+                if layer.keys is not None:
+                    layer.keys = layer.keys[..., : one.position, :]
+                    layer.values = layer.values[..., : one.position, :]
+        return found
+
+    @property
+    def vocab(self) -> int:
+        return self._vocab
+
+    @property
+    def longest(self) -> int:
+        return self._longest
+
+    @property
+    def block_bytes(self) -> int:
+        return _BLOCK * self._token_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        held = {id(x): x for x in [*self._model.parameters(), *self._model.buffers()]}
+        return sum(x.nbytes for x in held.values())
+
+    @property
+    def read_bytes(self) -> int:
+        table = self._model.get_input_embeddings().weight
+        head = self._model.get_output_embeddings()
+        tied = head is not None and head.weight is table
+        return self.weight_bytes - (0 if tied else int(table.nbytes))
+
+    @property
+    def workspace_bytes(self) -> int:
+        return 4 * _MOST_TOKENS * (self._vocab + 16 * self._width)
+
+    @property
+    def products(self) -> int:
+        tables = {id(self._model.get_input_embeddings().weight)}
+        head = self._model.get_output_embeddings()
+        tables |= set() if head is None else {id(head.weight)}
+        matrices = [x for x in self._model.parameters() if x.dim() > 1 and id(x) not in tables]
+        return sum(x.numel() for x in matrices)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal up to what rounding does, even in bf16."""
+    return bool((a - b).abs().max() <= 0.1 * a.std())
