@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lezero.core import groups
 from lezero.core.errors import ConfigError
+from lezero.optim import AdamW
+from lezero.parallel.zero import Zero, shard_
 from lezero.train.counting import Counter
 from lezero.train.engine import Engine
 
@@ -156,3 +159,32 @@ def test_tensors_that_disagree_about_the_samples_are_an_error_that_names_them():
         count({"a": (torch.ones(2), {"b": torch.ones(3)})})
     assert count({"scale": torch.tensor(2.0), "name": "text", "x": torch.ones(5, 1)}) == 5
     assert count(torch.ones(6)) == 6
+
+
+def losses_of(stage):
+    """Three steps on this rank's rows of four, whose labels are masked unevenly."""
+    torch.manual_seed(0)
+    model = Own(shift=True).double()
+    model.drop.p = 0.0
+    if stage is not None:
+        shard_(model, Zero(stage=stage))
+    optimizer = AdamW(model, lr=0.1)
+    engine = Engine(model, optimizer, compile="off", precision="fp32", accumulate=2)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 9, (3, 2, 4, 5), generator=generator)
+    rows[:, 1, 0, 1:] = rows[:, 1, 3, 2] = -100
+    share = 4 // groups.world_size()
+    own = slice(groups.rank() * share, (groups.rank() + 1) * share)
+    found = [engine.train_step({"x": x[own], "labels": y[own]}) for x, y in rows]
+    return [(r.loss, r.tokens) for r in found], engine.count.shifted
+
+
+def test_ranks_ask_together_at_every_stage(ranks):
+    alone, shifted = losses_of(None)
+    assert shifted
+    assert [tokens for _, tokens in alone] == [4 * 4 - 4 - 1] * 3
+    for stage in (0, 3):
+        for found, shifts in ranks(2, losses_of, stage):
+            assert shifts
+            assert [tokens for _, tokens in found] == [tokens for _, tokens in alone]
+            assert [loss for loss, _ in found] == pytest.approx([x for x, _ in alone], abs=1e-10)
