@@ -20,6 +20,7 @@ from lezero.serve.opening import Speculate, Weights, check_speculation, open_dra
 from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import SamplingParams, TokenLogprob
+from lezero.serve.scheduler import Scheduler
 from lezero.serve.speculate import PromptLookup, Speculator
 from lezero.serve.text import Detokenizer, StopStrings
 
@@ -145,8 +146,8 @@ class LLM:
         try:
             while any(request.reason is None for request in requests):
                 for request, tokens in self.engine.step().tokens.items():
-                    if request in by_request and not by_request[request].add(tokens):
-                        self.engine.scheduler.finish(request, "stop")
+                    if request in by_request:
+                        by_request[request].take(tokens, self.engine.scheduler)
         finally:
             for request in requests:
                 self.engine.cancel(request)
@@ -200,14 +201,13 @@ class LLM:
         answer = Answer(request, self.coder)
         try:
             while request.reason is None:
-                tokens = self.engine.step().tokens.get(request, [])
+                tokens: Sequence[int] = self.engine.step().tokens.get(request, ())
                 shown = len(answer.text)
-                if tokens and not answer.add(tokens):
-                    self.engine.scheduler.finish(request, "stop")
+                tokens = answer.take(tokens, self.engine.scheduler)
                 if request.reason is None and tokens:
-                    yield Piece(answer.text[shown:], tokens)
+                    yield Piece(answer.text[shown:], list(tokens))
             found = answer.completion()
-            yield Piece(found.text[shown:], tokens, found.reason)
+            yield Piece(found.text[shown:], list(tokens), found.reason)
         finally:
             self.engine.cancel(request)
 
@@ -221,15 +221,17 @@ class Answer:
         self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
         self._stops = StopStrings(request.params.stop)
 
-    def add(self, tokens: Sequence[int]) -> bool:
-        """Takes new tokens; False: a stop string has come, so the request is to be ended."""
-        for token in tokens:
+    def take(self, tokens: Sequence[int], scheduler: Scheduler) -> Sequence[int]:
+        """Takes new tokens and gives those that belong to the answer: up to a stop string, which
+        ends the request."""
+        for number, token in enumerate(tokens, 1):
             last = token == self.request.tokens[-1] and self.request.reason == "stop"
             if self._text is not None and not (last and token in self._ends):
                 self.text += self._stops.add(self._text.add(token))
             if self._stops.found is not None:
-                return False
-        return True
+                scheduler.stop(self.request, beyond=len(tokens) - number)
+                return tokens[:number]
+        return tokens
 
     def completion(self) -> Completion:
         """The whole answer, once the request has ended."""

@@ -73,8 +73,8 @@ def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
 def _step(llm: LLM, waiting: Iterable[tuple[int, Answer | str]]) -> None:
     answers = {a.request: a for _, a in waiting if isinstance(a, Answer)}
     for request, tokens in llm.engine.step().tokens.items():
-        if request in answers and not answers[request].add(tokens):
-            llm.engine.scheduler.finish(request, "stop")
+        if request in answers:
+            answers[request].take(tokens, llm.engine.scheduler)
 
 
 def _is_done(answer: Answer | str) -> bool:

@@ -129,6 +129,16 @@ class Scheduler:
         request.state, request.reason, request.error = State.FINISHED, reason, error
         request.drafts, request.ended_s = (), self._clock()
 
+    def stop(self, request: Request, beyond: int) -> None:
+        """Ends a request whose answer holds a stop string. Its last `beyond` tokens, which came in
+        the same step behind it (guesses bring several), are no part of the answer."""
+        self.finish(request, "stop")
+        if request.reason == "length":  # the step that brought the stop string brought both
+            request.reason = "stop"
+        if beyond:
+            del request.tokens[-beyond:]
+            del request.logprobs[len(request.answer) :]
+
     def make_room(self, blocks: int) -> None:
         """Preempts requests, the last in turn first, until so many blocks are free."""
         while self.pool.free_count < blocks:

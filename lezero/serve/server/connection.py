@@ -48,16 +48,10 @@ def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
             self._stop_writing()
 
         def send_400_response(self, msg: str) -> None:
-            """Answers what breaks HTTP's rules. Where that is the body of a question, whoever
-            answers it hears that the client has left."""
-            cycle = self.cycle
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-                if cycle.response_started:
-                    self.transport.close()
-                    return
-            super().send_400_response(msg)
+            if _answered(self.cycle):
+                self.transport.close()
+            else:
+                super().send_400_response(msg)
 
         def _stop_reading(self) -> None:
             if self._reading is not None:
@@ -74,3 +68,13 @@ def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
             return self.cycle is None or self.cycle.response_complete
 
     return Connection
+
+
+def _answered(cycle: Any) -> bool:
+    """Whether an answer has begun to a question whose body breaks HTTP's rules. Whoever answers it
+    hears that the client has left."""
+    if cycle is None or cycle.response_complete:
+        return False
+    cycle.disconnected = True
+    cycle.message_event.set()
+    return bool(cycle.response_started)

@@ -227,11 +227,10 @@ class Worker:
         job = self._jobs.get(request)
         if job is None:
             return
-        self._count(job, len(tokens))
         shown = len(job.answer.text)
         try:
-            if tokens and not job.answer.add(tokens):
-                self.engine.scheduler.finish(request, "stop")
+            tokens = job.answer.take(tokens, self.engine.scheduler)
+            self._count(job, len(tokens))
             if request.reason is not None:
                 job.answer.completion()
         except Exception as error:

@@ -1,0 +1,58 @@
+"""Stop strings and guesses: what came behind the stop string is no part of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from lezero.serve.llm import LLM
+from lezero.serve.request import Request
+from lezero.serve.sampling import SamplingParams
+from lezero.serve.speculate import Speculator
+from tests.serve.server.running import small_llm
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True)
+PROMPT = "abc" * 20
+
+
+class _Knowing(Speculator):
+    """Guesses what is right."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+
+    def guess(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            done = len(request.answer)
+            request.drafts = self._tokens[done : done + 5]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return small_llm()
+
+
+def test_guesses_do_not_change_where_a_stop_string_ends_the_answer(plain) -> None:
+    guessing = small_llm(speculate="lookup")
+    whole = plain.generate(PROMPT, GREEDY)[0]
+    guessing.engine._speculator = _Knowing(whole.tokens)
+    text = whole.text
+    for start in range(2, 50, 4):
+        params = GREEDY.model_copy(update={"stop": (text[start : start + 3],)})
+        right, found = (llm.generate(PROMPT, params)[0] for llm in (plain, guessing))
+        assert right.reason == "stop"
+        assert (found.text, found.reason) == (right.text, right.reason)
+        assert (found.tokens, found.logprobs) == (right.tokens, right.logprobs)
+        pieces = list(guessing.stream(PROMPT, params))
+        assert [token for piece in pieces for token in piece.tokens] == right.tokens
+    assert guessing.engine.totals.accepted > 50
+    guessing.engine.scheduler.check()
+
+
+def test_a_stop_string_in_the_last_token_counts(plain) -> None:
+    text = plain.generate(PROMPT, GREEDY)[0].text
+    ends = GREEDY.model_copy(update={"max_tokens": 10, "stop": (text[7:10],)})
+    found = plain.generate(PROMPT, ends)[0]
+    assert found.reason == "stop"
+    assert text.startswith(found.text)
