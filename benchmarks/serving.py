@@ -3,13 +3,15 @@
 SmolLM2-135M, every side in a process of its own, rounds interleaved. One request decodes 64 tokens
 after a prompt of 32; a prompt of 512 is filled in; 16 requests decode at once; 16 requests share a
 prefix of 256 tokens before suffixes of 32, with and without sharing; text that repeats is continued
-with and without guesses looked up in it. Beside LeZero's bf16, int8 and int4: transformers in bf16,
-eager, from .peers.
+with and without guesses looked up in it. Beside LeZero's bf16, int8 and int4, from .peers:
+transformers in bf16, eager; llama.cpp and OpenVINO GenAI on the GGUF file as it is (Q4_1).
 
-llama.cpp and OpenVINO GenAI are not measured yet, so the best peer is not known.
+Then, each in processes of its own: what HTTP adds to a token, dynamic batching beside the best
+fixed batch, and a soak in which every answer is checked.
 
-Run: python benchmarks/serving.py [--quick]
---quick takes a small random model and no peers. Figures that no side measures are null.
+Run: python benchmarks/serving.py [--quick] [--parts engine,http,dynamic,soak] [--soak-seconds 600]
+--quick takes small random models, no peers and a few seconds of soak. Figures that nothing measured
+are null, and a row says why. The best peer is the fastest of those that ran.
 """
 
 from __future__ import annotations
@@ -21,39 +23,81 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _table import Result, Side, arguments, compare, emit, finish, peer, side
+from _table import Result, Side, arguments, columns, compare, emit, finish, peer, side
+from serving_parts.peers import DECODED, PEERS, PREFILLED, TOGETHER
+from serving_parts.prompts import random_tokens
 
 OURS = ("bf16", "int8", "int4")
-DECODED, PREFILLED, TOGETHER, PREFIX, SUFFIX = 64, 512, 16, 256, 32
-PEERS_NOT_YET = ("llama.cpp", "openvino-genai")
-NOT_YET = (
-    "decode_vs_best_peer",
-    "http_overhead",
-    "dynamic_batch_vs_best_fixed",
-    "soak_requests",
-    "soak_wrong",
-)
+PREFIX, SUFFIX = 256, 32
+PARTS = ("engine", "http", "dynamic", "soak")
+OF_PARTS = {
+    "http": ("http_overhead",),
+    "dynamic": ("dynamic_batch_vs_best_fixed",),
+    "soak": ("soak_requests", "soak_wrong", "soak_leaked_blocks"),
+}
+SOAK_S = 600.0
+FOLDER = Path(__file__).resolve().parent
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--parts", default=",".join(PARTS), help="which, with commas between")
+    parser.add_argument("--soak-seconds", type=float, default=SOAK_S, help="length of the soak")
     parser.add_argument("--place", default="", help=argparse.SUPPRESS)
     options = arguments(__doc__, parser)
     if options.side:
         _run_side(options)
         return
+    wanted = options.parts.split(",")
+    if not set(wanted) <= set(PARTS):
+        parser.error(f"--parts: got {options.parts!r}, allowed are {', '.join(PARTS)}")
     place, missing = ("", "") if options.quick else _place()
-    extra = ["--place", place, "--threads", str(options.threads)]
-    if options.quick:
-        extra.append("--quick")
-    sides: list[Side] = [side(__file__, name, *extra, missing=missing) for name in OURS]
-    if not options.quick:
-        sides.append(peer(__file__, "transformers", "transformers", *extra))
-        sides += [side(__file__, name, missing="not measured yet") for name in PEERS_NOT_YET]
+    figures = dict.fromkeys(_figures(Result({}, dict.fromkeys(OURS, ""))))
+    if "engine" in wanted:
+        result = _engine(options, place, missing)
+        keys = ["decode", "prefill", "together", "ready_s", "bytes_token"]
+        print(result.table(keys), end="\n\n", flush=True)
+        figures |= _figures(result)
+    rows = [["part", "figure", "value"]]
+    for part, keys_of_part in OF_PARTS.items():
+        found, why = _part(options, part, place, missing) if part in wanted else ({}, "not asked")
+        rows += [[part, key, _said(value)] for key, value in found.items()]
+        rows += [[part, why]] if why else []
+        figures |= {key: found.get(key) for key in keys_of_part}
+    finish(columns(rows), figures)
+
+
+def _engine(options: argparse.Namespace, place: str, missing: str) -> Result:
+    """Every engine in turns."""
+    extra = ["--threads", str(options.threads), *(["--quick"] if options.quick else [])]
+    ours = ["--place", place, *extra]
+    sides: list[Side] = [side(__file__, name, *ours, missing=missing) for name in OURS]
+    if not options.quick and not missing:
+        from lezero.models import packaged_gguf
+
+        for name, (module, _) in PEERS.items():
+            own = place if name == "transformers" else packaged_gguf()
+            sides.append(peer(__file__, name, module, "--place", own, *extra))
     rounds = options.rounds or (1 if options.quick else 3)
-    result = compare(sides, rounds=rounds, threads=options.threads)
-    keys = ["decode", "prefill", "together", "ready_s", "bytes_token"]
-    finish(result.table(keys), _figures(result))
+    return compare(sides, rounds=rounds, threads=options.threads)
+
+
+def _part(
+    options: argparse.Namespace, part: str, place: str, missing: str
+) -> tuple[dict[str, Any], str]:
+    """Figures of a part that runs once, or why there are none."""
+    words = ["--place", place, "--soak-seconds", str(options.soak_seconds)]
+    words += ["--quick"] if options.quick else []
+    one = side(__file__, part, *words, missing=missing)
+    limit = 1200 + options.soak_seconds
+    result = compare([one], rounds=1, threads=options.threads, timeout_s=limit)
+    return (result.figures[part] or [{}])[0], result.failed.get(part, "")
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _figures(result: Result) -> dict[str, Any]:
@@ -67,16 +111,17 @@ def _figures(result: Result) -> dict[str, Any]:
 
     best = max(("int8", "int4"), key=lambda name: of(name, "decode") or 0.0)
     share = of(best, "bandwidth_share")
+    ran = [name for name in PEERS if result.figures.get(name)]
+    fastest = max(ran, key=lambda name: result.median(name, "decode"), default="")
     return {
-        "decode_vs_transformers": ratio("decode", best, "transformers"),
+        "decode_vs_best_peer": ratio("decode", best, fastest),
+        "best_peer": fastest or None,
         "decode_bandwidth_share": share,
         "bf16_vs_transformers": ratio("decode", "bf16", "transformers"),
         "prefill_vs_transformers": ratio("prefill", best, "transformers"),
         "batch16_scaling": of(best, "scaling"),
         "prefix_ttft_ratio": of(best, "prefix_ttft"),
         "speculation": of(best, "speculation"),
-        **dict.fromkeys(NOT_YET),
-        "soak_leaked_blocks": None,
     }
 
 
@@ -93,15 +138,34 @@ def _place() -> tuple[str, str]:
 
 
 def _run_side(options: argparse.Namespace) -> None:
+    name, quick, place = options.side, options.quick, options.place
+    # Or transformers would take kernels.py of this folder for the package of that name.
+    sys.path.remove(str(FOLDER))
+    if name in PEERS:
+        emit(**PEERS[name][1](place, options.threads))
+        return
+    if name not in OURS:
+        emit(**_run_part(name, quick, place, options.soak_seconds))
+        return
     import torch
 
     torch.set_num_threads(options.threads)
-    # Or transformers would take kernels.py of this folder for the package of that name.
-    sys.path.remove(str(Path(__file__).parent))
-    if options.side == "transformers":
-        emit(**_transformers(options.place))
-    else:
-        emit(**_ours(options.side, options.place, options.quick))
+    emit(**_ours(name, place, quick))
+
+
+def _run_part(name: str, quick: bool, place: str, soak_seconds: float) -> dict[str, Any]:
+    sys.path.append(str(FOLDER))  # behind all packages
+    if name == "http":
+        from serving_parts.http import run as http
+
+        return http(quick, place)
+    if name == "soak":
+        from serving_parts.soak import run as soak
+
+        return soak(quick, soak_seconds, place)
+    from serving_parts.dynamic import run as dynamic
+
+    return dynamic(quick)
 
 
 def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
@@ -112,12 +176,12 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
     llm = LLM(made, weights=weights, context=1024)  # type: ignore[arg-type]
     ready = time.perf_counter() - began
     vocab = llm.program.config.vocab
-    _time(llm, [_tokens(vocab, 32, 9)], 8)  # the first call builds and warms
-    first = _time(llm, [_tokens(vocab, 32, 0)], 1)
-    one = DECODED / (_time(llm, [_tokens(vocab, 32, 1)], DECODED + 1) - first)
-    prefill = PREFILLED / _time(llm, [_tokens(vocab, PREFILLED, 2)], 1)
-    many = [_tokens(vocab, 32, 10 + i) for i in range(TOGETHER)]
-    begun = _time(llm, [_tokens(vocab, 32, 40 + i) for i in range(TOGETHER)], 1)
+    _time(llm, [random_tokens(vocab, 32, 9)], 8)  # the first call builds and warms
+    first = _time(llm, [random_tokens(vocab, 32, 0)], 1)
+    one = DECODED / (_time(llm, [random_tokens(vocab, 32, 1)], DECODED + 1) - first)
+    prefill = PREFILLED / _time(llm, [random_tokens(vocab, PREFILLED, 2)], 1)
+    many = [random_tokens(vocab, 32, 10 + i) for i in range(TOGETHER)]
+    begun = _time(llm, [random_tokens(vocab, 32, 40 + i) for i in range(TOGETHER)], 1)
     together = TOGETHER * DECODED / (_time(llm, many, DECODED + 1) - begun)
     read = _read_bandwidth(llm.program.read_bytes)
     return {
@@ -150,9 +214,10 @@ def _first_tokens(llm: Any, vocab: int, shared: bool) -> float:
     from lezero.serve.sampling import SamplingParams
 
     base = 100 if shared else 200
-    common = _tokens(vocab, PREFIX, base)
+    common = random_tokens(vocab, PREFIX, base)
     prompts = [
-        (common if shared else _tokens(vocab, PREFIX, base + i)) + _tokens(vocab, SUFFIX, 300 + i)
+        (common if shared else random_tokens(vocab, PREFIX, base + i))
+        + random_tokens(vocab, SUFFIX, 300 + i)
         for i in range(TOGETHER)
     ]
     found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
@@ -163,51 +228,14 @@ def _speculation(place: str, weights: Any, quick: bool, vocab: int) -> float:
     """Decode speed on text that repeats, with guesses over without."""
     from lezero.serve.llm import LLM
 
-    text = _tokens(vocab, 24, 7) * 8
+    text = random_tokens(vocab, 24, 7) * 8
     took = {}
     for speculate in ("off", "lookup"):
         made: Any = _tiny() if quick else place
         llm = LLM(made, weights=weights, context=1024, speculate=speculate)  # type: ignore[arg-type]
-        _time(llm, [_tokens(vocab, 32, 9)], 8)
+        _time(llm, [random_tokens(vocab, 32, 9)], 8)
         took[speculate] = _time(llm, [text], 2 * DECODED)
     return took["off"] / took["lookup"]
-
-
-def _transformers(place: str) -> dict[str, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    began = time.perf_counter()
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).eval()
-    ready = time.perf_counter() - began
-    vocab = model.config.vocab_size
-
-    def seconds(rows: int, length: int, new: int) -> float:
-        tokens = torch.tensor([_tokens(vocab, length, 10 + i) for i in range(rows)])
-        mask = torch.ones_like(tokens)
-        begun = time.perf_counter()
-        model.generate(
-            *(tokens,), attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
-        )
-        return time.perf_counter() - begun
-
-    seconds(1, 32, 8)
-    return {
-        "decode": DECODED / (seconds(1, 32, DECODED + 1) - seconds(1, 32, 1)),
-        "prefill": PREFILLED / seconds(1, PREFILLED, 1),
-        "together": TOGETHER
-        * DECODED
-        / (seconds(TOGETHER, 32, DECODED + 1) - seconds(TOGETHER, 32, 1)),
-        "ready_s": ready,
-        "bytes_token": sum(p.nbytes for p in model.parameters()),
-    }
-
-
-def _tokens(vocab: int, count: int, seed: int) -> list[int]:
-    import random
-
-    drawn = random.Random(seed)
-    return [drawn.randrange(10, vocab) for _ in range(count)]
 
 
 def _read_bandwidth(size: int) -> float:

@@ -71,7 +71,7 @@ def serving(model: str, weights: str, *words: str) -> Iterator[Served]:
 
 
 def tiny(folder: Path, template: str = "") -> str:
-    """A small random model with a tokenizer of bytes and a chat template, as a Hugging Face folder."""
+    """A small random model with a tokenizer of bytes, as a Hugging Face folder."""
     import torch
 
     from lezero.data.tokenizer import bytes_tokenizer

@@ -1,9 +1,10 @@
-"""A soak of `lz serve`: mixed load, clients that leave, poisoned requests, and every answer checked.
+"""A soak of `lz serve`: mixed load, clients that leave, poison, and every answer checked.
 
-The engine alone answers each question first, in this process. Then threads ask the server whole and
-in streams, completions and chats, with shared prefixes, seeds, stop strings and log-probabilities;
-some leave in the middle, some send poison, and one holds connections open byte by byte. The cache is
-so small that requests are preempted, and guesses are on: neither may change an answer.
+The engine alone answers each question first, in this process. Then threads ask the server for whole
+answers and streams, completions and chats, with shared prefixes, seeds, stop strings and
+log-probabilities; some leave in the middle, some send poison, and one holds connections open byte
+by byte. The cache is so small that requests are preempted, and guesses are on: neither may change
+an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import http.client
 import json
 import os
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -27,9 +27,9 @@ from serving_parts.soak_poison import poison
 from serving_parts.soak_questions import Asker, Question, Told
 
 THREADS, QUESTIONS, QUICK_S = 10, 60, 6.0
-CONTEXT, CACHE_MIB, TINY_CACHE_MIB = 1024, 24, 1
+CONTEXT, CACHE_MIB, TINY_CACHE_MIB = 1024, 12, 1
 _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-_SHOWN = 10
+_SHOWN, _LONG = 10, 1000
 
 
 def run(
@@ -81,9 +81,8 @@ class _Soak:
         for thread in clients:
             thread.join()
         left = self._what_is_left(before)
-        for text in self.wrong[:_SHOWN]:
-            print(f"wrong: {text}", file=sys.stderr)
         return {
+            "soak_problems": [text[:_LONG] for text in self.wrong[:_SHOWN]],
             "soak_s": seconds,
             "soak_requests": sum(self.counts.values()),
             **{f"soak_{name}": count for name, count in sorted(self.counts.items())},

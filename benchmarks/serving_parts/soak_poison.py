@@ -72,6 +72,7 @@ def _reset(server: Served, drawn: random.Random) -> None:
 _LONG = json.dumps({"prompt": "word " * 2_000_000}).encode()
 _FILLS = json.dumps({"prompt": "word " * 150_000}).encode()
 _CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+_CLOSE = b"connection: close\r\n\r\n"
 _ALL: tuple[tuple[str, Callable[..., int | None], set[int | None]], ...] = (
     ("a prompt of 10 MB", _body(_LONG), {413, None}),
     ("a prompt of 750 kB", _body(_FILLS), _REFUSED),
@@ -104,7 +105,7 @@ _ALL: tuple[tuple[str, Callable[..., int | None], set[int | None]], ...] = (
     ("no HTTP", _raw(b"GET / HTTP/x\r\n\r\n"), {400, None}),
     ("a long header", _raw(b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000 + b"\r\n\r\n"), {400, None}),
     ("broken chunks", _raw(_CHUNKED + b"\r\nnot a number\r\n"), {400, None}),
-    ("a strange host", _raw(b"GET /health HTTP/1.1\r\nhost: evil.example\r\nconnection: close\r\n\r\n"), {421}),
-    ("nothing there", _raw(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"), {404}),
+    ("a strange host", _raw(b"GET /health HTTP/1.1\r\nhost: evil.example\r\n" + _CLOSE), {421}),
+    ("nothing there", _raw(b"GET /nothing HTTP/1.1\r\nhost: localhost\r\n" + _CLOSE), {404}),
     ("a reset", _reset, {None}),
 )  # fmt: skip

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _PREFIX = (
-    "The library keeps keys and values of a prompt in blocks, and requests that begin with the same "
-    "text share them. A block is freed when the last request that holds it has ended. "
+    "The library keeps keys and values of a prompt in blocks, and requests that begin with the "
+    "same text share them. A block is freed when the last request that holds it has ended. "
 )
-_WORDS = "water light stone paper green river engine number winter silver garden letter".split()
+_WORDS = (
+    *("water", "light", "stone", "paper", "green", "river", "engine", "number", "winter"),
+    *("silver", "garden", "letter"),
+)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,117 @@
+"""Other engines on SmolLM2-135M, each measured alike. They run in .peers, without LeZero.
+
+A decode is the time of a long answer minus that of an answer of one token, both after prompts of
+32 random tokens that no other measurement has, so that no engine finds them in a cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from serving_parts.prompts import random_tokens
+
+DECODED, PREFILLED, TOGETHER, PROMPT = 64, 512, 16, 32
+CONTEXT = 1024
+
+Seconds = Callable[[int, int, int], float]
+
+
+def _figures(seconds: Seconds, ready: float, together: bool) -> dict[str, Any]:
+    """seconds(rows, length, new): until so many random prompts have so many new tokens each."""
+    seconds(1, PROMPT, 8)
+    one = seconds(1, PROMPT, DECODED + 1) - seconds(1, PROMPT, 1)
+    found = {
+        "decode": DECODED / one,
+        "prefill": PREFILLED / seconds(1, PREFILLED, 1),
+        "ready_s": ready,
+    }
+    if together:
+        many = seconds(TOGETHER, PROMPT, DECODED + 1) - seconds(TOGETHER, PROMPT, 1)
+        found["together"] = TOGETHER * DECODED / many
+    return found
+
+
+def _prompts(vocab: int, rows: int, length: int, used: list[int]) -> list[list[int]]:
+    """Prompts that were not used before."""
+    used[0] += rows
+    return [random_tokens(vocab, length, used[0] - row) for row in range(rows)]
+
+
+def transformers(place: str, threads: int) -> dict[str, Any]:
+    """bf16, eager. place: a Hugging Face folder."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(threads)
+    began = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).eval()
+    ready = time.perf_counter() - began
+    vocab, used = model.config.vocab_size, [0]
+
+    def seconds(rows: int, length: int, new: int) -> float:
+        tokens = torch.tensor(_prompts(vocab, rows, length, used))
+        mask = torch.ones_like(tokens)
+        begun = time.perf_counter()
+        model.generate(
+            *(tokens,), attention_mask=mask, max_new_tokens=new, min_new_tokens=new, do_sample=False
+        )
+        return time.perf_counter() - begun
+
+    size = sum(p.nbytes for p in model.parameters())
+    return {**_figures(seconds, ready, together=True), "bytes_token": size}
+
+
+def llama_cpp(place: str, threads: int) -> dict[str, Any]:
+    """llama.cpp through its Python package. place: a GGUF file, taken as it is (Q4_1)."""
+    from llama_cpp import Llama
+
+    began = time.perf_counter()
+    llm = Llama(place, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
+    ready = time.perf_counter() - began
+    used = [0]
+
+    def seconds(rows: int, length: int, new: int) -> float:
+        (prompt,) = _prompts(llm.n_vocab(), rows, length, used)
+        llm.reset()
+        begun = time.perf_counter()
+        answer = llm.generate(prompt, temp=0.0)
+        for _ in range(new):
+            next(answer)
+        return time.perf_counter() - begun
+
+    return {**_figures(seconds, ready, together=False), "bytes_token": Path(place).stat().st_size}
+
+
+def openvino(place: str, threads: int) -> dict[str, Any]:
+    """OpenVINO GenAI. place: a GGUF file, which it reads itself."""
+    import numpy as np
+    from openvino import Tensor
+    from openvino_genai import GenerationConfig, LLMPipeline
+
+    began = time.perf_counter()
+    pipeline = LLMPipeline(place, "CPU", INFERENCE_NUM_THREADS=threads)
+    ready = time.perf_counter() - began
+    vocab, used = len(pipeline.get_tokenizer().get_vocab()), [0]
+
+    def seconds(rows: int, length: int, new: int) -> float:
+        config = GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = new, True, False
+        tokens = Tensor(np.array(_prompts(vocab, rows, length, used), dtype=np.int64))
+        begun = time.perf_counter()
+        found = pipeline.generate(tokens, config)
+        took = time.perf_counter() - begun
+        assert len(found.tokens[0]) == new
+        return took
+
+    return {**_figures(seconds, ready, together=False), "bytes_token": Path(place).stat().st_size}
+
+
+PEERS: Mapping[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {
+    "transformers": ("transformers", transformers),
+    "llama.cpp": ("llama_cpp", llama_cpp),
+    "openvino-genai": ("openvino_genai", openvino),
+}
+"""Name → the module that must be in .peers, and what measures it."""
