@@ -12,6 +12,10 @@ def serve(
         str,
         typer.Argument(help="A run, a Hugging Face folder or a .gguf file.", show_default=False),
     ] = "",
+    module: Annotated[
+        str,
+        typer.Option(help="Instead: PACKAGE.MODULE:FUNCTION, which gives (module, example)."),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str, typer.Option(help="The model's name for clients.")] = "",
@@ -36,6 +40,16 @@ def serve(
     draft: Annotated[
         str | None, typer.Option(help="With --speculate draft: the smaller model that guesses.")
     ] = None,
+    p99_ms: Annotated[
+        float, typer.Option(help="Encoders and modules: answer 99% within so many ms.")
+    ] = 50.0,
+    batch: Annotated[
+        int | None, typer.Option(help="Encoders and modules: batch at most; else found.")
+    ] = None,
+    delay_ms: Annotated[
+        float | None, typer.Option(help="Encoders and modules: wait for others; else found.")
+    ] = None,
+    body_kib: Annotated[int, typer.Option(help="Length of a request's body at most.")] = 1024,
     keys: Annotated[
         str | None, typer.Option(help="File of API keys, hashed; LEZERO_API_KEYS adds to it.")
     ] = None,
@@ -50,33 +64,22 @@ def serve(
         str, typer.Option(help="Print a new API key of this name and its line; serve nothing.")
     ] = "",
 ) -> int:
-    """Serve a model: OpenAI's protocol at /v1, a page to chat at /, /health, /ready, /metrics.
+    """Serve a model: OpenAI's protocol at /v1, a page at /, /health, /ready, /metrics.
 
-    Listens on this machine alone by default. On SIGTERM or Ctrl-C running answers end first.
+    A sentence encoder answers /v1/embeddings, the module of --module /v1/infer; requests share
+    steps, whose size and delay are found and followed. Listens on this machine alone by default.
+    On SIGTERM or Ctrl-C running answers end first.
     """
-    from lezero.serve.server.command import print_new_key, serve_model
+    from lezero.serve.server import command
     from lezero.serve.server.config import ServeConfig
 
     if new_key:
-        return print_new_key(new_key)
+        return command.print_new_key(new_key)
     config = ServeConfig(
-        host=host,
-        port=port,
-        name=name,
-        keys=keys,
-        queue=queue,
-        rate=rate,
-        drain_s=drain,
-        public_without_keys=public_without_keys,
+        **{"host": host, "port": port, "name": name, "keys": keys, "queue": queue, "rate": rate},
+        **{"drain_s": drain, "public_without_keys": public_without_keys},
+        **{"p99_ms": p99_ms, "body_bytes": body_kib << 10},
     )
-    return serve_model(
-        model,
-        config,
-        weights=weights,
-        kv=kv,
-        context=context,
-        max_requests=max_requests,
-        cache_mib=cache_mib,
-        speculate=speculate,
-        draft=draft,
-    )
+    engine = {"weights": weights, "kv": kv, "context": context, "max_requests": max_requests}
+    engine |= {"cache_mib": cache_mib, "speculate": speculate, "draft": draft}
+    return command.serve_any(config, model, module, engine, {"batch": batch, "delay_ms": delay_ms})

@@ -1,5 +1,6 @@
 """Readable reference models and their plain generation."""
 
+from lezero.models.bert import Bert, BertConfig, bert_config, load_bert
 from lezero.models.cache import KVCache
 from lezero.models.config import RopeScaling, TransformerConfig, count_parameters
 from lezero.models.generate import generate, generate_stream
@@ -19,16 +20,20 @@ from lezero.models.transformer import Attention, Transformer, TransformerBlock
 __all__ = [
     "PRESETS",
     "Attention",
+    "Bert",
+    "BertConfig",
     "KVCache",
     "RopeScaling",
     "Sampling",
     "Transformer",
     "TransformerBlock",
     "TransformerConfig",
+    "bert_config",
     "count_parameters",
     "generate",
     "generate_stream",
     "gguf_tokenizer",
+    "load_bert",
     "load_gguf",
     "load_hf",
     "packaged_gguf",

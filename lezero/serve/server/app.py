@@ -1,8 +1,8 @@
 """The ASGI application: who may ask what, and which function answers.
 
 [Note: other people's pages] A page that a browser shows from somewhere else must not use a model
-that listens on this machine. Answers never carry CORS headers; questions must be of type
-application/json, which such a page may only send with leave; and on loopback the name that the
+that listens on this machine. Answers never carry CORS headers; questions must be of a type, as
+application/json, that such a page may only send with leave; and on loopback the name that the
 client asked for must be this machine's, so that a name that suddenly leads here (DNS rebinding) is
 of no use.
 """
@@ -10,52 +10,33 @@ of no use.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from lezero.core.errors import LeZeroError
 from lezero.core.log import logger
-from lezero.serve.llm import LLM
-from lezero.serve.server.answers import Answerer
-from lezero.serve.server.asked import Form, read_asked
-from lezero.serve.server.coded import Encoder, TokenText
 from lezero.serve.server.config import ServeConfig
-from lezero.serve.server.exchange import JSON, Exchange, Receive, Scope, Send, parse
+from lezero.serve.server.exchange import Exchange, Receive, Scope, Send
+from lezero.serve.server.face import Face, Handler
 from lezero.serve.server.keys import Keys, RateLimit
-from lezero.serve.server.metrics import Metrics
 from lezero.serve.server.page import page
 from lezero.serve.server.problem import ClientGoneError, Problem
-from lezero.serve.server.stats import gauges, stats
-from lezero.serve.server.worker import Worker
 
 _LOG = logger("serve")
 _STALLED_S = 120.0
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
-Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class App:
-    """Answers HTTP over one engine; see the routes in `__init__`."""
+    """Answers HTTP over one face: what is open to all, and what needs a key."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        config: ServeConfig,
-        *,
-        name: str,
-        keys: Keys,
-        worker: Worker,
-        encoder: Encoder,
-        metrics: Metrics,
-    ) -> None:
-        self.config, self.name, self.worker, self.metrics = config, name, worker, metrics
+    def __init__(self, face: Face, config: ServeConfig, keys: Keys) -> None:
+        self.config, self.face, self.name = config, face, face.name
         self.draining = False
         """Whether no new questions are taken, because the server ends."""
         self.active = 0
         """Questions that are being answered."""
-        self._llm, self._keys, self._created = llm, keys, int(time.time())
+        self._keys, self._created = keys, int(time.time())
         self._rate = None if config.rate is None else RateLimit(config.rate)
-        self._answerer = Answerer(worker, encoder, TokenText(llm), name, config.request_s)
         self._open: dict[tuple[str, str], Handler] = {
             ("GET", "/"): self._page,
             ("GET", "/health"): self._health,
@@ -65,10 +46,8 @@ class App:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/stats"): self._stats,
             ("GET", "/v1/models"): self._models,
-            ("GET", f"/v1/models/{name}"): self._model,
-            ("POST", "/v1/chat/completions"): self._chat,
-            ("POST", "/v1/completions"): self._complete,
-            ("POST", "/v1/embeddings"): self._embed,
+            ("GET", f"/v1/models/{self.name}"): self._model,
+            **{("POST", path): handler for path, handler in face.questions().items()},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +65,7 @@ class App:
             self.active -= exchange.method == "POST"
             known = {path for _, path in (*self._open, *self._guarded)}
             route = exchange.path if exchange.path in known else "other"
-            self.metrics.answered[route, exchange.status or 499] += 1
+            self.face.answered[route, exchange.status or 499] += 1
 
     async def _answer(self, exchange: Exchange) -> None:
         try:
@@ -118,8 +97,9 @@ class App:
         self._check_client(exchange)
         if method == "POST":
             kind = exchange.header("content-type").partition(";")[0].strip().lower()
-            if kind != JSON:
-                raise Problem(415, f"content-type: got {kind[:80]!r}, allowed is {JSON}")
+            if kind not in self.face.kinds:
+                allowed = " and ".join(self.face.kinds)
+                raise Problem(415, f"content-type: got {kind[:80]!r}, allowed is {allowed}")
             self._check_open()
         return self._guarded[asked]
 
@@ -147,27 +127,8 @@ class App:
     def _check_open(self) -> None:
         if self.draining:
             raise Problem(503, "the server is shutting down", retry_s=5)
-        if self.worker.broken is not None:
+        if self.face.broken is not None:
             raise Problem(503, "the engine has failed", code="engine_error")
-
-    async def _chat(self, exchange: Exchange) -> None:
-        await self._question(exchange, "chat")
-
-    async def _complete(self, exchange: Exchange) -> None:
-        await self._question(exchange, "text")
-
-    async def _question(self, exchange: Exchange, form: Form) -> None:
-        config = self.config
-        data = parse(await exchange.read(config.body_bytes, config.read_s))
-        await self._answerer.answer(exchange, read_asked(form, data, self.name))
-
-    async def _embed(self, exchange: Exchange) -> None:
-        raise Problem(
-            400,
-            f"model: {self.name!r} is a language model, of which this server gives no embeddings",
-            param="model",
-            code="unsupported_model",
-        )
 
     async def _models(self, exchange: Exchange) -> None:
         await exchange.reply_json(200, {"object": "list", "data": [self._described()]})
@@ -177,27 +138,27 @@ class App:
 
     def _described(self) -> dict[str, Any]:
         described = {"id": self.name, "object": "model", "created": self._created}
-        return {**described, "owned_by": "lezero", "max_model_len": self._llm.context}
+        return {**described, "owned_by": "lezero", **self.face.described()}
 
     async def _health(self, exchange: Exchange) -> None:
         """Whether the engine works: 503 once it is broken, or a step takes minutes."""
-        stalled = self.worker.stalled_s() > _STALLED_S
-        fine = self.worker.broken is None and not stalled
+        stalled = self.face.stalled_s() > _STALLED_S
+        fine = self.face.broken is None and not stalled
         why = "ok" if fine else "stalled" if stalled else "broken"
         await exchange.reply_json(200 if fine else 503, {"status": why})
 
     async def _ready(self, exchange: Exchange) -> None:
         """Whether new questions are taken."""
-        fine = not self.draining and self.worker.broken is None
+        fine = not self.draining and self.face.broken is None
         why = "ok" if fine else "draining" if self.draining else "broken"
         await exchange.reply_json(200 if fine else 503, {"status": why})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        text = self.metrics.text(gauges(self.worker)).encode()
+        text = self.face.metrics_text().encode()
         await exchange.reply(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _stats(self, exchange: Exchange) -> None:
-        await exchange.reply_json(200, stats(self._llm, self.worker, self.name))
+        await exchange.reply_json(200, self.face.stats())
 
     async def _page(self, exchange: Exchange) -> None:
         body, policy = page()

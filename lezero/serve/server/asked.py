@@ -82,14 +82,14 @@ def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
     if given.get("model", model) != model:
         raise Problem(
             404,
-            f"model: got {_shown(given['model'])}, this server has {model!r}",
+            f"model: got {shown(given['model'])}, this server has {model!r}",
             param="model",
             code="model_not_found",
         )
     most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
     if most is None and form == "text":
         most = _TEXT_TOKENS
-    stream = _truth(given, "stream")
+    stream = truth(given, "stream")
     return Asked(
         form,
         _prompts(given.get("prompt")) if form == "text" else [],
@@ -107,9 +107,9 @@ def _check_names(form: Form, given: Mapping[str, Any]) -> None:
         if name in _KNOWN[form] or name in _NO_MATTER:
             continue
         if name not in _NOT_BUILT:
-            raise _wrong(name, "this server does not know it", code="unknown_parameter")
+            raise wrong(name, "this server does not know it", code="unknown_parameter")
         if value not in _NOT_BUILT[name]:
-            raise _wrong(name, "not supported by this server", code="unsupported_parameter")
+            raise wrong(name, "not supported by this server", code="unsupported_parameter")
 
 
 def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
@@ -120,9 +120,9 @@ def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
     if form == "text":
         values["logprobs"] = _whole(given, "logprobs", 0, 20)
     else:
-        wanted, top = _truth(given, "logprobs"), _whole(given, "top_logprobs", 0, 20)
+        wanted, top = truth(given, "logprobs"), _whole(given, "top_logprobs", 0, 20)
         if top is not None and not wanted:
-            raise _wrong("top_logprobs", "needs logprobs: true")
+            raise wrong("top_logprobs", "needs logprobs: true")
         values["logprobs"] = (top or 0) if wanted else None
     try:
         return SamplingParams(**values)
@@ -133,34 +133,34 @@ def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
 def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and value and all(map(_is_whole, value)):
+    if isinstance(value, list) and value and all(map(is_whole, value)):
         return [value]
     if not isinstance(value, list) or not value:
-        raise _wrong("prompt", "required: text, a list of texts, or tokens")
+        raise wrong("prompt", "required: text, a list of texts, or tokens")
     if len(value) > _MOST_PROMPTS:
-        raise _wrong("prompt", f"got {len(value)} prompts, allowed are {_MOST_PROMPTS}")
+        raise wrong("prompt", f"got {len(value)} prompts, allowed are {_MOST_PROMPTS}")
     for number, item in enumerate(value):
-        tokens = isinstance(item, list) and all(map(_is_whole, item))
+        tokens = isinstance(item, list) and all(map(is_whole, item))
         if not isinstance(item, str) and not tokens:
-            raise _wrong("prompt", f"item {number} is neither text nor a list of tokens")
+            raise wrong("prompt", f"item {number} is neither text nor a list of tokens")
     return value
 
 
 def _messages(value: Any) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise _wrong("messages", "required: a list of at least one message")
+        raise wrong("messages", "required: a list of at least one message")
     found = []
     for number, message in enumerate(value):
         where = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise _wrong(where, "is no object with role and content")
+            raise wrong(where, "is no object with role and content")
         for name in message:
             if name not in ("role", "content", "name", "refusal") and message[name] is not None:
-                raise _wrong(f"{where}.{name}", "not supported by this server")
+                raise wrong(f"{where}.{name}", "not supported by this server")
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             allowed = ", ".join(_ROLES)
-            raise _wrong(f"{where}.role", f"got {_shown(role)}, allowed are {allowed}")
+            raise wrong(f"{where}.role", f"got {shown(role)}, allowed are {allowed}")
         content = _content(message.get("content"), f"{where}.content")
         found.append({"role": _ROLES[role], "content": content})
     return found
@@ -170,15 +170,15 @@ def _content(value: Any, where: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _wrong(where, "required: text, or a list of parts of type text")
+        raise wrong(where, "required: text, or a list of parts of type text")
     texts = []
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            problem = f"got type {_shown(kind)}, this server takes text alone"
-            raise _wrong(f"{where}[{number}]", problem)
+            problem = f"got type {shown(kind)}, this server takes text alone"
+            raise wrong(f"{where}[{number}]", problem)
         if not isinstance(part.get("text"), str):
-            raise _wrong(f"{where}[{number}].text", "required: text")
+            raise wrong(f"{where}[{number}].text", "required: text")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -188,11 +188,11 @@ def _stream_usage(given: Mapping[str, Any], stream: bool) -> bool:
     if options is None:
         return False
     if not stream or not isinstance(options, dict):
-        raise _wrong("stream_options", "an object, and only with stream: true")
+        raise wrong("stream_options", "an object, and only with stream: true")
     for name in options:
         if name not in ("include_usage", "include_obfuscation"):
-            raise _wrong(f"stream_options.{name}", "this server does not know it")
-    return _truth(options, "include_usage")
+            raise wrong(f"stream_options.{name}", "this server does not know it")
+    return truth(options, "include_usage")
 
 
 def _whole(
@@ -201,28 +201,28 @@ def _whole(
     value = given.get(name)
     if value is None:
         return None
-    if not _is_whole(value) or not least <= value <= most:
-        raise _wrong(name, f"got {_shown(value)}, allowed is {least} to {most}")
+    if not is_whole(value) or not least <= value <= most:
+        raise wrong(name, f"got {shown(value)}, allowed is {least} to {most}")
     return int(value)
 
 
-def _truth(given: Mapping[str, Any], name: str) -> bool:
+def truth(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool | None):
-        raise _wrong(name, f"got {_shown(value)}, allowed are true and false")
+        raise wrong(name, f"got {shown(value)}, allowed are true and false")
     return bool(value)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _wrong(name: str, reason: str, code: str | None = None) -> Problem:
-    shown = name if len(name) <= 80 else f"{name[:80]}..."
-    return Problem(400, f"{shown}: {reason}", param=shown, code=code)
+def wrong(name: str, reason: str, code: str | None = None) -> Problem:
+    label = name if len(name) <= 80 else f"{name[:80]}..."
+    return Problem(400, f"{label}: {reason}", param=label, code=code)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     text = repr(value) if not isinstance(value, list | dict) else type(value).__name__

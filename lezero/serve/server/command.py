@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lezero.core.errors import ConfigError
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.keys import new_key, read_keys
+
+if TYPE_CHECKING:
+    from lezero.serve.batching.plan import Plan
 
 
 def print_new_key(name: str) -> int:
@@ -36,7 +41,9 @@ def serve_model(
     keys.
     """
     if not model:
-        raise ConfigError("model: got none; give a run, a Hugging Face folder or a .gguf file")
+        raise ConfigError(
+            "model: got none; give a run, a Hugging Face folder or a .gguf file, or --module"
+        )
     if cache_mib is not None and cache_mib < 1:
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
     config.refuse_if_open(bool(len(read_keys(config.keys))))
@@ -55,3 +62,70 @@ def serve_model(
     )
     serve(llm, config, Path(model).resolve().name.removesuffix(".gguf") or "model")
     return 0
+
+
+def serve_encoder(model: str, config: ServeConfig, *, weights: Any, plan: Plan | None) -> int:
+    """Serves the sentence encoder in a folder until a signal ends it."""
+    config.refuse_if_open(bool(len(read_keys(config.keys))))
+    from lezero.serve.batching.encoder import SentenceEncoder
+    from lezero.serve.server.batched import BatchServer, serve_batched
+
+    encoder = SentenceEncoder(model, weights)
+    serve_batched(BatchServer(encoder, config, Path(model).resolve().name or "model", plan))
+    return 0
+
+
+def serve_module(words: str, config: ServeConfig, *, plan: Plan | None) -> int:
+    """Serves the module that a function makes (see `module_of`) until a signal ends it."""
+    config.refuse_if_open(bool(len(read_keys(config.keys))))
+    from lezero.serve.batching.module import module_of
+    from lezero.serve.server.batched import BatchServer, serve_batched
+
+    module = module_of(words)
+    name = words.partition(":")[2]
+    serve_batched(BatchServer(module, config, name, plan))
+    return 0
+
+
+def serve_any(
+    config: ServeConfig,
+    model: str,
+    module: str,
+    engine: Mapping[str, Any],
+    batching: Mapping[str, Any],
+) -> int:
+    """Serves what the words of `lz serve` name. engine: options of language models. batching:
+    `batch` and `delay_ms`.
+
+    Raises `ConfigError` for an option that does nothing with such a model.
+    """
+    from lezero.hub.encoder import is_encoder
+
+    if module:
+        _refuse("--module", {"model": model, **engine})
+        return serve_module(module, config, plan=_plan(**batching))
+    if model and is_encoder(model):
+        _refuse("an encoder", {name: x for name, x in engine.items() if name != "weights"})
+        return serve_encoder(model, config, weights=engine["weights"], plan=_plan(**batching))
+    _refuse("a language model", batching)
+    return serve_model(model, config, **engine)
+
+
+def _refuse(what: str, given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        if value not in (None, "", "auto", "off") and name != "max_requests":
+            raise ConfigError(f"{name}: got {value}, which has no meaning for {what}; leave it out")
+
+
+def _plan(batch: int | None, delay_ms: float | None) -> Plan | None:
+    """The plan of --batch and --delay-ms; None where neither is given, so that one is found."""
+    from lezero.serve.batching.batcher import MOST
+    from lezero.serve.batching.plan import Plan
+
+    if batch is None and delay_ms is None:
+        return None
+    if batch is not None and not 1 <= batch <= MOST:
+        raise ConfigError(f"batch: got {batch}, allowed is 1 to {MOST}")
+    if delay_ms is not None and not (0 <= delay_ms < math.inf):
+        raise ConfigError(f"delay_ms: got {delay_ms}, allowed is 0 or more")
+    return Plan(batch or MOST, delay_s=(delay_ms or 0.0) / 1000)

@@ -25,6 +25,8 @@ class ServeConfig(Config):
     """Whether others on the network may ask without a key."""
     queue: int = Field(default=64, ge=0)
     """Requests that may wait besides those that run; more are told to come again (429)."""
+    p99_ms: float = Field(default=50.0, gt=0, le=600_000)
+    """Milliseconds in which 99% of the requests are to be answered, by models that are batched."""
     rate: int | None = Field(default=None, ge=1)
     """HTTP requests a minute of one key, or of one address where there are no keys."""
     connections: int = Field(default=1024, ge=1)

@@ -61,11 +61,11 @@ class Metrics:
         now: name → (kind, help, value) of what is known elsewhere, as the length of the queue.
         """
         lines: list[str] = []
-        _head(lines, "http_requests_total", "counter", "HTTP answers by route and status.")
+        head(lines, "http_requests_total", "counter", "HTTP answers by route and status.")
         for (route, status), count in sorted(self.answered.items()):
             labels = f'route="{route}",status="{status}"'
             lines.append(f"lezero_http_requests_total{{{labels}}} {count}")
-        _head(lines, "requests_ended_total", "counter", "Requests of the engine by reason.")
+        head(lines, "requests_ended_total", "counter", "Requests of the engine by reason.")
         for reason, count in sorted(self.ended.items()):
             lines.append(f'lezero_requests_ended_total{{reason="{reason}"}} {count}')
         own = {
@@ -78,16 +78,16 @@ class Metrics:
             "failed_steps_total": ("counter", "Steps that raised an error.", self.failed_steps),
         }
         for name, (kind, help, value) in {**own, **now}.items():
-            _head(lines, name, kind, help)
+            head(lines, name, kind, help)
             lines.append(f"lezero_{name} {value}")
         for name, help, histogram in (
             ("first_token_seconds", "From arrival to the first token.", self.first_token_s),
             ("between_tokens_seconds", "Between tokens of a request.", self.between_tokens_s),
         ):
-            _head(lines, name, "histogram", help)
+            head(lines, name, "histogram", help)
             lines += histogram.lines(f"lezero_{name}")
         return "\n".join(lines) + "\n"
 
 
-def _head(lines: list[str], name: str, kind: str, help: str) -> None:
+def head(lines: list[str], name: str, kind: str, help: str) -> None:
     lines += [f"# HELP lezero_{name} {help}", f"# TYPE lezero_{name} {kind}"]

@@ -1,0 +1,107 @@
+"""A sentence encoder from a Hugging Face folder: the model, and how its texts become vectors.
+
+What is beside the model is what sentence-transformers writes: `modules.json` names the stages,
+`1_Pooling/config.json` says how the hidden states of a text become one vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lezero.compress.quantize import is_quantized_folder, load_quantized
+from lezero.core.errors import FileError
+from lezero.files import read_generation
+from lezero.models import Bert, bert_config, load_bert
+from lezero.models.huggingface import read_json
+
+Pooling = Literal["mean", "cls", "max"]
+_POOLINGS: dict[str, Pooling] = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
+_STAGES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class EncoderFolder:
+    """How the texts of an encoder become vectors. longest: tokens of a text at most."""
+
+    path: Path
+    pooling: Pooling
+    normalize: bool
+    longest: int
+    is_quantized: bool
+
+
+def is_encoder(place: str | Path) -> bool:
+    """Whether a folder holds an encoder that `open_encoder` opens, as far as `config.json` says."""
+    path = Path(place) / "config.json"
+    return path.is_file() and read_json(path).get("model_type") == "bert"
+
+
+def describe_encoder(place: str | Path) -> EncoderFolder:
+    """Reads what the folder says; `FileError` for a stage or pooling that is not built.
+
+    A folder without `modules.json` is pooled by the mean and normalised, as sentence-transformers
+    does with the first, and its vectors' users nearly always with the second.
+    """
+    root = Path(place)
+    config = bert_config(read_json(root / "config.json"), str(root / "config.json"))
+    longest, pooling, normalize = config.context, "mean", True
+    if (root / "sentence_bert_config.json").is_file():
+        given = read_json(root / "sentence_bert_config.json").get("max_seq_length")
+        if isinstance(given, int) and given > 2:
+            longest = min(longest, given)
+    if (root / "modules.json").is_file():
+        stages = _stages(root / "modules.json")
+        normalize = "Normalize" in stages
+        if "Pooling" in stages:
+            pooling = _pooling(root / stages["Pooling"] / "config.json")
+    return EncoderFolder(root, pooling, normalize, longest, is_quantized_folder(root))  # type: ignore[arg-type]
+
+
+def open_encoder(folder: EncoderFolder, dtype: torch.dtype | None = None) -> Bert:
+    """The model of a folder; dtype: of weights that are not quantized."""
+    if not folder.is_quantized:
+        return load_bert(folder.path, dtype)
+    if not (folder.path / "manifest.json").is_file():
+        raise FileError(f"{folder.path}: quantized encoders are those of lz.save_quantized")
+    known = read_generation(folder.path, select=lambda name: False)
+    has_pooler = any(name.startswith("model/pooler.") for name in known.forms)
+    path = folder.path / "config.json"
+    with torch.device("meta"):
+        model = Bert(bert_config(read_json(path), str(path)), has_pooler)
+    return load_quantized(folder.path, model)
+
+
+def _stages(path: Path) -> dict[str, str]:
+    """Stage → folder, of `modules.json`, which is a list."""
+    import json
+
+    try:
+        listed: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not readable JSON: {error}") from None
+    stages: dict[str, str] = {}
+    for item in listed if isinstance(listed, list) else [None]:
+        kind, place = (
+            (item.get("type"), item.get("path")) if isinstance(item, dict) else (None, None)
+        )
+        name = str(kind).rpartition(".")[2]
+        if name not in _STAGES or not isinstance(place, str) or Path(place).name != place:
+            raise FileError(f"{path}: stage {kind!r} is not built; built are {', '.join(_STAGES)}")
+        stages[name] = place
+    return stages
+
+
+def _pooling(path: Path) -> Pooling:
+    data = read_json(path)
+    chosen = [name for name in data if name.startswith("pooling_mode_") and data[name] is True]
+    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
+        raise FileError(f"{path}: {chosen or 'no pooling'}; built are {', '.join(_POOLINGS)}")
+    return _POOLINGS[chosen[0]]

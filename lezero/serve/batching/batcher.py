@@ -1,0 +1,207 @@
+"""The queue of requests, and what runs next: policy alone, without tensors, threads or a clock.
+
+Requests run in the order in which they came, together with others of their kind, as many as the
+plan lets into a step. A request that cannot be answered within the target because of those before
+it is refused at once. [Note: long requests] One whose own items take longer than half of the
+target, as a list of a thousand texts, waits in a queue of its own, which runs when no other request
+waits; its items are spread over steps of the usual size, so that others wait for one step at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Generator, Hashable, Sequence
+from dataclasses import dataclass, field
+
+from lezero.serve.batching.curve import Curve
+from lezero.serve.batching.plan import Plan, finished, tune
+
+MOST = 256
+_MIX = 512
+_ENOUGH = 64
+_LATELY = 128
+_SHIFT = 1.15
+
+
+class FullError(Exception):
+    """A request that is not taken; retry_s: seconds after which another try may succeed."""
+
+    def __init__(self, reason: str, retry_s: float) -> None:
+        super().__init__(reason)
+        self.reason, self.retry_s = reason, retry_s
+
+
+@dataclass(eq=False, slots=True)
+class Ask:
+    """A request of one or more items. works: of each item. Items of one kind may run together."""
+
+    works: Sequence[float]
+    kind: Hashable = None
+    payload: object = None
+    arrived_s: float = 0.0
+    begun: int = 0
+    """Items that run or have run."""
+    work: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.work = sum(self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step: (request, item) pairs."""
+
+    items: list[tuple[Ask, int]]
+    work: float
+
+
+class Batcher:
+    """Queue and plan of one model.
+
+    curve: seconds of a step. target_s: in which 99% of the requests are to be answered. waiting:
+    requests that may wait. mix: work of usual requests, until there are real ones. plan: one that
+    is kept as it is; without it plans are rehearsed, and again when the curve or the mix changes.
+    """
+
+    def __init__(
+        self,
+        curve: Curve,
+        *,
+        target_s: float,
+        waiting: int = 64,
+        most: int = MOST,
+        mix: Sequence[float] = (1.0,),
+        plan: Plan | None = None,
+    ) -> None:
+        self.curve, self.target_s, self.most_waiting, self.most = curve, target_s, waiting, most
+        self._mix: deque[float] = deque(mix, maxlen=_MIX)
+        self._arrived: deque[float] = deque(maxlen=_LATELY)
+        self._seen = 0
+        self._front: deque[Ask] = deque()
+        self._back: deque[Ask] = deque()
+        self._busy_until: float | None = None
+        self._search: Generator[None, None, Plan] | None = None
+        self._fixed = plan is not None
+        self.plans = 1
+        """Plans so far."""
+        self._take_plan(plan or finished(tune(curve, list(self._mix), target_s, most)))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait, in part or whole."""
+        return len(self._front) + len(self._back)
+
+    @property
+    def full_step_s(self) -> float:
+        """How long a step as full as the plan lets it be is expected to take."""
+        return self.curve.seconds(self._full_work)
+
+    def add(self, ask: Ask, now: float) -> None:
+        """Takes a request in; raises `FullError` for one that would come too late, or is one too
+        many."""
+        ask.arrived_s = now
+        is_long = self.curve.seconds(ask.work) > self.target_s / 2 and len(ask.works) > 1
+        if self.waiting >= self.most_waiting:
+            rest = sum(x.work for x in self._back)
+            seconds = self._wait_s(now) + rest / self._full_work * self.full_step_s
+            raise FullError(f"{self.waiting} requests wait, as many as may", seconds)
+        if is_long:
+            self._back.append(ask)
+            return
+        wait = self._wait_s(now, ask.work) * self.curve.spread()
+        ahead = self._front or self._busy_until is not None
+        if ahead and wait > self.target_s:
+            reason = f"the answer would take {wait:.3f} s, the target is {self.target_s:g} s"
+            raise FullError(reason, wait - self.target_s)
+        self._front.append(ask)
+        self._arrived.append(now)
+        self._mix.append(ask.work)
+        self._seen += 1
+
+    def cancel(self, ask: Ask) -> None:
+        """Forgets a request; items that run already run to their end."""
+        for queue in (self._front, self._back):
+            if ask in queue:
+                queue.remove(ask)
+
+    def next(self, now: float) -> Batch | float | None:
+        """A step to run now, the time at which to ask again, or None when nothing waits."""
+        queue = self._front or self._back
+        if not queue:
+            return None
+        items, work, is_full = self._collect(queue)
+        until = queue[0].arrived_s + self.plan.delay_s
+        if not is_full and now < until and queue is self._front:
+            return until
+        for ask, item in items:
+            ask.begun = item + 1
+        for ask in {id(ask): ask for ask, _ in items}.values():
+            if ask.begun == len(ask.works):
+                queue.remove(ask)
+        self._busy_until = now + self.curve.seconds(work)
+        return Batch(items, work)
+
+    def done(self, batch: Batch, seconds: float, *, learn: bool = True) -> None:
+        """Hears that a step has ended. learn: whether it tells how long steps take."""
+        self._busy_until = None
+        if learn:
+            self.curve.learn(batch.work, seconds)
+        if not self._fixed:
+            self._replan()
+
+    def _collect(self, queue: deque[Ask]) -> tuple[list[tuple[Ask, int]], float, bool]:
+        """The items of the next step, their work, and whether no more would fit."""
+        kind, work = queue[0].kind, 0.0
+        items: list[tuple[Ask, int]] = []
+        for ask in queue:
+            if ask.kind != kind:
+                continue
+            for item in range(ask.begun, len(ask.works)):
+                more = work + ask.works[item]
+                if items and (more > self.plan.work or len(items) >= self.plan.most):
+                    return items, work, True
+                items.append((ask, item))
+                work = more
+        return items, work, work >= self.plan.work or len(items) >= self.plan.most
+
+    def _wait_s(self, now: float, more: float = 0.0) -> float:
+        """Seconds until so much more work behind those that wait would be done."""
+        running = 0.0 if self._busy_until is None else max(0.0, self._busy_until - now)
+        waiting = more + sum(sum(x.works[x.begun :]) if x.begun else x.work for x in self._front)
+        full = self._full_work
+        steps = math.ceil(waiting / full - 1e-9) - 1
+        before = running + self.plan.delay_s + max(0, steps) * self.curve.seconds(full)
+        # Those that come in the meantime fill the last step up.
+        last = waiting - max(0, steps) * full + self._work_in(before, now)
+        return before + self.curve.seconds(max(min(last, full), 1e-9))
+
+    def _work_in(self, seconds: float, now: float) -> float:
+        """Work that comes in so many seconds, as it did of late."""
+        if len(self._arrived) < 2:
+            return 0.0
+        past = max(now - self._arrived[0], 1e-9)
+        return len(self._arrived) / past * self._mean * seconds
+
+    def _take_plan(self, plan: Plan) -> None:
+        self.plan = plan
+        self._mean = sum(self._mix) / len(self._mix)
+        self._full_work = max(self._mean, min(plan.work, plan.most * self._mean))
+        self._planned_s = self.curve.seconds(self._full_work)
+
+    def _replan(self) -> None:
+        """Goes on looking for a plan, a little at each step; begins where things have changed."""
+        if self._search is not None:
+            try:
+                next(self._search)
+            except StopIteration as end:
+                self._search = None
+                self.plans += 1
+                self._take_plan(end.value)
+            return
+        mean = sum(self._mix) / len(self._mix)
+        now_s = self.curve.seconds(self._full_work)
+        changed = (now_s / self._planned_s, mean / self._mean)
+        known = self._seen >= _ENOUGH
+        if known and any(not 1 / _SHIFT < x < _SHIFT for x in changed):
+            self._search = tune(self.curve, list(self._mix), self.target_s, self.most)

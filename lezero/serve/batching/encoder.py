@@ -1,0 +1,181 @@
+"""Sentence encoders: texts in, one vector each out.
+
+Texts of any length run together: their tokens lie in one row without padding (`models.bert`), so a
+step's time follows its tokens. A vector is that of the text alone but for rounding, since a matrix
+product of more rows may add in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lezero.compress.quantize import Int8WeightActivation, quantize_
+from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError, FileError, need_extra
+from lezero.hub.encoder import EncoderFolder, describe_encoder, open_encoder
+from lezero.models import Bert
+from lezero.models.bert import flops
+from lezero.serve.batching.model import COUNTS, BatchedModel
+
+EncoderWeights = Literal["auto", "fp32", "bf16", "int8"]
+_WEIGHTS = ("auto", "fp32", "bf16", "int8")
+LEAST_COSINE = 0.99
+"""Of each vector to fp32's, for "auto" to take other weights."""
+_USUAL = (12, 24, 48)
+_TIMED = 3
+_TEXT = (
+    "The harbour was quiet when the first boats came in, and the price of fish had fallen again. "
+    "How do I reset my password? To install the package, run the command below and restart the "
+    "service. In 1969 a probe of 380 kg reached the planet; its batteries lasted for 53 minutes. "
+    "She said that she would not go, since nobody had asked her, and closed the door."
+)
+
+
+class SentenceEncoder(BatchedModel):
+    """An encoder of a Hugging Face folder with its tokenizer.
+
+    weights: "auto" measures fp32, bf16 and int8 (weights and activations) on this machine and takes
+    the fastest whose vectors stay within a cosine of 0.99 of fp32's; a quantized folder stays as it
+    is. What was chosen, with figures, is in `decisions`.
+
+    Errors: `ConfigError`, `FileError`, and `MissingExtraError` without tokenizers.
+    """
+
+    def __init__(
+        self,
+        place: str | Path,
+        weights: EncoderWeights = "auto",
+        decisions: Decisions | None = None,
+    ) -> None:
+        if weights not in _WEIGHTS:
+            raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(_WEIGHTS)}")
+        self.folder = describe_encoder(place)
+        self.decisions = decisions if decisions is not None else Decisions()
+        self._tokenizer = _tokenizer(self.folder.path)
+        self.longest = self.folder.longest
+        self._model, self.weights = self._choose(weights)
+        config = self._model.config
+        self.dim = config.dim
+        self._token_flops = flops(config, 1)
+        self.usual = [self._of_length(n) for n in _USUAL]
+        self.description = (
+            f"encoder of {config.layers} layers, {config.dim} wide, {self.weights} weights, "
+            f"{self.folder.pooling} of tokens, up to {self.longest} tokens"
+        )
+
+    def tokens(self, text: str) -> list[int]:
+        """Tokens of a text, with those that the model expects around it."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def check(self, tokens: Sequence[int]) -> None:
+        """Raises `ConfigError` for tokens that the model does not take."""
+        if not 1 <= len(tokens) <= self.longest:
+            raise ConfigError(
+                f"input: got {len(tokens)} tokens, allowed is 1 to the model's {self.longest} "
+                "together; shorten the text, or cut it off with truncate: true"
+            )
+        vocab = self._model.config.vocab
+        if not all(0 <= token < vocab for token in tokens):
+            raise ConfigError(f"input: holds a token outside of 0 to {vocab - 1}")
+
+    def work(self, item: Any) -> float:
+        return self._of_length(len(item))
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[Any]) -> Sequence[Tensor]:
+        """One fp32 vector (dim,) for each list of tokens."""
+        return list(_vectors(self._model, items, self.folder))
+
+    def is_sound(self, answer: Any) -> bool:
+        return bool(answer.isfinite().all())
+
+    def samples(self) -> Iterator[list[Any]]:
+        for count in COUNTS:
+            yield self._sample(count)
+
+    def _sample(self, count: int) -> list[list[int]]:
+        """Texts of usual lengths, in tokens."""
+        tokens = self.tokens(_TEXT)
+        lengths = [min(self.longest, _USUAL[i % len(_USUAL)]) for i in range(count)]
+        return [
+            [tokens[(7 * i + j) % len(tokens)] for j in range(n)] for i, n in enumerate(lengths)
+        ]
+
+    def _of_length(self, tokens: int) -> float:
+        return flops(self._model.config, tokens) / self._token_flops
+
+    def _choose(self, weights: str) -> tuple[Bert, str]:
+        """The model in the weights that are asked for, or in the fastest that stay true."""
+        topic, chosen = "encoder weights", None if weights == "auto" else weights
+        if self.folder.is_quantized:
+            if chosen is not None:
+                raise ConfigError(f"weights: got {weights!r}, but {self.folder.path} is quantized")
+            self.decisions.record(topic, "quantized", reason="the folder is quantized")
+            return open_encoder(self.folder), "quantized"
+        texts = self._sample(8)
+        exact = None if chosen else _vectors(_opened(self.folder, "fp32"), texts, self.folder)
+
+        def candidate(name: str) -> float:
+            model = _opened(self.folder, name)
+            found = _vectors(model, texts, self.folder)
+            assert exact is not None
+            least = float(F.cosine_similarity(exact, found).min())
+            if not least >= LEAST_COSINE:
+                raise ConfigError(f"cosine {least:.4f} to fp32, below {LEAST_COSINE}")
+            return _seconds(model, texts, self.folder)
+
+        measures = {name: (lambda name=name: candidate(name)) for name in _WEIGHTS[1:]}
+        taken = self.decisions.choose(topic, measures, override=chosen)
+        return _opened(self.folder, taken), taken
+
+
+def _opened(folder: EncoderFolder, weights: str) -> Bert:
+    model = open_encoder(folder, torch.bfloat16 if weights == "bf16" else torch.float32)
+    if weights == "int8":
+        quantize_(model, Int8WeightActivation(vocabulary="keep"), objective="size")
+    return model.eval()
+
+
+@torch.inference_mode()
+def _vectors(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder) -> Tensor:
+    """(B, D) fp32."""
+    lengths = [len(item) for item in items]
+    tokens_N = torch.tensor([token for item in items for token in item])
+    x_ND = model(tokens_N, lengths).float()
+    pool = {"mean": lambda x: x.mean(0), "cls": lambda x: x[0], "max": lambda x: x.amax(0)}
+    x_BD = torch.stack([pool[folder.pooling](x) for x in x_ND.split(lengths)])
+    return F.normalize(x_BD, dim=1) if folder.normalize else x_BD
+
+
+def _seconds(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder) -> float:
+    import time
+
+    took = []
+    for _ in range(_TIMED + 1):
+        began = time.perf_counter()
+        _vectors(model, items, folder)
+        took.append(time.perf_counter() - began)
+    return sorted(took[1:])[_TIMED // 2]
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise need_extra("text", "tokenizers", "an encoder") from None
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise FileError(f"{path}: no such file; an encoder needs its tokenizer")
+    try:
+        made = Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise FileError(f"{path}: cannot be read ({error})") from None
+    made.no_padding()
+    made.no_truncation()
+    return made

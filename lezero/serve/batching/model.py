@@ -1,0 +1,71 @@
+"""The extension point of models that answer in one pass, and how their steps are measured.
+
+A member says how much work an item is, which items may run together, and runs some of them. All
+of it but `run` is called from any thread; `run` from one thread alone.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from lezero.serve.batching.curve import Curve
+
+COUNTS = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 20, 24, 25, 28, 32, 33, 40, 48, 49, 64, 65, 80, 96),
+    *(128, 192, 256),
+)
+"""Items of the steps to measure; kernels begin another tile just past multiples of 8, if at all."""
+_REPEATS = 3
+
+
+class BatchedModel(ABC):
+    """A model behind a batcher. description: one line for people."""
+
+    description: str
+    usual: Sequence[float] = (1.0,)
+    """Work of usual requests, for the first plan; real ones take their place."""
+
+    @abstractmethod
+    def run(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The answer to each item. All are of one kind. What it raises ends these items; they run
+        again one by one, so that one that fails harms no other."""
+
+    @abstractmethod
+    def samples(self) -> Iterator[list[Any]]:
+        """Steps to measure before the start, of rising work."""
+
+    @abstractmethod
+    def is_sound(self, answer: Any) -> bool:
+        """Whether an answer holds no NaN."""
+
+    def work(self, item: Any) -> float:
+        """How much work an item is; the works of the items of a step add up."""
+        return 1.0
+
+    def kind(self, item: Any) -> Hashable:
+        """Items of equal kinds may run together."""
+        return None
+
+
+def measured(model: BatchedModel, target_s: float, seconds: float = 10.0) -> Curve:
+    """Runs the samples of `model`, up to steps that take longer than the target, and `seconds` in
+    all at most. This also builds kernels and touches memory before the first client is let in."""
+    found: list[tuple[float, float]] = []
+    end = time.perf_counter() + seconds
+    for items in model.samples():
+        work = sum(model.work(item) for item in items)
+        model.run(items)
+        took = [_timed(model, items) for _ in range(_REPEATS)]
+        found += [(work, x) for x in took]
+        if min(took) > target_s or time.perf_counter() > end:
+            break
+    return Curve(found)
+
+
+def _timed(model: BatchedModel, items: Sequence[Any]) -> float:
+    began = time.perf_counter()
+    model.run(items)
+    return time.perf_counter() - began

@@ -1,0 +1,181 @@
+"""Any module with an example input: rows in, rows out, batched along dim 0.
+
+A row's answer is the module's own on that row alone but for rounding, since products of more rows
+may add in another order. A module whose rows see each other (batch statistics, attention over the
+batch) is found at the start and refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.core.errors import ConfigError
+from lezero.serve.batching.model import COUNTS, BatchedModel
+
+Row = dict[str, Tensor]
+"""Tensors by name, each without the batch dim."""
+_FORM = "PACKAGE.MODULE:FUNCTION"
+
+
+class InferModule(BatchedModel):
+    """A module behind `/v1/infer`.
+
+    example: inputs of one call: a tensor, a tuple of positional or a mapping of keyword arguments;
+    dim 0 of each is the batch. largest: inputs of the same kind; dims that differ from the
+    example's may have any size from 1 up to it. Without it only the batch may differ.
+
+    Errors: `ConfigError` for inputs without a batch dim, and a module whose outputs have none, or
+    whose rows see each other.
+    """
+
+    def __init__(self, module: nn.Module, example: Any, largest: Any = None) -> None:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"module: got a {type(module).__name__}, allowed is an nn.Module")
+        self._module = module.eval()
+        self._positional = not isinstance(example, Mapping)
+        self.example = _named(example, "example")
+        self.largest = self.example if largest is None else _named(largest, "largest")
+        _check_forms(self.example, self.largest)
+        self._size = sum(x[0].numel() for x in self.example.values())
+        self._check_rows()
+        shapes = ", ".join(f"{k} {self.shape_text(k)}" for k in self.example)
+        self.description = f"{type(module).__name__} of {shapes}"
+
+    def shape_text(self, name: str) -> str:
+        """The shape of a row, as "float32 (3, 1–224)"."""
+        least, most = self.example[name].shape[1:], self.largest[name].shape[1:]
+        sizes = [str(b) if a == b else f"1–{b}" for a, b in zip(least, most, strict=True)]
+        return f"{str(self.example[name].dtype).removeprefix('torch.')} ({', '.join(sizes)})"
+
+    def rows(self, inputs: Mapping[str, Tensor]) -> tuple[list[Row], bool]:
+        """The rows of a request, and whether it was one row without a batch dim.
+
+        Raises `ConfigError` that names the input whose type or shape is not the example's.
+        """
+        if set(inputs) != set(self.example):
+            wanted = ", ".join(self.example)
+            raise ConfigError(f"inputs: got {', '.join(inputs) or 'none'}, needed are {wanted}")
+        ranks = {name: x.dim() - self.example[name].dim() for name, x in inputs.items()}
+        if set(ranks.values()) not in ({0}, {-1}):
+            raise ConfigError(self._wrong(inputs))
+        is_single = -1 in ranks.values()
+        whole = {name: x[None] if is_single else x for name, x in inputs.items()}
+        counts = {len(x) for x in whole.values()}
+        if len(counts) != 1 or 0 in counts:
+            raise ConfigError(f"inputs: have {sorted(counts)} rows, allowed is one number above 0")
+        for name, x in whole.items():
+            small, large = self.example[name].shape[1:], self.largest[name].shape[1:]
+            sizes = zip(x.shape[1:], small, large, strict=True)
+            fits = all(n == a or (a != b and 1 <= n <= b) for n, a, b in sizes)
+            if not fits or x.dtype != self.example[name].dtype:
+                raise ConfigError(self._wrong({name: inputs[name]}))
+        count = counts.pop()
+        return [{name: x[i] for name, x in whole.items()} for i in range(count)], is_single
+
+    def _wrong(self, inputs: Mapping[str, Tensor]) -> str:
+        found = [
+            f"inputs.{name}: got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, allowed "
+            f"is {self.shape_text(name)}, with or without a batch dim before"
+            for name, x in inputs.items()
+        ]
+        return "; ".join(found)
+
+    def kind(self, item: Row) -> Hashable:
+        return tuple(tuple(x.shape) for x in item.values())
+
+    def work(self, item: Row) -> float:
+        return sum(x.numel() for x in item.values()) / max(1, self._size)
+
+    @torch.inference_mode()
+    def run(self, items: Sequence[Row]) -> Sequence[Row]:
+        """The outputs of each row, by name."""
+        found = self._call({name: torch.stack([x[name] for x in items]) for name in self.example})
+        for name, output in found.items():
+            if output.dim() == 0 or len(output) != len(items):
+                raise ConfigError(f"{name}: dim 0 of {tuple(output.shape)} is not the batch")
+        return [{name: x[i] for name, x in found.items()} for i in range(len(items))]
+
+    def is_sound(self, answer: Row) -> bool:
+        return not any(x.isnan().any() for x in answer.values())
+
+    def samples(self) -> Iterator[list[Row]]:
+        row = {name: x[0] for name, x in self.example.items()}
+        for count in COUNTS:
+            yield [row] * count
+
+    def _call(self, inputs: Row) -> Row:
+        given = inputs.values()
+        found = self._module(*given) if self._positional else self._module(**inputs)
+        return {name: x.cpu() for name, x in _outputs(found).items()}
+
+    def _check_rows(self) -> None:
+        """The first row's answer must not depend on who is beside it."""
+        row = {name: x[0] for name, x in self.example.items()}
+        other = {name: x.flip(0) if x.dim() else x for name, x in row.items()}
+        other = {n: x * 2 if x.is_floating_point() else x for n, x in other.items()}
+        alone, beside = self.run([row])[0], self.run([row, other])[0]
+        for name, x in alone.items():
+            if not torch.allclose(x.double(), beside[name].double(), 1e-2, 1e-3, equal_nan=True):
+                raise ConfigError(
+                    f"module: the rows of {name} depend on each other (batch statistics, or "
+                    "attention over the batch), so requests cannot share a step"
+                )
+
+
+def module_of(words: str) -> InferModule:
+    """The module of "PACKAGE.MODULE:FUNCTION": the function gives (module, example) or (module,
+    example, largest). This imports and runs that code, as the user asked."""
+    place, _, name = words.partition(":")
+    if not place or not name.isidentifier():
+        raise ConfigError(f"module: got {words!r}, allowed is {_FORM}")
+    try:
+        factory = getattr(importlib.import_module(place), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"module: {words!r} cannot be imported ({error})") from None
+    made = factory()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(f"module: {words} must give (module, example) or (…, largest)")
+    return InferModule(*made)
+
+
+def _named(given: Any, what: str) -> Row:
+    if isinstance(given, Tensor):
+        given = {"input": given}
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        given = {f"input_{i}": x for i, x in enumerate(given)}
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(f"{what}: got {type(given).__name__}, allowed are tensors")
+    for name, x in given.items():
+        if not isinstance(x, Tensor) or x.dim() == 0 or 0 in x.shape or x.is_complex():
+            raise ConfigError(f"{what}.{name}: allowed is a real tensor with a batch in dim 0")
+    return {str(name): x.detach() for name, x in given.items()}
+
+
+def _check_forms(example: Row, largest: Row) -> None:
+    forms = [{k: (x.dtype, x.dim()) for k, x in rows.items()} for rows in (example, largest)]
+    small = [math.prod(x.shape[1:]) for x in example.values()]
+    if forms[0] != forms[1] or any(
+        a > math.prod(b.shape[1:]) for a, b in zip(small, largest.values(), strict=True)
+    ):
+        raise ConfigError("largest: must have the example's names, types and dims, and no less")
+
+
+def _outputs(found: Any) -> Row:
+    if isinstance(found, Tensor):
+        return {"output": found}
+    if isinstance(found, Mapping):
+        named = {str(k): x for k, x in found.items()}
+    elif isinstance(found, list | tuple):
+        named = {f"output_{i}": x for i, x in enumerate(found)}
+    else:
+        named = {}
+    kept = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    if not kept:
+        raise ConfigError(f"module: gives a {type(found).__name__}, allowed are tensors")
+    return kept

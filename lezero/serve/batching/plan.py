@@ -1,0 +1,156 @@
+"""Which batch and which delay: candidates are rehearsed in virtual time, and the best one is taken.
+
+A plan is judged by the highest rate of arrivals at which 99% of the requests are answered within
+the target. All plans meet the same arrivals (a Poisson process of a fixed seed, with the sizes seen
+of late) on the curve that was learnt, with the noise seen of late.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from lezero.serve.batching.curve import Curve
+
+LATE = 0.01
+"""Share of requests that may take longer than the target."""
+_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_DELAYS = (1 / 16, 1 / 8, 1 / 4)
+_WORTH = 1.02
+_ARRIVALS = 3000
+_CLOSE = 1.01
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step holds, and how long a request may wait for others.
+
+    most, work: items of a step at most, and their work. delay_s: a step that is not full waits
+    until its oldest request is so old. rate: requests a second of which 99% are answered in time,
+    as rehearsed; None where nobody rehearsed it.
+    """
+
+    most: int
+    work: float = math.inf
+    delay_s: float = 0.0
+    rate: float | None = None
+
+
+def poisson(count: int, seed: int = 0) -> list[float]:
+    """Times of arrivals that come once a second on average."""
+    drawn = random.Random(seed)
+    return list(itertools.accumulate(drawn.expovariate(1.0) for _ in range(count)))
+
+
+class Arrivals:
+    """Requests that come once a second on average; any other rate is a matter of units.
+
+    times: of the arrivals. works: of each.
+    """
+
+    def __init__(self, times: Sequence[float], works: Sequence[float]) -> None:
+        self.times, self.sums = times, [0.0, *itertools.accumulate(works)]
+
+    def share_late(
+        self,
+        rate: float,
+        plan: Plan,
+        seconds: Callable[[float], float],
+        target_s: float,
+        noise: Sequence[float] = (1.0,),
+    ) -> float:
+        """Share that is not answered within the target when all are served in order, at `rate` a
+        second. seconds: of a step, by its work; each is multiplied by the next of `noise`."""
+        times, sums, count = self.times, self.sums, len(self.times)
+        target, delay = target_s * rate, plan.delay_s * rate
+        factors = itertools.cycle(noise)
+        first, late, free = 0, 0, 0.0
+        while first < count:
+            full = min(first + plan.most, bisect_right(sums, sums[first] + plan.work) - 1)
+            full = min(max(full, first + 1), count)
+            begin = max(free, times[first])
+            if delay and begin < times[first] + delay:
+                begin = max(begin, min(times[first] + delay, times[full - 1]))
+            end = min(full, bisect_right(times, begin))
+            free = begin + rate * seconds(sums[end] - sums[first]) * next(factors)
+            late += bisect_left(times, free - target, first, end) - first
+            first = end
+        return late / count
+
+
+def held_rate(
+    late: Callable[[float], float], low: float, most: float = 1e9
+) -> Generator[None, None, float]:
+    """The highest rate up to `most` at which `late(rate)` stays below 1%, if it does at `low`;
+    else 0.
+
+    A generator, since each look takes a millisecond that a caller may not have in one piece.
+    """
+    yield
+    if low > most or late(low) > LATE:
+        return 0.0
+    high = min(2 * low, most)
+    while late(high) <= LATE:
+        low, high = high, min(2 * high, most)
+        if low == most:
+            return most
+        yield
+    while high > low * _CLOSE:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if late(middle) <= LATE else (low, middle)
+        yield
+    return low
+
+
+def tune(
+    curve: Curve, mix: Sequence[float], target_s: float, most: int
+) -> Generator[None, None, Plan]:
+    """Looks for the plan that holds the highest rate; yields between looks of about 1 ms.
+
+    mix: work of requests as they came of late. most: items of a step. Where no plan holds the
+    target, each request runs alone as soon as it can.
+    """
+    noise, drawn = list(curve.ratios) or [1.0], random.Random(1)
+    arrivals = Arrivals(poisson(_ARRIVALS), [drawn.choice(mix) for _ in range(_ARRIVALS)])
+    mean = sum(mix) / len(mix)
+
+    def late(plan: Plan, rate: float) -> float:
+        return arrivals.share_late(rate, plan, curve.seconds, target_s, noise)
+
+    def better(plan: Plan, best: Plan, worth: float) -> Generator[None, None, Plan]:
+        full = min(plan.work, plan.most * mean)
+        at_most = full / mean / curve.seconds(full)  # a short rehearsal does not see that it lags
+        known = (best.rate or 0.0) * worth * _CLOSE
+        low = known or 0.05 * at_most
+        rate = yield from held_rate(lambda rate: late(plan, rate), low, at_most)
+        return replace(plan, rate=rate) if rate else best
+
+    best = Plan(most, mean, 0.0, 0.0)
+    for plan in _steps(curve, mean, target_s, most):
+        best = yield from better(plan, best, 1.0)
+    for delay in _DELAYS:
+        best = yield from better(replace(best, delay_s=delay * target_s), best, _WORTH)
+    return best
+
+
+def _steps(curve: Curve, mean: float, target_s: float, most: int) -> Iterable[Plan]:
+    for count in _COUNTS:
+        work = count * mean
+        if count > most or (count > 1 and curve.seconds(work) > target_s):
+            return
+        yield Plan(most, work * (1 + 1e-9))
+
+
+def finished(search: Generator[None, None, Plan]) -> Plan:
+    """The outcome of a search that may take its time."""
+    while True:
+        try:
+            next(search)
+        except StopIteration as end:
+            found = end.value
+            assert isinstance(found, Plan)
+            return found

@@ -1,0 +1,207 @@
+"""Runs a batched model in a thread: requests go in, whole answers come out.
+
+The queue is guarded by one lock that is never held while the model runs, so a request is taken or
+refused at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from lezero.core.errors import LeZeroError
+from lezero.core.log import logger
+from lezero.serve.batching.batcher import Ask, Batch, Batcher
+from lezero.serve.batching.model import BatchedModel
+
+_LOG = logger("serve")
+_RECENT = 1024
+
+
+class FailedError(LeZeroError):
+    """The model failed on this request, or its answer is not a number."""
+
+
+class StoppedError(LeZeroError):
+    """The request was given up, because the runner ends."""
+
+
+Tell = Callable[[Sequence[Any] | Exception], None]
+"""Takes the answers to a request's items, or what went wrong, in the runner's thread."""
+
+
+class _Job:
+    """A request: its items, and the answers so far."""
+
+    def __init__(self, items: Sequence[Any], tell: Tell) -> None:
+        self.items, self.tell = items, tell
+        self.answers: list[Any] = [None] * len(items)
+        self.left = len(items)
+        self.ended = False
+
+
+class Counts:
+    """What a runner has done. Only its thread writes."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[str] = Counter()
+        """Requests by how they ended: answered, failed, cancelled."""
+        self.items = self.steps = self.failed_steps = 0
+        self.busy_s = 0.0
+        self.latencies: deque[float] = deque(maxlen=_RECENT)
+        self.sizes: deque[int] = deque(maxlen=_RECENT)
+        """Items of the last steps."""
+
+
+class Runner:
+    """One model, one thread, one `Batcher`. tell_latency: hears each answered request's seconds."""
+
+    def __init__(
+        self,
+        model: BatchedModel,
+        batcher: Batcher,
+        tell_latency: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.model, self.batcher, self.counts = model, batcher, Counts()
+        self._tell_latency = tell_latency
+        self.active = 0
+        """Requests that were submitted and have not ended."""
+        self._wake = threading.Condition()
+        self._jobs: set[Ask] = set()
+        self._stopping = False
+        self._began: float | None = None
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="lezero-batches", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Gives up what waits and ends the thread, after the step that runs."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def submit(self, items: Sequence[Any], tell: Tell) -> Ask:
+        """Lets a request of at least one item wait for its turn; `FullError` where it cannot.
+
+        All items are of one kind.
+        """
+        works = [self.model.work(item) for item in items]
+        ask = Ask(works, self.model.kind(items[0]), _Job(items, tell))
+        with self._wake:
+            self.batcher.add(ask, time.monotonic())
+            self._jobs.add(ask)
+            self.active += 1
+            self._wake.notify()
+        return ask
+
+    def cancel(self, ask: Ask) -> None:
+        """Ends a request; nothing happens to one that has ended."""
+        with self._wake:
+            if ask in self._jobs:
+                self.batcher.cancel(ask)
+                self._finish(ask, "cancelled", StoppedError("the request was cancelled"))
+
+    def cancel_all(self) -> None:
+        with self._wake:
+            for ask in list(self._jobs):
+                self.batcher.cancel(ask)
+                self._finish(ask, "cancelled", StoppedError("the server is shutting down"))
+
+    def stalled_s(self) -> float:
+        """How long the step takes that runs now."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # a thread begins with as many as there are cores
+        while (batch := self._next()) is not None:
+            began = self._began = time.monotonic()
+            answers = self._answers(batch)
+            with self._wake:
+                for (ask, item), answer in zip(batch.items, answers, strict=True):
+                    self._take(ask, item, answer)
+                took = time.monotonic() - began
+                self._began = None
+                failed = any(isinstance(x, Exception) for x in answers)
+                self.batcher.done(batch, took, learn=not failed)
+                self.counts.steps += 1
+                self.counts.busy_s += took
+                self.counts.sizes.append(len(batch.items))
+        self.cancel_all()
+
+    def _next(self) -> Batch | None:
+        """The next step, as soon as there is one; None: it is over."""
+        with self._wake:
+            while not self._stopping:
+                now = time.monotonic()
+                found = self.batcher.next(now)
+                if isinstance(found, Batch):
+                    return found
+                self._wake.wait(None if found is None else max(0.0, found - now))
+            return None
+
+    def _answers(self, batch: Batch) -> list[Any]:
+        """An answer or an error for each item; after an error each item runs by itself."""
+        items = [_job(ask).items[item] for ask, item in batch.items]
+        try:
+            found = list(self.model.run(items))
+            assert len(found) == len(items), "an answer for each item"
+        except Exception as error:
+            self.counts.failed_steps += 1
+            _LOG.error("a step of %d items failed", len(items), exc_info=error)
+            if len(items) == 1:
+                return [FailedError("the model failed on this request")]
+            return [self._alone(item) for item in items]
+        return [self._checked(answer) for answer in found]
+
+    def _alone(self, item: Any) -> Any:
+        try:
+            return self._checked(self.model.run([item])[0])
+        except Exception as error:
+            _LOG.error("an item failed by itself", exc_info=error)
+            return FailedError("the model failed on this request")
+
+    def _checked(self, answer: Any) -> Any:
+        sound = self.model.is_sound(answer)
+        return answer if sound else FailedError("the answer to this request is not a number")
+
+    def _take(self, ask: Ask, item: int, answer: Any) -> None:
+        """Keeps the answer to an item; the last one ends the request, and so does an error."""
+        job = _job(ask)
+        if job.ended:
+            return
+        if isinstance(answer, Exception):
+            self.batcher.cancel(ask)
+            self._finish(ask, "failed", answer)
+            return
+        self.counts.items += 1
+        job.answers[item] = answer
+        job.left -= 1
+        if job.left == 0:
+            latency = time.monotonic() - ask.arrived_s
+            self.counts.latencies.append(latency)
+            self._tell_latency(latency)
+            self._finish(ask, "answered", job.answers)
+
+    def _finish(self, ask: Ask, how: str, outcome: Sequence[Any] | Exception) -> None:
+        job = _job(ask)
+        job.ended = True
+        self._jobs.discard(ask)
+        self.active -= 1
+        self.counts.ended[how] += 1
+        with suppress(RuntimeError):  # the loop that listens has ended
+            job.tell(outcome)
+
+
+def _job(ask: Ask) -> _Job:
+    assert isinstance(ask.payload, _Job)
+    return ask.payload

@@ -1,0 +1,224 @@
+"""The face of models that answer in one pass, batched by a `Runner`: embeddings and inference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from lezero.core.errors import ConfigError
+from lezero.serve.batching.batcher import Batcher, FullError
+from lezero.serve.batching.encoder import SentenceEncoder
+from lezero.serve.batching.model import BatchedModel, measured
+from lezero.serve.batching.module import InferModule
+from lezero.serve.batching.plan import Plan
+from lezero.serve.batching.runner import FailedError, Runner, StoppedError
+from lezero.serve.server.batch_metrics import BatchMetrics
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.embedding import read_embeddings, told_embeddings
+from lezero.serve.server.exchange import JSON, Exchange, parse
+from lezero.serve.server.face import Face, Handler
+from lezero.serve.server.host import Host
+from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs, told_outputs
+from lezero.serve.server.problem import ClientGoneError, Problem, refused
+
+
+class BatchFace(Face):
+    """One `BatchedModel` behind a queue that holds a target of latency."""
+
+    def __init__(
+        self, model: BatchedModel, config: ServeConfig, name: str, plan: Plan | None = None
+    ) -> None:
+        self.model, self.name, self._config = model, name, config
+        self._plan = plan
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self.kinds = (JSON, TENSORS) if isinstance(model, InferModule) else (JSON,)
+        self.metrics = BatchMetrics(self.answered)
+
+    @property
+    def broken(self) -> str | None:
+        return None
+
+    def stalled_s(self) -> float:
+        return self.runner.stalled_s()
+
+    def rehearse(self) -> None:
+        """Measures steps of rising size, and looks for the first plan."""
+        target_s = self._config.p99_ms / 1000
+        self.batcher = Batcher(
+            measured(self.model, target_s),
+            target_s=target_s,
+            waiting=self._config.queue,
+            mix=self.model.usual,
+            plan=self._plan,
+        )
+        self.runner = Runner(self.model, self.batcher, self.metrics.latency_s.add)
+
+    def start(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lezero-bodies")
+        self.runner.start()
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self.runner.stop)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def cancel_all(self) -> None:
+        self.runner.cancel_all()
+
+    def questions(self) -> Mapping[str, Handler]:
+        if isinstance(self.model, SentenceEncoder):
+            return {"/v1/embeddings": self._embed}
+        return {"/v1/infer": self._infer}
+
+    def described(self) -> dict[str, Any]:
+        model = self.model
+        if isinstance(model, SentenceEncoder):
+            return {"max_model_len": model.longest, "dimensions": model.dim}
+        if isinstance(model, InferModule):
+            return {"inputs": {name: model.shape_text(name) for name in model.example}}
+        return {}
+
+    def metrics_text(self) -> str:
+        return self.metrics.text(self.runner)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "kind": "embeddings" if isinstance(self.model, SentenceEncoder) else "infer",
+            "model": self.name,
+            "description": self.model.description,
+            **self.metrics.stats(self.runner),
+        }
+
+    async def _embed(self, exchange: Exchange) -> None:
+        model = self.model
+        assert isinstance(model, SentenceEncoder)
+        body = await exchange.read(self._config.body_bytes, self._config.read_s)
+        asked = read_embeddings(parse(body), self.name, model.dim)
+
+        def tokens() -> list[list[int]]:
+            found = [model.tokens(x) if isinstance(x, str) else list(x) for x in asked.inputs]
+            if asked.truncate:
+                found = [x if len(x) <= model.longest else _cut(x, model.longest) for x in found]
+            for one in found:
+                model.check(one)
+            return found
+
+        items = await self._beside(tokens)
+        vectors = await self._answers(exchange, items)
+        used = sum(map(len, items))
+        told = await self._beside(lambda: told_embeddings(vectors, asked, self.name, used))
+        await exchange.reply_json(200, told)
+
+    async def _infer(self, exchange: Exchange) -> None:
+        model = self.model
+        assert isinstance(model, InferModule)
+        kind = exchange.header("content-type").partition(";")[0].strip().lower()
+        wanted = answer_kind(exchange.header("accept"), kind)
+        body = await exchange.read(self._config.body_bytes, self._config.read_s)
+        rows, is_single = await self._beside(lambda: read_inputs(body, kind, model))
+        answers = await self._answers(exchange, rows)
+        told = await self._beside(lambda: told_outputs(answers, is_single, wanted))
+        await exchange.reply(200, told, wanted)
+
+    async def _beside(self, work: Callable[[], Any]) -> Any:
+        """Does what takes long for a long body in a thread, so that the event loop goes on."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except ConfigError as error:
+            raise refused(error) from None
+
+    async def _answers(self, exchange: Exchange, items: Sequence[Any]) -> list[Any]:
+        """The answers to all items, or a `Problem`. A client that leaves gives up its place."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[list[Any]] = loop.create_future()
+
+        def told(outcome: Sequence[Any] | Exception) -> None:
+            loop.call_soon_threadsafe(_settle, future, outcome)
+
+        with _problems():
+            ask = self.runner.submit(items, told)
+            leaving = asyncio.ensure_future(exchange.gone())
+            leaving.add_done_callback(lambda _: _settle(future, ClientGoneError()))
+            try:
+                async with asyncio.timeout(self._config.request_s):
+                    return await future
+            except TimeoutError:
+                problem = f"not ended within {self._config.request_s:g} s"
+                raise Problem(504, problem) from None
+            finally:
+                leaving.cancel()
+                self.runner.cancel(ask)
+
+
+def _settle(future: asyncio.Future[list[Any]], outcome: Any) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(list(outcome))
+
+
+@contextmanager
+def _problems() -> Iterator[None]:
+    """What a client is told when the runner does not answer."""
+    try:
+        yield
+    except FullError as error:
+        retry_s = max(1, min(60, round(error.retry_s)))
+        text = f"too busy: {error.reason}; try again later"
+        raise Problem(429, text, code="queue_full", retry_s=retry_s) from None
+    except FailedError as error:
+        raise Problem(500, str(error), code="model_error") from None
+    except StoppedError as error:
+        raise Problem(503, str(error), retry_s=5) from None
+
+
+def _cut(tokens: list[int], longest: int) -> list[int]:
+    """The first tokens, and the last one, which closes a text."""
+    return [*tokens[: longest - 1], tokens[-1]]
+
+
+class BatchServer(Host):
+    """One batched model at one address; see `Host`. plan: a batch and delay that are kept, instead
+    of those that are found."""
+
+    def __init__(
+        self,
+        model: BatchedModel,
+        config: ServeConfig | None = None,
+        name: str = "model",
+        plan: Plan | None = None,
+    ) -> None:
+        config = config or ServeConfig()
+        self.batches = BatchFace(model, config, config.name or name, plan)
+        super().__init__(self.batches, config)
+
+
+def serve_batched(server: BatchServer, say: Callable[[str], None] = print) -> None:
+    """What `lz serve` does: tells the forecast and the address, serves, and tells what was."""
+    face, model = server.batches, server.batches.model
+    say(f"model       {server.name}: {model.description}")
+    if isinstance(model, SentenceEncoder):
+        for decision in model.decisions.records.values():
+            figures = [f"{n} {_shown(f)}" for n, f in decision.candidates.items()]
+            why = f" ({'; '.join(figures)})" if figures else ""
+            say(f"weights     {decision.chosen}: {decision.reason}{why}")
+
+    def ready(server: BatchServer) -> None:
+        for line in face.metrics.forecast(face.runner):
+            say(line)
+        path = next(iter(face.questions()))
+        say(f"serving     {server.url} (page), {server.url}{path}")
+
+    server.run(ready)
+    for line in face.metrics.ended(face.runner):
+        say(line)
+
+
+def _shown(figures: Mapping[str, Any]) -> str:
+    seconds = figures.get("s")
+    return str(figures.get("failed")) if seconds is None else f"{1000 * seconds:.1f} ms"

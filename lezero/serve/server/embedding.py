@@ -1,0 +1,80 @@
+"""OpenAI's `/v1/embeddings`: what is asked for, and the answer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezero.serve.server.asked import is_whole, shown, truth, wrong
+from lezero.serve.server.problem import Problem
+
+_KNOWN = {"model", "input", "encoding_format", "dimensions", "truncate", "user"}
+_MOST = 2048
+
+
+@dataclass(frozen=True)
+class Embeddings:
+    """inputs: texts or tokens. base64: vectors as bytes of fp32, little-endian. truncate: whether
+    what is too long is cut off instead of refused."""
+
+    inputs: list[str | list[int]]
+    base64: bool
+    truncate: bool
+
+
+def read_embeddings(data: Mapping[str, Any], model: str, dim: int | None) -> Embeddings:
+    """Checks every field; raises `Problem` that names the one that is wrong. dim: of the vectors,
+    where it is known."""
+    given = {key: value for key, value in data.items() if value is not None}
+    for name in given:
+        if name not in _KNOWN:
+            raise wrong(name, "this server does not know it", code="unknown_parameter")
+    if given.get("model", model) != model:
+        problem = f"model: got {shown(given['model'])}, this server has {model!r}"
+        raise Problem(404, problem, param="model", code="model_not_found")
+    form = given.get("encoding_format", "float")
+    if form not in ("float", "base64"):
+        raise wrong("encoding_format", f"got {shown(form)}, allowed are float and base64")
+    if "dimensions" in given and given["dimensions"] != dim:
+        problem = f"got {shown(given['dimensions'])}, this model's vectors have {dim or 'all'}"
+        raise wrong("dimensions", problem)
+    return Embeddings(_inputs(given.get("input")), form == "base64", truth(given, "truncate"))
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(map(is_whole, value)):
+        return [value]
+    if not isinstance(value, list) or not 1 <= len(value) <= _MOST:
+        raise wrong("input", f"required: text, 1 to {_MOST} texts, or tokens")
+    for number, item in enumerate(value):
+        tokens = isinstance(item, list) and item and all(map(is_whole, item))
+        if not isinstance(item, str) and not tokens:
+            raise wrong("input", f"item {number} is neither text nor a list of tokens")
+    return value
+
+
+def told_embeddings(
+    vectors: Sequence[Tensor], asked: Embeddings, model: str, tokens: int
+) -> dict[str, Any]:
+    """The answer's JSON. vectors: (D,) each, in the order of the inputs."""
+    listed = (_bytes if asked.base64 else _floats)(torch.stack(list(vectors)))
+    data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(listed)]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
+
+
+def _floats(x_BD: Tensor) -> list[Any]:
+    found: list[Any] = x_BD.tolist()
+    return found
+
+
+def _bytes(x_BD: Tensor) -> list[str]:
+    rows = x_BD.float().numpy().astype("<f4")
+    return [base64.b64encode(row.tobytes()).decode() for row in rows]

@@ -1,0 +1,185 @@
+"""A server from its first to its last moment: address, signals, and an orderly end.
+
+[Note: draining] On SIGTERM or Ctrl-C the server says that it is not ready and takes no more
+questions, but goes on listening, so that whoever asks is told to go elsewhere. Running answers have
+`drain_s` seconds; what has not ended then is told so. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Self
+
+from lezero.core.errors import ConfigError, need_extra
+from lezero.serve.server.app import App
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.connection import protocol
+from lezero.serve.server.face import Face
+from lezero.serve.server.keys import read_keys
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_HEADER_BYTES = 1 << 16
+_TICK_S = 0.02
+_FAREWELL_S = 1.0
+"""For clients to be told that their answers have ended."""
+
+
+class Host:
+    """One face at one address. `run` serves until it is told to end; a host runs once.
+
+    Raises `ConfigError` where the address is open to others and there are no keys, or is taken, and
+    `MissingExtraError` without uvicorn.
+    """
+
+    def __init__(self, face: Face, config: ServeConfig) -> None:
+        self.face, self.config, self.name = face, config, face.name
+        self._keys = read_keys(self.config.keys)
+        self.config.refuse_if_open(bool(len(self._keys)))
+        _uvicorn()
+        self._socket = _listen(self.config)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end = asyncio.Event()
+        self._at_once = False
+
+    @property
+    def url(self) -> str:
+        """The address, with the port that was taken."""
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self, ready: Callable[[Self], None] = lambda host: None) -> None:
+        """Serves until a signal comes or `stop` is called. ready: called once it answers."""
+        try:
+            self.face.rehearse()
+            asyncio.run(self._serve(ready))
+        finally:
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Begins the end, as SIGTERM does; from any thread. The second time does not wait."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                loop.call_soon_threadsafe(self._stop)
+
+    def _stop(self) -> None:
+        """Hears the first signal, and the second."""
+        self._at_once = self._end.is_set()
+        self._end.set()
+
+    async def _serve(self, ready: Callable[[Self], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.face.start()
+        self.app = App(self.face, self.config, self._keys)
+        inner = _inner(self.app, self.config)
+        try:
+            with _signals(self._stop):
+                listening = asyncio.create_task(inner.serve(sockets=[self._socket]))
+                while not inner.started and not listening.done():
+                    await asyncio.sleep(_TICK_S)
+                ready(self)
+                await self._end.wait()
+                await self._drain()
+                inner.should_exit = True
+                inner.force_exit = self._at_once
+                await listening
+        finally:
+            await self.face.stop()
+
+    async def _drain(self) -> None:
+        """Waits for running answers, as long as they have; then cancels what is left."""
+        self.app.draining = True
+        await self._idle(self.config.drain_s, until=lambda: self._at_once)
+        self.face.cancel_all()
+        await self._idle(_FAREWELL_S)
+
+    async def _idle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
+        """Waits until nothing is being answered."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.app.active and not until():
+                    await asyncio.sleep(_TICK_S)
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    try:
+        kind, *_, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(kind, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"host: got {config.host!r}, which is no address ({error})") from None
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(min(config.connections, socket.SOMAXCONN))
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"port: {config.host}:{config.port} cannot be listened on ({error.strerror}); "
+            "port 0 takes a free one"
+        ) from None
+    return made
+
+
+def _uvicorn() -> None:
+    try:
+        import uvicorn  # noqa: F401
+    except ImportError:
+        raise need_extra("serve", "uvicorn", "lz serve") from None
+
+
+def _inner(app: App, config: ServeConfig) -> uvicorn.Server:
+    import uvicorn
+
+    class Inner(uvicorn.Server):
+        """uvicorn without its signals, which end it before running answers have ended."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    return Inner(
+        uvicorn.Config(
+            app,
+            http=protocol(config.read_s, config.write_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=config.connections,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=2,
+        )
+    )
+
+
+@contextlib.contextmanager
+def _signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` for SIGTERM and SIGINT; only the main thread can hear them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    heard = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in heard]
+    for number in heard:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in zip(heard, before, strict=True):
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)

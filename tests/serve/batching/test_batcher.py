@@ -1,0 +1,195 @@
+"""The queue and its policy, in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lezero.serve.batching.batcher import Ask, Batch, Batcher, FullError
+from lezero.serve.batching.curve import Curve
+from lezero.serve.batching.plan import Plan
+from tests.serve.batching.virtual import TARGET, drive, measured, stream
+
+linear = lambda work, now: 0.001 + 0.002 * work  # noqa: E731
+
+
+def batcher(**changes) -> Batcher:
+    given = {"target_s": TARGET, "waiting": 1000, **changes}
+    return Batcher(given.pop("curve", measured(linear)), **given)
+
+
+def test_all_are_answered_in_their_order() -> None:
+    told = drive(batcher(), stream(300, 1000), linear)
+    assert len(told.latencies) == 1000
+    assert not told.refused
+    order = [ask.arrived_s for batch in told.batches for ask, _ in batch.items]
+    assert order == sorted(order)
+
+
+def test_alone_a_request_does_not_wait() -> None:
+    made = batcher()
+    made.add(Ask([1.0]), 5.0)
+    assert isinstance(made.next(5.0), Batch)
+    assert made.next(5.0) is None
+
+
+def test_too_much_load_is_refused_and_the_rest_is_in_time() -> None:
+    told = drive(batcher(), stream(1200, 3000), linear)
+    assert told.refused
+    assert told.quantile(0.99) <= TARGET
+    best = 420  # a second, at 99% in time
+    assert told.in_time / told.ended >= 0.95 * best
+
+
+def test_a_burst_is_taken_as_far_as_it_can_be_answered() -> None:
+    asks = [(1.0 + 1e-6 * i, Ask([1.0])) for i in range(200)]
+    told = drive(batcher(), asks, linear)
+    assert 15 <= len(told.latencies) <= 40
+    assert max(told.latencies) <= TARGET * 1.05
+    assert len(told.refused) == 200 - len(told.latencies)
+
+
+def test_a_refusal_says_when_to_come_again() -> None:
+    made = batcher()
+    for _ in range(15):
+        made.add(Ask([1.0]), 0.0)
+    with pytest.raises(FullError) as found:
+        made.add(Ask([20.0]), 0.0)
+    assert 0 < found.value.retry_s < TARGET
+    assert "target" in found.value.reason
+    small = batcher(waiting=2)
+    for _ in range(2):
+        small.add(Ask([1.0]), 0.0)
+    with pytest.raises(FullError, match="2 requests wait"):
+        small.add(Ask([1.0]), 0.0)
+
+
+def test_a_machine_that_slows_down_in_mid_run() -> None:
+    made = batcher()
+    slow = lambda work, now: linear(work, now) * (1 if now < 5 else 3)  # noqa: E731
+    told = drive(made, stream(90, 2500), slow)
+    before, after = told.latencies[:300], told.latencies[-1500:]
+    assert sum(x > TARGET for x in before) <= 3
+    assert sum(x > TARGET for x in after) <= 15
+    assert len(told.latencies) >= 2400
+    assert made.plans > 1, "it looked for a plan again"
+    assert made.curve.seconds(2) == pytest.approx(3 * linear(2, 0), rel=0.25)
+
+
+def test_a_machine_that_speeds_up_is_used() -> None:
+    made = batcher(curve=measured(lambda work, now: 3 * linear(work, now)))
+    told = drive(made, stream(330, 4000), linear)
+    assert not [x for x in told.refused if x > 6]
+    assert made.plan.rate > 300
+
+
+def test_requests_that_grow_longer_change_the_plan() -> None:
+    made = batcher()
+    works = [1.0] * 500 + [6.0] * 1500
+    told = drive(made, stream(55, 2000, works), linear)
+    assert made.plans > 1
+    assert sum(x > TARGET for x in told.latencies) <= 30
+
+
+def test_a_wrong_curve_at_the_start_is_unlearnt() -> None:
+    made = batcher(curve=Curve([(1, 0.0001), (8, 0.0002), (64, 0.001)]))
+    told = drive(made, stream(300, 3000), linear)
+    late = [x > TARGET for x in told.latencies]
+    assert sum(late[-2000:]) <= 20
+
+
+def test_kinds_do_not_run_together() -> None:
+    made = batcher(plan=Plan(8))
+    for kind in "abab":
+        made.add(Ask([1.0], kind), 0.0)
+    kinds = []
+    while isinstance(found := made.next(0.0), Batch):
+        kinds.append([ask.kind for ask, _ in found.items])
+        made.done(found, 0.001)
+    assert kinds == [["a", "a"], ["b", "b"]]
+
+
+def test_long_requests_let_others_pass() -> None:
+    made = batcher()
+    long = Ask([1.0] * 400)
+    told = drive(made, [(0.0, long), *stream(60, 200)], linear)
+    assert not told.refused
+    short = [x for x in told.latencies if x < 0.5]
+    assert len(short) == 200
+    assert sorted(short)[-3] <= TARGET
+    assert max(told.latencies) > 0.5
+
+
+def test_many_items_of_a_request_are_in_order_and_none_is_lost() -> None:
+    made = batcher(plan=Plan(3))
+    asks = [Ask([1.0] * n) for n in (2, 5, 1)]
+    for ask in asks:
+        made.add(ask, 0.0)
+    seen = []
+    while isinstance(found := made.next(0.0), Batch):
+        assert len(found.items) <= 3
+        seen += [(asks.index(ask), item) for ask, item in found.items]
+        made.done(found, 0.001)
+    assert seen == [(i, j) for i, n in enumerate((2, 5, 1)) for j in range(n)]
+    assert made.waiting == 0
+
+
+def test_a_fixed_plan_waits_its_delay_and_stays() -> None:
+    made = batcher(plan=Plan(4, delay_s=0.01))
+    made.add(Ask([1.0]), 1.0)
+    assert made.next(1.0) == pytest.approx(1.01)
+    assert isinstance(made.next(1.01), Batch)
+    for _ in range(4):
+        made.add(Ask([1.0]), 2.0)
+    assert isinstance(made.next(2.0), Batch), "it is full"
+    told = drive(batcher(plan=Plan(4, delay_s=0.01)), stream(200, 500), linear)
+    assert max(len(batch.items) for batch in told.batches) == 4
+
+
+def test_cancelled_requests_do_not_run() -> None:
+    made = batcher(plan=Plan(8))
+    asks = [Ask([1.0, 1.0]) for _ in range(3)]
+    for ask in asks:
+        made.add(ask, 0.0)
+    made.cancel(asks[1])
+    made.cancel(asks[1])
+    found = made.next(0.0)
+    assert isinstance(found, Batch)
+    assert {ask for ask, _ in found.items} == {asks[0], asks[2]}
+
+
+def test_random_orders_lose_nothing() -> None:
+    drawn = random.Random(9)
+    for trial in range(12):
+        made = batcher(waiting=50, plan=None if trial % 6 == 5 else Plan(drawn.randint(1, 9)))
+        now, running, taken, done = 0.0, None, {}, set()
+        for _ in range(300):
+            now += drawn.random() * 0.01
+            if drawn.random() < 0.5:
+                ask = Ask([drawn.random() * 4 for _ in range(drawn.randint(1, 6))], trial % 3)
+                try:
+                    made.add(ask, now)
+                    taken[ask] = len(ask.works)
+                except FullError:
+                    pass
+            elif drawn.random() < 0.1 and taken:
+                ask = drawn.choice(list(taken))
+                made.cancel(ask)
+                taken.pop(ask)
+            if running is None:
+                found = made.next(now)
+                running = found if isinstance(found, Batch) else None
+            elif drawn.random() < 0.7:
+                made.done(running, linear(running.work, now))
+                for pair in running.items:
+                    assert pair not in done, "an item ran twice"
+                    done.add(pair)
+                running = None
+        while running or isinstance(running := made.next(now), Batch):
+            made.done(running, 0.01)
+            done.update(running.items)
+            running = None
+            now += 1
+        assert made.waiting == 0
+        assert all((ask, i) in done for ask, n in taken.items() for i in range(n))
