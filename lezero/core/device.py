@@ -6,7 +6,9 @@ answer: memory figures are 0 and `synchronize` does nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -88,11 +90,47 @@ def memory_total() -> int:
     return torch.accelerator.get_memory_info()[1] if accelerator() else 0
 
 
+def memory_free() -> int:
+    """Bytes of memory that are free on this rank's accelerator; 0 on CPU."""
+    import torch
+
+    return torch.accelerator.get_memory_info()[0] if accelerator() else 0
+
+
 def capability() -> tuple[int, int] | None:
     """Compute capability of an NVIDIA device, else None."""
     import torch
 
     return torch.cuda.get_device_capability() if accelerator() == "cuda" else None
+
+
+def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Captures `run` in a graph of an NVIDIA device: what repeats it, and its output, which each
+    repetition overwrites, and others that were captured may.
+
+    `run` reads and writes tensors that stay where they are, and never waits for the host. It runs
+    twice before, so that kernels are built and workspaces made.
+    """
+    import torch
+
+    place = torch.cuda.current_stream()
+    aside = torch.cuda.Stream()
+    aside.wait_stream(place)
+    with torch.cuda.stream(aside):
+        for _ in range(2):
+            run()
+    place.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_graph_pool()):
+        output = run()
+    return graph.replay, output
+
+
+@functools.cache
+def _graph_pool() -> Any:
+    import torch
+
+    return torch.cuda.graph_pool_handle()
 
 
 def backend_for(kind: str | None) -> str:

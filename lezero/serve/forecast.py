@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from lezero.core import device
 from lezero.profiler import hardware
 from lezero.serve.program import Program
 
@@ -100,7 +101,8 @@ def room_for_cache(
     """Bytes for keys and values: of all requests at their longest, or a share of what is free."""
     each = block_bytes(program, draft)
     blocks = -(-context // program.block_size) * max_requests
-    free = psutil.virtual_memory().available
+    on_host = program.place.type == "cpu"
+    free = psutil.virtual_memory().available if on_host else device.memory_free()
     return max(each, min(blocks * each, int(SHARE * free)))
 
 

@@ -8,10 +8,12 @@ from typing import Literal
 import torch
 
 from lezero.compress.quantize import Int4Weight, Int8Weight, quantize_
+from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.hub.opened import open_model
 from lezero.models import Transformer
 from lezero.ops.decoder import native
+from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.foreign import is_foreign, open_foreign
 from lezero.serve.fused import FusedProgram, shape_of
@@ -35,7 +37,7 @@ def open_program(model: str | Path | Transformer, weights: Weights) -> tuple[Pro
     if is_foreign(place):
         return open_foreign(place, weights), open_coder(place, Path(place))
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None)
-    return program_of(opened, weights), open_coder(place, folder)
+    return program_of(opened.to(device.device()), weights), open_coder(place, folder)
 
 
 def check_speculation(speculate: str, draft: object) -> None:
@@ -62,17 +64,17 @@ def open_draft(draft: str | Path | Transformer, weights: Weights, target: Progra
 
 
 def program_of(model: Transformer, weights: Weights) -> Program:
-    """The fastest program that runs `model` as asked. It is used up."""
-    device = model.norm.weight.device.type
+    """The fastest program that runs `model` as asked, where it lies. It is used up."""
+    place = model.norm.weight.device.type
     if weights in ("int8", "int4"):
         c = model.config
         inputs = (c.dim, c.heads * c.head_dim, c.ffn)
         group = next((size for size in _GROUPS if not any(K % size for K in inputs)), _GROUPS[0])
         scheme = Int8Weight() if weights == "int8" else Int4Weight(group=group, method="hqq")
         quantize_(model, scheme, objective="size")
-    fused = device == "cpu" and weights != "fp32"
+    fused = place == "cpu" and weights != "fp32"
     if fused and native.NATIVE.available() and not shape_of(model).problem():
         return FusedProgram(model)
-    if weights == "bf16" or (weights == "auto" and device != "cpu"):
+    if weights == "bf16" or (weights == "auto" and place != "cpu"):
         model = model.bfloat16()
-    return PlainProgram(model)
+    return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)

@@ -32,7 +32,7 @@ class PlainProgram(Program):
         self.config = model.config
         self._model: Any = model.eval()
         self._dtype = model.norm.weight.dtype
-        self._device = model.norm.weight.device
+        self.place = model.norm.weight.device
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         name = str(self._dtype).removeprefix("torch.")
@@ -43,7 +43,7 @@ class PlainProgram(Program):
     def reserve(self, blocks: int) -> None:
         c = self.config
         shape = (c.layers, blocks * _BLOCK, c.kv_heads, c.head_dim)
-        self._keys = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._keys = torch.empty(shape, dtype=self._dtype, device=self.place)
         self._values = torch.empty_like(self._keys)
 
     @torch.no_grad()
@@ -59,11 +59,11 @@ class PlainProgram(Program):
 
     def _states(self, fed: Sequence[Fed]) -> Tensor:
         model = self._model
-        tokens = torch.tensor([t for one in fed for t in one.tokens], device=self._device)
+        tokens = torch.tensor([t for one in fed for t in one.tokens], device=self.place)
         positions = torch.cat(
             [torch.arange(one.position, one.position + len(one.tokens)) for one in fed]
-        ).to(self._device)
-        model.rope.ready(int(positions.max()) + 1, self._device)
+        ).to(self.place)
+        model.rope.ready(int(positions.max()) + 1, self.place)
         cos, sin = model.rope.gather(positions[None])
         places = [self._places(one) for one in fed]
         x = model.embed_tokens(tokens[None])
@@ -73,14 +73,14 @@ class PlainProgram(Program):
             )
             x = x + y
             x = x + block.mlp(block.post_attention_layernorm(x))
-        normed: Tensor = model.norm(x[0, wanted_rows(fed).to(self._device)])
+        normed: Tensor = model.norm(x[0, wanted_rows(fed).to(self.place)])
         return normed
 
     def _places(self, one: Fed) -> Tensor:
         """Where each token of the sequence lies in the cache: (S,)."""
         seen = torch.arange(one.position + len(one.tokens))
         blocks = torch.tensor(one.blocks)
-        return (blocks[seen // _BLOCK] * _BLOCK + seen % _BLOCK).to(self._device)
+        return (blocks[seen // _BLOCK] * _BLOCK + seen % _BLOCK).to(self.place)
 
     def _attend(
         self,
@@ -113,7 +113,7 @@ class PlainProgram(Program):
     def _one(self, q_THE: Tensor, index: int, place_S: Tensor, position: int) -> Tensor:
         assert self._keys is not None
         assert self._values is not None
-        seen = torch.arange(len(place_S), device=self._device)
+        seen = torch.arange(len(place_S), device=self.place)
         at = seen[position:, None]
         mask_TS = seen <= at
         if self.config.sliding_window is not None:

@@ -42,6 +42,8 @@ class Program(ABC):
     block_size: int
     most_tokens: int
     """Tokens of a step at most."""
+    place: torch.device = torch.device("cpu")
+    """Where weights and cache lie."""
     invariant: bool = False
     shares: bool = True
     """Whether sequences that begin with the same tokens may hold the same blocks."""

@@ -1,0 +1,151 @@
+"""The plain program on an accelerator, with steps of one token a sequence replayed from graphs.
+
+A step of so little work waits for the host, which launches hundreds of kernels. A graph launches
+all of them at once, but always with the same shapes and addresses: so there is one for each number
+of sequences and of blocks a sequence, both rounded up to a power of two, made when first needed.
+Rows and blocks that are too many point at a block that belongs to nobody.
+
+Shapes: B sequences, W blocks of the longest, S = W · 16 places, H heads, E numbers of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lezero.core import device
+from lezero.models import Transformer
+from lezero.models.rope import rotate
+from lezero.serve.plain import PlainProgram
+from lezero.serve.program import Fed
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+_MOST = 64
+"""Sequences of a replayed step at most."""
+
+
+class CapturedProgram(PlainProgram):
+    """capture: runs a function and returns what repeats it, and its output, which stays there."""
+
+    def __init__(self, model: Transformer, capture: Capture = device.capture) -> None:
+        super().__init__(model)
+        self.description += ", single tokens from captured graphs"
+        self._capture, self._nobody = capture, 0
+        self._steps: dict[tuple[int, int], _Step] = {}
+
+    @staticmethod
+    def suits(model: Transformer) -> bool:
+        """False where angles depend on the length of the step, which a graph cannot know."""
+        scaling = model.config.rope_scaling
+        on_graphs = model.norm.weight.device.type == "cuda"
+        return on_graphs and (scaling is None or scaling.kind != "dynamic")
+
+    def reserve(self, blocks: int) -> None:
+        super().reserve(blocks + 1)
+        self._nobody = blocks
+        self._steps = {}
+        # Graphs keep the addresses of the tables, which must not grow later.
+        self._model.rope.ready(min(self.longest, blocks * self.block_size), self.place)
+
+    @torch.no_grad()
+    def run(self, fed: Sequence[Fed]) -> Tensor:
+        single = all(len(one.tokens) == 1 and len(one.rows) == 1 for one in fed)
+        if not single or len(fed) > _MOST:
+            return super().run(fed)
+        width = max(one.position for one in fed) // self.block_size + 1
+        sizes = _up(len(fed)), _up(width)
+        step = self._steps.get(sizes)
+        if step is None:
+            step = self._steps[sizes] = _Step(*sizes, self.place)
+            step.fill([], self._nobody)
+            step.replay, step.logits_BV = self._capture(lambda: self._decode(step))
+        step.fill(fed, self._nobody)
+        step.replay()
+        return step.logits_BV[: len(fed)].clone()
+
+    def _decode(self, step: _Step) -> Tensor:
+        """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""
+        model, size = self._model, self.block_size
+        position_B = step.position_B
+        cos, sin = model.rope.gather(position_B[:, None])
+        block_B = step.table_BW.gather(1, (position_B // size)[:, None])[:, 0]
+        place_B = block_B * size + position_B % size
+        seen_S = torch.arange(step.table_BW.shape[1] * size, device=self.place)
+        mask_BS = seen_S <= position_B[:, None]
+        if self.config.sliding_window is not None:
+            mask_BS &= position_B[:, None] - seen_S < self.config.sliding_window
+        x = model.embed_tokens(step.token_B[:, None])
+        for index, block in enumerate(model.layers):
+            normed = block.input_layernorm(x)
+            x = x + self._look(block.self_attn, normed, cos, sin, index, step, place_B, mask_BS)
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        x_BD = model.norm(x[:, 0])
+        head = model.embed_tokens.weight if model.lm_head is None else None
+        logits: Tensor = F.linear(x_BD, head) if head is not None else model.lm_head(x_BD)
+        return logits.float()
+
+    def _look(
+        self,
+        attention: Any,
+        x_B1D: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        index: int,
+        step: _Step,
+        place_B: Tensor,
+        mask_BS: Tensor,
+    ) -> Tensor:
+        assert self._keys is not None
+        assert self._values is not None
+        heads = (-1, attention.head_dim)
+        q = attention.q_proj(x_B1D).unflatten(-1, heads)
+        k = attention.k_proj(x_B1D).unflatten(-1, heads)
+        v = attention.v_proj(x_B1D).unflatten(-1, heads)
+        if attention.q_norm is not None:
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        keys, values = self._keys[index], self._values[index]
+        keys[place_B], values[place_B] = k[:, 0], v[:, 0]
+        blocks = (-1, self.block_size)
+        # What other requests left in places behind the mask may be no number, and 0 · NaN is NaN.
+        unseen_BS11 = ~mask_BS[:, :, None, None]
+        k_BSHE, v_BSHE = (
+            x.unflatten(0, blocks)[step.table_BW].flatten(1, 2).masked_fill(unseen_BS11, 0)
+            for x in (keys, values)
+        )
+        q, k, v = (x.transpose(1, 2) for x in (q, k_BSHE, v_BSHE))
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_BS[:, None, None], enable_gqa=True
+        )
+        out: Tensor = attention.o_proj(y.transpose(1, 2).flatten(2))
+        return out
+
+
+class _Step:
+    """What a graph reads, always at the same addresses, and what repeats it."""
+
+    replay: Callable[[], None]
+    logits_BV: Tensor
+
+    def __init__(self, sequences: int, blocks: int, place: torch.device) -> None:
+        self.token_B = torch.zeros(sequences, dtype=torch.int64, device=place)
+        self.position_B = torch.zeros_like(self.token_B)
+        self.table_BW = torch.zeros(sequences, blocks, dtype=torch.int64, device=place)
+
+    def fill(self, fed: Sequence[Fed], nobody: int) -> None:
+        """Takes the sequences of a step; the rows after them are of `nobody`."""
+        B, W = self.table_BW.shape
+        rest = B - len(fed)
+        tables = [[*one.blocks[:W], *[nobody] * (W - len(one.blocks))] for one in fed]
+        self.token_B.copy_(torch.tensor([*(one.tokens[0] for one in fed), *[0] * rest]))
+        self.position_B.copy_(torch.tensor([*(one.position for one in fed), *[0] * rest]))
+        self.table_BW.copy_(torch.tensor([*tables, *[[nobody] * W] * rest]))
+
+
+def _up(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()

@@ -1,0 +1,73 @@
+"""Steps of fixed shapes give what the plain program gives; capturing itself needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lezero.core import device
+from lezero.serve.captured import CapturedProgram
+from lezero.serve.engine import Engine
+from lezero.serve.plain import PlainProgram
+from lezero.serve.program import Fed, Program
+from lezero.serve.request import Request
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import prompts, small
+
+SHAPES: list[dict[str, Any]] = [{}, {"qk_norm": True}, {"sliding_window": 20}, {"kv_heads": 4}]
+
+
+def again(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    """As a graph does: the output stays at one place."""
+    output = run()
+
+    def replay() -> None:
+        output.copy_(run())
+
+    return replay, output
+
+
+def answers(program: Program, blocks: int) -> list[list[int]]:
+    engine = Engine(program, blocks=blocks, max_requests=6, longest=200)
+    params = SamplingParams(max_tokens=30, temperature=0.7, seed=5, ignore_eos=True)
+    asked = [Request(str(i), p, params) for i, p in enumerate(prompts(9, longest=60))]
+    for request in asked:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    assert (engine.totals.preempted > 0) == (blocks < 30)
+    return [request.answer for request in asked]
+
+
+@pytest.mark.parametrize("blocks", [16, 200])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_answers_are_those_of_the_plain_program(shape: dict[str, Any], blocks: int) -> None:
+    model = small(**shape).double()
+    plain, captured = PlainProgram(model), CapturedProgram(model, again)
+    assert answers(captured, blocks) == answers(plain, blocks)
+    assert {sizes[0] for sizes in captured._steps} <= {1, 2, 4, 8}
+
+
+def test_logits_are_those_of_the_plain_program() -> None:
+    model = small()
+    found = []
+    for program in (PlainProgram(model), CapturedProgram(model, again)):
+        program.reserve(12)
+        for cache in (program._keys, program._values):
+            assert cache is not None
+            cache.fill_(torch.nan)  # as a poisoned request leaves it
+        program.run([Fed(range(20), 0, [3, 1], [19]), Fed(range(5), 0, [7], [4])])
+        fed = [Fed([8], 20, [3, 1], [0]), Fed([9], 5, [7], [0]), Fed([4], 0, [5], [0])]
+        found.append(program.run(fed))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(device.accelerator() != "cuda", reason="no CUDA device")
+def test_graphs_give_what_the_plain_program_gives() -> None:
+    model = small().to(device.device())
+    assert CapturedProgram.suits(model)
+    assert answers(CapturedProgram(model), 16) == answers(PlainProgram(model), 16)
