@@ -160,6 +160,43 @@ def test_threads_do_not_change_a_bit():
     assert all(torch.equal(found, results[0]) for found in results)
 
 
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_ranges_of_keys_are_joined_to_the_same_bits_by_any_workers(
+    bits, window, kernel, monkeypatch
+):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    shape = Shape(96, 9, 3, 32, 64, 1e-5, window)
+    torch.manual_seed(0)
+    weights, angles = layers(shape, "W8A16"), tables(shape, 600)
+    decoder, x = Decoder(shape, weights), torch.randn(530, shape.dim)
+    table = torch.randperm(BLOCKS)[:34][None].int()
+
+    def together(splits: list[int], reference_too: bool = False) -> torch.Tensor:
+        mine, theirs, found = poisoned(shape, bits), poisoned(shape, bits), []
+        for begin, end in itertools.pairwise(itertools.accumulate(splits, initial=0)):
+            given = torch.tensor([[0, end - begin, begin]], dtype=torch.int32)
+            decoder.run(stream := x[begin:end].clone(), *angles, given, table, mine)
+            if reference_too:
+                expected = x[begin:end].clone()
+                reference.run(shape, weights, expected, *angles, given, table, theirs)
+                assert (stream - expected).norm() / expected.norm() < 0.01
+            found.append(stream)
+        return torch.cat(found)
+
+    before, whole = torch.get_num_threads(), together([256, 256, 18], reference_too=True)
+    try:
+        for threads in (1, 2, 4):  # even where all take as many tiles, and uneven
+            torch.set_num_threads(threads)
+            for splits in ([240, 1, 14, 1, 1, 253, 1, 1, 1, 1, 16], [250, 255, 3, 9, 13]):
+                assert torch.equal(together(splits), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_nan_stays_in_its_sequence(bits, bad):

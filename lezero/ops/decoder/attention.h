@@ -4,11 +4,17 @@
 typedef struct {
   const int32_t *blocks; /* of the sequence */
   int64_t layer, head, last; /* last: position of the last row */
+  int rows;
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
   float scale[MOST_QUERIES]; /* of the query, where the cache has codes */
   int64_t to[MOST_QUERIES]; /* where the row's head begins in `rows` */
 } query_tile;
+
+/* The first key that a row's tiles hold: where the window may begin. */
+static int64_t first_key(const lezero_step *s, int64_t position) {
+  return s->window && position >= s->window ? (position - s->window + 1) / TILE * TILE : 0;
+}
 
 /* [Note: chains]
  * A product waits for the sum before it, some six cycles on processors that could begin two a cycle.
@@ -131,21 +137,27 @@ INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *tabl
   if (codes) *step = whole_weights(score, blocks, weight);
 }
 
-INLINE void attend(const worker *w, const query_tile *q, int type, const int codes, const int R) {
-  const lezero_step *s = w->s;
-  const int64_t panels = s->E / 16;
+/* [Note: ranges]
+ * The keys of a row are taken in ranges of 256, each with a softmax of its own, and what ranges found
+ * is joined in their order. So it is the same whether one worker takes all ranges of a row or several
+ * share them, which they do where there are too few tiles to be dealt evenly. A range that a row does
+ * not see at all changes nothing. */
+
+/* What R rows find among the keys of a range. */
+INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, range_sums *f,
+                   const int codes, const int R) {
+  const int64_t panels = s->E / 16, end = least_of((range + 1) * RANGE, q->last + 1);
   const int wide = MOST_QUERIES >= 4 * R ? 4 : 1; /* chains beside each other, a row */
-  float out[MOST_QUERIES][WIDEST], most[MOST_QUERIES], step[MOST_QUERIES];
   uint16_t weight[MOST_QUERIES][TILE];
+  float out[MOST_QUERIES][WIDEST], most[MOST_QUERIES], step[MOST_QUERIES];
   floats total[MOST_QUERIES], shrink[MOST_QUERIES], score[MOST_QUERIES][TILE_BLOCKS];
   for (int r = 0; r < R; r++) {
     most[r] = LOWEST, total[r] = all_floats(0);
     memset(out[r], 0, (size_t)s->E * 4);
   }
-  int64_t begin = 0;
-  if (s->window && q->position[0] >= s->window) begin = (q->position[0] - s->window + 1) / TILE * TILE;
-  for (int64_t base = begin; base <= q->last; base += TILE) {
-    const int64_t keys = least_of(q->last + 1 - base, TILE);
+  for (int64_t base = larger_of(range * RANGE, first_key(s, q->position[0])); base < end;
+       base += TILE) {
+    const int64_t keys = least_of(end - base, TILE);
     const int64_t blocks = (keys + LEZERO_BLOCK - 1) / LEZERO_BLOCK;
     const int32_t *table = q->blocks + base / LEZERO_BLOCK;
     int64_t b = 0, panel = 0;
@@ -160,25 +172,50 @@ INLINE void attend(const worker *w, const query_tile *q, int type, const int cod
       gather_panels(s, q, table, keys, panel, weight, shrink, step, out, codes, R, 1);
   }
   for (int r = 0; r < R; r++) {
-    const floats all = all_floats(lanes_total(total[r]));
-    for (int64_t i = 0; i < s->E; i += 16)
-      write16(w->a.rows, type, q->to[r] + i, 16, quotient(read16(out[r], LEZERO_FP32, i, 16), all));
+    f->most[r] = most[r], f->total[r] = lanes_total(total[r]);
+    memcpy(f->out[r], out[r], (size_t)s->E * 4);
   }
 }
 
-#define ATTEND(R)                                                                  \
-  case R:                                                                          \
-    if (R > MOST_QUERIES) break;                                                   \
-    if (w->s->cache_bits == 8) attend(w, q, type, 1, R <= MOST_QUERIES ? R : 1);    \
-    else attend(w, q, type, 0, R <= MOST_QUERIES ? R : 1);                          \
+#define ATTEND(R)                                                                      \
+  case R:                                                                              \
+    if (R > MOST_QUERIES) break;                                                       \
+    if (s->cache_bits == 8) attend(s, q, range, f, 1, R <= MOST_QUERIES ? R : 1);       \
+    else attend(s, q, range, f, 0, R <= MOST_QUERIES ? R : 1);                          \
     break;
 
-static void __attribute__((noinline)) attend_any(const worker *w, const query_tile *q, int type,
-                                                 int rows) {
-  switch (rows) {
+static void __attribute__((noinline)) attend_any(const lezero_step *s, const query_tile *q,
+                                                 int64_t range, range_sums *f) {
+  switch (q->rows) {
     ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6)
     ATTEND(7) ATTEND(8) ATTEND(9) ATTEND(10) ATTEND(11) ATTEND(12)
   }
+}
+
+/* Joins what the next range found to `all`. */
+static void join(const lezero_step *s, int rows, range_sums *all, const range_sums *next) {
+  for (int r = 0; r < rows; r++) {
+    const float now = next->most[r] > all->most[r] ? next->most[r] : all->most[r];
+    const floats a = power_of_two(all_floats(all->most[r] - now));
+    const floats b = power_of_two(all_floats(next->most[r] - now));
+    for (int64_t i = 0; i < s->E; i += 16) {
+      const floats sum = product(read16(all->out[r], LEZERO_FP32, i, 16), a);
+      write16(all->out[r], LEZERO_FP32, i, 16,
+              fused(read16(next->out[r], LEZERO_FP32, i, 16), b, sum));
+    }
+    const floats total = product(all_floats(all->total[r]), a);
+    float joined[16];
+    write16(joined, LEZERO_FP32, 0, 16, fused(all_floats(next->total[r]), b, total));
+    all->most[r] = now, all->total[r] = joined[0];
+  }
+}
+
+static void write_rows(const worker *w, const query_tile *q, int type, const range_sums *f) {
+  for (int r = 0; r < q->rows; r++)
+    for (int64_t i = 0; i < w->s->E; i += 16) {
+      const floats v = read16(f->out[r], LEZERO_FP32, i, 16);
+      write16(w->a.rows, type, q->to[r] + i, 16, quotient(v, all_floats(f->total[r])));
+    }
 }
 
 /* Tiles of queries of a chunk and a key head. */
@@ -186,36 +223,85 @@ static int64_t query_tiles(const lezero_step *s, const lezero_chunk *chunk) {
   return (chunk->count * (s->H / s->K) + MOST_QUERIES - 1) / MOST_QUERIES;
 }
 
-static void attend_tile(const worker *w, int64_t layer, int32_t c, int64_t head, int64_t tile,
-                        int type) {
+static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t head, int64_t tile) {
   const lezero_step *s = w->s;
   const lezero_chunk *chunk = s->chunk + c;
   const int64_t G = s->H / s->K, all = chunk->count * G, first = tile * MOST_QUERIES;
   query_tile q = {.blocks = s->table + c * s->width, .layer = layer, .head = head};
-  const int rows = (int)least_of(all - first, MOST_QUERIES);
-  for (int r = 0; r < rows; r++) {
+  q.rows = (int)least_of(all - first, MOST_QUERIES);
+  for (int r = 0; r < q.rows; r++) {
     const int64_t row = chunk->first + (first + r) / G, h = head * G + (first + r) % G;
     q.position[r] = q.last = chunk->position + (first + r) / G;
     q.query[r] = w->a.queries + (row * s->H + h) * s->E;
     q.scale[r] = w->a.query_scales[row * s->H + h];
     q.to[r] = (row * s->H + h) * s->E;
   }
-  attend_any(w, &q, type, rows);
+  return q;
 }
 
-/* Units of attention are dealt in turns, so that long and short ones mix. */
+/* The ranges of keys that a tile sees, of any head. */
+static void ranges_of(const lezero_step *s, const lezero_chunk *chunk, int64_t tile, int64_t *first,
+                      int64_t *count) {
+  const int64_t G = s->H / s->K, row = tile * MOST_QUERIES;
+  const int64_t last = least_of(row + MOST_QUERIES, chunk->count * G) - 1;
+  *first = first_key(s, chunk->position + row / G) / RANGE;
+  *count = (chunk->position + last / G) / RANGE + 1 - *first;
+}
+
+/* Whether workers share the ranges of a tile: where there are few tiles, and room for the sums. */
+static int shares_ranges(const lezero_step *s) {
+  int64_t tiles = 0, ranges = 0;
+  for (int32_t c = 0; c < s->chunks; c++) {
+    const lezero_chunk *chunk = s->chunk + c;
+    const int64_t own = query_tiles(s, chunk) * s->K;
+    tiles += own, ranges += own * ((chunk->position + chunk->count - 1) / RANGE + 1);
+    if (tiles >= 8 * s->crew) return 0;
+  }
+  const int even = s->chunks == 1 && tiles % s->crew == 0;
+  return !even && ranges > tiles && ranges <= MOST_RANGES;
+}
+
+enum { WHOLE, BY_RANGE, JOINING };
+
+/* Units are dealt in turns, so that long and short ones mix: tiles and heads, or their ranges. */
+static void attend_units(const worker *w, int64_t layer, int type, int how) {
+  const lezero_step *s = w->s;
+  int64_t turn = 0;
+  range_sums *sums = w->a.sums, one, next;
+  for (int32_t c = 0; c < s->chunks; c++)
+    for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++) {
+      int64_t first, count;
+      ranges_of(s, s->chunk + c, tile, &first, &count);
+      for (int64_t unit = 0; unit < s->K * (how == BY_RANGE ? count : 1); unit++, turn++) {
+        const int64_t mine = turn % s->crew, head = unit % s->K;
+        if (mine < w->begin || mine >= w->end) continue;
+        const query_tile q = tile_of(w, layer, c, head, tile);
+        range_sums *own = sums + head * count; /* of all ranges */
+        if (how == BY_RANGE) {
+          attend_any(s, &q, first + unit / s->K, own + unit / s->K);
+          continue;
+        }
+        if (how == WHOLE) attend_any(s, &q, first, own = &one);
+        for (int64_t i = 1; i < count; i++) {
+          if (how == WHOLE) attend_any(s, &q, first + i, &next);
+          join(s, q.rows, own, how == WHOLE ? &next : own + i);
+        }
+        write_rows(w, &q, type, own);
+      }
+      sums += s->K * count;
+    }
+}
+
 static void attention(worker *w, const lezero_layer *y, int64_t layer, int found_type) {
   const lezero_step *s = w->s;
   const int64_t units = w->a.shared->pieces * s->K;
   for (int64_t i = from(w, units); i < upto(w, units); i++)
     store_piece(w, y, layer, w->a.pieces + i / s->K, i % s->K, found_type);
   meet(w);
-  int64_t turn = 0;
-  for (int32_t c = 0; c < s->chunks; c++)
-    for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++)
-      for (int64_t head = 0; head < s->K; head++, turn++) {
-        const int64_t mine = turn % s->crew;
-        if (mine >= w->begin && mine < w->end) attend_tile(w, layer, c, head, tile, type_of(&y->out));
-      }
+  const int type = type_of(&y->out), shared = shares_ranges(s);
+  attend_units(w, layer, type, shared ? BY_RANGE : WHOLE);
+  meet(w);
+  if (!shared) return;
+  attend_units(w, layer, type, JOINING);
   meet(w);
 }

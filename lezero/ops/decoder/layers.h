@@ -8,8 +8,8 @@
  * [Note: rows by themselves]
  * Whatever a row of the step is computed from, it is computed by the same operations in the same
  * order alone or beside others, in a chunk or token by token: sums run along inputs, keys are taken
- * in tiles of 64 that begin at multiples of 64 in the sequence, and keys that another row of the same
- * tile sees have the weight 0.
+ * in tiles of 64 and ranges of 256 that begin at multiples of these in the sequence, and keys that
+ * another row of the same tile sees have the weight 0.
  */
 #include <math.h>
 #include <sched.h>
@@ -23,6 +23,8 @@ enum {
   TILE_BLOCKS = TILE / LEZERO_BLOCK,
   MOST_QUERIES = MOST_BF16 < 12 ? MOST_BF16 : 12,
   WIDEST = 256, /* width of a head */
+  RANGE = 256,  /* keys, see [Note: ranges] */
+  MOST_RANGES = 1024,
 };
 #define LOWEST (-1e30f)
 
@@ -35,6 +37,11 @@ typedef struct {
   int32_t chunk, row, rows; /* row: within the chunk */
 } piece;
 
+/* What rows of a tile found among the keys of a range: sums of values, and of weights. */
+typedef struct {
+  float most[MOST_QUERIES], total[MOST_QUERIES], out[MOST_QUERIES][WIDEST];
+} range_sums;
+
 typedef struct {
   shared_state *shared;
   piece *pieces;
@@ -43,6 +50,7 @@ typedef struct {
   char *delta;    /* (T, D) what is added to the residual stream next */
   uint16_t *queries; /* (T, H, E) turned; bf16 and scaled, or int16 beside a cache of codes */
   float *query_scales; /* (T, H), beside a cache of codes */
+  range_sums *sums;
   void *prepared;
   char *own;      /* of each worker, `each` bytes */
   size_t each, bytes;
@@ -102,6 +110,7 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   a.delta = carve(&at, (size_t)(s->T * s->D) * 4);
   a.queries = carve(&at, (size_t)(s->T * s->H * s->E) * 2);
   a.query_scales = carve(&at, (size_t)(s->T * s->H) * 4);
+  a.sums = carve(&at, MOST_RANGES * sizeof(range_sums)); /* memory is taken as it is used */
   a.prepared = carve(&at, prepared);
   a.own = carve(&at, a.each * (size_t)s->crew);
   a.bytes = (size_t)(at - base);

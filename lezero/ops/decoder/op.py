@@ -88,7 +88,8 @@ class Decoder:
             _check(shape, layer, index)
         rows = [layer.row() for layer in self.layers]
         self._table = torch.tensor(rows, dtype=torch.int64)
-        self._room: dict[tuple[int, int], Tensor] = {}
+        self._sizes: dict[tuple[int, int], int] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
 
     def run(
         self,
@@ -111,12 +112,12 @@ class Decoder:
             return
         s = self.shape
         key = (x_TD.shape[0], torch.get_num_threads())
-        if key not in self._room:
+        if key not in self._sizes:
             sizes = (s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn)
-            size = NATIVE.ops.scratch(x_TD.shape[0], self._table, *sizes)
-            self._room = {key: torch.empty(size + 64, dtype=torch.uint8)}
-        room = self._room[key]
-        room = room[-room.data_ptr() % 64 :]
+            self._sizes[key] = NATIVE.ops.scratch(x_TD.shape[0], self._table, *sizes) + 64
+        if self._room.numel() < self._sizes[key]:
+            self._room = torch.empty(self._sizes[key], dtype=torch.uint8)
+        room = self._room[-self._room.data_ptr() % 64 :]
         NATIVE.ops.run(
             *(x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values, room),
             *(s.heads, s.head_dim, s.ffn, s.eps, s.window, cache.bits),
