@@ -20,7 +20,7 @@ from lezero.serve.server.batch_metrics import BatchMetrics
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.embedding import read_embeddings, told_embeddings
 from lezero.serve.server.exchange import JSON, Exchange, parse
-from lezero.serve.server.face import Face, Handler
+from lezero.serve.server.face import Face, Handler, settle
 from lezero.serve.server.host import Host
 from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs, told_outputs
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
@@ -136,12 +136,12 @@ class BatchFace(Face):
         future: asyncio.Future[list[Any]] = loop.create_future()
 
         def told(outcome: Sequence[Any] | Exception) -> None:
-            loop.call_soon_threadsafe(_settle, future, outcome)
+            loop.call_soon_threadsafe(settle, future, outcome)
 
         with _problems():
             ask = self.runner.submit(items, told)
             leaving = asyncio.ensure_future(exchange.gone())
-            leaving.add_done_callback(lambda _: _settle(future, ClientGoneError()))
+            leaving.add_done_callback(lambda _: settle(future, ClientGoneError()))
             try:
                 async with asyncio.timeout(self._config.request_s):
                     return await future
@@ -151,15 +151,6 @@ class BatchFace(Face):
             finally:
                 leaving.cancel()
                 self.runner.cancel(ask)
-
-
-def _settle(future: asyncio.Future[list[Any]], outcome: Any) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(list(outcome))
 
 
 @contextmanager

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from lezero.serve.server.exchange import JSON, Exchange
 
+Value = TypeVar("Value")
 Handler = Callable[[Exchange], Awaitable[None]]
 
 
@@ -65,3 +67,13 @@ class Face(ABC):
     @abstractmethod
     def stats(self) -> dict[str, Any]:
         """For the page at `/`."""
+
+
+def settle(future: asyncio.Future[Value], outcome: Value | Exception) -> None:
+    """Gives a future its value or error, where nobody has done so before."""
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

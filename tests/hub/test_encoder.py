@@ -1,0 +1,73 @@
+"""What a sentence encoder's folder says about pooling, normalisation and length."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lezero as lz
+from lezero.core.errors import FileError
+from lezero.hub.encoder import describe_encoder, is_encoder, open_encoder
+from tests.serve.server.batch_running import tiny_encoder
+
+
+def test_it_reads_what_sentence_transformers_wrote(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    found = describe_encoder(folder)
+    assert (found.pooling, found.normalize, found.longest) == ("mean", True, 48)
+    assert is_encoder(folder)
+    assert not is_encoder(tmp_path)
+    cls = tiny_encoder(tmp_path / "b", pooling_mode_cls_token=True, pooling_mode_max_tokens=False)
+    assert describe_encoder(cls).pooling == "cls"
+    stages = json.loads((cls / "modules.json").read_text())[:2]
+    (cls / "modules.json").write_text(json.dumps(stages))
+    assert not describe_encoder(cls).normalize
+
+
+def test_a_plain_folder_is_pooled_by_the_mean_and_normalised(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    for name in ("modules.json", "sentence_bert_config.json"):
+        (folder / name).unlink()
+    found = describe_encoder(folder)
+    assert (found.pooling, found.normalize, found.longest) == ("mean", True, 64)
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "message"),
+    [
+        ("modules.json", [{"type": "x.models.Dense", "path": "2_Dense"}], "Dense"),
+        ("modules.json", [{"type": "x.models.Pooling", "path": "../../etc"}], "Pooling"),
+        ("modules.json", {}, "not built"),
+        ("modules.json", [3], "not built"),
+        ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
+        ("1_Pooling/config.json", {}, "no pooling"),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    file: str, data: object, message: str, tmp_path: Path
+) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    (folder / file).write_text(json.dumps(data))
+    with pytest.raises(FileError, match=message):
+        describe_encoder(folder)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooler", [False, True])
+def test_a_quantized_folder_opens(pooler: bool, tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    model = open_encoder(describe_encoder(folder))
+    if pooler:
+        model.pooler = nn.ModuleDict({"dense": nn.Linear(32, 32)})
+    lz.quantize_(model, lz.Int8WeightActivation(vocabulary="keep"), objective="size")
+    lz.save_quantized(model, tmp_path / "q")
+    assert is_encoder(tmp_path / "q")
+    found = describe_encoder(tmp_path / "q")
+    assert found.is_quantized
+    again = open_encoder(found)
+    tokens = torch.arange(4, 14)
+    assert torch.equal(again(tokens, [6, 4]), model(tokens, [6, 4]))

@@ -1,0 +1,101 @@
+"""Any module with an example input, behind a batcher."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError
+from lezero.serve.batching.module import InferModule, module_of
+from tests.serve.server.batch_running import Net
+
+
+class Several(nn.Module):
+    """Two named inputs of any length, two named outputs."""
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sum": ids.sum(1), "scaled": ids.float() * scale[:, None]}
+
+
+class Crowd(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def several() -> InferModule:
+    ids, scale = torch.ones(1, 3, dtype=torch.int64), torch.ones(1)
+    largest = {"ids": torch.ones(1, 8, dtype=torch.int64), "scale": scale}
+    return InferModule(Several(), {"ids": ids, "scale": scale}, largest)
+
+
+def test_rows_are_the_modules_own() -> None:
+    net = Net()
+    model = InferModule(net, torch.zeros(1, 4))
+    x = torch.randn(9, 4)
+    rows, is_single = model.rows({"input": x})
+    assert not is_single
+    for row, wanted in zip(model.run(rows), net(x), strict=True):
+        torch.testing.assert_close(row["output"], wanted)
+    (row,), is_single = model.rows({"input": x[0]})
+    assert is_single
+    assert torch.equal(model.run([row])[0]["output"], net(x[:1])[0])
+
+
+def test_inputs_and_outputs_have_names_and_free_dims() -> None:
+    model = several()
+    for length in (1, 3, 8):
+        ids = torch.arange(2 * length).view(2, length)
+        rows, _ = model.rows({"ids": ids, "scale": torch.tensor([1.0, 2.0])})
+        found = model.run(rows)
+        assert [int(row["sum"]) for row in found] == ids.sum(1).tolist()
+        assert torch.equal(found[1]["scaled"], 2.0 * ids[1])
+    short, long = (model.rows({"ids": torch.ones(n).long(), "scale": torch.tensor(1.0)})[0][0]
+                   for n in (2, 4))  # fmt: skip
+    assert model.kind(short) != model.kind(long)
+    assert model.work(short) < model.work(long)
+    assert "int64 (1–8)" in model.description
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "needed are ids, scale"),
+        ({"ids": torch.ones(2, 3).long()}, "needed are"),
+        ({"ids": torch.ones(2, 9).long(), "scale": torch.ones(2)}, "1–8"),
+        ({"ids": torch.ones(2, 0).long(), "scale": torch.ones(2)}, "1–8"),
+        ({"ids": torch.ones(2, 3), "scale": torch.ones(2)}, "float32"),
+        ({"ids": torch.ones(2, 3).long(), "scale": torch.ones(3)}, "rows"),
+        ({"ids": torch.ones(0, 3).long(), "scale": torch.ones(0)}, "rows"),
+        ({"ids": torch.ones(2, 3, 4, 5).long(), "scale": torch.ones(2)}, "batch dim"),
+    ],
+)
+def test_inputs_that_are_not_the_examples_are_named(inputs: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        several().rows(inputs)
+
+
+def test_modules_that_cannot_be_batched_are_refused() -> None:
+    with pytest.raises(ConfigError, match="depend on each other"):
+        InferModule(Crowd(), torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="not the batch"):
+        InferModule(nn.Flatten(0), torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="allowed is an nn"):
+        InferModule(torch.relu, torch.ones(1, 4))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="batch in dim 0"):
+        InferModule(Net(), torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="no less"):
+        InferModule(Net(), torch.ones(1, 4), torch.ones(1, 3))
+
+
+def test_a_factory_is_named_by_its_place() -> None:
+    made = module_of("tests.serve.server.batch_running:factory")
+    assert "Net" in made.description
+    for words, message in (
+        ("x", "PACKAGE.MODULE:FUNCTION"),
+        ("no.such.place:f", "cannot be imported"),
+        ("tests.serve.server.batch_running:nothing", "cannot be imported"),
+        ("tests.serve.server.batch_running:Net", "must give"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            module_of(words)

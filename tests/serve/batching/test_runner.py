@@ -1,0 +1,132 @@
+"""The thread that runs a batched model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lezero.serve.batching.batcher import Batcher, FullError
+from lezero.serve.batching.curve import Curve
+from lezero.serve.batching.model import BatchedModel
+from lezero.serve.batching.plan import Plan
+from lezero.serve.batching.runner import FailedError, Runner, StoppedError
+
+
+class Doubling(BatchedModel):
+    """Twice a number. It waits for `gate`; 13 raises, 0 gives no number."""
+
+    description = "doubles"
+
+    def __init__(self) -> None:
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.gate.set()
+        self.steps: list[list[int]] = []
+
+    def run(self, items: Sequence[Any]) -> Sequence[Any]:
+        self.begun.set()
+        assert self.gate.wait(20)
+        self.steps.append(list(items))
+        if 13 in items:
+            raise RuntimeError("no luck")
+        return [2 * x if x else float("nan") for x in items]
+
+    def is_sound(self, answer: Any) -> bool:
+        return answer == answer
+
+    def samples(self) -> Iterator[list[Any]]:
+        yield [1]
+
+
+class Asked:
+    """What one request was told."""
+
+    def __init__(self, runner: Runner, *items: int) -> None:
+        self.outcome: Any = None
+        self._told = threading.Event()
+        self.ask = runner.submit(items, self._tell)
+
+    def _tell(self, outcome: Any) -> None:
+        assert not self._told.is_set(), "told twice"
+        self.outcome = outcome
+        self._told.set()
+
+    def wait(self) -> Any:
+        assert self._told.wait(20)
+        return self.outcome
+
+
+@pytest.fixture
+def model() -> Doubling:
+    return Doubling()
+
+
+@pytest.fixture
+def runner(model: Doubling) -> Iterator[Runner]:
+    batcher = Batcher(Curve([(1, 0.001)]), target_s=60.0, waiting=5, plan=Plan(3))
+    made = Runner(model, batcher)
+    made.start()
+    yield made
+    model.gate.set()
+    made.stop()
+
+
+def test_answers_come_whole_and_in_order(runner: Runner, model: Doubling) -> None:
+    asked = [Asked(runner, *range(1, n + 1)) for n in (1, 5, 2)]
+    assert [a.wait() for a in asked] == [[2], [2, 4, 6, 8, 10], [2, 4]]
+    assert runner.counts.ended["answered"] == 3
+    assert runner.counts.items == 8
+    assert len(runner.counts.latencies) == 3
+    assert max(map(len, model.steps)) <= 3
+
+
+def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:
+    model.gate.clear()
+    first = Asked(runner, 1)
+    assert model.begun.wait(20)
+    asked = [Asked(runner, 2), Asked(runner, 13), Asked(runner, 4)]
+    nan = Asked(runner, 0)
+    model.gate.set()
+    assert first.wait() == [2]
+    assert [asked[0].wait(), asked[2].wait()] == [[4], [8]]
+    assert isinstance(asked[1].wait(), FailedError)
+    assert isinstance(nan.wait(), FailedError)
+    assert "not a number" in str(nan.outcome)
+    assert runner.counts.failed_steps == 1
+    assert Asked(runner, 5).wait() == [10]
+
+
+def test_the_queue_is_bounded_and_cancelled_requests_make_room(runner, model) -> None:
+    model.gate.clear()
+    first = Asked(runner, 1)
+    assert model.begun.wait(20)
+    waiting = [Asked(runner, n) for n in range(2, 7)]
+    with pytest.raises(FullError):
+        Asked(runner, 9)
+    runner.cancel(waiting[0].ask)
+    assert isinstance(waiting[0].wait(), StoppedError)
+    last = Asked(runner, 9)
+    runner.cancel(first.ask)
+    assert isinstance(first.wait(), StoppedError), "though it runs"
+    model.gate.set()
+    assert last.wait() == [18]
+    assert [2] not in model.steps
+    assert runner.active == 0 or waiting[-1].wait()
+    runner.cancel(last.ask)
+
+
+def test_stopping_tells_those_that_wait(model: Doubling) -> None:
+    batcher = Batcher(Curve([(1, 0.001)]), target_s=60.0, waiting=9, plan=Plan(1))
+    runner = Runner(model, batcher)
+    runner.start()
+    model.gate.clear()
+    Asked(runner, 1)
+    assert model.begun.wait(20)
+    waits = Asked(runner, 2)
+    assert runner.stalled_s() > 0
+    threading.Timer(0.05, model.gate.set).start()
+    runner.stop()
+    assert isinstance(waits.wait(), StoppedError)
+    assert runner.active == 0
