@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lezero.core.errors import LeZeroError
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.answers import Answerer
@@ -38,7 +39,9 @@ class LanguageFace(Face):
 
     def rehearse(self) -> None:
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        self.llm.generate([[0]], params)
+        (answer,) = self.llm.generate([[0]], params)
+        if answer.error is not None:
+            raise LeZeroError(f"the model does not give even one token: {answer.error}")
 
     def start(self) -> None:
         self._encoder = Encoder(self.llm)

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from lezero.core.errors import LeZeroError
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.run import Server
 from tests.serve.models import small
 from tests.serve.server.running import Client, coder, serving, until
 
@@ -112,6 +115,17 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(caplog) -> None:
         assert client.ask("/health").status == 200
         assert client.server.metrics.failed_steps > 0
     assert "a step of the engine failed" in caplog.text
+
+
+def test_a_server_whose_model_fails_at_once_does_not_start(caplog) -> None:
+    llm = poisoned_llm()
+
+    def broken(fed: Any) -> Any:
+        raise RuntimeError("a bug in a kernel")
+
+    llm.program.run = broken  # type: ignore[method-assign]
+    with pytest.raises(LeZeroError, match="not give even one token"):
+        Server(llm, ServeConfig(port=0)).run()
 
 
 def test_an_engine_that_always_fails_is_not_healthy(caplog) -> None:
