@@ -37,3 +37,12 @@ def test_a_draft_changes_no_answer(folder: Path, tmp_path: Path) -> None:
 def test_a_draft_is_told_how_it_is_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(folder), "--draft", str(folder)]) == 2
     assert "draft: got a model for speculate 'off'" in capsys.readouterr().err
+
+
+def test_keys_and_values_in_int8(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(answers(folder, tmp_path, "--kv", "int8")) == 2
+    assert "keys/values int8: as asked" in capsys.readouterr().err
+    assert main(["serve", str(folder), "--kv", "int4"]) == 2
+    assert "kv: got 'int4', allowed are auto, bf16, int8" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.ops.decoder.native import NATIVE
 from lezero.serve import kv as kv_module
 from lezero.serve.fused import FusedProgram
 from lezero.serve.llm import LLM
@@ -17,6 +18,7 @@ from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts, small
 
+pytestmark = pytest.mark.skipif(not NATIVE.suited(), reason="no fused kernels for this processor")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 LAYERS, HEADS, WIDTH = 2, 2, 16
 BF16, INT8 = 2 * LAYERS * HEADS * 2 * WIDTH, 2 * LAYERS * HEADS * (WIDTH + 2)
@@ -70,6 +72,18 @@ def test_what_is_not_there_is_refused():
         with pytest.raises(ConfigError, match=f"kv: got '{form}'.*plain torch, float32.*take auto"):
             LLM(small(), weights="fp32", kv=form)
     assert LLM(small(), weights="fp32").program.kv == "fp32"
+
+
+def test_guesses_change_no_token():
+    given = [[5, 6, 7, 8] * 6, *prompts(3)]
+    plain = LLM(small(), kv="int8").generate(given, GREEDY)
+    lookup = LLM(small(), kv="int8", speculate="lookup")
+    drafted = LLM(small(), kv="int8", speculate="draft", draft=small())
+    assert drafted._draft is not None
+    assert drafted._draft.kv == "int8"
+    for llm in (lookup, drafted):
+        assert [a.tokens for a in llm.generate(given, GREEDY)] == [a.tokens for a in plain]
+        assert llm.engine.totals.accepted > 0
 
 
 def test_a_poisoned_request_harms_no_other():
