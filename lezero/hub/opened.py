@@ -43,4 +43,5 @@ def _from_run(path: Path) -> tuple[Transformer, Path]:
     with torch.device("meta"):
         model = Transformer(TransformerConfig.parse(shape, f"{loaded.path}: model"))
     model.load_state_dict(loaded.section("model"), assign=True)
+    model.rope.to_empty(device="cpu")  # its tables are not saved; this computes them
     return model, run / "tokenizer"

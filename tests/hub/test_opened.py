@@ -1,0 +1,31 @@
+"""A run's checkpoint, opened as a model that is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import lezero as lz
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.hub.opened import open_model
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import small
+
+
+def test_a_run_opens_whole_and_answers(tmp_path: Path) -> None:
+    tokenizer = bytes_tokenizer()
+    model = small(vocab=tokenizer.vocab_size)
+    engine = lz.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    engine.save(tmp_path, model=model.config.to_dict())
+    tokenizer.save(tmp_path / "tokenizer")
+    opened, folder = open_model(str(tmp_path), torch.float32)
+    assert folder == tmp_path / "tokenizer"
+    tensors = [*opened.parameters(), *opened.buffers()]
+    assert not any(tensor.is_meta for tensor in tensors)
+    tokens = torch.tensor([[5, 6, 7]])
+    assert torch.equal(opened(tokens), model(tokens))
+    params = SamplingParams(temperature=0, max_tokens=5)
+    right = LLM(small(vocab=tokenizer.vocab_size), weights="fp32").generate([5, 6, 7], params)
+    assert LLM(tmp_path, weights="fp32").generate([5, 6, 7], params)[0].tokens == right[0].tokens
