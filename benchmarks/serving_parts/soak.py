@@ -27,7 +27,7 @@ from serving_parts.soak_poison import poison
 from serving_parts.soak_questions import Asker, Question, Told
 
 THREADS, QUESTIONS, QUICK_S = 10, 60, 6.0
-CONTEXT, CACHE_MIB, TINY_CACHE_MIB = 1024, 12, 1
+CONTEXT, CACHE_MIB, TINY_CACHE_MIB = 1024, 6, 1
 _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 _SHOWN, _LONG = 10, 1000
 
