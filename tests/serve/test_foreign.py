@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, MissingExtraError
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
@@ -155,6 +156,14 @@ def test_what_cannot_be_run_is_refused(folders: dict[str, Path], tmp_path: Path)
     (strange / "model.safetensors").rename(strange / "pytorch_model.bin")
     with pytest.raises(FileError, match="pickled"):
         LLM(strange)
+
+
+def test_without_transformers_the_extra_is_named(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'lezero\[hf\]'"):
+        LLM(folders["gpt2"])
 
 
 def test_a_model_whose_state_cannot_go_back_is_refused(tmp_path: Path) -> None:
