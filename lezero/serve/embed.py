@@ -23,16 +23,16 @@ from lezero.serve.engine import Engine
 from lezero.serve.program import Fed
 
 
-def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+def embed(engine: Engine, prompts: Sequence[Sequence[int]], first: int = 0) -> list[list[float]]:
     """The embedding of each prompt, between two steps of the engine, in whose cache there is room
     made for them: requests that run may be preempted. The length is that of the hidden states.
+    first: the number that errors give the first prompt.
 
     Raises `ConfigError` for a prompt that is empty or never fits, `NumericsError` for states that
     are no numbers.
     """
-    for number, prompt in enumerate(prompts):
-        _check(engine, number, prompt)
-    passages = [_Passage(number, list(prompt)) for number, prompt in enumerate(prompts)]
+    check_prompts(engine, prompts)
+    passages = [_Passage(number, list(prompt)) for number, prompt in enumerate(prompts, first)]
     waiting, running = deque(passages), list[_Passage]()
     try:
         while waiting or running:
@@ -67,14 +67,20 @@ class _Passage:
         return found
 
 
-def _check(engine: Engine, number: int, prompt: Sequence[int]) -> None:
-    pool, longest = engine.pool, engine.scheduler.longest
-    most = min(longest, pool.count * pool.block_size)
-    if not 1 <= len(prompt) <= most:
-        raise ConfigError(
-            f"prompts[{number}]: got {len(prompt)} tokens, allowed is 1 to {most}, which context "
-            "and cache have room for; cut the text"
-        )
+def longest_prompt(engine: Engine) -> int:
+    """Tokens of a prompt at most: what context and cache have room for."""
+    return min(engine.scheduler.longest, engine.pool.count * engine.pool.block_size)
+
+
+def check_prompts(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises `ConfigError` for a prompt that is empty or never fits."""
+    most = longest_prompt(engine)
+    for number, prompt in enumerate(prompts):
+        if not 1 <= len(prompt) <= most:
+            raise ConfigError(
+                f"prompts[{number}]: got {len(prompt)} tokens, allowed is 1 to {most}, which "
+                "context and cache have room for; cut the text"
+            )
 
 
 def _admit(engine: Engine, waiting: deque[_Passage], running: list[_Passage]) -> None:

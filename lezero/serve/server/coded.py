@@ -7,12 +7,15 @@ loop must go on. One thread does it, since tokenizers need not bear two.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from lezero.core.errors import ConfigError
+from lezero.serve.embed import check_prompts, longest_prompt
 from lezero.serve.llm import LLM, Prompt
 from lezero.serve.request import Request
+from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.problem import Problem, refused
 
@@ -31,6 +34,18 @@ class Encoder:
             return await loop.run_in_executor(self._pool, self._make, asked)
         except ConfigError as error:
             raise refused(error) from None
+
+    async def prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
+        """Tokens of what is to be embedded, cut off where asked. Raises `ConfigError`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._prompts, texts, truncate)
+
+    def _prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
+        params, engine = SamplingParams(), self._llm.engine
+        most = longest_prompt(engine) if truncate else None
+        found = [list(self._llm.request(text, params).prompt)[:most] for text in texts]
+        check_prompts(engine, found)
+        return found
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

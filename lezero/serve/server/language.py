@@ -12,10 +12,11 @@ from lezero.serve.server.answers import Answerer
 from lezero.serve.server.asked import Form, read_asked
 from lezero.serve.server.coded import Encoder, TokenText
 from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.embedded import answer_embeddings
+from lezero.serve.server.embedding import read_embeddings
 from lezero.serve.server.exchange import Exchange, parse
 from lezero.serve.server.face import Face, Handler
 from lezero.serve.server.metrics import Metrics
-from lezero.serve.server.problem import Problem
 from lezero.serve.server.stats import gauges, stats
 from lezero.serve.server.worker import Worker
 
@@ -80,9 +81,12 @@ class LanguageFace(Face):
         await self._answerer.answer(exchange, read_asked(form, data, self.name))
 
     async def _embed(self, exchange: Exchange) -> None:
-        raise Problem(
-            400,
-            f"model: {self.name!r} is a language model, of which this server gives no embeddings",
-            param="model",
-            code="unsupported_model",
+        config = self._config
+        data = parse(await exchange.read(config.body_bytes, config.read_s))
+        await answer_embeddings(
+            *(exchange, read_embeddings(data, self.name, None)),
+            worker=self.worker,
+            encoder=self._encoder,
+            model=self.name,
+            seconds=config.request_s,
         )

@@ -4,6 +4,10 @@
 which it empties between two steps, so a cancelled request gives its blocks back after the step that
 runs, at most. What a step brings goes to the event loop in one call, however many requests it is
 for.
+
+[Note: tokens that go together] A model's weights push all else out of the processor's caches, so
+waking the event loop for one token takes up to a twentieth of a token's time. First tokens and ends
+go at once; others within `_TOGETHER_S`, unless the next step takes in a prompt, which may be long.
 """
 
 from __future__ import annotations
@@ -18,15 +22,20 @@ from dataclasses import dataclass
 
 import torch
 
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
 from lezero.serve.llm import LLM, Answer
 from lezero.serve.program import Fed
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import TokenLogprob
+from lezero.serve.server.embedder import Embedder, Embedding, EngineError, Outcome
 from lezero.serve.server.metrics import Metrics
 
 _LOG = logger("serve")
+_ENDS = "the engine has ended"
+
+
+_TOGETHER_S = 0.02
 
 
 class BusyError(Exception):
@@ -80,6 +89,8 @@ class Worker:
         self._wake = threading.Condition()
         self._jobs: dict[Request, _Job] = {}
         self._out: list[tuple[Events, Event]] = []
+        self._urgent, self._sent_s = False, 0.0
+        self._embedder = Embedder(llm.engine)
         self._stopping = False
         self._took_s = 1.0
         self._step_began: float | None = None
@@ -108,6 +119,28 @@ class Worker:
         ]
         self._order(lambda: self._add(jobs))
 
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Embeddings, made between steps; cancelling the call gives its place up.
+
+        Raises `BusyError`, `NumericsError`, and `EngineError` for what is not the prompts' fault.
+        """
+        with self._wake:
+            if self.active >= self.room:
+                raise BusyError
+            self.active += 1
+        future: asyncio.Future[list[list[float]]] = self._loop.create_future()
+
+        def told(outcome: Outcome) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(_settle, future, outcome)
+
+        asked = Embedding(prompts, told)
+        self._order(lambda: self._begin_embedding(asked))
+        try:
+            return await future
+        finally:
+            self._order(lambda: self._end_embedding(asked))
+
     def cancel(self, requests: Iterable[Request]) -> None:
         """Ends requests; nothing happens to those that have ended."""
         given = list(requests)
@@ -115,6 +148,7 @@ class Worker:
 
     def cancel_all(self) -> None:
         self._order(lambda: self._cancel(list(self._jobs)))
+        self._order(lambda: self._embedder.end(EngineError(_ENDS, ended=True)))
 
     def wait_s(self) -> int:
         """Seconds after which a place may be free: as long as the last requests took, shared."""
@@ -135,22 +169,52 @@ class Worker:
         while self._take_orders():
             if self.engine.busy:
                 self._step()
-                self._send()
+                if self._is_time():
+                    self._send()
+            if self._embedder.busy:
+                self._embed()
 
     def _take_orders(self) -> bool:
         """Does what was ordered; waits where there is nothing to do. False: it is over."""
         with self._wake:
-            while not (self._inbox or self.engine.busy or self._stopping):
+            while not (self._inbox or self._busy or self._stopping):
                 self._wake.wait()
-        while self._inbox:
-            self._inbox.popleft()()
-        self._send()
+        if self._inbox:
+            while self._inbox:
+                self._inbox.popleft()()
+            self._send()
         return not self._stopping
+
+    @property
+    def _busy(self) -> bool:
+        return self.engine.busy or self._embedder.busy
+
+    def _begin_embedding(self, asked: Embedding) -> None:
+        if self.broken is not None or self._stopping:
+            asked.told(EngineError(_ENDS, ended=self._stopping))
+        else:
+            self._embedder.add(asked)
+
+    def _end_embedding(self, asked: Embedding) -> None:
+        self._embedder.drop(asked)
+        with self._wake:
+            self.active -= 1
+
+    def _embed(self) -> None:
+        self._step_began = time.monotonic()
+        try:
+            error = self._embedder.step()
+        finally:
+            self._step_began = None
+        if error is not None and not isinstance(error, NumericsError):
+            _LOG.error("an embedding failed", exc_info=error)
+            self.metrics.failed_steps += 1
+            self._end_if_broken(error)
 
     def _add(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
             if self.broken is not None or self._stopping:
-                self._end(job, Event(job.index, reason="error", error="the engine has ended"))
+                self._end(job, Event(job.index, reason="error", error=_ENDS))
                 continue
             try:
                 self.engine.add(job.request)
@@ -169,6 +233,7 @@ class Worker:
     def _stop(self) -> None:
         self._stopping = True
         self._cancel(list(self._jobs))
+        self._embedder.end(EngineError(_ENDS, ended=True))
 
     def _step(self) -> None:
         totals = self.engine.totals
@@ -203,6 +268,7 @@ class Worker:
             self.broken = f"{type(error).__name__}: {error}"
             scheduler = self.engine.scheduler
             self._give_up([*scheduler.running, *scheduler.waiting])
+            self._embedder.end(EngineError(_ENDS))
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         for request in list(requests):
@@ -253,6 +319,7 @@ class Worker:
         now, metrics, request = time.monotonic(), self.metrics, job.request
         metrics.tokens_out += count
         if job.last_s is None:
+            self._urgent = True
             metrics.first_token_s.add(now - (request.arrived_s or now))
             metrics.tokens_cached += request.cached
         else:
@@ -261,6 +328,7 @@ class Worker:
 
     def _end(self, job: _Job, event: Event) -> None:
         self._jobs.pop(job.request, None)
+        self._urgent = True
         if job.last_s is not None and job.request.arrived_s is not None:
             self._took_s += 0.1 * (job.last_s - job.request.arrived_s - self._took_s)
         self.metrics.ended["refused" if event.refused else str(event.reason)] += 1
@@ -268,11 +336,30 @@ class Worker:
             self.active -= 1
         self._out.append((job.events, event))
 
+    def _is_time(self) -> bool:
+        """Whether to send now what there is; see [Note: tokens that go together]."""
+        if self._urgent or time.monotonic() - self._sent_s >= _TOGETHER_S:
+            return True
+        scheduler = self.engine.scheduler
+        return bool(scheduler.waiting) or any(r.pending > 1 for r in scheduler.running)
+
     def _send(self) -> None:
+        self._urgent, self._sent_s = False, time.monotonic()
         if self._out:
             out, self._out = self._out, []
             with suppress(RuntimeError):  # the loop has ended, and with it all who listen
                 self._loop.call_soon_threadsafe(_put, out)
+
+
+def _settle(future: asyncio.Future[list[list[float]]], outcome: Outcome) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, list):
+        future.set_result(outcome)
+    elif isinstance(outcome, NumericsError | EngineError):
+        future.set_exception(outcome)
+    else:
+        future.set_exception(EngineError("the engine failed while it embedded this"))
 
 
 def _put(out: Iterable[tuple[Events, Event]]) -> None:

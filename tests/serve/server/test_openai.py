@@ -161,8 +161,8 @@ def test_other_errors(client) -> None:
     with pytest.raises(openai.NotFoundError) as found:
         client.completions.create(model="other", prompt="x")
     assert found.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="embeddings"):
-        client.embeddings.create(model="tiny", input="x")
+    with pytest.raises(openai.BadRequestError, match="prompts"):
+        client.embeddings.create(model="tiny", input="x" * 600)
     with pytest.raises(openai.BadRequestError) as found:
         client.completions.create(model="tiny", prompt="x" * 600)
     assert found.value.code == "context_length_exceeded"
@@ -170,6 +170,16 @@ def test_other_errors(client) -> None:
         client.completions.create(model="tiny", prompt=[100000])
     with pytest.raises(openai.BadRequestError, match="allowed is 0"):
         client.completions.create(model="tiny", prompt=[-1])
+
+
+def test_embeddings(client, llm) -> None:
+    texts = ["hello", "a longer text", "z" * 400]
+    expected = small_llm().embed(texts)
+    found = client.embeddings.create(model="tiny", input=texts)
+    assert [entry.embedding for entry in found.data] == expected
+    assert found.usage.prompt_tokens == sum(map(len, texts))
+    again = client.embeddings.create(model="tiny", input=texts[1], encoding_format="float")
+    assert again.data[0].embedding == expected[1]
 
 
 def test_a_chat_goes_on_to_the_end_of_the_context(client, llm) -> None:
