@@ -2,9 +2,10 @@
 
 Requests run in the order in which they came, together with others of their kind, as many as the
 plan lets into a step. A request that cannot be answered within the target because of those before
-it is refused at once. [Note: long requests] One whose own items take longer than half of the
-target, as a list of a thousand texts, waits in a queue of its own, which runs when no other request
-waits; its items are spread over steps of the usual size, so that others wait for one step at most.
+it is refused at once. [Note: long requests] One that by itself takes longer than the target, or a
+list that takes longer than half of it, waits in a queue of its own, which runs when no other
+request waits. Its items are spread over steps of the usual size, so that others wait for one step
+at most.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ class Batcher:
         """Takes a request in; raises `FullError` for one that would come too late, or is one too
         many."""
         ask.arrived_s = now
-        ask.is_long = self.curve.seconds(ask.work) > self.target_s / 2 and len(ask.works) > 1
+        own = self.curve.seconds(ask.work)
+        ask.is_long = own > self.target_s / (1 if len(ask.works) == 1 else 2)
         if self.waiting >= self.most_waiting:
             rest = sum(x.work for x in self._back)
             seconds = self._wait_s(now) + rest / self._full_work * self.full_step_s

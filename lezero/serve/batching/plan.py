@@ -21,6 +21,7 @@ LATE = 0.01
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _DELAYS = (1 / 16, 1 / 8, 1 / 4)
 _WORTH = 1.02
+_TOGETHER = 8
 _ARRIVALS = 3000
 _CLOSE = 1.01
 
@@ -112,7 +113,7 @@ def tune(
     """Looks for the plan that holds the highest rate; yields between looks of about 1 ms.
 
     mix: work of requests as they came of late. most: items of a step. Where no plan holds the
-    target, each request runs alone as soon as it can.
+    target, its rate is 0, and up to 8 usual requests run together as soon as they can.
     """
     noise, drawn = list(curve.ratios) or [1.0], random.Random(1)
     arrivals = Arrivals(poisson(_ARRIVALS), [drawn.choice(mix) for _ in range(_ARRIVALS)])
@@ -129,7 +130,7 @@ def tune(
         rate = yield from held_rate(lambda rate: late(plan, rate), low, at_most)
         return replace(plan, rate=rate) if rate else best
 
-    best = Plan(most, mean, 0.0, 0.0)
+    best = Plan(most, _TOGETHER * mean, 0.0, 0.0)
     for plan in _steps(curve, mean, target_s, most):
         best = yield from better(plan, best, 1.0)
     for delay in _DELAYS:

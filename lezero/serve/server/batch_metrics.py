@@ -58,10 +58,12 @@ class BatchMetrics:
             f"step        {_ms(curve.seconds(mean))} for one usual request, "
             f"{_ms(curve.seconds(8 * mean))} for 8, measured",
             f"batching    up to {max(1, round(plan.work / mean))} a step, delay "
-            f"{_ms(plan.delay_s)}: chosen for 99% within {_ms(batcher.target_s)}",
+            f"{_ms(plan.delay_s)}, for 99% within {_ms(batcher.target_s)}",
         ]
-        rate = f"{plan.rate:,.0f} usual requests a second" if plan.rate else "the target is too low"
-        return [*lines, f"forecast    {rate}"]
+        if not plan.rate:
+            target = _ms(batcher.target_s)
+            return [*lines, f"forecast    no rate holds {target} here; give a higher --p99-ms"]
+        return [*lines, f"forecast    {plan.rate:,.0f} usual requests a second"]
 
     def ended(self, runner: Runner) -> list[str]:
         """What was, beside the target."""

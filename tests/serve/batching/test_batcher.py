@@ -121,6 +121,20 @@ def test_long_requests_let_others_pass() -> None:
     assert max(told.latencies) > 0.5
 
 
+def test_texts_too_long_for_the_target_are_answered_when_others_do_not_wait() -> None:
+    works = [1.0] * 49 + [40.0]
+    told = drive(batcher(), stream(40, 1500, works), linear)
+    assert len(told.latencies) + len(told.refused) == 1500
+    assert len(told.refused) <= 100, "only those that a long one was before"
+    assert sum(x > TARGET for x in told.latencies) <= 30 + 60
+    hopeless = drive(batcher(curve=Curve([(1, 0.2), (2, 0.3)])), stream(2, 200), slow_model)
+    assert len(hopeless.latencies) == 200, "a target that cannot be held refuses nobody"
+
+
+def slow_model(work: float, now: float) -> float:
+    return 0.1 + 0.1 * work
+
+
 def test_many_items_of_a_request_are_in_order_and_none_is_lost() -> None:
     made = batcher(plan=Plan(3))
     asks = [Ask([1.0] * n) for n in (2, 5, 1)]

@@ -71,10 +71,10 @@ def test_what_is_cheapest_comes_without_a_delay() -> None:
     assert patient.rate <= 500
 
 
-def test_a_target_that_cannot_be_held_runs_each_request_alone() -> None:
+def test_where_no_plan_holds_the_target_some_run_together() -> None:
     plan = finished(tune(Curve([(1, 0.2), (2, 0.3)]), [1.0], TARGET, 256))
     assert plan.rate == 0.0
-    assert plan.work == 1.0
+    assert plan.work == 8.0
 
 
 def test_the_search_goes_in_small_pieces() -> None:
