@@ -115,6 +115,7 @@ def tune(
     mix: work of requests as they came of late. most: items of a step. Where no plan holds the
     target, its rate is 0, and up to 8 usual requests run together as soon as they can.
     """
+    mix = [work for work in mix if curve.seconds(work) <= target_s] or mix  # no plan helps others
     noise, drawn = list(curve.ratios) or [1.0], random.Random(1)
     arrivals = Arrivals(poisson(_ARRIVALS), [drawn.choice(mix) for _ in range(_ARRIVALS)])
     mean = sum(mix) / len(mix)

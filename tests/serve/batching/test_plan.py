@@ -80,3 +80,9 @@ def test_where_no_plan_holds_the_target_some_run_together() -> None:
 def test_the_search_goes_in_small_pieces() -> None:
     search = tune(measured(MODELS["linear"]), [1.0], TARGET, 256)
     assert sum(1 for _ in search) > 20
+
+
+def test_requests_that_no_plan_answers_in_time_do_not_spoil_it_for_others() -> None:
+    mix = [1.0] * 9 + [40.0]
+    plan = finished(tune(measured(MODELS["linear"]), mix, TARGET, 256))
+    assert plan == finished(tune(measured(MODELS["linear"]), [1.0], TARGET, 256))
