@@ -154,7 +154,6 @@ def _run_side(options: argparse.Namespace) -> None:
 
 
 def _run_part(name: str, quick: bool, place: str, soak_seconds: float) -> dict[str, Any]:
-    sys.path.append(str(FOLDER))  # behind all packages
     if name == "http":
         from serving_parts.http import run as http
 

@@ -16,7 +16,7 @@ from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.run import Server
 from tests.serve.models import small
-from tests.serve.server.running import Client, coder, serving, until
+from tests.serve.server.running import Client, coder, serving, small_llm, until
 
 POISON = 200
 """A token whose embedding is not a number."""
@@ -206,3 +206,18 @@ def load(client: Client, given: Any, expected: Any, counts: Any, end: float, see
             body = drawn.choice([b"{", b"\xff", b"[" * 10000, b'{"prompt": "x", "n": -1}'])
             counts["wrong"] += client.ask("/v1/completions", body).status != 400
             counts["poisoned"] += 1
+
+
+def test_tokens_of_quick_steps_go_together(monkeypatch) -> None:
+    """First and last ones go at once, and the others wait, here for ever."""
+    monkeypatch.setattr("lezero.serve.server.worker._TOGETHER_S", 1e9)
+    asked = {"prompt": [5, 6, 7], "max_tokens": 100, "ignore_eos": True, "stream": True}
+    llm, sent = small_llm(), []
+    with serving(llm) as client:
+        worker = client.server.worker
+        send = worker._send
+        monkeypatch.setattr(worker, "_send", lambda: (sent.append(len(worker._out)), send()))
+        found = client.ask("/v1/completions", asked).body
+    assert found.count(b'"text"') > 90
+    assert found.rstrip().endswith(b"[DONE]")
+    assert [count for count in sent if count] == [1, 99]
