@@ -204,3 +204,46 @@ def test_a_model_that_gets_slower_is_left(monkeypatch):
     report = lz.quantization_report(model)
     assert report.decisions.records["quantize the model"].chosen == "as it was"
     lz.quantize_(model, lz.Int8Weight(), objective="size")  # nothing was applied before
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Int4Weight(), lz.Int8WeightActivation()])
+def test_inputs_and_ids_that_the_plain_layer_refuses_are_refused(scheme):
+    linear = lz.quantize_(nn.Sequential(nn.Linear(64, 64)), scheme, objective="size")
+    for width in (5, 63, 65):
+        with pytest.raises(lz.ConfigError, match=r"allowed is \(…, 64\)|x is"):
+            linear(torch.randn(4, width))
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Fp8()])
+def test_ids_outside_the_vocabulary_are_refused(scheme):
+    table = lz.quantize_(nn.Sequential(nn.Embedding(50, 64)), scheme, objective="size")
+    assert table(torch.tensor([[0, 49]])).shape == (1, 2, 64)
+    for bad in (-1, 50, 63, 10**6):
+        with pytest.raises(IndexError):
+            table(torch.tensor([[bad]]))
+
+
+def test_what_needs_data_says_so():
+    for scheme in (
+        lz.Int8Weight(bias_correction=True), lz.Int8WeightActivation(smooth=0.5),
+    ):  # fmt: skip
+        with pytest.raises(lz.ConfigError, match="needs calibration data"):
+            lz.quantize_(nn.Sequential(nn.Linear(64, 64)), scheme, objective="size")
+    with pytest.raises(lz.ConfigError, match="group"):
+        lz.Fp8(group=0)
+
+
+def test_a_later_batch_that_the_model_does_not_take_is_named():
+    model = nn.Sequential(nn.Linear(64, 64))
+    before = model[0].weight
+    data = [torch.randn(2, 64), torch.randn(2, 63)]
+    with pytest.raises(lz.ConfigError, match="does not take batch 1"):
+        lz.quantize_(model, lz.Int8WeightActivation(), data=data, objective="size")
+    assert model[0].weight is before
+
+
+@pytest.mark.parametrize("figure", ["high", torch.ones(2), float("inf")])
+def test_a_metric_gives_one_finite_number(figure):
+    model = nn.Sequential(nn.Linear(64, 64))
+    with pytest.raises((lz.ConfigError, lz.NumericsError), match="metric: gave"):
+        lz.quantize_(model, lz.Int8Weight(), metric=lambda m: figure, objective="size")

@@ -229,7 +229,7 @@ def test_torch_knows_the_ops() -> None:
     check, ops = torch.library.opcheck, torch.ops.lezero
     check(ops.linear_int.default, (x, *w, seeded(20), None, 20, 4, 32, 8))
     check(ops.linear_bf16.default, (x.requires_grad_(), pack_bf16(seeded(20, 70)), None, 20))
-    check(ops.embedding_int.default, (ids, *w, 70, 4, 32, torch.bfloat16))
+    check(ops.embedding_int.default, (ids, *w, 70, 4, 32, torch.bfloat16, 20))
 
 
 class Layer(torch.nn.Module):

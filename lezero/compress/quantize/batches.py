@@ -52,11 +52,15 @@ def call(model: nn.Module, batch: Batch) -> Any:
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def first_call(model: nn.Module, batch: Batch) -> Any:
+class Reached(Exception):
+    """Cuts a run off behind the part of the model that was asked for."""
+
+
+def first_call(model: nn.Module, batch: Batch, index: int = 0) -> Any:
     """`call`, with an error that speaks of the calibration data when the model refuses it."""
     try:
         return call(model, batch)
-    except LeZeroError:
+    except (LeZeroError, Reached):
         raise
     except Exception as error:
         shapes = pytree.tree_map(
@@ -64,7 +68,7 @@ def first_call(model: nn.Module, batch: Batch) -> Any:
             _plain(batch),
         )
         raise ConfigError(
-            f"data: the model does not take the first batch, {shapes}: "
+            f"data: the model does not take batch {index}, {shapes}: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from lezero.compress.quantize.scheme import Scheme, Target, check_rule, group_for
+from lezero.compress.quantize.scheme import Scheme, Target, check_group, check_rule, group_for
 from lezero.compress.quantize.sites import Site
 from lezero.ops.quantize import Grid
 
@@ -16,12 +16,13 @@ class Fp8(Scheme):
     arXiv:2209.05433): 8 bits with four of exponent, for weights of very different sizes."""
 
     group: int | Literal["row", "tensor"] = "row"
-    """Inputs that share a scale: "row", "tensor", or a number that divides them."""
+    """Inputs that share a scale: "row", "tensor", or a multiple of 32 that divides them."""
     scales: str = "minmax"
     """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
     vocabulary: Literal["fp8", "keep"] = "fp8"
     """Token embeddings and output head."""
 
+    _group = field_validator("group")(lambda cls, value: check_group(value))
     _scales = field_validator("scales")(lambda cls, value: check_rule(value))
 
     def target(self, site: Site) -> Target | None:

@@ -25,14 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lezero.compress.quantize.batches import Batch, call
+from lezero.compress.quantize.batches import Batch, Reached, call, first_call
 from lezero.compress.quantize.spill import Spill
 
 Run = Callable[..., Any]
-
-
-class _Reached(Exception):
-    """Cuts a run off behind the block that was asked for."""
 
 
 class Replay:
@@ -62,14 +58,17 @@ class Replay:
             output = visit(*args, **kwargs)
             if store and self.is_chain:
                 self._store(batch, block, output)
-            raise _Reached
+            raise Reached
 
         earlier = range(block) if self.is_chain else ()
         forwards = {block: last, **{k: self._stored(batch, k) for k in earlier}}
         with self._replaced(forwards):
             try:
-                call(self.model, self.batches[batch])
-            except _Reached:
+                if block == 0:  # the model sees a batch for the first time
+                    first_call(self.model, self.batches[batch], batch)
+                else:
+                    call(self.model, self.batches[batch])
+            except Reached:
                 return
         raise AssertionError(f"the model did not come to its block '{self.blocks[block][0]}'")
 

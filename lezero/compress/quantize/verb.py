@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, TypeVar
 
@@ -196,6 +197,13 @@ def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tup
             f"lz.quantize_: method '{config.recipe().method}' needs calibration data; give data=, "
             "or take 'nearest' or 'hqq'"
         )
+    recipe = config.recipe()
+    for name in ("bias_correction", "smooth"):
+        asked = getattr(recipe, name)
+        if not has_data and asked not in (None, False, "auto"):
+            raise ConfigError(
+                f"{name}: got {asked!r}, which needs calibration data; give data=, or leave it out"
+            )
     found: dict[str, tuple[Site, Target]] = {}
     for site in sites:
         target = config.target(site)
@@ -265,9 +273,14 @@ def _check_optimizer(
 
 
 def _figure(value: Any) -> float:
-    number = float(value)
-    if number != number:
-        raise NumericsError("metric: gave NaN for the model")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(
+            f"metric: gave {str(value)[:60]!r}, allowed is one number, the lower the better"
+        ) from None
+    if not math.isfinite(number):
+        raise NumericsError(f"metric: gave {number} for the model, allowed is a finite number")
     return number
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lezero.core.errors import ConfigError
 from lezero.ops.linear import Packed, embedding_int, linear_int, pack, unpack
 from lezero.ops.quantize import (
     Grid,
@@ -158,6 +159,9 @@ class PackedWeight(QuantizedWeight):
         return dequantize(codes, scale, zero, grid, dtype or self.dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+        N, K = self.full_shape
+        if x.shape[-1:] != (K,):  # the kernel would take fewer: weights are padded
+            raise ConfigError(f"input: got {tuple(x.shape)}, allowed is (…, {K}) for {N} × {K}")
         return linear_int(
             x,
             self.parts(),
@@ -170,9 +174,14 @@ class PackedWeight(QuantizedWeight):
         )
 
     def rows(self, ids: Tensor) -> Tensor:
-        K, bits = self.full_shape[1], self.grid.bits
+        N, K = self.full_shape
         return embedding_int(
-            ids, self.parts(), in_features=K, bits=bits, group=self.group, dtype=self.dtype
+            *(ids, self.parts()),
+            rows=N,
+            in_features=K,
+            bits=self.grid.bits,
+            group=self.group,
+            dtype=self.dtype,
         )
 
 
@@ -222,7 +231,7 @@ class CodedWeight(QuantizedWeight):
         flat = ids.flatten()
         whole = self.grid.group == "tensor"
         codes, scale, zero = (
-            None if x is None else x if whole and x is not self.codes else x[flat]
+            None if x is None else x if whole and x is not self.codes else _rows_of(x, flat)
             for x in (self.codes, self.scale, self.zero)
         )
         assert codes is not None
@@ -255,6 +264,13 @@ def keeping_types(module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Modul
         if after.dtype != buffer.dtype:
             module._buffers[name] = buffer.to(after.device)
     return changed
+
+
+def _rows_of(x: Tensor, flat: Tensor) -> Tensor:
+    """x[flat], but never from the end: an id below 0 is an error."""
+    if x.itemsize > 1:
+        return x.index_select(0, flat)
+    return x.view(torch.uint8).index_select(0, flat).view(x.dtype)
 
 
 def _plain(value: Any) -> Any:

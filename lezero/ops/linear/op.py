@@ -30,7 +30,7 @@ _library.define(
 )
 _library.define(
     "embedding_int(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, SymInt in_features, "
-    "int bits, int group, ScalarType dtype) -> Tensor"
+    "int bits, int group, ScalarType dtype, SymInt rows) -> Tensor"
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,20 +93,22 @@ def embedding_int(
     bits: int,
     group: int = 0,
     dtype: torch.dtype = torch.float32,
+    rows: int | None = None,
 ) -> Tensor:
     """Rows `ids` (int64 or int32, any shape) of a packed (N, K) weight: (…, K) in `dtype`.
 
     The layout is that of `linear_int`, so an output head may share the weight. On the CPU, an id
-    that is not among the packed rows raises `IndexError`.
+    that is not below `rows` (N; by default N rounded up to a multiple of 16) raises `IndexError`.
     """
     if ids.dtype not in (torch.int64, torch.int32) or dtype not in FLOATS:
         raise ConfigError(
             f"embedding_int: ids are {ids.dtype}, dtype is {dtype}; allowed: int64 or int32 ids, "
             "fp32, bf16 or fp16"
         )
-    rows = packed.weight.shape[0] * PANEL
+    held = packed.weight.shape[0] * PANEL
+    rows = held if rows is None else rows
     check_packed("embedding_int", packed, in_features, rows, bits, group)
-    return torch.ops.lezero.embedding_int(ids, *packed, in_features, bits, group, dtype)
+    return torch.ops.lezero.embedding_int(ids, *packed, in_features, bits, group, dtype, rows)
 
 
 def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: int) -> None:
@@ -215,14 +217,13 @@ def _embedding(
     bits: int,
     group: int,
     dtype: torch.dtype,
+    rows: int,
 ) -> Tensor:
     flat = ids.flatten().long()
     if flat.numel() and flat.device.type == "cpu":
         low, high = flat.aminmax()
-        if low < 0 or high >= weight.shape[0] * PANEL:
-            raise IndexError(
-                f"embedding_int: ids from {low} to {high}; there are {weight.shape[0] * PANEL}"
-            )
+        if low < 0 or high >= rows:
+            raise IndexError(f"embedding_int: ids from {low} to {high}; there are {rows}")
     packed = Packed(weight, scale, zero)
     out = reference.embedding(flat, packed, in_features, bits, group, dtype)
     return out.view(*ids.shape, in_features)
@@ -242,6 +243,7 @@ def _fake_embedding(
     bits: int,
     group: int,
     dtype: torch.dtype,
+    rows: int,
 ) -> Tensor:
     return ids.new_empty((*ids.shape, in_features), dtype=dtype)
 
