@@ -247,3 +247,17 @@ def test_a_metric_gives_one_finite_number(figure):
     model = nn.Sequential(nn.Linear(64, 64))
     with pytest.raises((lz.ConfigError, lz.NumericsError), match="metric: gave"):
         lz.quantize_(model, lz.Int8Weight(), metric=lambda m: figure, objective="size")
+
+
+def test_a_bias_that_is_not_finite_is_named():
+    model = nn.Sequential(nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].bias[3] = torch.nan
+    with pytest.raises(lz.NumericsError, match="1 of 64 biases of '0'"):
+        lz.quantize_(model, lz.Int8Weight(), objective="size")
+
+
+def test_filter_and_optimizer_are_what_they_may_be():
+    for wrong in ({"filter": 3}, {"optimizer": "adam"}):
+        with pytest.raises(lz.ConfigError, match=next(iter(wrong))):
+            lz.quantize_(nn.Sequential(nn.Linear(64, 64)), lz.Int8Weight(), **wrong)

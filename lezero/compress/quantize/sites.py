@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -144,15 +144,22 @@ def _check(site: Site) -> None:
             f"lz.quantize_: the weight of '{site.name}' is on the meta device and has no values; "
             "load the model first"
         )
-    # In parts, since torch makes a copy in fp64 to sum up, eight bytes a weight.
-    parts = parameter.detach().flatten().split(_AT_ONCE)
-    if not all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in parts):
-        bad = sum(int((~torch.isfinite(part)).sum()) for part in parts)
+    biases = [getattr(user.module, "bias", None) for user in site.users]
+    for what, values in (("weights", parameter), *(("biases", bias) for bias in biases)):
+        bad = 0 if values is None else _not_finite(values.detach())
         if bad:
             raise NumericsError(
-                f"lz.quantize_: {bad} of {parameter.numel()} weights of '{site.name}' are NaN or "
+                f"lz.quantize_: {bad} of {values.numel()} {what} of '{site.name}' are NaN or "
                 "infinite; mend the model, or leave the layer out with filter="
             )
+
+
+def _not_finite(values: Tensor) -> int:
+    """How many; in parts, since torch makes a copy in fp64 to sum up, eight bytes a value."""
+    parts = values.flatten().split(_AT_ONCE)
+    if all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in parts):
+        return 0
+    return sum(int((~torch.isfinite(part)).sum()) for part in parts)
 
 
 def _chooser(filter: Filter) -> Callable[[str, nn.Module], bool]:
@@ -160,7 +167,9 @@ def _chooser(filter: Filter) -> Callable[[str, nn.Module], bool]:
         return lambda name, module: True
     if callable(filter):
         return filter
-    patterns = [filter] if isinstance(filter, str) else list(filter)
+    patterns = (
+        [filter] if isinstance(filter, str) or not isinstance(filter, Iterable) else [*filter]
+    )
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigError(
             f"filter: got {filter!r}, allowed is a pattern of layer names such as '*.mlp.*', a "

@@ -262,6 +262,8 @@ def _check_optimizer(
 ) -> None:
     if optimizer is None:
         return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer: got {optimizer!r}, allowed is a torch optimizer")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     lost = [name for name, (site, _) in targets.items() if id(site.parameter) in held]
     if lost:
