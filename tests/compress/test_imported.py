@@ -15,6 +15,7 @@ import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.models import Transformer, save_hf
+from lezero.nn.meta import parameters_on_meta
 from tests.compress.test_quantize import small, tokens
 
 GROUP = 32
@@ -67,9 +68,9 @@ def quantized(name: str, weight: Tensor, form: dict[str, Any]) -> tuple[dict[str
     return {f"{name}.{part}": value for part, value in parts.items()}, (codes - zero) * scale
 
 
-def folder(root: Path, form: dict[str, Any]) -> Transformer:
+def folder(root: Path, form: dict[str, Any], tied: bool = False) -> Transformer:
     """Writes a checkpoint as other tools do; returns the float model that it means."""
-    model = small()
+    model = small(tied)
     save_hf(model, root)
     config = json.loads((root / "config.json").read_text())
     (root / "config.json").write_text(json.dumps({**config, "quantization_config": form}))
@@ -116,16 +117,23 @@ def test_imported_folders_give_the_logits_of_their_float_model(name: str, tmp_pa
 
 def test_it_opens_in_a_module_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    wanted = folder(tmp_path, FORMS["awq"])
+    wanted = folder(tmp_path, FORMS["awq"], tied=True)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     del config.quantization_config
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    found = load_quantized(tmp_path, model)
-    assert found is model
-    with torch.no_grad():
-        torch.testing.assert_close(
-            found(tokens()[0]).logits, wanted(tokens()[0]), rtol=1e-3, atol=1e-4
-        )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(lz.FileError, match="inv_freq is on the meta device"):
+        load_quantized(tmp_path, model)
+    with parameters_on_meta():
+        empty = transformers.AutoModelForCausalLM.from_config(config)
+    for model in (transformers.AutoModelForCausalLM.from_config(config), empty):
+        found = load_quantized(tmp_path, model)
+        assert found is model
+        assert found.lm_head.weight is found.model.embed_tokens.weight
+        with torch.no_grad():
+            torch.testing.assert_close(
+                found(tokens()[0]).logits, wanted(tokens()[0]), rtol=1e-3, atol=1e-4
+            )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
+from lezero.compress.quantize.layout import assign_, missing_buffers
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
@@ -45,7 +46,7 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
     for name, layer in layers.items():
         _become(model.get_submodule(name), layer, floats.get(f"{name}.bias"))
     state = {name: value.to(device) for name, value in floats.items()}
-    model.load_state_dict(state, assign=True, strict=False)
+    assign_(model, state, strict=False)
     if device.type != "cpu":
         model.to(device)
     if isinstance(model, Transformer):
@@ -63,6 +64,11 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
             "quantization_config in its config.json; lezero.models.load_hf opens plain folders"
         )
     method = found.get("quant_method")
+    if method == "lezero":
+        raise FileError(
+            f"{root}: manifest.json is missing, which says what the tensors are: the folder is "
+            "damaged; copy it again, or write it again with lz.save_quantized"
+        )
     if method not in ("gptq", "awq"):
         raise FileError(
             f"{where}: quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq'"
@@ -145,6 +151,8 @@ def _floats(
             found[name] = found[tied[id(value)]]
         else:
             problems.append(f"missing {name}")
+    if not isinstance(model, Transformer):
+        problems += missing_buffers(model, model)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "; ".join(problems[:_SHOWN])

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lezero.compress.quantize.batch_norm import FoldedBatchNorm
 from lezero.compress.quantize.modules import (
@@ -97,6 +97,49 @@ def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> 
     if weights:
         ledger.record(model, "quantize_")
     return model
+
+
+def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one.
+
+    Assigning makes a parameter for each name. Where `state` has two values for what was one (a
+    bias corrected in one of its places), each name keeps its own.
+    """
+    names: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), []).append((module, name))
+    model.load_state_dict(state, strict=strict, assign=True)
+    for (owner, first), *others in names.values():
+        one = owner._parameters[first]
+        assert one is not None
+        for module, name in others:
+            other = module._parameters[name]
+            if other is not None and other is not one and _same_bits(one, other):
+                module._parameters[name] = one
+
+
+def missing_buffers(made: nn.Module, model: nn.Module) -> list[str]:
+    """Buffers that a file cannot give: on meta in `model` and not in the `state_dict` of `made`,
+    what the model becomes."""
+    stored = made.state_dict()
+    here = dict(model.named_buffers())
+    return [
+        f"{name} is on the meta device and never in a file; build the model inside "
+        "lezero.nn.meta.parameters_on_meta() instead of torch.device('meta'), or on the CPU"
+        for name, _ in made.named_buffers()
+        if name not in stored and name in here and here[name].is_meta
+    ]
+
+
+def _same_bits(one: Tensor, two: Tensor) -> bool:
+    alike = one.shape == two.shape and one.dtype == two.dtype
+    return alike and torch.equal(_bytes(one), _bytes(two))
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _layer(module: nn.Module, about: Mapping[str, Any], weight: QuantizedWeight) -> QuantizedLayer:

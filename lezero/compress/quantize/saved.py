@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
 from lezero.compress.quantize.imported import import_quantized
-from lezero.compress.quantize.layout import describe, rebuild_
+from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
 from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
@@ -106,8 +106,9 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     """The quantized model in a folder, ready to run; its layers never take their float size.
 
     Reads what `lz.save_quantized` wrote, and Hugging Face folders of GPTQ and AWQ. Models of the
-    Llama family are built here; for others give the float `model` (best built on meta), which
-    becomes the quantized one in place. Errors: `FileError` for a folder that is neither, that does
+    Llama family are built here; for others give the float `model`, which becomes the quantized one
+    in place: best built inside `lezero.nn.meta.parameters_on_meta()`, without memory. Parameters
+    that are one in it stay one. Errors: `FileError` for a folder that is neither, that does
     not fit the model, or is of another format; `CorruptError` for bytes that are not what was
     written. `model` is then as it was.
     """
@@ -128,7 +129,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     device = _device(model)
     rebuild_(model, layers)
     state = {name.removeprefix(_PREFIX): x.to(device) for name, x in tensors.items()}
-    model.load_state_dict(state, assign=True)
+    assign_(model, state)
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     return model.eval()
@@ -186,8 +187,8 @@ def _build(known: Generation, root: Path) -> Transformer:
     shape = known.documents.get("model")
     if shape is None:
         raise FileError(
-            f"{root}: the model is not of LeZero's own, so build it (on the meta device) and give "
-            "it: lz.load_quantized(folder, model)"
+            f"{root}: the model is not of LeZero's own, so build it (best inside "
+            "lezero.nn.meta.parameters_on_meta()) and give it: lz.load_quantized(folder, model)"
         )
     try:
         config = TransformerConfig.parse(shape, f"{root / _MANIFEST}: model")
@@ -251,12 +252,8 @@ def _expect(
             name in exact or not (form.dtype.is_floating_point and other.dtype.is_floating_point)
         ):
             problems.append(f"{name} is {form.dtype}, it should be {other.dtype}")
-    own = isinstance(model, Transformer)
-    problems += [
-        f"{name} is on the meta device and not in the folder; build the model on the CPU"
-        for name, buffer in model.named_buffers()
-        if buffer.is_meta and name not in wanted and not own
-    ]
+    if not isinstance(model, Transformer):
+        problems += missing_buffers(rehearsal, model)
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         shown = "; ".join(problems[:_SHOWN])
