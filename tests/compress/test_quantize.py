@@ -28,6 +28,22 @@ def difference(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one - two).norm() / two.norm())
 
 
+def normed_blocks(width: int, gains: torch.Tensor) -> torch.nn.Sequential:
+    """Two blocks of a norm with `gains` and a linear layer."""
+    model = torch.nn.Sequential()
+    for _ in range(2):
+        norm = torch.nn.LayerNorm(width)
+        norm.weight.data = gains.clone()
+        model.append(torch.nn.Sequential(norm, torch.nn.Linear(width, width)))
+    return model
+
+
+def outlier(width: int, size: float) -> torch.Tensor:
+    gains = torch.ones(width)
+    gains[3] = size
+    return gains
+
+
 SCHEMES = {
     "int8": (lz.Int8Weight(), 0.02),
     "int8-group": (lz.Int8Weight(group=32, zero_point=True), 0.02),
@@ -137,6 +153,19 @@ def test_it_compiles_and_exports(scheme):
         assert torch.allclose(exported(y), model(y), atol=1e-4)
 
 
+@pytest.mark.parametrize("with_data", [True, False])
+def test_a_layer_whose_forward_was_replaced_is_left_as_it_was(with_data):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    plain, x = model[0].forward, torch.randn(4, 64)
+    model[0].forward = lambda x: 2 * plain(x)
+    with torch.no_grad():
+        wanted = model(x)
+        lz.quantize_(model, lz.Int8Weight(), data=x if with_data else None, objective="size")
+        assert list(quantized_layers(model)) == ["1"]
+        assert "its forward was replaced" in str(lz.quantization_report(model))
+        assert difference(model(x), wanted) < 0.02
+
+
 def test_gradients_pass_through_frozen_codes():
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
     lz.quantize_(model, lz.Int8Weight(), objective="size")
@@ -152,8 +181,7 @@ def test_gptq_and_awq_are_better_than_rounding():
 
     def error(method):
         torch.manual_seed(1)
-        model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
-        model[0].weight.data = channels.clone()
+        model = normed_blocks(64, channels)
         data = [torch.randn(64, 64) @ torch.randn(64, 64) for _ in range(3)]
         config = lz.Int4Weight(group=32, method=method, scales="minmax")
         lz.quantize_(model, config, data=data, objective="size")
@@ -167,8 +195,7 @@ def test_gptq_and_awq_are_better_than_rounding():
 def test_smoothing_moves_outliers_into_the_weights():
     def error(smooth):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 64))
-        model[0].weight.data[3] = 60.0
+        model = normed_blocks(64, outlier(64, 60.0))
         lz.quantize_(
             model,
             lz.Int8WeightActivation(smooth=smooth),
@@ -183,8 +210,7 @@ def test_smoothing_moves_outliers_into_the_weights():
 def test_groups_confine_what_smoothing_moves_into_the_weights():
     def error(group):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 64))
-        model[0].weight.data[3] = 200.0
+        model = normed_blocks(256, outlier(256, 200.0))
         lz.quantize_(
             model,
             lz.Int8WeightActivation(group=group),

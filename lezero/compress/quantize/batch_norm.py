@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.batches import Batch, call, first_call, tensors_of
 from lezero.compress.quantize.folds import near
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.sites import kind_of
+from lezero.compress.quantize.spill import Spill
 
 # A batch norm comes soon after its convolution.
 _WAITING = 4
@@ -21,24 +22,30 @@ class FoldedBatchNorm(nn.Identity):
 
 
 def fold_batch_norms_(
-    model: nn.Module, run: Callable[[], list[Tensor]], journal: Journal
+    model: nn.Module, batches: list[Batch], journal: Journal, spill: Spill
 ) -> list[tuple[str, str]]:
     """Folds every batch norm that alone reads a convolution's outputs; their names, in pairs.
 
     In eval mode a batch norm multiplies each channel by a = γ / √(σ² + ε) and adds β - a μ (Jacob
     et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
     Only Inference", arXiv:1712.05877, equation 14), so w → a w and b → a (b - μ) + β. Pairs are
-    found by watching which tensor goes where, and each is kept only if the outputs stay.
+    found by watching which tensor goes where in the first batch, and each is kept only if the
+    outputs of all batches stay.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    pairs = _pairs(model, run)
-    before = run() if pairs else []
+    pairs = _pairs(model, batches[0])
+    for index, batch in enumerate(batches if pairs else []):
+        spill.put(("before folding", index), tensors_of(first_call(model, batch, index)))
+
+    def stays(index: int, tolerance: float) -> bool:
+        before, after = spill.get(("before folding", index)), call(model, batches[index])
+        return all(near(*two, tolerance) for two in zip(before, tensors_of(after), strict=True))
 
     def folded(some: list[tuple[Any, Any]]) -> bool:
         kept = [_fold(conv, norm, journal) for conv, norm in some]
         # Folded weights are rounded anew.
         tolerance = 1e-3 if some[0][0].weight.dtype == torch.float32 else 0.05
-        same = all(near(one, two, tolerance) for one, two in zip(before, run(), strict=True))
+        same = all(stays(index, tolerance) for index in range(len(batches)))
         if not same:
             for (conv, norm), own in zip(some, kept, strict=True):
                 _unfold(conv, norm, *own)
@@ -46,10 +53,12 @@ def fold_batch_norms_(
 
     # Most models have nothing but such pairs; only then is it one run.
     done = pairs if not pairs or folded(pairs) else [pair for pair in pairs if folded([pair])]
+    for index in range(len(batches)):
+        spill.drop(("before folding", index))
     return [(names[id(conv)], names[id(norm)]) for conv, norm in done]
 
 
-def _pairs(model: nn.Module, run: Callable[[], list[Tensor]]) -> list[tuple[Any, Any]]:
+def _pairs(model: nn.Module, batch: Batch) -> list[tuple[Any, Any]]:
     made: list[tuple[Tensor, nn.Module]] = []
     pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
 
@@ -66,14 +75,20 @@ def _pairs(model: nn.Module, run: Callable[[], list[Tensor]]) -> list[tuple[Any,
     for module in model.modules():
         if kind_of(module) == "conv":
             hooks.append(module.register_forward_hook(convolved))
-        elif type(module) in (nn.BatchNorm1d, nn.BatchNorm2d) and module.running_mean is not None:
+        elif _is_foldable(module):
             hooks.append(module.register_forward_pre_hook(normed))
     try:
-        run()
+        call(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
     return list(pairs.values())
+
+
+def _is_foldable(module: nn.Module) -> bool:
+    """A batch norm of the plain kind, with statistics."""
+    plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d) and "forward" not in module.__dict__
+    return plain and module.running_mean is not None
 
 
 @torch.no_grad()

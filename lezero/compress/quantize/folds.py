@@ -4,12 +4,16 @@ Multiplying input channels of layers and dividing the outputs of what comes befo
 numbers changes nothing, if no one else reads those outputs and nothing in between mixes channels: a
 norm before projections, the value before the output projection, the up before the down projection.
 Nothing is assumed of the architecture: a pair is tried, by powers of two, which floating point
-multiplies without rounding, and taken when the outputs stay.
+multiplies without rounding, and taken when the outputs stay, on every calibration batch.
+
+Both modules are in one repeated block, whose outputs are what must stay. Elsewhere it would not be
+enough that the model's outputs stay: what the last norm gives to a head is what others read as the
+model's hidden states, or as a text's embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -37,28 +41,52 @@ class Fold:
 def find_folds(
     groups: list[tuple[Inputs, tuple[Site, ...]]],
     calls: list[nn.Module],
+    private: Collection[int],
     run: Callable[[], list[Tensor]],
 ) -> list[Fold]:
     """The fold of each group of linear layers that share their inputs, where there is one.
 
-    calls: modules in the order in which they were called. run: the outputs of what holds them.
+    calls: modules in the order in which they were called. private: ids of the parameters that are
+    in one place of the model only. run: the outputs of the block that holds all of them.
     """
-    before = run()
+    if not groups:
+        return []
+    before = copied(run())
     if not _same(before, run()):
         return []  # outputs that do not repeat prove nothing
     found = []
     for inputs, sites in groups:
+        if not all(id(site.parameter) in private for site in sites):
+            continue
         places = [calls.index(site.users[0].module) for site in sites]
         K = sites[0].weight().shape[1]
         tried = 0
         for producer in reversed(calls[: min(places)]):
             if _width(producer) != K or tried == _TRIES:
                 continue
+            if not all(id(p) in private for p in producer_parameters(producer)):
+                continue
             tried += 1
-            if _holds(producer, sites, before, run):
-                found.append(Fold(producer, sites, inputs))
+            fold = Fold(producer, sites, inputs)
+            if _hold([fold], before, run):
+                found.append(fold)
                 break
     return found
+
+
+def still_holding(
+    folds: list[Fold], before: list[Tensor], run: Callable[[], list[Tensor]]
+) -> list[Fold]:
+    """Those of `folds` that hold on another batch too. before: its outputs, in memory that a run
+    does not write to."""
+    if not folds or _hold(folds, before, run):
+        return folds
+    return [fold for fold in folds if _hold([fold], before, run)]
+
+
+def copied(tensors: list[Tensor]) -> list[Tensor]:
+    """In memory of their own: a block may work in place, and give out what it was given."""
+    return [tensor.clone() for tensor in tensors]
 
 
 @torch.no_grad()
@@ -87,24 +115,23 @@ def _width(module: nn.Module) -> int | None:
     return len(weight) if weight.dim() == 1 else None
 
 
-def _holds(
-    producer: nn.Module,
-    sites: tuple[Site, ...],
-    before: list[Tensor],
-    run: Callable[[], list[Tensor]],
-) -> bool:
-    K = sites[0].weight().shape[1]
-    place = sites[0].weight().device
+def _hold(folds: list[Fold], before: list[Tensor], run: Callable[[], list[Tensor]]) -> bool:
+    """Whether the outputs stay when all of `folds` are made, each with scales of its own."""
+    parameters = {
+        id(p): p
+        for fold in folds
+        for p in (*producer_parameters(fold.producer), *(site.parameter for site in fold.sites))
+    }
+    kept = [(parameter, parameter.data) for parameter in parameters.values()]
     mine = torch.Generator().manual_seed(0)
-    s_K = torch.tensor(_SCALES)[torch.randint(0, 2, (K,), generator=mine)].to(place)
-    kept = [(p, p.data) for p in producer_parameters(producer)]
-    kept += [(site.parameter, site.parameter.data) for site in sites]
-    if len({id(p) for p, _ in kept}) < len(kept):
-        return False
     try:
         for parameter, values in kept:
             parameter.data = values.clone()
-        scale_channels(producer, sites, s_K)
+        for fold in folds:
+            weight = fold.sites[0].weight()
+            chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
+            s_K = torch.tensor(_SCALES)[chosen].to(weight.device)
+            scale_channels(fold.producer, fold.sites, s_K)
         after = run()
     finally:
         for parameter, values in kept:

@@ -92,8 +92,9 @@ def dequantize_(model: Model) -> Model:
     """Turns quantized layers back into plain ones, in place; returns the model.
 
     Their weights are what the codes stand for, in the type that the weights had: what rounding lost
-    stays lost; biases that were corrected and batch norms that were folded stay so. Parameters are
-    new: build optimizers afterwards. Raises `OrderError` where nothing is quantized.
+    stays lost; biases that were corrected, batch norms that were folded and channels that were
+    scaled (in two layers, which leaves the outputs) stay so. Parameters are new: build optimizers
+    afterwards. Raises `OrderError` where nothing is quantized.
     """
     layers = quantized_layers(model)
     if not layers:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
-from lezero.compress.quantize.batches import Batch, call, tensors_of
+from lezero.compress.quantize.batches import Batch, first_call, tensors_of
 from lezero.compress.quantize.capture import Capture, record_for
-from lezero.compress.quantize.folds import find_folds
+from lezero.compress.quantize.folds import Fold, copied, find_folds, still_holding
 from lezero.compress.quantize.input_rounding import InputRounding
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import Journal
@@ -58,6 +57,7 @@ class Work:
         self.sites = list({id(site): (site, to) for site, to in self.targets.values()}.values())
         self.speed = LayerSpeed(self.report.decisions)
         self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
+        self.private = _in_one_place(request.model)
         self.rescaled = False
         """Whether weights of layers were changed before they were quantized."""
 
@@ -67,16 +67,18 @@ class Work:
                 self._finish(site, target, {})
             return
         if self.recipe.fold_batch_norm:
-            first = self.batches[0]
-            folded = fold_batch_norms_(
-                self.model, lambda: tensors_of(call(self.model, first)), self.journal
-            )
+            folded = fold_batch_norms_(self.model, self.batches, self.journal, self.spill)
             if folded:
                 self.report.notes.append(
                     f"{len(folded)} batch norms are part of the convolutions before them now"
                 )
         self._in_blocks(self.batches)
         self._in_the_rest(self.batches)
+        if self.method.scales_channels and not self.rescaled:
+            self.report.notes.append(
+                f"'{self.recipe.method}' scaled no channels: it needs a repeated block in which a "
+                "layer before another can take the division, so all was rounded to nearest"
+            )
         self.rounding.decide(self.report, speed=self.objective == "speed")
 
     def _in_blocks(self, batches: list[Batch]) -> None:
@@ -105,19 +107,28 @@ class Work:
         forward = block.forward
         if sites:
             capture = self._capture(sites)
-            given: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            folds: list[Fold] = []
 
             def look(*args: Any, **kwargs: Any) -> Any:
-                if not given:
-                    given.append((args, kwargs))
+                nonlocal folds
+                first = not capture.calls
                 with capture.watching(block):
-                    return forward(*args, **kwargs)
+                    output = forward(*args, **kwargs)
+
+                def again() -> list[Tensor]:
+                    return tensors_of(forward(*args, **kwargs))
+
+                if first:
+                    folds = find_folds(
+                        self._groups(capture, sites), capture.calls, self.private, again
+                    )
+                elif folds:
+                    folds = still_holding(folds, copied(tensors_of(output)), again)
+                return output
 
             for batch in range(len(replay.batches)):
                 replay.run(batch, index, look, store=False)
-            args, kwargs = given.pop()
-            self._rescale(capture, sites, lambda: tensors_of(forward(*args, **kwargs)))
-            del args, kwargs
+            self._rescale(folds)
             for site, target in sites:
                 self._finish(site, target, capture.inputs)
             del capture
@@ -133,10 +144,9 @@ class Work:
             return
         capture = self._capture(sites)
         counted = any(self._needs_statistics(site, target) for site, target in sites)
-        for batch in batches if counted else batches[:1]:
+        for index, batch in enumerate(batches if counted else batches[:1]):
             with capture.watching(self.model):
-                call(self.model, batch)
-        self._rescale(capture, sites, lambda: tensors_of(call(self.model, batches[0])))
+                first_call(self.model, batch, index)
         for site, target in sites:
             self._finish(site, target, capture.inputs)
 
@@ -162,14 +172,11 @@ class Work:
             if all(user.name.startswith(inside) for user in site.users)
         ]
 
-    def _rescale(
-        self,
-        capture: Capture,
-        sites: list[tuple[Site, Target]],
-        run: Callable[[], list[Tensor]],
-    ) -> None:
-        """SmoothQuant or AWQ, before codes are found."""
-        shared: dict[int, list[tuple[Site, Target]]] = defaultdict(list)
+    def _groups(
+        self, capture: Capture, sites: list[tuple[Site, Target]]
+    ) -> list[tuple[Inputs, tuple[Site, ...]]]:
+        """The layers whose input channels SmoothQuant or AWQ scales, by the inputs they share."""
+        shared: dict[int, list[Site]] = defaultdict(list)
         for site, target in sites:
             seen = capture.inputs.get(site.users[0].name)
             wanted = self.method.scales_channels or (
@@ -177,14 +184,12 @@ class Work:
             )
             alone = len(site.users) == 1 and site.kind == "linear" and not site.transposed
             if seen is not None and wanted and alone:
-                shared[id(seen)].append((site, target))
-        groups = [
-            (capture.inputs[group[0][0].name], tuple(site for site, _ in group))
-            for group in shared.values()
-        ]
-        if not groups:
-            return
-        for fold in find_folds(groups, capture.calls, run):
+                shared[id(seen)].append(site)
+        return [(capture.inputs[group[0].name], tuple(group)) for group in shared.values()]
+
+    def _rescale(self, folds: list[Fold]) -> None:
+        """SmoothQuant or AWQ, before codes are found."""
+        for fold in folds:
             target = self.targets[fold.sites[0].name][1]
             rule, self.rescaled = self.recipe.scales, True
             if self.method.scales_channels:
@@ -196,6 +201,9 @@ class Work:
     @torch.no_grad()
     def _finish(self, site: Site, target: Target, inputs: dict[str, Inputs]) -> None:
         """Quantizes one weight, unless it is better left as it was, and reports."""
+        if any("forward" in user.module.__dict__ for user in site.users):
+            self._leave(site, "its forward was replaced on the object, and would not be called")
+            return
         users = [user for user in site.users if user.kind != "embedding"]
         if target.activations == "tensor" and any(user.name not in inputs for user in users):
             self._leave(site, "its inputs' scale needs calibration data, and none came through it")
@@ -280,3 +288,13 @@ class Work:
                 **more,
             )
         )
+
+
+def _in_one_place(model: nn.Module) -> set[int]:
+    """Ids of the parameters that one module has, which is itself in one place of the model."""
+    count = Counter(
+        id(parameter)
+        for _, module in model.named_modules(remove_duplicate=False)
+        for parameter in module._parameters.values()
+    )
+    return {key for key, places in count.items() if places == 1}

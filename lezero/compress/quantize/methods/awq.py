@@ -14,9 +14,9 @@ class AWQ(Nearest):
     Acceleration", arXiv:2306.00978. Input channel j of a layer is multiplied by s_j in the weight
     and divided by it in the layer before (equation 2); s = s_X^α with s_X the mean magnitude of the
     channel's activations, and α the best of 20 by the error of the layers' outputs (equations 4 and
-    5). Where nothing before a layer can take the division, it is rounded as it is. Ranges are
-    narrowed (the paper's clipping) with `scales="mse"`, in which a weight's error counts with the
-    mean square of its input.
+    5). Where nothing before a layer in its block can take the division, it is rounded as it is.
+    Ranges are narrowed (the paper's clipping) with `scales="mse"`, in which a weight's error counts
+    with the mean square of its input.
     """
 
     needs_data = True

@@ -1,0 +1,224 @@
+"""Channels are scaled between two layers of a block only, and only where every batch agrees."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from tests.compress.test_quantize import difference, small, tokens
+
+AWQ = lz.Int4Weight(group=32, method="awq", scales="minmax")
+SMOOTH = lz.Int8WeightActivation(smooth=0.5)
+
+
+def quantized(model: nn.Module, scheme: Any, data: Any) -> nn.Module:
+    return lz.quantize_(copy.deepcopy(model), scheme, data=data, objective="size")
+
+
+def uneven(norm: nn.Module) -> None:
+    norm.weight.data.normal_().exp_()
+
+
+class Block(nn.Module):
+    """A norm before a linear layer, with uneven channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        uneven(self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.one(self.norm(x))) + self.two(x)
+
+
+class Branches(Block):
+    """Large inputs reach something else that reads the norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        more = 5 * h if x.abs().max() > 10 else 0
+        return torch.tanh(self.one(h)) + more
+
+
+class Experts(Block):
+    """Which layer is called is told by the inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.one if x[0, 0] > 0 else self.two
+        return x + layer(self.norm(x)).tanh()
+
+
+class InPlace(Block):
+    """Gives out the tensor it was given; the norm has two readers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x.add_(self.one(h)).add_(h)
+
+
+class Clipped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.nn.functional.relu6(self.one(x)))
+
+
+class Two(nn.Module):
+    """Two blocks of a kind."""
+
+    def __init__(self, kind: type[Block]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.blocks
+        return second(first(x.clone()))
+
+
+def scaled(before: nn.Module, after: nn.Module) -> bool:
+    """Whether the first block's norm was folded."""
+    one, two = (model.blocks[0].norm.weight for model in (before, after))
+    return not torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [AWQ, lz.Int8Weight(method="awq"), lz.Int8WeightActivation(vocabulary="int8_activations")],
+)
+def test_the_backbone_of_a_language_model_stays_near(scheme: Any) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 100, (4, 16))
+    with torch.no_grad():
+        uneven(model.model.norm)
+        uneven(model.model.layers[0].input_layernorm)
+        hidden, logits = model.model(ids).last_hidden_state, model(ids).logits
+        made = quantized(model, scheme, ids)
+        assert torch.equal(made.model.norm.weight, model.model.norm.weight)
+        ours, theirs = (m.model.layers[0].input_layernorm.weight for m in (made, model))
+        assert not torch.equal(ours, theirs)  # in a block it is done
+        assert difference(made.model(ids).last_hidden_state, hidden) < 0.1
+        assert difference(made(ids).logits, logits) < 0.1
+        # Scaled channels stay scaled, in both layers: what the model gives is the same.
+        lz.dequantize_(made)
+        assert difference(made.model(ids).last_hidden_state, hidden) < 0.1
+        assert difference(made(ids).logits, logits) < 0.1
+
+
+def test_the_backbone_of_an_image_classifier_stays_near() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+    )
+    model, x = transformers.ViTForImageClassification(config).eval(), torch.randn(8, 3, 32, 32)
+    with torch.no_grad():
+        uneven(model.vit.layernorm)
+        wanted = model.vit(x).last_hidden_state
+        made = quantized(model, lz.Int8WeightActivation(), x)
+        assert difference(made.vit(x).last_hidden_state, wanted) < 0.05
+        lz.dequantize_(made)
+        assert difference(made.vit(x).last_hidden_state, wanted) < 0.05
+
+
+@pytest.mark.parametrize("scheme", [AWQ, lz.Int8WeightActivation(vocabulary="int8_activations")])
+def test_the_last_norm_stays_what_embeddings_are_read_from(scheme: Any) -> None:
+    model = small()
+    uneven(model.norm)
+    made = quantized(model, scheme, tokens())
+    assert torch.equal(made.norm.weight, model.norm.weight)
+
+
+@pytest.mark.parametrize("scheme", [AWQ, SMOOTH])
+def test_every_batch_has_a_say(scheme: Any) -> None:
+    model, x = Two(Branches).eval(), torch.randn(32, 64)
+    with torch.no_grad():
+        for data, folded in (([x, x], True), ([x, 8 * x], False), ([8 * x, x], False)):
+            made = quantized(model, scheme, data)
+            assert scaled(model, made) is folded
+            for batch in data:
+                assert difference(made(batch), model(batch)) < 0.15
+
+
+def test_a_bend_that_the_first_batch_does_not_reach() -> None:
+    model = Two(Clipped).eval()
+    low, high = 0.01 * torch.randn(64, 64), 60 * torch.randn(64, 64)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.one.bias.zero_()
+        for data, folded in (([low], True), ([low, high], False), ([high, low], False)):
+            made = quantized(model, SMOOTH, data)
+            ours, theirs = (m.blocks[0].one.weight for m in (made, model))
+            error = difference(ours.decode(), theirs)
+            assert (error > 0.02) is folded  # else it is only rounded
+            for batch in data:
+                assert difference(made(batch), model(batch)) < 0.05
+
+
+def test_a_layer_that_the_first_batch_does_not_reach_is_rounded_as_it_is() -> None:
+    model, x = Two(Experts).eval(), torch.randn(8, 64).abs()
+    with torch.no_grad():
+        for data in ([x], [x, -x], [-x, x]):
+            made = quantized(model, AWQ, data)
+            assert scaled(model, made) is (len(data) == 1)
+            assert difference(made(x), model(x)) < 0.15
+
+
+def test_a_norm_that_blocks_share_is_left_alone() -> None:
+    model, x = Two(Block).eval(), torch.randn(32, 64)
+    assert scaled(model, quantized(model, AWQ, x))
+    model.blocks[1].norm = model.blocks[0].norm
+    assert not scaled(model, quantized(model, AWQ, x))
+
+
+def test_a_block_that_works_in_place_proves_nothing() -> None:
+    model, x = Two(InPlace).eval(), torch.randn(32, 64)
+    with torch.no_grad():
+        made = quantized(model, AWQ, [x, x])
+        assert not scaled(model, made)
+        assert difference(made(x), model(x)) < 0.1
+    assert "scaled no channels" in str(lz.quantization_report(made))
+
+
+class ReadsConvolution(nn.Module):
+    """Positive inputs see only the batch norm; others the convolution by itself as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.norm.running_var.fill_(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.norm(y)
+        return z if x.min() >= 0 else z + y
+
+
+def test_batch_norms_too_are_folded_only_where_every_batch_agrees() -> None:
+    torch.manual_seed(0)
+    model, x = ReadsConvolution().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        for data, folded in (([x, x], True), ([x, -x], False), ([-x, x], False)):
+            made = quantized(model, lz.Int8WeightActivation(), data)
+            assert isinstance(made.norm, FoldedBatchNorm) is folded
+            for batch in data:
+                assert difference(made(batch), model(batch)) < 0.05
