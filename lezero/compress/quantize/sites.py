@@ -144,9 +144,10 @@ def _check(site: Site) -> None:
             f"lz.quantize_: the weight of '{site.name}' is on the meta device and has no values; "
             "load the model first"
         )
-    biases = [getattr(user.module, "bias", None) for user in site.users]
-    for what, values in (("weights", parameter), *(("biases", bias) for bias in biases)):
-        bad = 0 if values is None else _not_finite(values.detach())
+    biases = [user.module._parameters.get("bias") for user in site.users]
+    checked = [("weights", parameter), *(("biases", x) for x in biases if x is not None)]
+    for what, values in checked:
+        bad = _not_finite(values.detach())
         if bad:
             raise NumericsError(
                 f"lz.quantize_: {bad} of {values.numel()} {what} of '{site.name}' are NaN or "
