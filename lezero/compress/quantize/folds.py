@@ -68,7 +68,7 @@ def find_folds(
                 continue
             tried += 1
             fold = Fold(producer, sites, inputs)
-            if _hold([fold], before, run):
+            if _holds(fold, before, run):
                 found.append(fold)
                 break
     return found
@@ -78,10 +78,8 @@ def still_holding(
     folds: list[Fold], before: list[Tensor], run: Callable[[], list[Tensor]]
 ) -> list[Fold]:
     """Those of `folds` that hold on another batch too. before: its outputs, in memory that a run
-    does not write to."""
-    if not folds or _hold(folds, before, run):
-        return folds
-    return [fold for fold in folds if _hold([fold], before, run)]
+    does not write to. One after the other, since a trial holds the weights of its layers twice."""
+    return [fold for fold in folds if _holds(fold, before, run)]
 
 
 def copied(tensors: list[Tensor]) -> list[Tensor]:
@@ -115,23 +113,18 @@ def _width(module: nn.Module) -> int | None:
     return len(weight) if weight.dim() == 1 else None
 
 
-def _hold(folds: list[Fold], before: list[Tensor], run: Callable[[], list[Tensor]]) -> bool:
-    """Whether the outputs stay when all of `folds` are made, each with scales of its own."""
-    parameters = {
-        id(p): p
-        for fold in folds
-        for p in (*producer_parameters(fold.producer), *(site.parameter for site in fold.sites))
-    }
-    kept = [(parameter, parameter.data) for parameter in parameters.values()]
+def _holds(fold: Fold, before: list[Tensor], run: Callable[[], list[Tensor]]) -> bool:
+    """Whether the outputs stay when `fold` is made with the scales of a trial."""
+    weight = fold.sites[0].weight()
     mine = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
+    s_K = torch.tensor(_SCALES)[chosen].to(weight.device)
+    kept = [(p, p.data) for p in producer_parameters(fold.producer)]
+    kept += [(site.parameter, site.parameter.data) for site in fold.sites]
     try:
         for parameter, values in kept:
             parameter.data = values.clone()
-        for fold in folds:
-            weight = fold.sites[0].weight()
-            chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
-            s_K = torch.tensor(_SCALES)[chosen].to(weight.device)
-            scale_channels(fold.producer, fold.sites, s_K)
+        scale_channels(fold.producer, fold.sites, s_K)
         after = run()
     finally:
         for parameter, values in kept:
