@@ -232,8 +232,8 @@ def launch(options: argparse.Namespace, ranks: int) -> None:
     emit(**{key: max(one[key] for one in every) for key in every[0]})
 
 
-def bitwise(ranks: int = 2) -> bool:
-    """Whether all stages train alike, bit for bit, over 50 steps with clipping."""
+def bitwise(steps: int) -> bool:
+    """Whether all stages train alike, bit for bit, over so many steps with clipping."""
     from lezero.core import groups
 
     if "RANK" not in os.environ:
@@ -250,7 +250,7 @@ def bitwise(ranks: int = 2) -> bool:
         torch.manual_seed(0)
         model, optimizer = zero(stage)(GPT(2, 256))
         torch.manual_seed(1 + groups.rank())
-        for _ in range(50):
+        for _ in range(steps):
             tokens = torch.randint(0, VOCAB, (1, LENGTH + 1))
             F.cross_entropy(
                 model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten()
@@ -273,7 +273,7 @@ def one_side(options: argparse.Namespace, size: str) -> None:
     if "RANK" not in os.environ:
         launch(options, ranks)
     elif name == "bitwise":
-        emit(same=float(bitwise()))
+        emit(same=float(bitwise(10 if options.quick else 50)))
     else:
         emit(**train(name, size, 4 if options.quick else 8, options.device))
 
