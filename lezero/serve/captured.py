@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.models import Transformer
-from lezero.models.rope import rotate
-from lezero.serve.plain import PlainProgram
+from lezero.serve.plain import PlainProgram, projected
 from lezero.serve.program import Fed
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -101,13 +100,7 @@ class CapturedProgram(PlainProgram):
     ) -> Tensor:
         assert self._keys is not None
         assert self._values is not None
-        heads = (-1, attention.head_dim)
-        q = attention.q_proj(x_B1D).unflatten(-1, heads)
-        k = attention.k_proj(x_B1D).unflatten(-1, heads)
-        v = attention.v_proj(x_B1D).unflatten(-1, heads)
-        if attention.q_norm is not None:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = projected(attention, x_B1D, cos, sin)
         keys, values = self._keys[index], self._values[index]
         keys[place_B], values[place_B] = k[:, 0], v[:, 0]
         blocks = (-1, self.block_size)

@@ -94,19 +94,13 @@ class PlainProgram(Program):
     ) -> Tensor:
         assert self._keys is not None
         assert self._values is not None
-        heads = (-1, attention.head_dim)
-        q = attention.q_proj(x_1TD).unflatten(-1, heads)
-        k = attention.k_proj(x_1TD).unflatten(-1, heads)
-        v = attention.v_proj(x_1TD).unflatten(-1, heads)
-        if attention.q_norm is not None:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = rotate(q, cos, sin)[0], rotate(k, cos, sin)[0]
+        q, k, v = (x[0] for x in projected(attention, x_1TD, cos, sin))
         found, first = [], 0
         for one, place in zip(fed, places, strict=True):
             rows = slice(first, first + len(one.tokens))
             first = rows.stop
             self._keys[index, place[one.position :]] = k[rows]
-            self._values[index, place[one.position :]] = v[0, rows]
+            self._values[index, place[one.position :]] = v[rows]
             found.append(self._one(q[rows], index, place, one.position))
         return attention.o_proj(torch.cat(found)[None].flatten(2))
 
@@ -139,3 +133,15 @@ class PlainProgram(Program):
     def read_bytes(self) -> int:
         embedding = 0 if self._model.lm_head is None else self._model.embed_tokens.weight.nbytes
         return self.weight_bytes - embedding
+
+
+def projected(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, turned to their positions, and values, of states (B, T, D):
+    (B, T, heads, numbers of a head)."""
+    heads = (-1, attention.head_dim)
+    q = attention.q_proj(x).unflatten(-1, heads)
+    k = attention.k_proj(x).unflatten(-1, heads)
+    v = attention.v_proj(x).unflatten(-1, heads)
+    if attention.q_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
