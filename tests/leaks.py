@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "LEZERO_TEST_SESSION"
+NATIVE = "LEZERO_TEST_NATIVE"
 GRACE_S = 3.0
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -111,10 +112,18 @@ def start_session() -> str:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", kept)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(kept, "torchinductor_tests"))
     folder = tempfile.mkdtemp(prefix="lz-tests-")
-    cache = os.path.join(folder, ".cache")
-    os.mkdir(cache)
-    os.environ["LEZERO_CACHE"] = cache
+    if NATIVE not in os.environ:  # else the session that started this worker has made it
+        os.environ[NATIVE] = os.path.join(folder, ".native")
+        os.mkdir(os.environ[NATIVE])
+    os.environ["LEZERO_CACHE"] = str(own_cache(Path(folder, ".cache")))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    return folder
+
+
+def own_cache(folder: Path) -> Path:
+    """Makes `folder` a cache of LeZero that shares its native libraries with the whole session."""
+    folder.mkdir(exist_ok=True)
+    (folder / "native").symlink_to(os.environ[NATIVE])
     return folder
 
 

@@ -9,11 +9,12 @@ import pytest
 
 import lezero.profiler
 from lezero.cli.main import main
+from tests.leaks import own_cache
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LEZERO_CACHE", str(own_cache(tmp_path / "cache")))
     monkeypatch.setattr(lezero.profiler, "hardware", lambda: None)
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -6,11 +6,12 @@ import yaml
 
 from lezero.cli.main import main
 from lezero.train.engine import Engine
+from tests.leaks import own_cache
 
 
 @pytest.fixture
 def config(tmp_path, monkeypatch):
-    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LEZERO_CACHE", str(own_cache(tmp_path / "cache")))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)

@@ -19,11 +19,15 @@ FILES = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
 
 @pytest.fixture(scope="module")
 def frame() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_table", ROOT / "benchmarks/_table.py")
+    return loaded("_table")
+
+
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"benchmarks/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["_table"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -92,3 +96,27 @@ def test_every_benchmark_says_its_claim_and_has_a_quick_form(path: Path) -> None
     source = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(source))
     assert "--quick" in source or "arguments(__doc__" in source
+
+
+def test_a_short_form_passes_only_with_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = loaded("_quick")
+    endings = {
+        "good": "print('noise'); print({}); print('late', file=sys.stderr)",
+        "bad": "print({}); sys.exit(3)",
+        "silent": "pass",
+        "number": "print(1)",
+        "_part": "sys.exit(1)",
+    }
+    for name, code in endings.items():
+        (tmp_path / f"{name}.py").write_text(f"import sys\n{code}\n")
+    monkeypatch.setattr(quick, "FOLDER", tmp_path)
+    assert quick.main() == 1
+    out, err = capsys.readouterr()
+    assert "noise" in out
+    assert err.splitlines() == [
+        "error: bad.py: status 3",
+        "error: number.py: its last line is no JSON object",
+        "error: silent.py: its last line is not JSON",
+    ]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.jobs.verify_runs import make
+from tests.leaks import own_cache
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +21,7 @@ def text(tmp_path_factory):
         pair = {"prompt": " ".join(words[:cut]), "response": " ".join(words[cut:])}
         lines.append(json.dumps(pair))
     (folder / "pairs.jsonl").write_text("\n".join(lines))
-    (folder / "cache").mkdir()
+    own_cache(folder / "cache")
     return folder
 
 

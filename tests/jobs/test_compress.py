@@ -16,6 +16,7 @@ from lezero.data.tokenizer import bytes_tokenizer
 from lezero.jobs.compress import compress
 from lezero.jobs.compress_config import CompressConfig
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
+from tests.leaks import own_cache
 from tests.train.runs import TEXT
 
 SHAPE = {"vocab": 257, "dim": 64, "layers": 1, "heads": 4, "ffn": 64, "context": 64}
@@ -38,6 +39,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bytes_tokenizer().save(root / "tokenizer")
     save_hf(trained(), root / "model", root / "tokenizer")
     (root / "text.txt").write_text(TEXT[:20_000], encoding="utf-8")
+    own_cache(root / "cache")
     return root
 
 

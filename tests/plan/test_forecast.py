@@ -19,13 +19,14 @@ from lezero.plan import Forecast, StepSpec, forecast, measure
 from lezero.plan.forecast import STATED_ERROR
 from lezero.plan.table import duration, render
 from lezero.plan.trace import Call
+from tests.leaks import own_cache
 
 PLENTY = 1 << 50
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path))
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEZERO_CACHE", str(own_cache(tmp_path)))
 
 
 def tiny() -> Transformer:

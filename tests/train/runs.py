@@ -14,6 +14,7 @@ import torch
 from lezero.core import facts
 from lezero.profiler import ceilings
 from lezero.train import RunConfig
+from tests.leaks import own_cache
 
 TEXT = "\n\n".join(pydoc_data.topics.topics.values())[:30_000]
 
@@ -21,7 +22,7 @@ TEXT = "\n\n".join(pydoc_data.topics.topics.values())[:30_000]
 @pytest.fixture(scope="session")
 def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder that holds ceilings for one and two threads."""
-    folder = tmp_path_factory.mktemp("cache")
+    folder = own_cache(tmp_path_factory.mktemp("cache"))
     for threads in (1, 2):
         made = ceilings.Ceilings(
             device="cpu", threads=threads, torch=torch.__version__,

@@ -44,14 +44,17 @@ def test_sigterm_and_ctrl_c_save_and_a_later_start_resumes(tmp_path):
             folder, train__steps=100_000, checkpoint={"every": 0}, validation={"every": 0}
         )
         started.append((folder, number, start_lz(*launcher, "train", many)))
-    for folder, number, process in started:
-        metrics = folder / "run/metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+    deadline = time.monotonic() + 180
+    waiting = list(started)
+    while waiting:  # whoever has begun is stopped at once: it would train on beside the others
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        for folder, number, process in list(waiting):
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(number)
+            metrics = folder / "run/metrics.jsonl"
+            if metrics.exists() and metrics.read_text().count("\n") > 3:
+                process.send_signal(number)
+                waiting.remove((folder, number, process))
     for folder, number, process in started:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number, err
