@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lezero.models import generate, load_gguf, packaged_gguf, save_hf
-from lezero.serve.llm import LLM, Completion
+from lezero.serve.answer import Completion
+from lezero.serve.llm import LLM
 from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
 

@@ -47,6 +47,7 @@ def generate(
         most = {} if tokens is None else {"max_tokens": tokens}
         answer_file(model, input, output, weights, kv, {**params, **most}, draft)
         return
+    _refuse_without_input(output=output, weights=weights, kv=kv, draft=draft)
     from lezero.train.writer import open_writer
 
     writer = open_writer(model)
@@ -56,3 +57,14 @@ def generate(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def _refuse_without_input(**given: object) -> None:
+    from lezero.core.errors import ConfigError
+
+    for name, value in given.items():
+        if value not in (None, "auto"):
+            raise ConfigError(
+                f"{name}: got {value}, which is for --input; one prompt is continued in fp32 "
+                "without the engine, so leave it out, or give a file of one line"
+            )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from lezero.core.errors import FileError
 from lezero.serve.llm import LLM
@@ -31,28 +33,37 @@ def answer_file(
     asked = SamplingParams.parse(params)
     _check(source, target)
     speculate: Literal["off", "draft"] = "off" if draft is None else "draft"
-    llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft)
-    for line in llm.forecast.lines():
-        print(line, file=sys.stderr)
-    began, lines, errors, tokens = time.perf_counter(), 0, 0, 0
-    try:
-        with (
-            source.open(encoding="utf-8") as given,
-            sys.stdout if target is None else target.open("w", encoding="utf-8") as found,
-        ):
-            for answer in answer_lines(llm, given, asked):
-                found.write(json.dumps(answer, ensure_ascii=False) + "\n")
-                found.flush()
-                lines, errors = lines + 1, errors + ("error" in answer)
-                tokens += answer.get("tokens", 0)
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{source}: {error}") from None
-    took = time.perf_counter() - began
+    with _opened(source, target) as (given, found):
+        llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft)
+        forecast = llm.forecast
+        for line in forecast.lines():
+            print(line, file=sys.stderr)
+        began, lines, errors, tokens = time.perf_counter(), 0, 0, 0
+        for answer in answer_lines(llm, given, asked):
+            found.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            found.flush()
+            lines, errors = lines + 1, errors + ("error" in answer)
+            tokens += answer.get("tokens", 0)
+        took = time.perf_counter() - began
     print(
         f"{lines} answers ({errors} errors), {tokens} tokens in {took:.1f} s, "
         f"{tokens / took:,.0f} tokens/s",
         file=sys.stderr,
     )
+
+
+@contextmanager
+def _opened(source: Path, target: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
+    """Both files, before a model is loaded in vain. Bytes that are no UTF-8 pass as such."""
+    try:
+        with source.open(encoding="utf-8-sig", errors="surrogateescape") as given:
+            if target is None:
+                yield given, sys.stdout
+                return
+            with target.open("w", encoding="utf-8") as found:
+                yield given, found
+    except OSError as error:
+        raise FileError(f"{error.filename or source}: {error.strerror}") from None
 
 
 def _check(source: Path, target: Path | None) -> None:

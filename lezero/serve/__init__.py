@@ -14,11 +14,11 @@ from lezero.core.lazy import lazy
 _NAMES = {
     "BlockPool": "lezero.serve.blocks",
     "Chunk": "lezero.serve.scheduler",
-    "Completion": "lezero.serve.llm",
+    "Completion": "lezero.serve.answer",
     "Detokenizer": "lezero.serve.text",
     "Drawn": "lezero.serve.sampling",
     "LLM": "lezero.serve.llm",
-    "Piece": "lezero.serve.llm",
+    "Piece": "lezero.serve.answer",
     "Request": "lezero.serve.request",
     "SamplingParams": "lezero.serve.sampling",
     "Scheduler": "lezero.serve.scheduler",
@@ -30,10 +30,10 @@ __all__ = list(_NAMES)
 __getattr__, __dir__ = lazy(__name__, _NAMES)
 
 if TYPE_CHECKING:
+    from lezero.serve.answer import Completion as Completion
+    from lezero.serve.answer import Piece as Piece
     from lezero.serve.blocks import BlockPool as BlockPool
     from lezero.serve.llm import LLM as LLM
-    from lezero.serve.llm import Completion as Completion
-    from lezero.serve.llm import Piece as Piece
     from lezero.serve.request import Request as Request
     from lezero.serve.request import State as State
     from lezero.serve.sampling import Drawn as Drawn

@@ -132,6 +132,8 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ConfigError(f"messages: got {type(messages).__name__}, allowed is a list of them")
     if not messages:
         raise ConfigError("messages: got none, give at least one")
     for number, message in enumerate(messages):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError
 from lezero.models import Transformer
+from lezero.serve.answer import Answer, Completion, Stream
 from lezero.serve.coder import Coder, Message
 from lezero.serve.draft import DraftModel
 from lezero.serve.embed import embed
@@ -18,39 +19,11 @@ from lezero.serve.forecast import Forecast, block_bytes, foresee, room_for_cache
 from lezero.serve.kv import KV, check_kv, settle_kv
 from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
 from lezero.serve.paying import WhilePaying
-from lezero.serve.request import Reason, Request
-from lezero.serve.sampling import SamplingParams, TokenLogprob
-from lezero.serve.scheduler import Scheduler
+from lezero.serve.request import Request
+from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import PromptLookup, Speculator
-from lezero.serve.text import Detokenizer, StopStrings
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer. reason: "stop", "length", "cancelled" or "error" (then `error` says why).
-
-    cached_tokens: of the prompt, found in the cache. first_token_s: from arrival to it.
-    """
-
-    text: str
-    tokens: list[int]
-    reason: Reason | None
-    prompt_tokens: int
-    cached_tokens: int = 0
-    logprobs: list[TokenLogprob] | None = None
-    error: str | None = None
-    first_token_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text that is certain now, and the tokens that came with it; the last one has the reason."""
-
-    text: str
-    tokens: list[int]
-    reason: Reason | None = None
 
 
 class LLM:
@@ -68,6 +41,9 @@ class LLM:
     cache_bytes: for keys and values; by default a share of what is free. speculate: guesses of the
     next tokens, "lookup" from the text itself, or "draft" by the smaller model `draft`, which has
     the same tokens and gets the same weights; it guesses while that is faster.
+
+    Streams and calls may overlap, and come from several threads: whoever takes a step takes it for
+    all. priority: requests with a lower number run first, and give their blocks up last.
 
     Errors: `ConfigError` for values and requests that do not fit, `FileError` for a model that does
     not open.
@@ -88,11 +64,12 @@ class LLM:
     ) -> None:
         check_speculation(speculate, draft)
         check_kv(kv)
+        _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
         self.program, own = open_program(model, weights)
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = coder or own
         longest = self.program.longest
-        if context is not None and not 1 <= context <= longest:
+        if context is not None and context > longest:
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}")
         self.context = context or longest
         self._kv = settle_kv(
@@ -119,6 +96,8 @@ class LLM:
             speculator=speculator,
         )
         self._numbers = itertools.count()
+        self._answers: dict[Request, Answer] = {}
+        self._lock = threading.RLock()
 
     @property
     def forecast(self) -> Forecast:
@@ -129,6 +108,8 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int = 0,
     ) -> list[Completion]:
         """Answers to all prompts, in order; they run together.
 
@@ -137,27 +118,48 @@ class LLM:
         given = _several(prompts)
         every = _each(params, len(given))
         requests = [
-            self.request(p, x, sample=i) for i, (p, x) in enumerate(zip(given, every, strict=True))
+            self.request(p, x, priority=priority) for p, x in zip(given, every, strict=True)
         ]
-        answers = [Answer(request, self.coder) for request in requests]
-        by_request = dict(zip(requests, answers, strict=True))
-        for request in requests:
-            self.engine.add(request)
+        answers: list[Answer] = []
         try:
-            while any(request.reason is None for request in requests):
-                for request, tokens in self.engine.step().tokens.items():
-                    if request in by_request:
-                        by_request[request].take(tokens, self.engine.scheduler)
-        finally:
             for request in requests:
-                self.engine.cancel(request)
+                answers.append(self.begin(request))
+            while any(request.reason is None for request in requests):
+                self.advance()
+        finally:
+            for answer in answers:
+                self.end(answer)
         return [answer.completion() for answer in answers]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Stream:
         """Pieces of the answer to one prompt as they come. Closing the iterator cancels it."""
-        request = self.request(prompt, params or SamplingParams())
-        self.engine.add(request)
-        return self._pieces(request)
+        (asked,) = _each(params, 1)
+        return Stream(
+            self.begin(self.request(prompt, asked, priority=priority)), self.advance, self.end
+        )
+
+    def begin(self, request: Request) -> Answer:
+        """Lets a request wait for its turn; its answer grows with each `advance`."""
+        answer = Answer(request, self.coder)
+        with self._lock:
+            self.engine.add(request)
+            self._answers[request] = answer
+        return answer
+
+    def advance(self) -> None:
+        """One step of the engine, for all that has begun."""
+        with self._lock:
+            for request, tokens in self.engine.step().tokens.items():
+                if request in self._answers:
+                    self._answers[request].take(tokens, self.engine.scheduler)
+
+    def end(self, answer: Answer) -> None:
+        """Cancels what has not ended, and forgets it."""
+        with self._lock:
+            self.engine.cancel(answer.request)
+            self._answers.pop(answer.request, None)
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """An embedding of each prompt: the mean of its final hidden states, with length 1.
@@ -166,21 +168,36 @@ class LLM:
         Answers that run wait meanwhile. Raises `ConfigError` for a prompt that does not fit.
         """
         given = [self.request(prompt, SamplingParams()).prompt for prompt in _several(prompts)]
-        return embed(self.engine, given)
+        with self._lock:
+            return embed(self.engine, given)
 
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Completion:
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> Completion:
         """The assistant's answer to messages of {"role": …, "content": …}."""
-        return self.generate([self.prompt_of(messages)], params)[0]
+        return self.generate([self.prompt_of(messages)], params, priority=priority)[0]
 
     def prompt_of(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant, by its chat template."""
         return self._coder().prompt(messages)
 
-    def request(self, prompt: Prompt, params: SamplingParams, sample: int = 0) -> Request:
-        """A request for `engine.add`. Raises `ConfigError` for tokens the model does not have."""
+    def request(
+        self, prompt: Prompt, params: SamplingParams, sample: int = 0, priority: int = 0
+    ) -> Request:
+        """A request for `begin`. Raises `ConfigError` for tokens the model does not have.
+
+        sample: tells answers apart that have the prompt and the seed in common.
+        """
         ends: frozenset[int] = frozenset() if self.coder is None else self.coder.end_tokens
-        tokens = self._coder().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if isinstance(prompt, str) and not tokens:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ConfigError(f"priority: got {priority!r}, allowed are whole numbers")
+        text = isinstance(prompt, str)
+        tokens = self._coder().encode(_sound(prompt)) if text else _tokens(prompt)
+        if text and not tokens:
             tokens = sorted(ends)[:1]
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
@@ -190,67 +207,43 @@ class LLM:
                     f"prompt: holds token {token}, allowed is 0 to {self.program.vocab - 1}"
                 )
         number = next(self._numbers)
-        return Request(f"request-{number}", tokens, params, end_tokens=ends, sample=sample)
+        return Request(f"request-{number}", tokens, params, priority, ends, sample)
 
     def _coder(self) -> Coder:
         if self.coder is None:
             raise ConfigError("this model has no tokenizer: give prompts as tokens, or a coder")
         return self.coder
 
-    def _pieces(self, request: Request) -> Iterator[Piece]:
-        answer = Answer(request, self.coder)
-        try:
-            while request.reason is None:
-                tokens: Sequence[int] = self.engine.step().tokens.get(request, ())
-                shown = len(answer.text)
-                tokens = answer.take(tokens, self.engine.scheduler)
-                if request.reason is None and tokens:
-                    yield Piece(answer.text[shown:], list(tokens))
-            found = answer.completion()
-            yield Piece(found.text[shown:], list(tokens), found.reason)
-        finally:
-            self.engine.cancel(request)
+
+def _check_whole(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"{name}: got {value!r}, allowed is a whole number")
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: got {value}, allowed is 1 or more")
 
 
-class Answer:
-    """The text of a request, as its tokens come."""
+def _sound(text: Any) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("prompt: holds half of a surrogate pair, which is no text") from None
+    return str(text)
 
-    def __init__(self, request: Request, coder: Coder | None) -> None:
-        self.request, self.text = request, ""
-        self._ends = request.end_tokens | set(request.params.stop_token_ids)
-        self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
-        self._stops = StopStrings(request.params.stop)
 
-    def take(self, tokens: Sequence[int], scheduler: Scheduler) -> Sequence[int]:
-        """Takes new tokens and gives those that belong to the answer: up to a stop string, which
-        ends the request."""
-        for number, token in enumerate(tokens, 1):
-            last = token == self.request.tokens[-1] and self.request.reason == "stop"
-            if self._text is not None and not (last and token in self._ends):
-                self.text += self._stops.add(self._text.add(token))
-            if self._stops.found is not None:
-                scheduler.stop(self.request, beyond=len(tokens) - number)
-                return tokens[:number]
-        return tokens
-
-    def completion(self) -> Completion:
-        """The whole answer, once the request has ended."""
-        request = self.request
-        if self._text is not None and self._stops.found is None:
-            self.text += self._stops.add(self._text.finish())
-            self.text += self._stops.finish()
-        first = request.first_token_s
-        return Completion(
-            *(self.text, request.answer, request.reason, len(request.prompt), request.cached),
-            logprobs=request.logprobs if request.params.logprobs is not None else None,
-            error=request.error,
-            first_token_s=None if first is None else first - (request.arrived_s or 0.0),
-        )
+def _tokens(prompt: Any) -> list[int]:
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise ConfigError(f"prompt: got {type(prompt).__name__}, allowed are text or tokens")
+    return list(prompt)
 
 
 def _several(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+        raise ConfigError(
+            f"prompts: got {type(prompts).__name__}, allowed are text, tokens, or a list of either"
+        )
     found = list(prompts)
     if found and all(isinstance(item, int) for item in found):
         return [found]
@@ -260,11 +253,12 @@ def _several(prompts: Any) -> list[Prompt]:
 
 
 def _each(params: Any, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if isinstance(params, Mapping):
-        return [SamplingParams.parse(params)] * count
-    found = list(params)
+    one = params is None or isinstance(params, SamplingParams | Mapping)
+    if not one and (not isinstance(params, Sequence) or isinstance(params, str)):
+        raise ConfigError(
+            f"params: got {type(params).__name__}, allowed are SamplingParams, one or one each"
+        )
+    found = [params or SamplingParams()] * count if one else list(params)
     if len(found) != count:
         raise ConfigError(f"params: got {len(found)} for {count} prompts; give one, or one each")
-    return found
+    return [x if isinstance(x, SamplingParams) else SamplingParams.parse(x) for x in found]

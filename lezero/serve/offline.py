@@ -1,6 +1,6 @@
 """Many prompts from a file: one JSON object a line in, one a line out, in the same order.
 
-A line has "prompt" (text or tokens) or "messages" (a chat), and may have fields of
+A line has "prompt" (text or tokens) or "messages" (a chat), and may have "priority" and fields of
 `SamplingParams`, which go before those that hold for all lines. What is wrong with a line is told
 in its answer; the other lines go on.
 """
@@ -13,18 +13,21 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lezero.core.errors import ConfigError
-from lezero.serve.llm import LLM, Answer
+from lezero.serve.answer import Answer
+from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 
 _AHEAD = 4
 _LONGEST_LINE = 16 << 20
+_NO_PARAMS = ("prompt", "messages", "priority")
 
 
 def answer_lines(
     llm: LLM, lines: Iterable[str], params: SamplingParams | None = None
 ) -> Iterator[dict[str, Any]]:
     """For each line that is not empty: {"line", "text", "reason", "tokens", "prompt_tokens"} or
-    {"line", "error"}. "tokens" counts; lines count from 1.
+    {"line", "error"}. "tokens" counts; lines count from 1. Bytes that are no UTF-8 are expected as
+    `errors="surrogateescape"` reads them.
 
     Reads ahead a few times as many lines as run at once, never the whole file.
     """
@@ -41,49 +44,43 @@ def answer_lines(
                 if found is not None:
                     waiting.append((found[0], _start(llm, found[1], base)))
             while waiting and _is_done(waiting[0][1]):
-                yield _told(*waiting.popleft())
-            if llm.engine.busy:
-                _step(llm, waiting)
+                yield _told(llm, *waiting.popleft())
+            if waiting:
+                llm.advance()
     finally:
         for _, answer in waiting:
             if isinstance(answer, Answer):
-                llm.engine.cancel(answer.request)
+                llm.end(answer)
 
 
 def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
     """The answer that a line begins, or what is wrong with the line."""
     if len(text) > _LONGEST_LINE:
         return f"the line has {len(text)} characters, allowed are {_LONGEST_LINE}"
+    if any("\udc80" <= letter <= "\udcff" for letter in text):
+        return "the line is not UTF-8"
     try:
         data = json.loads(text)
         if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
             return 'the line is no JSON object with either "prompt" or "messages"'
-        own = {key: value for key, value in data.items() if key not in ("prompt", "messages")}
+        own = {key: value for key, value in data.items() if key not in _NO_PARAMS}
         params = SamplingParams.parse({**base, **own})
         prompt = data["prompt"] if "prompt" in data else llm.prompt_of(data["messages"])
         if not isinstance(prompt, str | list):
             return '"prompt" is neither text nor a list of tokens'
-        request = llm.request(prompt, params)
-        llm.engine.add(request)
+        return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))
     except (ValueError, RecursionError, ConfigError) as error:
         return str(error)
-    return Answer(request, llm.coder)
-
-
-def _step(llm: LLM, waiting: Iterable[tuple[int, Answer | str]]) -> None:
-    answers = {a.request: a for _, a in waiting if isinstance(a, Answer)}
-    for request, tokens in llm.engine.step().tokens.items():
-        if request in answers:
-            answers[request].take(tokens, llm.engine.scheduler)
 
 
 def _is_done(answer: Answer | str) -> bool:
     return isinstance(answer, str) or answer.request.reason is not None
 
 
-def _told(line: int, answer: Answer | str) -> dict[str, Any]:
+def _told(llm: LLM, line: int, answer: Answer | str) -> dict[str, Any]:
     if isinstance(answer, str):
         return {"line": line, "error": answer}
+    llm.end(answer)
     found = answer.completion()
     if found.error is not None:
         return {"line": line, "error": found.error}

@@ -10,8 +10,9 @@ import torch
 
 from lezero.core.errors import ConfigError
 from lezero.models import Transformer
+from lezero.serve.answer import Completion
 from lezero.serve.draft import DraftModel, best_count
-from lezero.serve.llm import LLM, Completion
+from lezero.serve.llm import LLM
 from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams

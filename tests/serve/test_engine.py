@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lezero.serve.llm import LLM, Completion
+from lezero.serve.answer import Completion
+from lezero.serve.llm import LLM
 from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts, small

@@ -24,7 +24,8 @@ import torch
 
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
-from lezero.serve.llm import LLM, Answer
+from lezero.serve.answer import Answer
+from lezero.serve.llm import LLM
 from lezero.serve.program import Fed
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import TokenLogprob

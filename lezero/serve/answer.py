@@ -1,0 +1,128 @@
+"""The text of an answer as its tokens come, whole and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from lezero.serve.coder import Coder
+from lezero.serve.request import Reason, Request
+from lezero.serve.sampling import TokenLogprob
+from lezero.serve.scheduler import Scheduler
+from lezero.serve.text import Detokenizer, StopStrings
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer. reason: "stop", "length", "cancelled" or "error" (then `error` says why).
+
+    cached_tokens: of the prompt, found in the cache. first_token_s: from arrival to it.
+    """
+
+    text: str
+    tokens: list[int]
+    reason: Reason | None
+    prompt_tokens: int
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that is certain now, and the tokens that came with it; the last one has the reason."""
+
+    text: str
+    tokens: list[int]
+    reason: Reason | None = None
+    error: str | None = None
+    """What went wrong, where the reason is "error"."""
+
+
+class Answer:
+    """The text of a request, as its tokens come."""
+
+    def __init__(self, request: Request, coder: Coder | None) -> None:
+        self.request, self.text = request, ""
+        self._ends = request.end_tokens | set(request.params.stop_token_ids)
+        self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
+        self._stops = StopStrings(request.params.stop)
+
+    def take(self, tokens: Sequence[int], scheduler: Scheduler) -> Sequence[int]:
+        """Takes new tokens and gives those that belong to the answer: up to a stop string, which
+        ends the request."""
+        for number, token in enumerate(tokens, 1):
+            last = token == self.request.tokens[-1] and self.request.reason == "stop"
+            if self._text is not None and not (last and token in self._ends):
+                self.text += self._stops.add(self._text.add(token))
+            if self._stops.found is not None:
+                scheduler.stop(self.request, beyond=len(tokens) - number)
+                return tokens[:number]
+        return tokens
+
+    def completion(self) -> Completion:
+        """The whole answer, once the request has ended."""
+        request = self.request
+        if self._text is not None and self._stops.found is None:
+            self.text += self._stops.add(self._text.finish())
+            self.text += self._stops.finish()
+        first = request.first_token_s
+        return Completion(
+            *(self.text, request.answer, request.reason, len(request.prompt), request.cached),
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            error=request.error,
+            first_token_s=None if first is None else first - (request.arrived_s or 0.0),
+        )
+
+
+class Stream(Iterator[Piece]):
+    """Pieces of an answer. advance: runs a step for all requests. end: cancels this one.
+
+    Closing it, or letting go of it, cancels the request, whether a piece was asked for or not.
+    """
+
+    def __init__(
+        self, answer: Answer, advance: Callable[[], None], end: Callable[[Answer], None]
+    ) -> None:
+        self._answer, self._advance, self._end = answer, advance, end
+        self._text = self._tokens = 0
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Piece:
+        request = self._answer.request
+        while not self._closed:
+            if request.reason is not None:
+                return self._last()
+            if len(request.answer) > self._tokens:
+                return self._piece(None)
+            try:
+                self._advance()
+            except BaseException:
+                self.close()
+                raise
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancels what has not ended; its blocks are free at once."""
+        if not self._closed:
+            self._closed = True
+            self._end(self._answer)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _piece(self, reason: Reason | None) -> Piece:
+        text, tokens = self._answer.text[self._text :], self._answer.request.answer[self._tokens :]
+        self._text, self._tokens = self._text + len(text), self._tokens + len(tokens)
+        return Piece(text, tokens, reason, self._answer.request.error)
+
+    def _last(self) -> Piece:
+        self._answer.completion()
+        piece = self._piece(self._answer.request.reason)
+        self.close()
+        return piece

@@ -1,0 +1,142 @@
+"""Streams that overlap with each other and with calls: no token is lost, nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+from lezero.core.errors import ConfigError
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.serve.coder import Coder
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import prompts, small
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def engine(**options: Any) -> LLM:
+    tokenizer = bytes_tokenizer()
+    coder = Coder(tokenizer, frozenset([tokenizer.eos]))
+    return LLM(small(vocab=257), weights="bf16", coder=coder, **options)
+
+
+def tokens_of(stream: Any) -> list[int]:
+    return [token for piece in stream for token in piece.tokens]
+
+
+def test_streams_in_turns_lose_nothing():
+    llm = engine()
+    alone = [llm.generate(text, GREEDY)[0] for text in ("one", "and two")]
+    first, second = llm.stream("one", GREEDY), llm.stream("and two", GREEDY)
+    pieces: list[list[Any]] = [[next(first)], [next(second)]]
+    pieces[0] += first
+    pieces[1] += second
+    for found, expected in zip(pieces, alone, strict=True):
+        assert tokens_of(found) == expected.tokens
+        assert "".join(piece.text for piece in found) == expected.text
+        assert found[-1].reason == expected.reason
+    assert not llm.engine.busy
+    assert not llm._answers
+
+
+def test_a_stream_goes_on_beside_calls():
+    llm = engine()
+    expected = llm.generate([4, 5, 6], GREEDY)[0].tokens
+    stream = llm.stream([4, 5, 6], GREEDY)
+    begun = next(stream).tokens
+    assert len(llm.generate([[7, 8], [9]], GREEDY)) == 2
+    llm.embed([[1, 2, 3]])
+    assert begun + tokens_of(stream) == expected
+
+
+def test_a_stream_that_is_not_begun_leaves_nothing():
+    llm = engine()
+    llm.stream([1, 2], GREEDY).close()
+    assert not llm.engine.busy
+    stream = llm.stream([1, 2], GREEDY)
+    del stream
+    gc.collect()
+    assert not llm.engine.busy
+    assert not llm._answers
+
+
+def test_threads_may_ask_at_once():
+    llm = engine(max_requests=4)
+    given = prompts(12, longest=30)
+    expected = [llm.generate(prompt, GREEDY)[0].tokens for prompt in given]
+    found: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        found[number] = (
+            tokens_of(llm.stream(given[number], GREEDY))
+            if number % 2
+            else llm.generate(given[number], GREEDY)[0].tokens
+        )
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[number] for number in range(len(given))] == expected
+    assert llm.engine.pool.used_count == 0
+
+
+def test_a_seed_gives_the_same_answer_wherever_a_prompt_stands():
+    llm = engine()
+    params = SamplingParams(max_tokens=12, seed=5)
+    alone = llm.generate("a text", params)[0].tokens
+    assert [x.tokens for x in llm.generate(["other", "a text", "a text"], params)][1:] == [
+        alone
+    ] * 2
+    assert tokens_of(llm.stream("a text", params)) == alone
+
+
+def test_a_lower_priority_number_runs_first():
+    llm = engine(max_requests=1)
+    later = llm.stream([1, 2, 3], GREEDY, priority=1)
+    sooner = llm.stream([4, 5, 6], GREEDY, priority=0)
+    next(sooner)
+    assert not later._answer.request.answer
+    assert len(tokens_of(later)) == 20  # and it waits for the other's end
+    assert len(tokens_of(sooner)) == 19
+    with pytest.raises(ConfigError, match="priority: got 'high'"):
+        llm.generate([1], GREEDY, priority="high")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "prompts: got NoneType"),
+        (5, "prompts: got int"),
+        (b"abc", "prompts: got bytes"),
+        ([None], "prompt: got NoneType"),
+        ([b"abc"], "prompt: got bytes"),
+        ("a\ud800", "half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(given: Any, says: str):
+    with pytest.raises(ConfigError, match=says):
+        engine().generate(given, GREEDY)
+
+
+def test_parameters_may_be_mappings_and_nothing_else():
+    llm = engine()
+    short = {"max_tokens": 2, "temperature": 0}
+    assert [len(x.tokens) for x in llm.generate([[1], [2]], [short, GREEDY])] == [2, 20]
+    assert len(tokens_of(llm.stream([1], short))) == 2  # type: ignore[arg-type]
+    for wrong in (5, "abc"):
+        with pytest.raises(ConfigError, match="params: got"):
+            llm.generate([1], wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"context": "8"}, {"max_requests": 2.5}, {"cache_bytes": 0}, {"context": True}]
+)
+def test_options_are_whole_numbers_of_1_or_more(options: dict[str, Any]):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        LLM(small(), weights="bf16", **options)
