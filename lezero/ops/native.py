@@ -99,7 +99,8 @@ class Native:
             try:
                 torch.ops.load_library(build(f"{self.name}-{kernel.name}", sources))
             except OSError as error:
-                raise BuildError(f"its library does not load: {error}") from None
+                why = error.__cause__ or error  # torch names the file only
+                raise BuildError(f"its library does not load: {why}") from None
             ops = getattr(torch.ops, namespace)
             if kernel.trial is not None:
                 kernel.trial(ops)

@@ -9,7 +9,10 @@ typedef struct {
   __m256i a, b;
 } ints;
 
-enum { MOST_WHOLE = 2, MOST_BLOCKS = 2, MOST_DIGITS = 1, MOST_BF16 = 2, MOST_ROWS = 2 };
+enum { MOST_WHOLE = 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4, MOST_ROWS = 4 };
+/* The last two: bytes of four inputs of a token, and of a pair of them beside bf16 weights. */
+enum { AT_ONCE = 1, WORDS = 1, FOUR_BYTES = 8, PAIR_BYTES = 8 };
+#define FETCH_AHEAD(R) ((R) <= 2)
 
 #define BOTH(type, call_a, call_b) ((type){call_a, call_b})
 
@@ -74,17 +77,23 @@ INLINE ints high_halves(ints x) {
 
 INLINE ints all_ints(int32_t x) { return BOTH(ints, _mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
 
-/* 8 sums of four products: even and odd bytes as words, since sums of 8-bit pairs would saturate. */
-INLINE __m256i dot8(__m256i sum, __m256i w, __m256i x_even, __m256i x_odd) {
-  const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x_even));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x_odd));
+/* Four inputs of a token as words: the even ones, and the odd ones. */
+typedef struct {
+  __m256i even, odd;
+} token_codes;
+INLINE token_codes read_codes(const int8_t *at) {
+  int32_t even, odd;
+  memcpy(&even, at, 4), memcpy(&odd, at + 4, 4);
+  return (token_codes){_mm256_set1_epi32(even), _mm256_set1_epi32(odd)};
 }
-INLINE ints dot_bytes(ints sum, ints w, int32_t x) {
-  const __m256i all = _mm256_set1_epi32(x);
-  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(all, 8), 8);
-  const __m256i odd = _mm256_srai_epi16(all, 8);
-  return BOTH(ints, dot8(sum.a, w.a, even, odd), dot8(sum.b, w.b, even, odd));
+/* 8 sums of four products, as words, since sums of 8-bit pairs would saturate. */
+INLINE __m256i dot8(__m256i sum, __m256i w, token_codes x) {
+  const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
+  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x.even));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x.odd));
+}
+INLINE ints dot_bytes(ints sum, ints w, token_codes x) {
+  return BOTH(ints, dot8(sum.a, w.a, x), dot8(sum.b, w.b, x));
 }
 INLINE ints ints_sum(ints x, ints y) {
   return BOTH(ints, _mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b));
@@ -154,6 +163,13 @@ INLINE void store_bytes(int8_t to[16], ints q) {
   _mm_storeu_si128((__m128i *)to, _mm_packs_epi16(_mm256_castsi256_si128(words),
                                                   _mm256_extracti128_si256(words, 1)));
 }
+/* As words, see [Note: tiles of tokens]. */
+INLINE void store_codes(int8_t to[32], ints q) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
+  const __m256i order = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+  _mm256_storeu_si256((__m256i *)to, _mm256_shuffle_epi8(words, order));
+}
 
 INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 INLINE __m256 second_of(__m256i pairs) {
@@ -168,12 +184,22 @@ INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
   sum.b = _mm256_fmadd_ps(second_of(w.b), x1, sum.b);
   return sum;
 }
-INLINE __m256 low_part8(__m256 v) {
-  const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow8(v)), 16);
-  const __m256i size = _mm256_and_si256(wide, _mm256_set1_epi32(0x7fffffff));
-  const __m256i finite = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7f800000), size);
-  return _mm256_and_ps(_mm256_sub_ps(v, _mm256_castsi256_ps(wide)), _mm256_castsi256_ps(finite));
+/* The same for a pair of inputs of a token, as floats. */
+typedef struct {
+  __m256 first, second;
+} token_pair;
+INLINE token_pair read_pair(const int8_t *at) {
+  const float *pair = (const float *)at;
+  return (token_pair){_mm256_broadcast_ss(pair), _mm256_broadcast_ss(pair + 1)};
 }
-INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finite */
-  return BOTH(floats, low_part8(v.a), low_part8(v.b));
+INLINE floats dot_pair(floats sum, ints w, token_pair x) {
+  sum.a = _mm256_fmadd_ps(first_of(w.a), x.first, sum.a);
+  sum.b = _mm256_fmadd_ps(first_of(w.b), x.first, sum.b);
+  sum.a = _mm256_fmadd_ps(second_of(w.a), x.second, sum.a);
+  sum.b = _mm256_fmadd_ps(second_of(w.b), x.second, sum.b);
+  return sum;
+}
+INLINE void store_pairs(int8_t to[64], floats v, int low) { /* all of v, in one part */
+  (void)low;
+  write16(to, LEZERO_FP32, 0, 16, v);
 }

@@ -6,6 +6,9 @@ typedef __m512 floats;
 typedef __m512i ints;
 
 enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14, MOST_ROWS = 16 };
+/* The last two: bytes of four inputs of a token, and of a pair of them beside bf16 weights. */
+enum { AT_ONCE = 2, WORDS = 0, FOUR_BYTES = 4, PAIR_BYTES = 4 };
+#define FETCH_AHEAD(R) ((R) <= 2)
 
 INLINE __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);
@@ -44,7 +47,13 @@ INLINE ints low_halves(ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)
 INLINE ints high_halves(ints x) { return low_halves(_mm512_srli_epi16(x, 4)); }
 
 INLINE ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
-INLINE ints dot_bytes(ints sum, ints w, int32_t x) {
+typedef int32_t token_codes; /* four inputs of a token */
+INLINE token_codes read_codes(const int8_t *at) {
+  int32_t x;
+  memcpy(&x, at, 4);
+  return x;
+}
+INLINE ints dot_bytes(ints sum, ints w, token_codes x) {
   return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x));
 }
 INLINE ints digits_joined(ints high, ints low) {
@@ -84,6 +93,7 @@ INLINE ints low_digit(ints q, ints high) {
 INLINE void store_bytes(int8_t to[16], ints q) {
   _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(q));
 }
+INLINE void store_codes(int8_t to[16], ints q) { store_bytes(to, q); }
 
 /* bf16: sum + w · x for pairs of bf16. */
 INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
@@ -95,6 +105,9 @@ INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
   return _mm512_fmadd_ps((floats)_mm512_and_si512(w, odd), (floats)_mm512_and_si512(pair, odd), sum);
 #endif
 }
+typedef int32_t token_pair; /* two inputs of a token, in bf16 */
+INLINE token_pair read_pair(const int8_t *at) { return read_codes(at); }
+INLINE floats dot_pair(floats sum, ints w, token_pair x) { return dot_pairs(sum, w, x); }
 INLINE void store_bf16(uint16_t to[16], floats v) {
   _mm256_storeu_si256((__m256i *)to, to_bf16(v));
 }
@@ -103,4 +116,7 @@ INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finit
   const __mmask16 finite =
       _mm512_cmplt_epi32_mask(magnitude((floats)wide), _mm512_set1_epi32(0x7f800000));
   return _mm512_maskz_sub_ps(finite, v, (floats)wide);
+}
+INLINE void store_pairs(int8_t to[32], floats v, int low) {
+  store_bf16((uint16_t *)to, low ? low_part(v) : v);
 }

@@ -4,7 +4,10 @@
  * The tokens are split evenly into tiles of at most `most` rows. In a tile of R tokens with D digits
  * each, what is multiplied lies as [four inputs][R][D][which of the four], so that one 4-byte
  * broadcast after the other is read in order, whatever K is. bf16 lies as [high, low part][pair of
- * inputs][R][which of the pair]. Beside it, for each block of inputs: `start`, what the whole-number
+ * inputs][R][which of the pair]. Where WORDS is set a token's codes lie as words, of 16 bits whatever
+ * they count, as [four inputs][R][first, third, second, fourth of them]: without byte products a
+ * kernel multiplies the even and the odd ones apart, and one sum does for both digits. Beside bf16
+ * weights it lies there as [pair of inputs][R][which of the pair] in fp32, in one part. Beside it, for each block of inputs: `start`, what the whole-number
  * sum of each digit begins with, -middle · its sum (0 where there are zero points); `total`, the sum of
  * each token as a float; and the scale of each token (x of 16 bits: of each of its blocks).
  *
@@ -20,8 +23,10 @@
 enum { LINE = 64, LINE_ROWS = 16 }; /* bytes of a line, and the rows of a tile in lines */
 
 typedef struct {
-  int64_t tokens, digits, padded, block, blocks;
+  int64_t tokens, padded, block, blocks;
+  int64_t digits, width; /* sums of whole numbers a token; bytes of an input */
   int whole, parts; /* whole: one sum over all inputs; parts: of bf16, high only or high and low */
+  int fine;         /* a token has a scale for each block */
   int lines;        /* [Note: tokens in lines] */
   int64_t tiles;
   int8_t *codes;
@@ -45,20 +50,21 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   w.tokens = tokens, w.lines = IN_LINES(l);
   int64_t most = MOST_BF16;
   if (l->bits == 16) {
-    w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 ? 1 : 2;
-    w.digits = 2 * w.parts, w.block = w.padded; /* bytes of an input */
+    w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 || WORDS ? 1 : 2;
+    w.digits = 1, w.width = WORDS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
-    w.padded = round_up(l->K, 64), w.digits = l->x_bits == 16 ? 2 : 1;
+    w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16;
+    w.digits = w.fine && !WORDS ? 2 : 1, w.width = w.fine || WORDS ? 2 : 1;
     w.whole = l->x_bits == 8 && l->bits == 8 && !l->group && !l->zero;
     w.block = w.whole ? w.padded : l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
-    most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
+    most = w.whole ? MOST_WHOLE : w.fine ? MOST_DIGITS : MOST_BLOCKS;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
   if (w.lines) most = LINE_ROWS;
   w.tiles = (tokens + most - 1) / most;
   const int64_t rows = w.lines ? w.tiles * LINE_ROWS : tokens;
   char *at = base;
-  w.codes = (int8_t *)at, at += round_up(rows * w.padded * w.digits, 64);
+  w.codes = (int8_t *)at, at += round_up(rows * w.padded * w.width, 64);
   w.start = (int32_t *)at, at += round_up(tokens * w.blocks * w.digits * 4, 64);
   w.total = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
   w.scale = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
@@ -70,7 +76,7 @@ static token_tile tile_at(const workspace *w, int64_t index) {
   const int64_t rows = w->tokens / w->tiles, longer = w->tokens % w->tiles;
   token_tile t;
   t.row = index * rows + least(index, longer), t.rows = rows + (index < longer);
-  t.codes = w->codes + (w->lines ? index * LINE_ROWS : t.row) * w->padded * w->digits;
+  t.codes = w->codes + (w->lines ? index * LINE_ROWS : t.row) * w->padded * w->width;
   t.start = w->start + t.row * w->blocks * w->digits;
   t.total = w->total + t.row * w->blocks, t.scale = w->scale + t.row * w->blocks;
   return t;
@@ -87,8 +93,9 @@ static token_steps steps_of(const workspace *w, int64_t rows) {
     const int64_t digits = w->parts ? w->parts : w->digits;
     return (token_steps){LINE, LINE * LINE_ROWS, 4, LINE * LINE_ROWS * digits};
   }
-  if (w->parts) return (token_steps){4, w->padded * 2 * rows, 4 * rows, 64 * rows};
-  return (token_steps){4 * w->digits, 4, 4 * rows * w->digits, 64 * rows * w->digits};
+  if (w->parts)
+    return (token_steps){PAIR_BYTES, w->padded * 2 * rows, PAIR_BYTES * rows, 16 * PAIR_BYTES * rows};
+  return (token_steps){4 * w->width, 4, 4 * rows * w->width, 64 * rows * w->width};
 }
 
 /* Calls `inner` with the type of x as a literal. */
@@ -122,11 +129,11 @@ static float scale_of(int32_t bits, float levels, const float *given, float *inv
   return scale;
 }
 
-/* `count` times 16 bytes, four of them at a time. */
-INLINE void scatter(int8_t *to, const void *from, const int count, int64_t step) {
-  if (step == 4) memcpy(to, from, 16 * count);
+/* `count` pieces of `size` bytes. */
+INLINE void scatter(int8_t *to, const void *from, const int count, const int size, int64_t step) {
+  if (step == size) memcpy(to, from, (size_t)(count * size));
   else
-    for (int i = 0; i < 4 * count; i++) memcpy(to + i * step, (const char *)from + 4 * i, 4);
+    for (int i = 0; i < count; i++) memcpy(to + i * step, (const char *)from + size * i, (size_t)size);
 }
 
 typedef struct {
@@ -138,18 +145,18 @@ typedef struct {
 } token_part;
 
 INLINE void digits16(const token_part *p, int64_t i, floats v, const int two, ints sums[2]) {
-  int8_t bytes[16], *at = p->to + (i >> 6) * p->step.line + (i & 63) / 4 * p->step.four;
+  int8_t bytes[4 * FOUR_BYTES], *at = p->to + (i >> 6) * p->step.line + (i & 63) / 4 * p->step.four;
   v = product(v, all_floats(p->inverse));
   if (!two && p->limit) v = limited(v, 127);
   const ints q = rounded(v);
-  if (two) {
+  if (two && !WORDS) {
     const ints high = high_digit(q), low = low_digit(q, high);
     sums[0] = ints_sum(sums[0], high), sums[1] = ints_sum(sums[1], low);
-    store_bytes(bytes, high), scatter(at, bytes, 1, p->step.four);
-    store_bytes(bytes, low), scatter(at + p->step.digit, bytes, 1, p->step.four);
+    store_codes(bytes, high), scatter(at, bytes, 4, FOUR_BYTES, p->step.four);
+    store_codes(bytes, low), scatter(at + p->step.digit, bytes, 4, FOUR_BYTES, p->step.four);
   } else {
     sums[0] = ints_sum(sums[0], q);
-    store_bytes(bytes, q), scatter(at, bytes, 1, p->step.four);
+    store_codes(bytes, q), scatter(at, bytes, 4, FOUR_BYTES, p->step.four);
   }
 }
 
@@ -163,7 +170,7 @@ INLINE void digits_in(const token_part *p, const void *x, const int two, int32_t
     if (i < p->end) digits16(p, i, read16(x, type, i, p->end - i), two, total), i += 16;
   }
   for (; i < p->filled; i += 16) digits16(p, i, all_floats(0), two, total);
-  sums[0] = lanes_sum(total[0]), sums[1] = two ? lanes_sum(total[1]) : 0;
+  sums[0] = lanes_sum(total[0]), sums[1] = two && !WORDS ? lanes_sum(total[1]) : 0;
 }
 
 static void digits_of(const token_part *p, const void *x, int type, int two, int32_t sums[2]) {
@@ -177,17 +184,17 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
   const token_steps step = steps_of(w, R);
   const int middle = l->zero ? 0 : l->bits == 8 ? 128 : 8;
   float inverse = 0;
-  if (D == 1) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
+  if (!w->fine) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
   for (int64_t b = 0; b < w->blocks; b++) {
     const int64_t begin = b * w->block, end = least(begin + w->block, l->K);
     const int64_t filled = least(begin + w->block, w->padded);
-    if (D == 2)
+    if (w->fine)
       t->scale[b * R + r] =
           scale_of(largest(x, l->x_type, begin, end), 32639, 0, &inverse);
     int32_t sums[2];
     const token_part part = {begin, end,  filled, inverse, l->x_scale != 0, t->codes + r * step.row,
                              step};
-    digits_of(&part, x, l->x_type, D == 2, sums);
+    digits_of(&part, x, l->x_type, w->fine, sums);
     for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
     t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
   }
@@ -196,13 +203,13 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
 static void prepare_bf16(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
                          const void *x) {
   const token_steps step = steps_of(w, t->rows);
-  uint16_t half[16];
+  int8_t pairs[8 * PAIR_BYTES];
   for (int part = 0; part < w->parts; part++) {
     int8_t *to = t->codes + part * step.digit + r * step.row;
     for (int64_t i = 0; i < w->padded; i += 16) {
       const floats v = i < l->K ? read16(x, l->x_type, i, l->K - i) : all_floats(0);
-      store_bf16(half, part ? low_part(v) : v);
-      scatter(to + (i >> 5) * step.line + (i & 31) / 2 * step.four, half, 2, step.four);
+      int8_t *at = to + (i >> 5) * step.line + (i & 31) / 2 * step.four;
+      store_pairs(pairs, v, part), scatter(at, pairs, 8, PAIR_BYTES, step.four);
     }
   }
 }

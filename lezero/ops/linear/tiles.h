@@ -1,9 +1,9 @@
 /* The multiplication by vectors, over the primitives of one instruction set (avx512.h says what they
  * are; a `floats` or `ints` holds one number for each output of a panel).
  *
- * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs, with
- * all sums in registers. Weights are read once a tile, in order. Its loops over tokens have constant
- * bounds: `R` is a literal in every copy of it.
+ * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs,
+ * AT_ONCE of the two at a time, with all sums in registers. Weights are read once a tile, in order.
+ * Its loops over tokens have constant bounds: `R` is a literal in every copy of it.
  */
 #include <math.h>
 #include <string.h>
@@ -73,23 +73,30 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
  * tile fetches its part of the next pair meanwhile, evenly over its iterations. */
 INLINE void fetch(const int few, const uint8_t *w0, const uint8_t *w1, const uint8_t **next,
                   int64_t step) {
-  if (few) prefetch(w0 + step), prefetch(w1 + step);
-  else prefetch(*next), *next += step;
+  if (few) {
+    prefetch(w0 + step);
+    if (AT_ONCE == 2) prefetch(w1 + step);
+  } else {
+    prefetch(*next), *next += step;
+  }
 }
 
-/* Sums of whole numbers over `fours` of inputs: acc[row][panel] += a · w, 8 bits a code. */
+/* acc[row][panel] += a · w for four inputs of each of R tokens and AT_ONCE panels. */
+INLINE void dot_fours(const int R, ints b0, ints b1, const int8_t *a, ints acc[][2]) {
+  UNROLL for (int r = 0; r < R; r++) {
+    const token_codes x = read_codes(a + FOUR_BYTES * r);
+    acc[r][0] = dot_bytes(acc[r][0], b0, x);
+    if (AT_ONCE == 2) acc[r][1] = dot_bytes(acc[r][1], b1, x);
+  }
+}
+
+/* Sums of whole numbers over `fours` of inputs, 8 bits a code. */
 INLINE void sum_bytes(const int R, const int few, const uint8_t *w0, const uint8_t *w1,
                       const int8_t *a, int64_t fours, const uint8_t **next, int64_t step,
                       ints acc[][2]) {
-  for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
+  for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES * R) {
     fetch(few, w0, w1, next, step);
-    const ints b0 = load_line(w0), b1 = load_line(w1);
-    UNROLL for (int r = 0; r < R; r++) {
-      int32_t x;
-      memcpy(&x, a + 4 * r, 4);
-      acc[r][0] = dot_bytes(acc[r][0], b0, x);
-      acc[r][1] = dot_bytes(acc[r][1], b1, x);
-    }
+    dot_fours(R, load_line(w0), AT_ONCE == 2 ? load_line(w1) : all_ints(0), a, acc);
   }
 }
 
@@ -97,86 +104,92 @@ INLINE void sum_bytes(const int R, const int few, const uint8_t *w0, const uint8
 INLINE void sum_halves(const int R, const int few, const uint8_t *w0, const uint8_t *w1,
                        const int8_t *a, int64_t eights, const uint8_t **next, int64_t step,
                        ints acc[][2]) {
-  for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 8 * R) {
+  for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES * R) {
     fetch(few, w0, w1, next, step);
-    const ints l0 = load_line(w0), l1 = load_line(w1);
-    const ints b0 = low_halves(l0), b1 = low_halves(l1), c0 = high_halves(l0), c1 = high_halves(l1);
-    UNROLL for (int r = 0; r < R; r++) {
-      int32_t x, y;
-      memcpy(&x, a + 4 * r, 4), memcpy(&y, a + 4 * (R + r), 4);
-      acc[r][0] = dot_bytes(acc[r][0], b0, x);
-      acc[r][1] = dot_bytes(acc[r][1], b1, x);
-      acc[r][0] = dot_bytes(acc[r][0], c0, y);
-      acc[r][1] = dot_bytes(acc[r][1], c1, y);
-    }
+    const ints l0 = load_line(w0), l1 = AT_ONCE == 2 ? load_line(w1) : all_ints(0);
+    dot_fours(R, low_halves(l0), low_halves(l1), a, acc);
+    dot_fours(R, high_halves(l0), high_halves(l1), a + FOUR_BYTES * R, acc);
   }
 }
 
 INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
                        const panel_pair *p, found_tile *f, const int R) {
   (void)l;
-  ints acc[MOST_WHOLE][2];
-  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
   const uint8_t *next = p->next;
-  sum_bytes(R, R <= 2, p->weight[0], p->weight[1], t->codes, w->padded / 4, &next, p->step, acc);
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++)
-    f->count[r][i] = settled(acc[r][i]);
+  for (int i = 0; i < 2; i += AT_ONCE) {
+    ints acc[MOST_WHOLE][2];
+    UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
+    sum_bytes(R, FETCH_AHEAD(R), p->weight[i], p->weight[1], t->codes, w->padded / 4, &next,
+              p->step, acc);
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < AT_ONCE; j++)
+      f->count[r][i + j] = settled(acc[r][j]);
+  }
 }
 
-/* R tokens of D digits, block by block. */
-INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                        const panel_pair *p, found_tile *f, const int R, const int D,
-                        const int bits) {
+/* R tokens of D digits, block by block; `fine`: with a scale of their own for each block. */
+INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const token_tile *t,
+                          const panel_pair *p, found_tile *f, const int R, const int D,
+                          const int fine, const int bits, const int first, const uint8_t **next) {
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
   const int8_t *a = t->codes;
-  const uint8_t *w0 = p->weight[0], *w1 = p->weight[1], *next = p->next;
+  const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
   for (int64_t b = 0; b < w->blocks; b++) {
     const int64_t inputs = least(w->block, w->padded - b * w->block);
     const int64_t group = l->group ? b * w->block / l->group : 0;
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(t->start[b * R * D + i]);
-    if (bits == 8) sum_bytes(R * D, R == 1, w0, w1, a, inputs / 4, &next, p->step, acc);
-    else sum_halves(R * D, R == 1, w0, w1, a, inputs / 8, &next, p->step, acc);
-    a += inputs * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
-    UNROLL for (int i = 0; i < 2; i++) {
-      const floats scale = read16(p->scale[i], l->scale_type, 16 * group, 16);
+    if (bits == 8) sum_bytes(R * D, FETCH_AHEAD(2 * R), w0, w1, a, inputs / 4, next, p->step, acc);
+    else sum_halves(R * D, FETCH_AHEAD(2 * R), w0, w1, a, inputs / 8, next, p->step, acc);
+    a += inputs / 4 * FOUR_BYTES * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
+    UNROLL for (int i = 0; i < AT_ONCE; i++) {
+      const floats scale = read16(p->scale[first + i], l->scale_type, 16 * group, 16);
       UNROLL for (int r = 0; r < R; r++) {
         floats found = float_of(D == 2 ? digits_joined(acc[D * r][i], acc[D * r + D - 1][i]) : acc[r][i]);
         if (l->zero)
-          found = fused_less(read16(p->zero[i], l->scale_type, 16 * group, 16),
+          found = fused_less(read16(p->zero[first + i], l->scale_type, 16 * group, 16),
                              all_floats(t->total[b * R + r]), found);
-        const floats step = D == 2 ? product(scale, all_floats(t->scale[b * R + r])) : scale;
+        const floats step = fine ? product(scale, all_floats(t->scale[b * R + r])) : scale;
         sum[r][i] = fused(step, found, sum[r][i]);
       }
     }
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++) f->sum[r][i] = sum[r][i];
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < AT_ONCE; i++)
+    f->sum[r][first + i] = sum[r][i];
+}
+
+INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
+                        const panel_pair *p, found_tile *f, const int R, const int fine,
+                        const int bits) {
+  const uint8_t *next = p->next;
+  UNROLL for (int first = 0; first < 2; first += AT_ONCE)
+    blocks_panels(l, w, t, p, f, R, fine && !WORDS ? 2 : 1, fine, bits, first, &next);
 }
 
 /* R tokens of one part, or of a high and a low one; both meet a line of weights while it is there. */
 INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair *p, found_tile *f,
                       const int R, const int parts) {
-  floats acc[MOST_BF16][2];
-  UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
-  const int8_t *a = t->codes;
   const uint8_t *next = p->next;
-  const uint8_t *w0 = p->weight[0], *w1 = p->weight[1];
   const int64_t low = w->padded * 2 * R; /* bytes from a token's high part to its low one */
-  for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += 4 * R) {
-    fetch(R <= 2, w0, w1, &next, p->step);
-    const ints b0 = load_line(w0), b1 = load_line(w1);
-    UNROLL for (int part = 0; part < parts; part++) {
-      UNROLL for (int r = 0; r < R; r++) {
-        int32_t x;
-        memcpy(&x, a + part * low + 4 * r, 4);
-        acc[r][0] = dot_pairs(acc[r][0], b0, x);
-        acc[r][1] = dot_pairs(acc[r][1], b1, x);
+  for (int first = 0; first < 2; first += AT_ONCE) {
+    floats acc[MOST_BF16][2];
+    UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
+    const int8_t *a = t->codes;
+    const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
+    for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += PAIR_BYTES * R) {
+      fetch(FETCH_AHEAD(R), w0, w1, &next, p->step);
+      const ints b0 = load_line(w0), b1 = AT_ONCE == 2 ? load_line(w1) : b0;
+      UNROLL for (int part = 0; part < parts; part++) {
+        UNROLL for (int r = 0; r < R; r++) {
+          const token_pair x = read_pair(a + part * low + PAIR_BYTES * r);
+          acc[r][0] = dot_pair(acc[r][0], b0, x);
+          if (AT_ONCE == 2) acc[r][1] = dot_pair(acc[r][1], b1, x);
+        }
       }
     }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < AT_ONCE; i++)
+      f->sum[r][first + i] = acc[r][i];
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < 2; i++)
-    f->sum[r][i] = acc[r][i];
 }
 
 #define CASE(most, R, call) \
@@ -218,10 +231,10 @@ TILE any_whole(GIVEN) { switch (t->rows) { MANY(MOST_WHOLE, whole_tile) } }
 TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_one) } }
 TILE any_bf16_parts(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_two) } }
 #define COMMA ,
-TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 8) } }
-TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 4) } }
-TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 8) } }
-TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 4) } }
+TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 0 COMMA 8) } }
+TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 0 COMMA 4) } }
+TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 1 COMMA 8) } }
+TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 1 COMMA 4) } }
 
 static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t count,
                              const void *scratch, int64_t begin, int64_t end) {
@@ -229,14 +242,14 @@ static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t coun
   for (int64_t index = begin; index < end; index++) {
     panel_pair p = pair_at(l, &w, index);
     const int64_t both = 2 * w.padded * 2 * l->bits; /* bytes of a pair */
-    p.step = w.tiles > 1 ? (2 * LINE + w.tiles - 1) / w.tiles : both > FAR ? AHEAD : both;
+    p.step = w.tiles > 1 ? (AT_ONCE * LINE + w.tiles - 1) / w.tiles : both > FAR ? AHEAD : both;
     for (int64_t i = 0; i < w.tiles; i++) {
       p.next = p.weight[0] + both + i * both / w.tiles;
       const token_tile t = tile_at(&w, i);
       found_tile f;
       if (l->bits == 16) (w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f);
       else if (w.whole) any_whole(l, &w, &t, &p, &f);
-      else if (w.digits == 1) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f);
+      else if (!w.fine) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f);
       else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, &f);
       finish(l, &w, &t, &p, first, &f);
     }
