@@ -11,7 +11,7 @@ class Buffers:
     """Lends flat tensors by size and type. A buffer that was given back is lent again."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self.allocated_bytes = 0
 
@@ -20,7 +20,7 @@ class Buffers:
         free = self._free[numel, dtype]
         if free:
             return free.pop()
-        tensor = torch.empty(numel, dtype=dtype, device=self._device)
+        tensor = torch.empty(numel, dtype=dtype, device=self.device)
         self.allocated_bytes += tensor.nbytes
         return tensor
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lezero.comm.account import Account
 from lezero.comm.buffers import Buffers
 from lezero.comm.pending import Arrived, Steps
-from lezero.comm.route import Route, Spans
+from lezero.comm.route import Route, Spans, untouched_zeros
 from lezero.ops.ordered_sum import ordered_sum
 
 
@@ -30,6 +30,12 @@ class Flat(Route):
     ) -> None:
         self._lanes, self._buffers, self._account = lanes, buffers, account
         self._size, self._rank = lanes[0].size(), lanes[0].rank()
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        place = self._buffers.device
+        if place.type != "cpu":
+            return torch.zeros(numel, dtype=dtype, device=place)
+        return untouched_zeros(numel, dtype)
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans

@@ -35,14 +35,11 @@ class Hierarchical(Route):
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.buffer(numel, dtype)
 
-    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.common(numel, dtype)
-
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
     ) -> Steps:
         hand = self._inner.handshake
-        place, staged = self._inner.placed(flat, "reduce_scatter", key)
+        place, staged = self._inner.placed(flat)
         number = self._inner.begin("reduce_scatter", flat, place, key)
         yield hand.others(0, number)
         sums = self._host_sums(number, flat)
@@ -54,7 +51,7 @@ class Hierarchical(Route):
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, key: str) -> Steps:
         hand = self._inner.handshake
-        place, staged = self._inner.placed(out, "all_gather", key, fill=False)
+        place, staged = self._inner.placed(out, fill=False)
         number = self._inner.begin("all_gather", out, place, key)
         yield hand.others(0, number)
         gathered = self._buffers.take(self._hosts * shard.numel(), shard.dtype)
@@ -70,7 +67,7 @@ class Hierarchical(Route):
 
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
         hand = self._inner.handshake
-        place, staged = self._inner.placed(flat, "all_reduce", key)
+        place, staged = self._inner.placed(flat)
         number = self._inner.begin("all_reduce", flat, place, key)
         yield hand.others(0, number)
         sums = self._host_sums(number, flat)

@@ -58,7 +58,7 @@ class Link:
         self._queue = Queue(timeout_s, self._device)
         self._agree(axis, mesh)
         self._routing: Routing | None = None
-        self._route: Route = Alone()
+        self._route: Route = Alone(self._device)
         self.topology = "alone"
         """How it moves: flat, hierarchical or shared; alone with one rank."""
         if self.size > 1:
@@ -129,16 +129,6 @@ class Link:
         """
         return self._route.buffer(numel, dtype)
 
-    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `buffer`, but one memory that all ranks of the host see, where the topology is shared.
-
-        All ranks call it together. Each writes its own part only; `all_gather` with `out` in such
-        memory and `shard` in its place there moves nothing, it waits until every rank has written.
-        A rank must not write again before the others have read: finish a collective in between
-        that they enter after reading. Elsewhere the same as `buffer`.
-        """
-        return self._route.common(numel, dtype)
-
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, *, key: str, spans: Sequence[Span] = ()
     ) -> Pending:
@@ -194,7 +184,7 @@ class Link:
         if self._routing is not None:
             for group in self._routing.made:
                 groups.end(group)
-        self._routing, self._route = None, Closed()
+        self._routing, self._route = None, Closed(self._device)
 
     def __enter__(self) -> Link:
         return self
@@ -269,6 +259,12 @@ def _inside(part: torch.Tensor, whole: torch.Tensor) -> bool:
 class Alone(Route):
     """One rank: copies."""
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: tuple[Span, ...]
     ) -> Steps:
@@ -286,6 +282,9 @@ class Alone(Route):
 
 class Closed(Alone):
     """After `close`: whatever comes is a mistake of the caller."""
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        raise OrderError("buffer: this link is closed; make a new one")
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: tuple[Span, ...]

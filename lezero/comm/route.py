@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import mmap
 from typing import NamedTuple
 
 import torch
@@ -44,13 +45,20 @@ class Route(abc.ABC):
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
         """`flat` (size · n,) becomes the sum over the ranks."""
 
+    @abc.abstractmethod
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Zeros in memory that this topology moves without a copy before."""
-        return torch.zeros(numel, dtype=dtype)
-
-    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that every rank of the host sees, where there is such memory, else `buffer`."""
-        return self.buffer(numel, dtype)
 
     def close(self) -> None:  # noqa: B027 - most topologies hold nothing of their own
         """Gives back groups and memory. Nothing is in flight."""
+
+
+def untouched_zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU whose pages are taken when they are first touched.
+
+    `torch.zeros` writes them all.
+    """
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    pages = mmap.mmap(-1, numel * dtype.itemsize, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(pages, dtype=dtype)

@@ -20,7 +20,6 @@ from lezero.comm.pending import Steps
 from lezero.comm.route import Route, Spans
 from lezero.comm.shared_memory import Place, SharedMemory
 from lezero.core import groups
-from lezero.core.errors import ConfigError
 from lezero.ops.ordered_sum import ordered_sum
 
 _NOWHERE = Place(-1, -1, 0, 0)
@@ -33,7 +32,6 @@ class Shared(Route):
         self._group, self.size, self.rank = group, group.size(), group.rank()
         self.memory = SharedMemory(self.rank, groups.gather_objects(os.getpid(), group))
         self.handshake = Handshake(group, names, self.memory)
-        self._common: set[tuple[int, int]] = set()
         self._staging: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -41,20 +39,10 @@ class Shared(Route):
             return torch.empty(0, dtype=dtype)
         return self.memory.make(numel * dtype.itemsize).data.view(dtype)
 
-    def common(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        mine = self.memory.make(numel * dtype.itemsize).place if self.rank == 0 else _NOWHERE
-        place = Place(*groups.gather_objects(list(mine), self._group)[0])
-        self._common.add((place.owner, place.fd))
-        view = self.memory.view(place, numel, dtype)
-        groups.gather_objects(0, self._group)  # its maker may not close it before all opened it
-        return view
-
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans
     ) -> Steps:
-        place, staged = self.placed(flat, "reduce_scatter", key)
+        place, staged = self.placed(flat)
         number = self.begin("reduce_scatter", flat, place, key)
         yield self.handshake.others(0, number)
         self.add_up(number, flat, self.rank * out.numel(), out)
@@ -69,7 +57,7 @@ class Shared(Route):
             own.copy_(shard)
             place = self.memory.locate(own)
         if place is None:
-            place, staged = self.placed(shard, "all_gather", key)
+            place, staged = self.placed(shard)
         number = self.begin("all_gather", shard, place, key)
         yield self.handshake.others(0, number)
         calls = self.handshake.calls(number)
@@ -81,7 +69,7 @@ class Shared(Route):
         self.give(staged)
 
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
-        place, staged = self.placed(flat, "all_reduce", key)
+        place, staged = self.placed(flat)
         number = self.begin("all_reduce", flat, place, key)
         yield self.handshake.others(0, number)
         # A rank's own chunk is read by nobody else before its sum is there.
@@ -123,7 +111,7 @@ class Shared(Route):
                 part.copy_(self.memory.view(at, part.numel(), part.dtype))
 
     def placed(
-        self, tensor: torch.Tensor, operation: str, key: str, *, fill: bool = True
+        self, tensor: torch.Tensor, *, fill: bool = True
     ) -> tuple[Place, torch.Tensor | None]:
         """Where others find `tensor`, and the staging memory that it was copied to, if any.
 
@@ -133,11 +121,6 @@ class Shared(Route):
             return _NOWHERE, None
         place = self.memory.locate(tensor)
         if place is not None:
-            if (place.owner, place.fd) in self._common and operation != "all_gather":
-                raise ConfigError(
-                    f"{operation} '{key}': the tensor lies in memory common to all ranks, so "
-                    "there is nothing to add up; use buffer() for it"
-                )
             return place, None
         free = self._staging[tensor.nbytes]
         staged = free.pop() if free else self.memory.make(tensor.nbytes).data

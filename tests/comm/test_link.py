@@ -8,6 +8,9 @@ import time
 import pytest
 import torch
 
+from lezero.comm.account import Account
+from lezero.comm.buffers import Buffers
+from lezero.comm.flat import Flat
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
 from lezero.comm.watch import Watch
@@ -15,6 +18,7 @@ from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.errors import ConfigError, DistributedError
 from lezero.ops import signal
+from lezero.profiler.memory import rss
 from tests.ranks import RankPool
 
 SIZES = (0, 1, 17, 1000, 4099)
@@ -159,3 +163,23 @@ def double_over_int8() -> str:
 
 def test_no_codec_carries_fp64(ranks: RankPool) -> None:
     assert ranks(2, double_over_int8) == ["refused"] * 2
+
+
+def buffers() -> list[int]:
+    with Link(Wire(topology="flat"), Mesh({"shard": 2}), "shard") as link:
+        before = rss()
+        flat = link.buffer(64 << 18, torch.float32)
+        taken = rss() - before
+        assert not flat[:: 1 << 16].any()
+        flat[:100] = 1.0
+        link.all_reduce(flat[:100], key="x").wait()
+        assert flat[:101].tolist() == [2.0] * 100 + [0.0]
+        assert link.buffer(0, torch.bfloat16).numel() == 0
+        lanes = (groups.make([[0, 1]]), groups.make([[0, 1]]))
+        elsewhere = Flat(lanes, Buffers(torch.device("meta")), Account())  # type: ignore[arg-type]
+        assert elsewhere.buffer(8, torch.float32).is_meta
+    return [taken]
+
+
+def test_a_flat_buffer_takes_memory_where_it_is_touched(ranks: RankPool) -> None:
+    assert max(ranks(2, buffers))[0] < 16 << 20

@@ -15,7 +15,7 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.topology import find_hosts
 from lezero.comm.wire import Wire
 from lezero.core import groups
-from lezero.core.errors import ConfigError, DistributedError
+from lezero.core.errors import DistributedError
 from lezero.ops import signal
 from tests.ranks import RankPool
 
@@ -25,28 +25,6 @@ SHARED = Wire(topology="shared")
 
 def link_of_all(timeout_s: float = 20.0) -> Link:
     return Link(SHARED, Mesh({"shard": groups.world_size()}), "shard", timeout_s=timeout_s)
-
-
-def common_memory() -> None:
-    rank, world = groups.rank(), groups.world_size()
-    with link_of_all() as link:
-        whole = link.common(world * 5, torch.float32)
-        mine = whole.view(world, 5)[rank]
-        for step in range(20):
-            mine.fill_(100 * step + rank)
-            link.all_gather(mine, whole, key="p").wait()
-            for other in range(world):
-                assert whole.view(world, 5)[other].eq(100 * step + other).all()
-            link.all_reduce(torch.ones(world), key="after reading").wait()
-        assert link.common(0, torch.float32).numel() == 0
-        with pytest.raises(ConfigError, match="common to all ranks"):
-            link.all_reduce(whole, key="p")
-        link.all_reduce(torch.ones(world), key="still in step").wait()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_memory_that_all_ranks_see(ranks: RankPool, world: int) -> None:
-    ranks(world, common_memory)
 
 
 def views_and_staging() -> None:

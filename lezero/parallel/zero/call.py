@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lezero.core.errors import OrderError
@@ -62,7 +63,11 @@ def _within(
     unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
     args, keywords = unit.cast(args, keywords)
-    unit.enter()
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # what is allocated here lives on into training
+            unit.enter()
+    else:
+        unit.enter()
     output = None
     try:
         output = call(*args, **keywords)

@@ -87,6 +87,34 @@ def test_evaluation_and_changes_by_hand(ranks):
             torch.testing.assert_close(output, expected)
 
 
+def trained_after_inference():
+    """Losses of two steps of which the first follows an evaluation in inference mode."""
+    found = []
+    for stage in range(4):
+        for wire in (Wire(), Wire(codec="int8", gather="int8")):
+            losses = []
+            for first in (False, True):
+                model = shard_(make(), Zero(stage=stage, compute="bf16"), wire=wire)
+                if first:
+                    with torch.inference_mode():
+                        model(next(batches(1)))
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+                for tokens in batches(2, 2, groups.rank()):
+                    loss = loss_of(model, tokens)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
+                sharding_of(model).close()
+            found.append(losses)
+    return found
+
+
+def test_inference_mode_before_the_first_step_changes_nothing(ranks):
+    for losses in ranks(2, trained_after_inference)[0]:
+        assert losses[:2] == losses[2:]
+
+
 def strided():
     """Parameters that are not contiguous, with an optimizer that walks through memory."""
     found = []
