@@ -14,6 +14,7 @@ import json
 import pydoc_data.topics
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,17 +52,36 @@ CASES += [Case(2, "bf16", "off", stage) for stage in range(4)]
 QUICK = [Case(1, "fp32", "off"), Case(2, "bf16", "off"), Case(2, "bf16", "off", 3)]
 
 
-def differences(case: Case, folder: Path) -> list[str]:
-    """Runs a pair and names everything in which the two differ; empty when they are equal."""
+Start = Callable[[Case, Path, int], None]
+"""Trains (case, config file, step to be killed at; 0: none) and raises where the run fails."""
+
+
+def launched(case: Case, path: Path, kill_at: int) -> None:
+    """Trains under LeZero's launcher."""
+    config = LaunchConfig(
+        ranks=case.ranks, threads=1, max_restarts=int(kill_at > 0), oversubscribe=True, quiet=True
+    )
+    words = [str(WORKER), str(path), str(kill_at)]
+    status = launch(config, words, env={"TORCH_CPP_LOG_LEVEL": "ERROR"})
+    if status:
+        raise RuntimeError(f"{case}: the {path.stem} run ended with status {status}")
+
+
+def differences(case: Case, folder: Path, whole: Start = launched) -> list[str]:
+    """Runs a pair and names everything in which the two differ; empty when they are equal.
+
+    `whole` starts the run that is not killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
     text.write_text("\n\n".join(pydoc_data.topics.topics.values())[:40_000], encoding="utf-8")
     with ThreadPoolExecutor(2) as pool:  # side by side: bits do not depend on how long it takes
-        runs = list(pool.map(lambda kill: _train(case, folder, text, kill), (0, KILL_AT)))
+        pairs = ((whole, 0), (launched, KILL_AT))
+        runs = list(pool.map(lambda pair: _train(case, folder, text, *pair), pairs))
     return _compare(*runs)
 
 
-def _train(case: Case, folder: Path, text: Path, kill_at: int) -> Path:
+def _train(case: Case, folder: Path, text: Path, start: Start, kill_at: int) -> Path:
     run = folder / ("killed" if kill_at else "whole")
     config: dict[str, Any] = {
         "run": str(run),
@@ -84,14 +104,7 @@ def _train(case: Case, folder: Path, text: Path, kill_at: int) -> Path:
         config["wire"] = {"codec": "int4", "feedback": "worker", "topology": "flat"}
     path = folder / f"{run.name}.yaml"
     path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
-    launched = LaunchConfig(
-        ranks=case.ranks, threads=1, max_restarts=int(kill_at > 0), oversubscribe=True, quiet=True
-    )
-    status = launch(
-        launched, [str(WORKER), str(path), str(kill_at)], env={"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    )
-    if status:
-        raise RuntimeError(f"{case}: the {run.name} run ended with status {status}")
+    start(case, path, kill_at)
     return run
 
 

@@ -11,20 +11,33 @@ from torch import nn
 
 from lezero.core.decisions import Decisions
 from lezero.optim import AdamW, Schedule
+from lezero.train import RunConfig, Trainer
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
 from tests.train.runs import filled_cache, one_thread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from checkpoint_parts.resume import QUICK, differences
+from checkpoint_parts.resume_worker import Killer
 
 __all__ = ["filled_cache", "one_thread"]
 VOCAB = 13
 
 
+def rank_trains(path):
+    assert Trainer(RunConfig.load(path), [Killer(0)]).run().exit_status == 0
+
+
 @pytest.mark.parametrize("case", QUICK, ids=str)
-def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(case, one_thread, tmp_path, capfd):
-    assert differences(case, tmp_path) == []
+def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(
+    case, ranks, one_thread, tmp_path, capfd
+):
+    """The one that was not is trained by ranks that are already warm, the other is launched."""
+
+    def whole(case, path, kill_at):
+        ranks(case.ranks, rank_trains, path, timeout_s=180)
+
+    assert differences(case, tmp_path, whole) == []
     err = capfd.readouterr().err
     assert f"rank {case.ranks - 1} was killed by SIGKILL" in err
     assert "Traceback" not in err
