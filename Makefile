@@ -7,8 +7,9 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
-# Whole files go to a worker, so that what a file's tests share is made once.
-WORKERS ?= -n auto --maxprocesses 4 --dist loadfile
+# A worker a core, hyper-threads included (`auto` would leave those out); whole files go to a worker,
+# so that what a file's tests share is made once.
+WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 STAMP := .venv/.set-up

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -83,18 +81,6 @@ def test_the_readme_stays_short() -> None:
     assert len(README.splitlines()) <= 120
     (example,) = [body for language, body in FENCE.findall(README) if language == "python"]
     assert len(example.strip().splitlines()) <= 16
-
-
-def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
-    (example,) = [body for language, body in FENCE.findall(README) if language == "python"]
-    done = subprocess.run(
-        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
-    assert [row[0] for row in rows] == [str(step) for step in range(1, 21)]
-    assert float(rows[-1][1]) < float(rows[0][1])
-    assert list((tmp_path / "runs/first").iterdir())
 
 
 def test_the_site_lists_every_page() -> None:

@@ -23,6 +23,7 @@ from lezero.jobs.doctor_probe import Probe
 from lezero.profiler.ceilings import Ceilings
 from tests.core.check_conformance import TORCH
 from tests.jobs.test_doctor_probe import fake
+from tests.leaks import own_cache
 
 ROOT = Path(__file__).parents[2]
 FIGURES = Ceilings(
@@ -285,7 +286,7 @@ def test_the_command_without_rich_colours_home_or_unicode(lz: Any, tmp_path: Pat
 
 
 def test_the_command_on_this_machine(lz: Any, tmp_path: Path) -> None:
-    done = lz("--quick", LEZERO_CACHE=str(tmp_path / "cache"))
+    done = lz("--quick", LEZERO_CACHE=str(own_cache(tmp_path / "cache")))
     assert done.returncode == 0, done.stdout + done.stderr
     for heading in ("Machine", "Findings", "no ceilings measured yet"):
         assert heading in done.stdout
