@@ -2,8 +2,8 @@
  * are; a `floats` or `ints` holds one number for each output of a panel).
  *
  * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs,
- * AT_ONCE of the two at a time, with all sums in registers. Weights are read once a tile, in order.
- * Its loops over tokens have constant bounds: `R` is a literal in every copy of it.
+ * AT_ONCE(tokens) of the two at a time, with all sums in registers. Weights are read once a tile, in
+ * order. Its loops over tokens have constant bounds: `R` is a literal in every copy of it.
  */
 #include <math.h>
 #include <string.h>
@@ -71,44 +71,44 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
  * use, so that no panel begins unfetched; where a pair is larger than FAR, AHEAD bytes before.
  * With many, the processor must not wait when the first tile of tokens meets a pair of panels: each
  * tile fetches its part of the next pair meanwhile, evenly over its iterations. */
-INLINE void fetch(const int few, const uint8_t *w0, const uint8_t *w1, const uint8_t **next,
-                  int64_t step) {
+INLINE void fetch(const int P, const int few, const uint8_t *w0, const uint8_t *w1,
+                  const uint8_t **next, int64_t step) {
   if (few) {
     prefetch(w0 + step);
-    if (AT_ONCE == 2) prefetch(w1 + step);
+    if (P == 2) prefetch(w1 + step);
   } else {
     prefetch(*next), *next += step;
   }
 }
 
-/* acc[row][panel] += a · w for four inputs of each of R tokens and AT_ONCE panels. */
-INLINE void dot_fours(const int R, ints b0, ints b1, const int8_t *a, ints acc[][2]) {
+/* acc[row][panel] += a · w for four inputs of each of R tokens and P panels. */
+INLINE void dot_fours(const int R, const int P, ints b0, ints b1, const int8_t *a, ints acc[][2]) {
   UNROLL for (int r = 0; r < R; r++) {
     const token_codes x = read_codes(a + FOUR_BYTES * r);
     acc[r][0] = dot_bytes(acc[r][0], b0, x);
-    if (AT_ONCE == 2) acc[r][1] = dot_bytes(acc[r][1], b1, x);
+    if (P == 2) acc[r][1] = dot_bytes(acc[r][1], b1, x);
   }
 }
 
 /* Sums of whole numbers over `fours` of inputs, 8 bits a code. */
-INLINE void sum_bytes(const int R, const int few, const uint8_t *w0, const uint8_t *w1,
-                      const int8_t *a, int64_t fours, const uint8_t **next, int64_t step,
+INLINE void sum_bytes(const int R, const int P, const int few, const uint8_t *w0,
+                      const uint8_t *w1, const int8_t *a, int64_t fours, const uint8_t **next, int64_t step,
                       ints acc[][2]) {
   for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES * R) {
-    fetch(few, w0, w1, next, step);
-    dot_fours(R, load_line(w0), AT_ONCE == 2 ? load_line(w1) : all_ints(0), a, acc);
+    fetch(P, few, w0, w1, next, step);
+    dot_fours(R, P, load_line(w0), P == 2 ? load_line(w1) : all_ints(0), a, acc);
   }
 }
 
 /* The same for 4 bits a code: a line holds eight inputs of each output. */
-INLINE void sum_halves(const int R, const int few, const uint8_t *w0, const uint8_t *w1,
-                       const int8_t *a, int64_t eights, const uint8_t **next, int64_t step,
+INLINE void sum_halves(const int R, const int P, const int few, const uint8_t *w0,
+                       const uint8_t *w1, const int8_t *a, int64_t eights, const uint8_t **next, int64_t step,
                        ints acc[][2]) {
   for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES * R) {
-    fetch(few, w0, w1, next, step);
-    const ints l0 = load_line(w0), l1 = AT_ONCE == 2 ? load_line(w1) : all_ints(0);
-    dot_fours(R, low_halves(l0), low_halves(l1), a, acc);
-    dot_fours(R, high_halves(l0), high_halves(l1), a + FOUR_BYTES * R, acc);
+    fetch(P, few, w0, w1, next, step);
+    const ints l0 = load_line(w0), l1 = P == 2 ? load_line(w1) : all_ints(0);
+    dot_fours(R, P, low_halves(l0), low_halves(l1), a, acc);
+    dot_fours(R, P, high_halves(l0), high_halves(l1), a + FOUR_BYTES * R, acc);
   }
 }
 
@@ -116,12 +116,13 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
                        const panel_pair *p, found_tile *f, const int R) {
   (void)l;
   const uint8_t *next = p->next;
-  for (int i = 0; i < 2; i += AT_ONCE) {
+  const int P = AT_ONCE(R);
+  UNROLL for (int i = 0; i < 2; i += P) {
     ints acc[MOST_WHOLE][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
-    sum_bytes(R, FETCH_AHEAD(R), p->weight[i], p->weight[1], t->codes, w->padded / 4, &next,
+    sum_bytes(R, P, FETCH_AHEAD(R), p->weight[i], p->weight[1], t->codes, w->padded / 4, &next,
               p->step, acc);
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < AT_ONCE; j++)
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < P; j++)
       f->count[r][i + j] = settled(acc[r][j]);
   }
 }
@@ -130,6 +131,7 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
 INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const token_tile *t,
                           const panel_pair *p, found_tile *f, const int R, const int D,
                           const int fine, const int bits, const int first, const uint8_t **next) {
+  const int P = AT_ONCE(R);
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
   const int8_t *a = t->codes;
@@ -139,10 +141,11 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
     const int64_t group = l->group ? b * w->block / l->group : 0;
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(t->start[b * R * D + i]);
-    if (bits == 8) sum_bytes(R * D, FETCH_AHEAD(2 * R), w0, w1, a, inputs / 4, next, p->step, acc);
-    else sum_halves(R * D, FETCH_AHEAD(2 * R), w0, w1, a, inputs / 8, next, p->step, acc);
+    const int few = FETCH_AHEAD(2 * R);
+    if (bits == 8) sum_bytes(R * D, P, few, w0, w1, a, inputs / 4, next, p->step, acc);
+    else sum_halves(R * D, P, few, w0, w1, a, inputs / 8, next, p->step, acc);
     a += inputs / 4 * FOUR_BYTES * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
-    UNROLL for (int i = 0; i < AT_ONCE; i++) {
+    UNROLL for (int i = 0; i < P; i++) {
       const floats scale = read16(p->scale[first + i], l->scale_type, 16 * group, 16);
       UNROLL for (int r = 0; r < R; r++) {
         floats found = float_of(D == 2 ? digits_joined(acc[D * r][i], acc[D * r + D - 1][i]) : acc[r][i]);
@@ -154,7 +157,7 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
       }
     }
   }
-  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < AT_ONCE; i++)
+  UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
     f->sum[r][first + i] = sum[r][i];
 }
 
@@ -162,7 +165,7 @@ INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_
                         const panel_pair *p, found_tile *f, const int R, const int fine,
                         const int bits) {
   const uint8_t *next = p->next;
-  UNROLL for (int first = 0; first < 2; first += AT_ONCE)
+  UNROLL for (int first = 0; first < 2; first += AT_ONCE(R))
     blocks_panels(l, w, t, p, f, R, fine && !WORDS ? 2 : 1, fine, bits, first, &next);
 }
 
@@ -171,23 +174,24 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
                       const int R, const int parts) {
   const uint8_t *next = p->next;
   const int64_t low = w->padded * 2 * R; /* bytes from a token's high part to its low one */
-  for (int first = 0; first < 2; first += AT_ONCE) {
+  const int P = AT_ONCE(R);
+  UNROLL for (int first = 0; first < 2; first += P) {
     floats acc[MOST_BF16][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
     const int8_t *a = t->codes;
     const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
     for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += PAIR_BYTES * R) {
-      fetch(FETCH_AHEAD(R), w0, w1, &next, p->step);
-      const ints b0 = load_line(w0), b1 = AT_ONCE == 2 ? load_line(w1) : b0;
+      fetch(P, FETCH_AHEAD(R), w0, w1, &next, p->step);
+      const ints b0 = load_line(w0), b1 = P == 2 ? load_line(w1) : b0;
       UNROLL for (int part = 0; part < parts; part++) {
         UNROLL for (int r = 0; r < R; r++) {
           const token_pair x = read_pair(a + part * low + PAIR_BYTES * r);
           acc[r][0] = dot_pair(acc[r][0], b0, x);
-          if (AT_ONCE == 2) acc[r][1] = dot_pair(acc[r][1], b1, x);
+          if (P == 2) acc[r][1] = dot_pair(acc[r][1], b1, x);
         }
       }
     }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < AT_ONCE; i++)
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
       f->sum[r][first + i] = acc[r][i];
   }
 }
@@ -242,7 +246,8 @@ static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t coun
   for (int64_t index = begin; index < end; index++) {
     panel_pair p = pair_at(l, &w, index);
     const int64_t both = 2 * w.padded * 2 * l->bits; /* bytes of a pair */
-    p.step = w.tiles > 1 ? (AT_ONCE * LINE + w.tiles - 1) / w.tiles : both > FAR ? AHEAD : both;
+    p.step = both > FAR ? AHEAD : both;
+    if (w.tiles > 1) p.step = (AT_ONCE(MOST_ROWS) * LINE + w.tiles - 1) / w.tiles;
     for (int64_t i = 0; i < w.tiles; i++) {
       p.next = p.weight[0] + both + i * both / w.tiles;
       const token_tile t = tile_at(&w, i);
