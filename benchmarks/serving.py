@@ -3,7 +3,8 @@
 SmolLM2-135M, every side in a process of its own, rounds interleaved. One request decodes 64 tokens
 after a prompt of 32; a prompt of 512 is filled in; 16 requests decode at once; 16 requests share a
 prefix of 256 tokens before suffixes of 32, with and without sharing; text that repeats is continued
-with and without guesses looked up in it. Beside LeZero's bf16, int8 and int4, from .peers:
+with and without guesses looked up in it; what it costs that bits do not depend on neighbours is the
+time of products over torch's own. Beside LeZero's bf16, int8 and int4, from .peers:
 transformers in bf16, eager; llama.cpp and OpenVINO GenAI on the GGUF file as it is (Q4_1).
 
 Then, each in processes of its own: what HTTP adds to a token, dynamic batching beside the best
@@ -29,6 +30,7 @@ from serving_parts.prompts import random_tokens
 
 OURS = ("bf16", "int8", "int4")
 PREFIX, SUFFIX = 256, 32
+INVARIANCE = (1, 16, 256)
 PARTS = ("engine", "http", "dynamic", "soak")
 OF_PARTS = {
     "http": ("http_overhead",),
@@ -56,6 +58,7 @@ def main() -> None:
     if "engine" in wanted:
         result = _engine(options, place, missing)
         keys = ["decode", "prefill", "together", "ready_s", "bytes_token"]
+        keys += [f"invariance_{rows}" for rows in INVARIANCE]
         print(result.table(keys), end="\n\n", flush=True)
         figures |= _figures(result)
     rows = [["part", "figure", "value"]]
@@ -107,7 +110,8 @@ def _figures(result: Result) -> dict[str, Any]:
         return result.ratio(key, one, other)
 
     def of(name: str, key: str) -> float | None:
-        return None if name in result.failed else result.median(name, key)
+        known = name not in result.failed and key in result.figures[name][0]
+        return result.median(name, key) if known else None
 
     best = max(("int8", "int4"), key=lambda name: of(name, "decode") or 0.0)
     share = of(best, "bandwidth_share")
@@ -122,6 +126,7 @@ def _figures(result: Result) -> dict[str, Any]:
         "batch16_scaling": of(best, "scaling"),
         "prefix_ttft_ratio": of(best, "prefix_ttft"),
         "speculation": of(best, "speculation"),
+        **{f"invariance_{rows}": of(best, f"invariance_{rows}") for rows in INVARIANCE},
     }
 
 
@@ -191,6 +196,7 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
         "ready_s": ready,
         "bytes_token": llm.program.read_bytes,
         "bandwidth_share": one * llm.program.read_bytes / read,
+        **_invariance(llm),
         "prefix_ttft": _first_tokens(llm, vocab, shared=True) / _first_tokens(llm, vocab, False),
         "speculation": _speculation(place, weights, quick, vocab),
     }
@@ -235,6 +241,13 @@ def _speculation(place: str, weights: Any, quick: bool, vocab: int) -> float:
         _time(llm, [random_tokens(vocab, 32, 9)], 8)
         took[speculate] = _time(llm, [text], 2 * DECODED)
     return took["off"] / took["lookup"]
+
+
+def _invariance(llm: Any) -> dict[str, float]:
+    """Time of the layers' products over torch's own, for 1, 16 and 256 rows."""
+    from lezero.serve.invariance import invariance_costs
+
+    return {f"invariance_{cost.rows}": cost.ratio for cost in invariance_costs(llm.program)}
 
 
 def _read_bandwidth(size: int) -> float:

@@ -36,6 +36,8 @@ class BlockPool:
         self._named: dict[bytes, int] = {}
         self._blank = list(reversed(range(count)))
         self._idle: dict[int, None] = {}  # free but named, least recently used first
+        self.touched_count = 0
+        """Blocks that were ever held: the first ones, since blank ones are handed out in order."""
 
     @property
     def free_count(self) -> int:
@@ -151,6 +153,7 @@ class BlockPool:
     def _take(self) -> int:
         if self._blank:
             block = self._blank.pop()
+            self.touched_count = max(self.touched_count, block + 1)
         else:
             block = next(iter(self._idle))
             del self._idle[block]

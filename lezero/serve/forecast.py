@@ -38,6 +38,8 @@ class Forecast:
     """Why the model is slower than others."""
     kv: str = ""
     """What keys and values are kept in, and why."""
+    disturbed: bool = False
+    """Whether other programs ran while the ceilings were measured, so that more is possible."""
 
     @property
     def largest(self) -> int:
@@ -50,6 +52,8 @@ class Forecast:
         kv = [f"keys/values {self.kv}"] if self.kv else []
         draft = [f"draft       {mib(self.draft_bytes)}"] if self.draft_bytes else []
         slow = [f"slower      {self.slow}"] if self.slow else []
+        if self.disturbed:
+            slow.append("note        measured beside other programs, so it may be more")
         return [
             f"weights     {mib(self.weight_bytes)}",
             f"cache       {mib(self.cache_bytes)}: {fits}",
@@ -72,7 +76,8 @@ def foresee(
     beside = block_bytes(program, draft) - program.block_bytes
     ceilings = hardware(measure=False).ceilings
     read = None if ceilings is None else ceilings.memory_read
-    products = None if ceilings is None else ceilings.gemm_bf16
+    reached = [ceilings.gemm(form) for form in program.product_forms] if ceilings else []
+    products = max((rate for rate in reached if rate is not None), default=None)
     return Forecast(
         program.weight_bytes,
         blocks * program.block_bytes,
@@ -85,7 +90,39 @@ def foresee(
         0 if draft is None else draft.weight_bytes + blocks * beside,
         program.slow,
         f"{program.kv}: {kv}" if program.kv and kv else program.kv,
+        ceilings is not None and ceilings.disturbed,
     )
+
+
+def compared(
+    forecast: Forecast,
+    *,
+    decode: float | None = None,
+    prefill: float | None = None,
+    taken: int | None = None,
+    cache_share: float = 1.0,
+) -> list[str]:
+    """What was measured, beside the forecast, for people. decode, prefill: tokens a second.
+
+    taken: bytes that the process has beyond those before the model was opened. cache_share: part
+    of the cache that was ever written, which alone takes memory.
+    """
+    lines = []
+    for name, speed, most in (
+        ("decode      {:,.0f} tokens/s for one request alone", decode, forecast.decode_tokens_s),
+        ("prefill     {:,.0f} tokens/s", prefill, forecast.prefill_tokens_s),
+    ):
+        if speed is not None:
+            share = "" if most is None else f", {speed / most:.0%} of the forecast's ceiling"
+            lines.append(name.format(speed) + share)
+    if taken is not None:
+        steady = forecast.weight_bytes + forecast.draft_bytes
+        expected = steady + int(cache_share * forecast.cache_bytes)
+        lines.append(
+            f"memory      {mib(taken)} taken; forecast {mib(expected)} of weights and of the cache "
+            f"that was used, {mib(expected + forecast.workspace_bytes)} with workspace"
+        )
+    return lines
 
 
 def block_bytes(program: Program, draft: Program | None) -> int:

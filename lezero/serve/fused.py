@@ -65,7 +65,7 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        return _multiply(self.states(fed), self._head)
+        return multiply(self.states(fed), self._head)
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
@@ -85,6 +85,15 @@ class FusedProgram(Program):
         return torch.nn.functional.rms_norm(
             x_TD[rows], (self.config.dim,), self._norm, self.config.norm_eps
         )
+
+    def matrices(self) -> list[tuple[Weight, ...]]:
+        """The matrices of each layer, in the order in which a step reads them."""
+        return [_matrices(layer) for layer in self._decoder.layers]
+
+    @property
+    def product_forms(self) -> tuple[str, ...]:
+        eight = any(w.bits != 16 and w.x_bits == 8 for y in self.matrices() for w in y)
+        return ("fp32", "bf16", "int8") if eight else ("fp32", "bf16")
 
     @property
     def block_bytes(self) -> int:
@@ -217,7 +226,8 @@ def _bias(parts: Sequence[nn.Module]) -> Tensor | None:
     )
 
 
-def _multiply(x: Tensor, weight: Weight) -> Tensor:
+def multiply(x: Tensor, weight: Weight) -> Tensor:
+    """Rows (R, K) times a weight: fp32 (R, N), each row's bits the same whatever the others are."""
     if weight.bits == 16:
         return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
     return linear_int(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.serve.answer import Answer, Completion, Stream
 from lezero.serve.coder import Coder, Message
@@ -67,6 +68,7 @@ class LLM:
         _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
         self.program, own = open_program(model, weights)
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
+        give_back_free_blocks()  # of the weights as they were
         self.coder = coder or own
         longest = self.program.longest
         if context is not None and context > longest:

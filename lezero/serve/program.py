@@ -107,6 +107,11 @@ class Program(ABC):
         """Bytes of weights that one token reads."""
 
     @property
+    def product_forms(self) -> tuple[str, ...]:
+        """Number formats in which products may run, as `profiler.Ceilings.gemm` names them."""
+        return ("fp32", "bf16")
+
+    @property
     def workspace_bytes(self) -> int:
         """What a step of most tokens takes beside weights and cache: states and logits."""
         c, T = self.config, self.most_tokens

@@ -47,9 +47,16 @@ def serve_model(
     if cache_mib is not None and cache_mib < 1:
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
     config.refuse_if_open(bool(len(read_keys(config.keys))))
+    import psutil
+
+    from lezero.profiler.hardware import hardware
     from lezero.serve.llm import LLM
+    from lezero.serve.server.host import need_uvicorn
     from lezero.serve.server.run import serve
 
+    need_uvicorn()
+    hardware()  # measures the machine once, so that speeds can be forecast
+    before = psutil.Process().memory_info().rss
     llm = LLM(
         model,
         weights=weights,
@@ -60,7 +67,7 @@ def serve_model(
         speculate=speculate,
         draft=draft,
     )
-    serve(llm, config, Path(model).resolve().name.removesuffix(".gguf") or "model")
+    serve(llm, config, Path(model).resolve().name.removesuffix(".gguf") or "model", before=before)
     return 0
 
 

@@ -43,7 +43,7 @@ class Host:
         self.face, self.config, self.name = face, config, face.name
         self._keys = read_keys(self.config.keys)
         self.config.refuse_if_open(bool(len(self._keys)))
-        _uvicorn()
+        need_uvicorn()
         self._socket = _listen(self.config)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end = asyncio.Event()
@@ -130,7 +130,8 @@ def _listen(config: ServeConfig) -> socket.socket:
     return made
 
 
-def _uvicorn() -> None:
+def need_uvicorn() -> None:
+    """Raises `MissingExtraError` where there is none."""
     try:
         import uvicorn  # noqa: F401
     except ImportError:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import psutil
+
+from lezero.memory.pool import give_back_free_blocks
+from lezero.serve.forecast import compared
+from lezero.serve.invariance import cost_lines, invariance_costs
 from lezero.serve.llm import LLM
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.host import Host
@@ -20,23 +25,37 @@ class Server(Host):
         self.llm, self.worker, self.metrics = llm, face.worker, face.metrics
 
 
-def serve(llm: LLM, config: ServeConfig, name: str, say: Callable[[str], None] = print) -> None:
-    """What `lz serve` does: tells the forecast and the address, serves, and tells what was."""
+def serve(
+    llm: LLM,
+    config: ServeConfig,
+    name: str,
+    say: Callable[[str], None] = print,
+    before: int | None = None,
+) -> None:
+    """What `lz serve` does: tells the forecast and the address, serves, and tells what was.
+
+    before: bytes that the process had before the model was opened.
+    """
     server = Server(llm, config, name)
     forecast = llm.forecast
     say(f"model       {server.name}: {llm.program.description}")
-    for line in forecast.lines():
+    for line in [*forecast.lines(), *cost_lines(invariance_costs(llm.program))]:
         say(line)
+    give_back_free_blocks()
 
     def ready(server: Server) -> None:
         say(f"serving     {server.url} (page), {server.url}/v1 (OpenAI's protocol)")
 
     server.run(ready)
-    worker, metrics = server.worker, server.metrics
+    worker, metrics, pool = server.worker, server.metrics, llm.engine.pool
     ended = sum(metrics.ended.values())
     say(f"ended       {ended} requests, {metrics.tokens_in} tokens in, {metrics.tokens_out} out")
-    if worker.alone_tokens:
-        speed = worker.alone_tokens / worker.alone_s
-        at_most = forecast.decode_tokens_s
-        share = "" if at_most is None else f", {speed / at_most:.0%} of the forecast's ceiling"
-        say(f"decode      {speed:,.0f} tokens/s for one request alone{share}")
+    on_host = before is not None and llm.program.place.type == "cpu"
+    for line in compared(
+        forecast,
+        decode=worker.alone.speed,
+        prefill=worker.filling.speed,
+        taken=psutil.Process().memory_info().rss - (before or 0) if on_host else None,
+        cache_share=pool.touched_count / pool.count,
+    ):
+        say(line)

@@ -37,6 +37,8 @@ _ENDS = "the engine has ended"
 
 
 _TOGETHER_S = 0.02
+_FILLED = 64
+"""Tokens of a step, all requests together, from which on products limit it."""
 
 
 class BusyError(Exception):
@@ -62,6 +64,23 @@ class Event:
 Events = asyncio.Queue[Event | None]
 
 
+@dataclass
+class Pace:
+    """Tokens and seconds of steps of one sort."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.tokens += tokens
+        self.seconds += seconds
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second; None where there were none."""
+        return self.tokens / self.seconds if self.tokens else None
+
+
 class _Job:
     """A request, the text it has so far, and where its events go."""
 
@@ -84,8 +103,8 @@ class Worker:
         """Why no request can be answered any more."""
         self.active = 0
         """Requests that were submitted and have not ended."""
-        self.alone_tokens, self.alone_s = 0, 0.0
-        """Tokens, and seconds, of steps in which one request alone decoded."""
+        self.alone, self.filling = Pace(), Pace()
+        """Of steps in which one request alone decoded, and of those that prompts filled."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._jobs: dict[Request, _Job] = {}
@@ -247,9 +266,11 @@ class Worker:
             return
         finally:
             self._step_began = None
-        if len(progress.tokens) == 1 and totals.fed - fed == 1 + totals.drafted - drafted:
-            self.alone_tokens += totals.drawn - drawn
-            self.alone_s += time.monotonic() - began
+        took, fed = time.monotonic() - began, totals.fed - fed
+        if len(progress.tokens) == 1 and fed == 1 + totals.drafted - drafted:
+            self.alone.add(totals.drawn - drawn, took)
+        elif fed >= _FILLED and not totals.drafted - drafted:
+            self.filling.add(fed, took)
         for request in dict.fromkeys([*progress.tokens, *progress.ended]):
             self._report(request, progress.tokens.get(request, ()))
         if progress.failures:

@@ -1,0 +1,64 @@
+"""Ceilings of the right products, and what was measured beside them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lezero.core.facts import Facts
+from lezero.profiler.ceilings import Ceilings
+from lezero.profiler.hardware import Hardware
+from lezero.serve import forecast as module
+from lezero.serve.forecast import compared
+from lezero.serve.llm import LLM
+from tests.serve.models import small
+
+MEASURED = Ceilings("cpu", 1, "2", gemm_fp32=1e11, gemm_bf16=1e9, memory_read=1e10)
+
+
+@pytest.fixture
+def ceilings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def give(found: Ceilings | None) -> None:
+        facts: Any = Facts
+        monkeypatch.setattr(module, "hardware", lambda measure: Hardware(facts, found))
+
+    return give
+
+
+def test_prefill_is_bounded_by_the_fastest_products(ceilings: Any) -> None:
+    llm = LLM(small(), weights="bf16")
+    ceilings(MEASURED)  # bf16 products are slow where the processor has none
+    assert llm.forecast.prefill_tokens_s == 1e11 / (2 * llm.program.products)
+    ceilings(replace(MEASURED, gemm_bf16=4e11, gemm_int8=9e11))
+    assert llm.forecast.prefill_tokens_s == 4e11 / (2 * llm.program.products)
+    ceilings(None)
+    assert llm.forecast.prefill_tokens_s is None
+
+
+def test_disturbed_ceilings_are_told(ceilings: Any) -> None:
+    llm = LLM(small(), weights="bf16")
+    ceilings(MEASURED)
+    assert not any("other programs" in line for line in llm.forecast.lines())
+    ceilings(replace(MEASURED, cpu_share=0.5))
+    assert any("other programs" in line for line in llm.forecast.lines())
+
+
+def test_what_was_measured_is_compared(ceilings: Any) -> None:
+    llm = LLM(small(), weights="bf16")
+    ceilings(MEASURED)
+    found = llm.forecast
+    assert found.decode_tokens_s is not None
+    lines = compared(
+        found,
+        decode=found.decode_tokens_s / 2,
+        prefill=10.0,
+        taken=3 << 20,
+        cache_share=0.5,
+    )
+    assert "50% of the forecast's ceiling" in lines[0]
+    assert lines[1].startswith("prefill     10 tokens/s, ")
+    expected = (found.weight_bytes + found.cache_bytes // 2) / 2**20
+    assert lines[2].startswith(f"memory      3 MiB taken; forecast {expected:.0f} MiB")
+    assert compared(found) == []
