@@ -11,6 +11,8 @@ import contextlib
 import gc
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +35,7 @@ _LOST = (
     "Timed out",
     "gloo/",
 )
+_ANSWER_S = 15.0
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -58,6 +61,7 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     need_interface()
     try:
+        _need_store(timeout_s)
         with sockets.noted():
             dist.init_process_group(
                 backend or device.backend_for(kind), timeout=timedelta(seconds=timeout_s)
@@ -68,6 +72,41 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
             f"{str(error).splitlines()[0]}. Check that the port is free and that every rank "
             "was started with the same address."
         ) from error
+
+
+def _need_store(timeout_s: float) -> None:
+    """Raises where rank 0's place is taken by something that does not answer.
+
+    torch's store waits for an answer for ever, whatever its timeout, once it is connected. Behind
+    torch elastic the store is the launcher's.
+    """
+    if rank() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    problem: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            limit = timedelta(seconds=timeout_s)
+            dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
+        except Exception as error:
+            problem.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    connected = None
+    while asking.is_alive():
+        asking.join(0.02 if connected is None else 0.5)
+        if connected is None and sockets.connected_to(port):
+            connected = time.monotonic()
+        if connected is not None and time.monotonic() - connected > _ANSWER_S:
+            raise DistributedError(
+                f"what listens there has not answered for {_ANSWER_S:.0f} s and is not rank 0"
+            )
+    if problem:
+        raise problem[0]
 
 
 def need_interface() -> None:
@@ -270,14 +309,15 @@ def _place(group: dist.ProcessGroup | None = None) -> torch.device:
 
 @contextlib.contextmanager
 def watched(op: str, shape: Sequence[int], dtype: Any, label: str) -> Iterator[None]:
-    """Tells the observer, if there is one, of the blocking collective inside the block."""
+    """Tells the observer, if there is one, of the blocking collective inside the block, and names
+    a rank that is lost there."""
     watcher = observer.current()
-    if watcher is None:
-        yield
-        return
-    watcher.enter(op, shape, dtype, label)
-    yield  # what fails inside has not completed: its group is broken
-    watcher.leave()
+    if watcher is not None:
+        watcher.enter(op, shape, dtype, label)
+    with naming_lost_ranks():
+        yield  # what fails inside has not completed: its group is broken
+    if watcher is not None:
+        watcher.leave()
 
 
 @contextlib.contextmanager

@@ -42,6 +42,16 @@ def shut() -> int:
     return count
 
 
+def connected_to(port: int) -> bool:
+    """Whether this process has a connection to `port`, of any machine."""
+    for fd, _ in _open():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            stream = copy.type == socket.SOCK_STREAM and copy.family != socket.AF_UNIX
+            if stream and copy.getpeername()[1] == port:
+                return True
+    return False
+
+
 def forget() -> None:
     """The groups are gone, and their connections with them."""
     _noted.clear()

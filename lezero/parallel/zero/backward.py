@@ -145,7 +145,8 @@ class Backward:
 
     def _agreement(self, flags: torch.Tensor, work: dist.Work | None) -> set[Held]:
         if work is not None:
-            work.wait()
+            with groups.naming_lost_ranks():
+                work.wait()
         return {held for held, count in zip(self.helds, flags.tolist(), strict=True) if count}
 
     def _settle_order(self) -> None:

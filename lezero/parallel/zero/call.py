@@ -62,15 +62,31 @@ def _forward(kind: type) -> Callable[..., Any]:
 def _within(
     unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    args, keywords = unit.cast(args, keywords)
+    enter, leave = _uncompiled()
+    args, keywords = enter(unit, args, keywords)
+    output = None
+    try:
+        output = call(*args, **keywords)
+    finally:
+        leave(unit, output)
+    return output
+
+
+@functools.cache
+def _uncompiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """`_enter` and `_leave`, at which a compiled model falls back to Python for a moment."""
+    return torch.compiler.disable(_enter), torch.compiler.disable(_leave)
+
+
+def _enter(unit: Unit, args: Any, keywords: Any) -> tuple[Any, Any]:
+    found = unit.cast(args, keywords)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is allocated here lives on into training
             unit.enter()
     else:
         unit.enter()
-    output = None
-    try:
-        output = call(*args, **keywords)
-    finally:
-        unit.leave(output)
-    return output
+    return found
+
+
+def _leave(unit: Unit, output: Any) -> None:
+    unit.leave(output)

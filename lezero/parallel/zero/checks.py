@@ -8,12 +8,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lezero.comm.wire import AUTO
+from lezero.comm.mesh import Mesh
+from lezero.comm.wire import AUTO, Wire
 from lezero.core import groups, ledger
 from lezero.core.errors import ConfigError, DistributedError, OrderError
+from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.gradients import wide
 from lezero.parallel.zero.lines import Lines
 from lezero.parallel.zero.unit import Unit
+
+_KINDS = {
+    "model": (nn.Module, "a torch.nn.Module"),
+    "config": (Zero, "lz.Zero(stage=…)"),
+    "wire": (Wire, "lz.Wire(codec=…)"),
+    "mesh": (Mesh, 'lz.Mesh({"shard": …})'),
+}
+
+
+def check_kinds(**arguments: object) -> None:
+    """Raises `ConfigError` for an argument of `lz.shard_` that is something else."""
+    for name, value in arguments.items():
+        kind, allowed = _KINDS[name]
+        if not isinstance(value, kind) and not (name == "mesh" and value is None):
+            raise ConfigError(f"lz.shard_: {name} is {value!r:.80}; allowed is {allowed}")
 
 
 def check_model(model: nn.Module) -> None:

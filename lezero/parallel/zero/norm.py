@@ -88,7 +88,8 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
         return mine.tolist()
     mine = mine.to(lines.place)
     every = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(every, mine, group=lines.group)
+    with groups.naming_lost_ranks():
+        dist.all_gather(every, mine, group=lines.group)
     return torch.stack(every).flatten().tolist()
 
 

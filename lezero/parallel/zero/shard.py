@@ -27,6 +27,7 @@ from lezero.parallel.zero.lines import Lines, arrange
 from lezero.parallel.zero.segment import Segment
 from lezero.parallel.zero.sharding import SHARDING, Sharding
 from lezero.parallel.zero.unit import Unit
+from lezero.parallel.zero.whole import take_whole_values
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -47,9 +48,10 @@ def shard_(
     for a model that is sharded already, `DistributedError` when ranks differ in version, model or
     configuration (naming what differs).
     """
-    config, wire = config or Zero(), wire or Wire()
+    config, wire = Zero() if config is None else config, Wire() if wire is None else wire
     problem: ConfigError | OrderError | None = None
     try:
+        checks.check_kinds(model=model, config=config, wire=wire, mesh=mesh)
         checks.check_model(model)
     except (ConfigError, OrderError) as error:
         problem = error
@@ -84,6 +86,7 @@ def _shard_with_units(model: nn.Module, config: Zero, lines: Lines) -> None:
     for module in list(_parts(sharding.root, sharding)):
         announce(module, sharding.root)
     model.__dict__[SHARDING] = sharding
+    take_whole_values(model, sharding)
 
 
 def _parts(root: Unit, sharding: Sharding) -> Iterator[nn.Module]:
@@ -122,7 +125,8 @@ def _broadcast(model: nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta and tensor.numel():
             data = tensor.data if tensor.is_contiguous() else tensor.data.contiguous()
-            dist.broadcast(data, 0)
+            with groups.naming_lost_ranks():
+                dist.broadcast(data, 0)
             if data is not tensor.data:
                 tensor.data.copy_(data)
 

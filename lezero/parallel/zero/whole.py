@@ -1,12 +1,16 @@
-"""Whole parameters out of shards, one at a time."""
+"""Whole parameters out of shards, one at a time, and shards out of whole parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from lezero.parallel.zero.held import distributed
+from lezero.parallel.zero.sharding import Sharding
 
 
 @torch.no_grad()
@@ -36,3 +40,21 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         if groups.is_main():
             found[name] = data.detach().cpu().clone()
     return found
+
+
+def take_whole_values(model: nn.Module, sharding: Sharding) -> None:
+    """From now on `model.load_state_dict` takes whole tensors too, of which it keeps the rows."""
+
+    def cut(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
+        for held in sharding.parameters.values():
+            for name in held.names:
+                value = state.get(prefix + name)
+                if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                    continue
+                if tuple(value.shape) != held.rows.shape:
+                    continue  # torch says what is wrong with it
+                first, last = held.rows.range(held.segment.rank)
+                mine = value[first:last] if held.rows.shape else value
+                state[prefix + name] = distributed(mine, held.rows, sharding.lines.mesh)
+
+    model.register_load_state_dict_pre_hook(cut)

@@ -179,6 +179,10 @@ def compiled(model, tokens):
     loss_of(model, tokens).backward()
 
 
+def compiled_whole(model, tokens):
+    loss_of(torch.compile(model, backend="aot_eager"), tokens).backward()
+
+
 def evaluated(model, tokens):
     """Evaluation between forward and backward."""
     loss = loss_of(model, tokens)
@@ -215,6 +219,7 @@ CASES = {
     "no_sync, dropped": (Tiny, {}, dropped),
     "failing": (Tiny, {}, failing),
     "compiled": (Tiny, {}, compiled),
+    "compiled whole": (Tiny, {}, compiled_whole),
     "evaluated": (Tiny, {}, evaluated),
     "by forward": (Tiny, {}, by_forward),
     "by parts": (Tiny, {}, by_parts),

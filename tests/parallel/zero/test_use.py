@@ -17,6 +17,7 @@ from lezero.parallel.zero import (
     Zero,
     clip_grad_norm_,
     grad_norm,
+    materialize_,
     no_sync,
     probe,
     shard_,
@@ -85,6 +86,37 @@ def test_evaluation_and_changes_by_hand(ranks):
     for outputs in ranks(2, evaluation)[1]:
         for output, expected in zip(outputs, (first, *[second] * 4), strict=True):
             torch.testing.assert_close(output, expected)
+
+
+def loaded_whole():
+    """Whole weights, of another seed and all but one, into a model sharded on meta and not."""
+    torch.manual_seed(7)
+    state = Tiny().state_dict()
+    kept = state.pop("blocks.1.up.bias")
+    wrong = []
+    for stage in range(4):
+        for meta in (False, True):
+            with torch.device("meta" if meta else "cpu"):
+                model = Tiny()
+            shard_(model, Zero(stage=stage))
+            if meta:
+                materialize_(model, lambda m: [p.fill_(3) for p in m.parameters(recurse=False)])
+            before = whole(model)
+            answer = model.load_state_dict(state, strict=False)
+            assert answer.missing_keys == ["blocks.1.up.bias"]
+            assert not answer.unexpected_keys
+            now = whole(model)
+            wanted = state | {"blocks.1.up.bias": before["blocks.1.up.bias"]}
+            wrong += [name for name in now if not torch.equal(now[name], wanted[name])]
+            with pytest.raises(RuntimeError, match="size mismatch for scale"):
+                model.load_state_dict(state | {"blocks.1.up.bias": kept, "scale": torch.ones(3)})
+            sharding_of(model).close()
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_weights_load_into_shards(ranks, world):
+    assert ranks(world, loaded_whole) == [[]] * world
 
 
 def trained_after_inference():
@@ -304,6 +336,16 @@ def test_ranks_that_differ_are_told_what(ranks):
 
 
 def refused():
+    for arguments, named in (
+        ((make(), 3), r"config is 3; allowed is lz.Zero"),
+        ((make(), 0), r"config is 0; allowed is lz.Zero"),
+        ((make(), Zero(), "int8"), r"wire is 'int8'; allowed is lz.Wire"),
+        ((make(), Zero(), None, {"shard": 2}), r"mesh is \{'shard': 2\}; allowed is lz.Mesh"),
+        (([],), r"model is \[\]; allowed is a torch.nn.Module"),
+    ):
+        given = dict(zip(("model", "config", "wire", "mesh"), arguments, strict=False))
+        with pytest.raises(ConfigError, match=named):
+            shard_(**given)
     for stage in (1, 3):
         with pytest.raises(ConfigError, match=r"' computes in torch.float16.*stage=0"):
             shard_(make(dtype=torch.float16), Zero(stage=stage))
