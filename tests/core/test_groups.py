@@ -1,0 +1,43 @@
+"""Joining, and documents between ranks: what is told when the others are not there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+
+from lezero.core import groups
+from lezero.core.errors import DistributedError
+from tests.ranks import RankPool
+
+
+def join_a_stranger() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        port = str(stranger.getsockname()[1])
+        os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        groups._ANSWER_S = 0.5
+        began = time.monotonic()
+        with pytest.raises(DistributedError) as caught:
+            groups.join(timeout_s=60)
+        assert time.monotonic() - began < 30
+    return str(caught.value)
+
+
+def test_a_rank_whose_port_is_taken_by_a_stranger_does_not_wait_for_ever(ranks: RankPool) -> None:
+    (text,) = ranks(1, join_a_stranger)
+    assert "is not rank 0" in text
+    assert "Check that the port is free" in text
+
+
+def left_alone() -> str:
+    if groups.rank() == 1:
+        return ""
+    with pytest.raises(DistributedError) as caught:
+        groups.gather_objects("a document")
+    return str(caught.value)
+
+
+def test_a_rank_that_left_is_told_of_where_documents_are_exchanged(ranks: RankPool) -> None:
+    assert ranks(2, left_alone)[0] == "rank 0 lost contact with another rank, which died or left"
