@@ -11,6 +11,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.data import load_tokenizer
 from lezero.data.tokenizer import start_of
 from lezero.models import gguf_tokenizer, stop_tokens
+from lezero.serve.template import render
 
 Message = Mapping[str, Any]
 _LIMIT = 1 << 20
@@ -46,30 +47,14 @@ class Coder:
         """The text that the model continues as the assistant.
 
         Raises `ConfigError` for messages without role or content, and where the tokenizer has no
-        chat template. Templates come with models, so they run in Jinja's sandbox.
+        chat template, or it fails.
         """
         if self.template is None:
             raise ConfigError(
                 "this model's tokenizer has no chat template: give a prompt and use generate"
             )
         _check_messages(messages)
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def refuse(text: str) -> None:
-            raise ConfigError(f"messages: {text}")
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, **k)
-        environment.globals["raise_exception"] = refuse
-        try:
-            return environment.from_string(self.template).render(
-                messages=list(messages), add_generation_prompt=True, **self._specials
-            )
-        except TemplateError as error:
-            raise ConfigError(f"messages: the model's chat template fails: {error}") from None
+        return render(self.template, messages, self._specials)
 
 
 def open_coder(place: str | Path, folder: Path | None) -> Coder:

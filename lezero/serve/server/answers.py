@@ -30,8 +30,11 @@ class Answerer:
     async def answer(self, exchange: Exchange, asked: Asked) -> None:
         """Answers, or raises `Problem` before the answer began, or `ClientGoneError`."""
         if asked.count > self._worker.room:
-            problem = f"n: got {asked.count} answers, this server takes {self._worker.room} at once"
-            raise Problem(400, problem, param="n")
+            field = "n" if asked.n > 1 else "prompt"
+            problem = (
+                f"{field}: {asked.count} answers, this server takes {self._worker.room} at once"
+            )
+            raise Problem(400, problem, param=field)
         if self._worker.active >= self._worker.room:
             raise self._busy()
         requests = await self._encoder.requests(asked)

@@ -21,6 +21,7 @@ _SAMPLING = (
     *("frequency_penalty", "stop", "stop_token_ids", "ignore_eos"),
 )
 _BOTH = {*_SAMPLING, "model", "n", "seed", "logprobs", "max_tokens", "stream", "stream_options"}
+_BOTH |= {"priority"}
 _KNOWN: Mapping[Form, set[str]] = {
     "chat": _BOTH | {"messages", "top_logprobs", "max_completion_tokens"},
     "text": _BOTH | {"prompt"},
@@ -49,6 +50,7 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
 }
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _MOST_PROMPTS = 256
+_LAST = 1000
 _TEXT_TOKENS = 16
 """New tokens of a text completion where the client does not say, as with OpenAI."""
 
@@ -57,7 +59,8 @@ _TEXT_TOKENS = 16
 class Asked:
     """One HTTP request for answers: n to each prompt, or n to the messages.
 
-    max_tokens: None is as many as fit.
+    max_tokens: None is as many as fit. priority: 0, or more to let others go first; nobody can push
+    ahead of those that do not ask.
     """
 
     form: Form
@@ -68,6 +71,7 @@ class Asked:
     n: int
     stream: bool
     stream_usage: bool
+    priority: int
 
     @property
     def count(self) -> int:
@@ -99,6 +103,7 @@ def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
         _whole(given, "n", 1, 128) or 1,
         stream,
         _stream_usage(given, stream),
+        _whole(given, "priority", 0, _LAST) or 0,
     )
 
 

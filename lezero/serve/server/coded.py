@@ -64,7 +64,10 @@ class Encoder:
             if most is None:
                 most = max(1, self._room - len(tokens))
             params = asked.params.model_copy(update={"max_tokens": most})
-            made += [self._llm.request(tokens, params, sample=i) for i in range(asked.n)]
+            made += [
+                self._llm.request(tokens, params, sample=i, priority=asked.priority)
+                for i in range(asked.n)
+            ]
         return made
 
     @property
