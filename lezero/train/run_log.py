@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lezero.core import device, groups
 from lezero.core.errors import FileError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.profiler.memory import SharedElsewhere, peak_rss, reset_peak_rss, rss
 from lezero.report.units import count
 from lezero.train.callbacks import Callback
@@ -41,9 +42,14 @@ class RunLog(Callback):
             self.metrics = MetricsWriter(self.folder.metrics)
 
     def measure_from_here(self) -> None:
-        """Takes the memory baseline: everything is imported, nothing of the model is there yet."""
+        """Takes the memory baseline: everything is imported, nothing of the model is there yet.
+
+        What the forecast has freed goes back to the kernel first, or the model would seem to fit in
+        no memory at all.
+        """
         gc.collect()
-        self.baseline = rss()
+        give_back_free_blocks()
+        self.baseline = rss() - self._elsewhere.bytes()
         reset_peak_rss()
         device.reset_peak()
 
