@@ -52,6 +52,11 @@ class Way:
     bytes_per_s: float
     gather: Codec | None = None
 
+    @property
+    def partners(self) -> int:
+        """Ranks among whom sockets are used, this one included."""
+        return self.hosts if self.topology == "hierarchical" else self.size
+
     def seconds(self, traffic: Traffic, codec: Codec | None) -> float:
         """The wire's time in one step."""
         total = 0.0
@@ -89,15 +94,58 @@ class Speed:
     encode_s: float
     decode_s: float
 
-    def seconds(self, traffic: Traffic, size: int) -> float:
-        """Encoding and decoding of one step on one rank: gradients only."""
+    def seconds(self, traffic: Traffic, size: int, partners: int) -> float:
+        """Encoding and decoding of one step's gradients on one rank of `size`."""
         total = 0.0
         for (operation, numel, _), times in traffic.items():
             chunk = numel // size
             if operation != "all_gather":
-                total += times * chunk * (size - 1) * (self.encode_s + self.decode_s)
+                total += times * chunk * (partners - 1) * (self.encode_s + self.decode_s)
             if operation == "all_reduce":
-                total += times * chunk * (self.encode_s + size * self.decode_s)
+                total += times * chunk * (self.encode_s + partners * self.decode_s)
+        return total
+
+    def gathering(self, traffic: Traffic, size: int, partners: int) -> float:
+        """The same of its parameters."""
+        total = 0.0
+        for (operation, numel, _), times in traffic.items():
+            if operation == "all_gather":
+                total += times * (numel // size) * (self.encode_s + partners * self.decode_s)
+        return total
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of a host as the probe finds it: β is of a copy, which reads a byte for each that
+    it writes. A sum of n parts reads n bytes for one written, so it takes (n + 1) / 2 copies."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, traffic: Traffic, ranks: int) -> float:
+        """Exchanges with the shared topology; shards lie in their place."""
+        total = 0.0
+        for (operation, numel, itemsize), times in traffic.items():
+            chunk = numel // ranks * itemsize
+            moved = 0.0 if operation == "reduce_scatter" else (ranks - 1.0) * chunk
+            if operation != "all_gather":
+                moved += chunk * (ranks + 1) / 2
+            messages = 2 if operation == "all_reduce" else 1
+            total += times * (messages * self.latency_s + moved / self.bytes_per_s)
+        return total
+
+    def beside(self, way: Way, traffic: Traffic, *, encoded: bool) -> float:
+        """What exchanges over sockets take in memory besides: their sums (with a codec they are a
+        part of decoding), and what hierarchical ones move inside a host."""
+        local = way.size // way.partners
+        total = 0.0
+        for (operation, numel, itemsize), times in traffic.items():
+            chunk = numel // way.size * itemsize
+            if operation != "all_gather" and not encoded:
+                total += times * chunk * (way.partners + 1) / 2 / self.bytes_per_s
+            if local > 1:
+                inside = {Exchange(operation, numel, itemsize): times}
+                total += self.seconds(inside, local)
         return total
 
 

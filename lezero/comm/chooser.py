@@ -177,7 +177,7 @@ class Chooser:
             Candidate(
                 name,
                 way.seconds(self._last_traffic, codec(name)),
-                self._speeds[name].seconds(self._last_traffic, way.size),
+                self._speeds[name].seconds(self._last_traffic, way.size, way.partners),
                 self._owed[name],
             )
             for name in CANDIDATES

@@ -88,13 +88,13 @@ def probe(mesh: Mesh, axis: str) -> Topology:
         if local is not None and signal.available():
             mine = next(host for host in inside if groups.rank() in host)
             shared = Shared(local, mine)
-        found.append(_measure("memory", local if shared else None, shared, queue, place))
+        found.append(_measure("memory", local if shared else None, shared, queue))
         if shared is not None:
             groups.gather_objects(0, local)
             shared.close()
-        found.append(_measure("loopback", local, _flat(local, place), queue, place))
+        found.append(_measure("loopback", local, _flat(local, place), queue))
     if any(len(line) > 1 for line in first_of_all):
-        found.append(_measure("network", across, _flat(across, place), queue, place))
+        found.append(_measure("network", across, _flat(across, place), queue))
     for group in (whole, local, across):
         groups.end(group)
     return Topology(hosts, tuple(level for level in found if level is not None))
@@ -109,12 +109,11 @@ def _measure(
     group: dist.ProcessGroup | None,
     route: Route | None,
     queue: Queue,
-    place: torch.device,
 ) -> Level | None:
     """One level, measured by the ranks that have a route; all ranks of the world call it."""
     mine = None
     if route is not None and group is not None:
-        mine = _fit(_exchange(route, queue, place, group.size()), group)
+        mine = _fit(_exchange(route, queue, group), group)
     all_of_them = [one for one in groups.gather_objects(mine) if one is not None]
     if not all_of_them:
         return None
@@ -122,14 +121,18 @@ def _measure(
 
 
 def _exchange(
-    route: Route, queue: Queue, place: torch.device, size: int
+    route: Route, queue: Queue, group: dist.ProcessGroup
 ) -> Callable[[int], Callable[[], None]]:
-    """Makes, for a number of bytes, an all-gather in which each rank sends so many to others."""
+    """Makes, for a number of bytes, an all-gather in which each rank sends so many to others.
+
+    Its own part lies in its place, so that nothing else is copied.
+    """
+    size = group.size()
 
     def prepare(nbytes: int) -> Callable[[], None]:
         numel = max(1, nbytes // 4 // (size - 1))
-        out = route.buffer(size * numel, torch.float32).to(place)
-        shard = torch.zeros(numel, device=place)
+        out = route.buffer(size * numel, torch.float32)
+        shard = out.view(size, numel)[group.rank()]
 
         def run() -> None:
             call = Call("all_gather", (), torch.float32, "probe")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lezero.comm import Link, Mesh, Pending, Wire
-from lezero.comm.choice import Candidate, Exchange, Plain, Way, choose
+from lezero.comm.choice import Candidate, Exchange, Memory, Plain, Way, choose
 from lezero.comm.chooser import CANDIDATES, Errors, codec_speeds, way_of
 from lezero.comm.codec import codec
 from lezero.comm.probe import Topology, probe
@@ -165,7 +165,7 @@ def _timed(mesh: Mesh, found: Topology, topology: str) -> list[Timed]:
         for nbytes in _SIZES:
             numel = nbytes // 4 // link.size * link.size
             whole = link.buffer(numel, torch.float32)
-            part = torch.zeros(numel // link.size)
+            part = whole.view(link.size, -1)[link.rank]
             calls: dict[str, Callable[[], Pending]] = {
                 "reduce_scatter": partial(link.reduce_scatter, whole, part, key="time"),
                 "all_gather": partial(link.all_gather, part, whole, key="time"),
@@ -190,18 +190,17 @@ def _predicted(found: Topology, topology: str, operation: str, numel: int) -> tu
     """The level that the bytes travel on, and the seconds that it should take."""
     size, hosts = sum(map(len, found.hosts.ranks)), len(found.hosts.ranks)
     traffic = {Exchange(operation, numel, 4): 1}
-    memory = found.level("memory")
+    near = found.level("memory")
+    memory = Memory(near.latency_s, near.bytes_per_s) if near is not None else None
     if topology == "shared":
         assert memory is not None
-        way = Way("flat", size, 1, memory.latency_s, memory.bytes_per_s)
-        return memory.name, way.seconds(traffic, None)
+        return "memory", memory.seconds(traffic, size)
     outer = found.level("network" if hosts > 1 else "loopback")
     assert outer is not None
-    seconds = Way(topology, size, hosts, outer.latency_s, outer.bytes_per_s).seconds(traffic, None)
-    if topology == "hierarchical" and memory is not None:
-        local = size // hosts
-        inner = Way("flat", local, 1, memory.latency_s, memory.bytes_per_s)
-        seconds += inner.seconds(traffic, None)
+    way = Way(topology, size, hosts, outer.latency_s, outer.bytes_per_s)
+    seconds = way.seconds(traffic, None)
+    if memory is not None:
+        seconds += memory.beside(way, traffic, encoded=False)
     return outer.name, seconds
 
 
@@ -224,7 +223,7 @@ def _answer(mesh: Mesh, found: Topology, parameters: int) -> Answer:
         Candidate(
             name,
             way.seconds(traffic, codec(name)),
-            speeds[name].seconds(traffic, way.size),
+            speeds[name].seconds(traffic, way.size, way.partners),
             owed[name],
         )
         for name in CANDIDATES

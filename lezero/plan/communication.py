@@ -2,19 +2,19 @@
 
 With P partners and n bytes to each, an exchange takes α + P · n / β (`comm/probe.py` measures α and
 β, `comm/account.py` counts the bytes). In shared memory nothing is sent: a gather copies what the
-others hold, a sum reads every rank's part once and writes one. Nothing is hidden behind
-computation, which is the truth where ranks share a machine's cores.
+others hold, a sum reads every rank's part once and writes one (`comm/choice.py`, `Memory`). Nothing
+is hidden behind computation, which is the truth where ranks share a machine's cores, and too much
+where each machine has cores to spare.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
 
 import torch
 
-from lezero.comm.choice import Exchange, Speed, Way
+from lezero.comm.choice import Memory, Speed, Way
 from lezero.comm.codec import codec
 from lezero.comm.probe import Level
 from lezero.plan import sharded
@@ -41,35 +41,37 @@ def seconds(trace: Trace, spec: StepSpec) -> dict[str, float]:
         return {"communication": moved / level(spec, "flat").bytes_per_s}
     way = sharded.topology(spec)
     used = level(spec, way)
+    small = _small(spec)
+    near = level(spec, "shared")
+    memory = Memory(near.latency_s, near.bytes_per_s)
     if way == "shared":
-        return {"communication": _in_memory(trace.traffic, spec.ranks, used)}
+        return {"communication": memory.seconds(trace.traffic, spec.ranks) + small}
     encoder = sharded.encoder(spec)
     gather = None if spec.wire.gather == "none" else codec(spec.wire.gather)
     count = sharded.hosts(spec)
     route = Way(way, spec.ranks, count, used.latency_s, used.bytes_per_s, gather)
-    found = {"communication": route.seconds(trace.traffic, encoder)}
+    found = {"communication": route.seconds(trace.traffic, encoder) + small}
+    found["communication"] += memory.beside(route, trace.traffic, encoded=encoder is not None)
+    coding = 0.0
     if encoder is not None:
-        found["codec"] = _speed(encoder.name).seconds(trace.traffic, spec.ranks)
-    return found
+        coding += _speed(encoder.name).seconds(trace.traffic, spec.ranks, route.partners)
+    if gather is not None:
+        coding += _speed(gather.name).gathering(trace.traffic, spec.ranks, route.partners)
+    return found | ({"codec": coding} if coding else {})
+
+
+def _small(spec: StepSpec) -> float:
+    """Exchanges of a few numbers, which go through sockets whatever the wire: which parameters each
+    backward used, and the norm."""
+    assert spec.zero is not None
+    backwards = spec.accumulate if spec.zero.stage >= 2 else 1
+    return (backwards + spec.clip) * level(spec, "flat").latency_s
 
 
 def level(spec: StepSpec, way: str) -> Level:
     """The slowest level that the exchanges pass, measured where it was, else assumed."""
     name = "memory" if way == "shared" else "network" if sharded.hosts(spec) > 1 else "loopback"
     return next((one for one in spec.levels if one.name == name), ASSUMED[name])
-
-
-def _in_memory(traffic: Counter[Exchange], ranks: int, used: Level) -> float:
-    """β is of a copy, which moves two bytes of memory for one; a sum moves `ranks` + 1."""
-    total = 0.0
-    for (operation, numel, itemsize), times in traffic.items():
-        chunk = numel // ranks * itemsize
-        moved = 0.0 if operation == "reduce_scatter" else (ranks - 1.0) * chunk
-        if operation != "all_gather":
-            moved += chunk * (ranks + 1) / 2
-        messages = 2 if operation == "all_reduce" else 1
-        total += times * (messages * used.latency_s + moved / used.bytes_per_s)
-    return total
 
 
 @functools.cache

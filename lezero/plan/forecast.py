@@ -244,6 +244,7 @@ def _time_of(trace: Trace, spec: StepSpec, budget_s: float) -> tuple[float, dict
     times = OpTimes.of_this_machine(spec)
     with as_in_a_step(spec):
         each = times.measure(trace.calls.values(), neighbours=spec.neighbours, budget_s=budget_s)
+        exchanges = communication.seconds(trace, spec)
     repeats = {"again": spec.accumulate - 1}
     parts: defaultdict[str, float] = defaultdict(float)
     operations = 0
@@ -253,7 +254,7 @@ def _time_of(trace: Trace, spec: StepSpec, budget_s: float) -> tuple[float, dict
         parts[name] += repeat * sum(each[key] * count for key, count in counts.items())
         operations += repeat * (sum(counts.values()) + trace.views[phase])
     parts["dispatch"] = operations * _DISPATCH_S
-    parts |= communication.seconds(trace, spec)
+    parts |= exchanges
     return sum(parts.values()), dict(parts)
 
 

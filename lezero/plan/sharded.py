@@ -33,6 +33,7 @@ from lezero.parallel.zero.backward import Backward
 from lezero.parallel.zero.call import announce
 from lezero.parallel.zero.held import Held, local
 from lezero.parallel.zero.lines import Lines
+from lezero.parallel.zero.norm import chunk_square
 from lezero.parallel.zero.sharding import SHARDING, Sharding
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class StillLink(Link):
         if self._gather is not None:
             size = self._gather.bytes(shard.numel())
             taken = [self._take(size), self._take(self.size * size)]
+        elif shard.untyped_storage()._cdata != out.untyped_storage()._cdata:
+            out[: shard.numel()].copy_(shard)  # its own part, which is not in its place
         return Done(lambda: self._buffers.give(*taken))
 
     def _reduce(self, what: str, flat: torch.Tensor, out: torch.Tensor, key: str) -> Pending:
@@ -215,10 +218,10 @@ def shard(model: nn.Module, spec: StepSpec, count: Count) -> Sharding:
 
 def norm(sharding: Sharding) -> None:
     """The operations of `grad_norm` on this rank."""
+    lines = sharding.lines
+    split = lines.ranks > 1
     for held in sharding.parameters.values():
-        gradient = held.local_grad()
-        if gradient is not None:
-            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        chunk_square(held, 0, lines.ranks if split else lines.world, split)
 
 
 def gradients(sharding: Sharding) -> list[torch.Tensor]:

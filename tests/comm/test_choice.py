@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from lezero.comm.choice import PLAIN, Candidate, Exchange, Plain, Speed, Way, choose, predict
+from lezero.comm.choice import (
+    PLAIN,
+    Candidate,
+    Exchange,
+    Memory,
+    Plain,
+    Speed,
+    Way,
+    choose,
+    predict,
+)
 from lezero.comm.codec import codec
 
 SLOW = Plain(step_s=10.0, waited_s=8.0, wire_s=8.4)  # 0.4 s of the wire are hidden
@@ -67,6 +77,31 @@ def test_seconds_of_the_wire_follow_latency_bytes_and_hosts() -> None:
 
 def test_encoding_counts_what_a_rank_encodes_and_decodes() -> None:
     speed = Speed(encode_s=1.0, decode_s=10.0)
-    assert speed.seconds({Exchange("all_gather", 100, 4): 3}, 4) == 0
-    assert speed.seconds({Exchange("reduce_scatter", 100, 4): 1}, 4) == 75 * 11
-    assert speed.seconds({Exchange("all_reduce", 100, 4): 1}, 4) == 75 * 11 + 25 * (1 + 40)
+    gathered, scattered = (
+        {Exchange(operation, 100, 4): 1} for operation in ("all_gather", "reduce_scatter")
+    )
+    assert speed.seconds(gathered, 4, 4) == 0
+    assert speed.seconds(scattered, 4, 4) == 75 * 11
+    assert speed.seconds({Exchange("all_reduce", 100, 4): 1}, 4, 4) == 75 * 11 + 25 * (1 + 40)
+    assert speed.gathering(gathered, 4, 4) == 25 * (1 + 40)
+    assert speed.gathering(scattered, 4, 4) == 0
+    assert Way("flat", 4, 2, 0, 1).partners == 4
+    assert Way("hierarchical", 4, 2, 0, 1).partners == 2
+    assert speed.seconds(scattered, 4, 2) == 25 * 11
+
+
+def test_memory_counts_copies_and_sums() -> None:
+    memory = Memory(latency_s=1.0, bytes_per_s=100.0)
+    sums, gathers = (
+        {Exchange(operation, 400, 1): 1} for operation in ("reduce_scatter", "all_gather")
+    )
+    assert memory.seconds(gathers, 4) == 1 + 3
+    assert memory.seconds(sums, 4) == 1 + 5 / 2
+    assert memory.seconds({Exchange("all_reduce", 400, 1): 2}, 4) == 2 * (2 + 3 + 5 / 2)
+    flat, both = Way("flat", 4, 2, 0, 1), Way("hierarchical", 4, 2, 0, 1)
+    assert memory.beside(flat, gathers, encoded=False) == 0
+    assert memory.beside(flat, sums, encoded=False) == 5 / 2
+    assert memory.beside(flat, sums, encoded=True) == 0
+    # Two ranks of a host add 200 bytes each, then two hosts 100.
+    assert memory.beside(both, sums, encoded=False) == 3 / 2 + 1 + 2 * 3 / 2
+    assert memory.beside(both, gathers, encoded=False) == 1 + 2

@@ -100,16 +100,39 @@ def test_time_of_an_exchange_is_by_the_probe() -> None:
     trace = Trace()
     trace.traffic[Exchange("reduce_scatter", 2_000_000, 4)] = 10
     flat = Wire(topology="flat")
+    memory = Level("memory", 1e-4, 1e10)
     slow, fast = (
-        communication.seconds(trace, spec(2, wire=flat, levels=(Level("loopback", 1e-3, rate),)))[
-            "communication"
-        ]
+        communication.seconds(
+            trace, spec(2, wire=flat, levels=(memory, Level("loopback", 1e-3, rate)))
+        )["communication"]
         for rate in (1e8, 1e9)
     )
-    assert slow == pytest.approx(10 * (1e-3 + 4e6 / 1e8))
-    assert fast == pytest.approx(10 * (1e-3 + 4e6 / 1e9))
+    # Two small exchanges tell which parameters were used and the norm; sums read two parts.
+    assert slow == pytest.approx(2e-3 + 10 * (1e-3 + 4e6 / 1e8 + 1.5 * 4e6 / 1e10))
+    assert fast == pytest.approx(2e-3 + 10 * (1e-3 + 4e6 / 1e9 + 1.5 * 4e6 / 1e10))
     coded = communication.seconds(trace, spec(2, wire=Wire(codec="int8", feedback="worker")))
     assert coded["codec"] > 0
+
+
+def test_encoding_of_gathered_parameters_takes_time() -> None:
+    trace = Trace()
+    trace.traffic[Exchange("all_gather", 2_000_000, 4)] = 10
+    assert "codec" not in communication.seconds(trace, spec(2, wire=Wire(topology="flat")))
+    assert communication.seconds(trace, spec(2, wire=Wire(gather="int8")))["codec"] > 0
+
+
+def test_a_shard_that_is_not_in_its_place_is_copied_there() -> None:
+    def copies(stage: int, compute: str) -> int:
+        trace = trace_step(build, spec(stage, compute=compute))
+        return sum(
+            count
+            for phase, counts in trace.counts.items()
+            if phase != "update"
+            for key, count in counts.items()
+            if key.startswith("aten.copy_")
+        )
+
+    assert copies(3, "fp32") > copies(2, "fp32")
 
 
 def test_a_higher_stage_is_suggested_when_it_would_fit() -> None:

@@ -83,7 +83,7 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
     """Squares of every chunk of every gradient, from the ranks that have them."""
     split = lines.ranks > 1
     ranks, rank = (lines.ranks, lines.rank) if split else (groups.world_size(), groups.rank())
-    mine = torch.tensor([_chunk_square(held, rank, ranks, split) for held in helds])
+    mine = torch.tensor([chunk_square(held, rank, ranks, split) for held in helds])
     if ranks == 1:
         return mine.tolist()
     mine = mine.to(lines.place)
@@ -93,7 +93,7 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
     return torch.stack(every).flatten().tolist()
 
 
-def _chunk_square(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor:
+def chunk_square(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor:
     gradient = held.local_grad()
     if gradient is None or (not held.rows.shape and rank > 0):
         return torch.zeros((), dtype=torch.float64)
