@@ -69,6 +69,9 @@ def compress(
 
 def decompress(payload: Payload) -> Tensors:
     """New tensors of the shapes, dtypes, device and form that `compress` was given."""
+    if not isinstance(payload, Payload):
+        kind = type(payload).__name__
+        raise ConfigError(f"decompress: got {kind}, allowed is what compress returned")
     one = codec(payload.codec)
     found = []
     for part in payload.parts:
@@ -86,6 +89,12 @@ def _part(x: Tensor, name: str, which: str) -> Part:
         raise ConfigError(
             f"compress: {which} is {str(found).removeprefix('torch.')}; allowed are float32, "
             "bfloat16 and float16 tensors. Send others as they are, or cast them first"
+        )
+    if x.layout is not torch.strided or x.is_meta or hasattr(x, "to_local"):
+        kind = "a DTensor" if hasattr(x, "to_local") else "on meta" if x.is_meta else "sparse"
+        raise ConfigError(
+            f"compress: {which} is {kind}; allowed are dense tensors in memory (of a DTensor give "
+            "x.to_local(), of a sparse one x.to_dense())"
         )
     one, flat = codec(name), x.detach().contiguous().view(-1)
     data = torch.empty(one.bytes(flat.numel()), dtype=torch.uint8, device=x.device)

@@ -21,8 +21,8 @@ from lezero.core.errors import DistributedError, LeZeroError
 
 CHUNKS = (1, 333, 70_001)
 """Elements of a chunk: the least, a few, and more than a block of anything."""
-CODED = ("int8", "int4", "2:4-bf16", "2:4-int8", "2:4-int4", "sign", "topk:0.01")
 GATHERED = ("fp16", "bf16", "int8", "int4")
+CODED = (*GATHERED, "2:4-bf16", "2:4-int8", "2:4-int4", "sign", "topk:0.01")
 
 
 @dataclass

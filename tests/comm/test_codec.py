@@ -120,8 +120,15 @@ def test_tensors_by_hand_keep_shape_type_and_form() -> None:
         ({"step": torch.zeros(3, dtype=torch.int32)}, "'step' is int32"),
         ([torch.zeros(2), torch.zeros(2).double()], "tensor 1 is float64"),
         ([torch.zeros(2), None], "tensor 1 is NoneType"),
+        (torch.eye(3).to_sparse(), "the tensor is sparse"),
+        ({"w": torch.zeros(3, device="meta")}, "'w' is on meta"),
     ],
 )
 def test_tensors_that_are_not_floats_are_refused(tensors: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         compress(tensors, codec="int4")  # type: ignore[arg-type]
+
+
+def test_what_is_no_payload_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got Tensor, allowed is what compress returned"):
+        decompress(torch.zeros(3))  # type: ignore[arg-type]

@@ -36,7 +36,12 @@ def test_two_ranks_from_the_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert found["hosts"] == [[0, 1]]
     assert {level["name"] for level in found["levels"]} == {"memory", "loopback"}
     kinds = {(one["topology"], one["name"]) for one in found["checks"]}
-    assert {("flat", "int4"), ("flat", "gather int8"), ("shared", "as they are")} <= kinds
+    assert {
+        ("flat", "int4"),
+        ("flat", "bf16"),
+        ("flat", "gather int8"),
+        ("shared", "as they are"),
+    } <= kinds
     assert all(one["compared"] > 0 and not one["wrong"] for one in found["checks"])
     assert all(row["seconds"] > 0 and row["predicted_s"] > 0 for row in found["timed"])
     assert found["auto"]["parameters"] > 900_000
