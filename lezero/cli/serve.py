@@ -49,6 +49,12 @@ def serve(
     delay_ms: Annotated[
         float | None, typer.Option(help="Encoders and modules: wait for others; else found.")
     ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder for what is chosen (lz why); one in the cache folder by default."
+        ),
+    ] = None,
     body_kib: Annotated[int, typer.Option(help="Length of a request's body at most.")] = 1024,
     keys: Annotated[
         str | None, typer.Option(help="File of API keys, hashed; LEZERO_API_KEYS adds to it.")
@@ -78,7 +84,7 @@ def serve(
     config = ServeConfig(
         **{"host": host, "port": port, "name": name, "keys": keys, "queue": queue, "rate": rate},
         **{"drain_s": drain, "public_without_keys": public_without_keys},
-        **{"p99_ms": p99_ms, "body_bytes": body_kib << 10},
+        **{"p99_ms": p99_ms, "body_bytes": body_kib << 10, "record": record},
     )
     engine = {"weights": weights, "kv": kv, "context": context, "max_requests": max_requests}
     engine |= {"cache_mib": cache_mib, "speculate": speculate, "draft": draft}

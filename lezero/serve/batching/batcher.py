@@ -24,6 +24,11 @@ _ENOUGH = 64
 _LATELY = 256
 _FEW = 32
 _SHIFT = 1.15
+_WATCHED = (1.0, 2.0, 4.0, 8.0)
+"""Works, in full steps, whose time is watched: where it changes, another plan may be the best."""
+_LOOK = 128
+"""Where more waits than a step may hold, one in so many steps takes twice as much, since nobody
+would learn otherwise that a larger step takes less than was measured at the start."""
 
 
 class FullError(Exception):
@@ -81,7 +86,7 @@ class Batcher:
         self.curve, self.target_s, self.most_waiting, self.most = curve, target_s, waiting, most
         self._mix: deque[float] = deque(mix, maxlen=_MIX)
         self._late: deque[bool] = deque(maxlen=_LATELY)
-        self._began = 0.0
+        self._began, self._steps = 0.0, 0
         self._arrived: deque[float] = deque(maxlen=_LATELY)
         self._seen = 0
         self._front: deque[Ask] = deque()
@@ -153,6 +158,7 @@ class Batcher:
         for ask in {id(ask): ask for ask, _ in items}.values():
             if ask.begun == len(ask.works):
                 queue.remove(ask)
+        self._steps += 1
         self._began, self._busy_until = now, now + self.curve.seconds(work)
         return Batch(items, work)
 
@@ -170,17 +176,19 @@ class Batcher:
     def _collect(self, queue: deque[Ask]) -> tuple[list[tuple[Ask, int]], float, bool]:
         """The items of the next step, their work, and whether no more would fit."""
         kind, work = queue[0].kind, 0.0
+        wider = 2 if not self._fixed and self._steps % _LOOK == _LOOK - 1 else 1
+        most, most_work = min(wider * self.plan.most, self.most), wider * self.plan.work
         items: list[tuple[Ask, int]] = []
         for ask in queue:
             if ask.kind != kind:
                 continue
             for item in range(ask.begun, len(ask.works)):
                 more = work + ask.works[item]
-                if items and (more > self.plan.work or len(items) >= self.plan.most):
+                if items and (more > most_work or len(items) >= most):
                     return items, work, True
                 items.append((ask, item))
                 work = more
-        return items, work, work >= self.plan.work or len(items) >= self.plan.most
+        return items, work, work >= most_work or len(items) >= most
 
     def _wait_s(self, now: float, more: float = 0.0) -> float:
         """Seconds until so much more work behind those that wait would be done."""
@@ -204,7 +212,7 @@ class Batcher:
         self.plan = plan
         self._mean = sum(self._mix) / len(self._mix)
         self._full_work = max(self._mean, min(plan.work, plan.most * self._mean))
-        self._planned_s = self.curve.seconds(self._full_work)
+        self._planned_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
 
     def _replan(self) -> None:
         """Goes on looking for a plan, a little at each step; begins where things have changed."""
@@ -217,8 +225,9 @@ class Batcher:
                 self._take_plan(end.value)
             return
         mean = sum(self._mix) / len(self._mix)
-        now_s = self.curve.seconds(self._full_work)
-        changed = (now_s / self._planned_s, mean / self._mean)
+        now_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
+        changed = [a / b for a, b in zip(now_s, self._planned_s, strict=True)]
+        changed.append(mean / self._mean)
         known = self._seen >= _ENOUGH
         if known and any(not 1 / _SHIFT < x < _SHIFT for x in changed):
             self._search = tune(self.curve, list(self._mix), self.target_s, self.most)

@@ -12,7 +12,7 @@ import math
 import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lezero.serve.batching.curve import Curve
 
@@ -27,18 +27,35 @@ _CLOSE = 1.01
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A candidate. rate: requests a second that it holds; None: fewer than `best`, those that the
+    best one before it holds."""
+
+    count: int
+    delay_s: float
+    rate: float | None
+    best: float
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"up to {self.count} a step, delay {1000 * self.delay_s:.3g} ms"
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a step holds, and how long a request may wait for others.
 
     most, work: items of a step at most, and their work. delay_s: a step that is not full waits
     until its oldest request is so old. rate: requests a second of which 99% are answered in time,
-    as rehearsed; None where nobody rehearsed it.
+    as rehearsed; None where nobody rehearsed it. tried: what it was chosen from, in order.
     """
 
     most: int
     work: float = math.inf
     delay_s: float = 0.0
     rate: float | None = None
+    tried: tuple[Tried, ...] = field(default=(), compare=False)
 
 
 def poisson(count: int, seed: int = 0) -> list[float]:
@@ -123,12 +140,16 @@ def tune(
     def late(plan: Plan, rate: float) -> float:
         return arrivals.share_late(rate, plan, curve.seconds, target_s, noise)
 
+    tried: list[Tried] = []
+
     def better(plan: Plan, best: Plan, worth: float) -> Generator[None, None, Plan]:
         full = min(plan.work, plan.most * mean)
         at_most = full / mean / curve.seconds(full)  # a short rehearsal does not see that it lags
         known = (best.rate or 0.0) * worth * _CLOSE
         low = known or 0.05 * at_most
         rate = yield from held_rate(lambda rate: late(plan, rate), low, at_most)
+        count = max(1, round(plan.work / mean))
+        tried.append(Tried(count, plan.delay_s, rate or None, best.rate or 0.0))
         return replace(plan, rate=rate) if rate else best
 
     best = Plan(most, _TOGETHER * mean, 0.0, 0.0)
@@ -136,7 +157,7 @@ def tune(
         best = yield from better(plan, best, 1.0)
     for delay in _DELAYS:
         best = yield from better(replace(best, delay_s=delay * target_s), best, _WORTH)
-    return best
+    return replace(best, tried=tuple(tried))
 
 
 def _steps(curve: Curve, mean: float, target_s: float, most: int) -> Iterable[Plan]:

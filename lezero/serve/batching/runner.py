@@ -60,16 +60,20 @@ class Counts:
 
 
 class Runner:
-    """One model, one thread, one `Batcher`. tell_latency: hears each answered request's seconds."""
+    """One model, one thread, one `Batcher`. tell_latency: hears each answered request's seconds.
+    tell_plan: is called in the runner's thread when the batcher has another plan.
+    """
 
     def __init__(
         self,
         model: BatchedModel,
         batcher: Batcher,
         tell_latency: Callable[[float], None] = lambda seconds: None,
+        tell_plan: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.batcher, self.counts = model, batcher, Counts()
-        self._tell_latency = tell_latency
+        self._tell_latency, self._tell_plan = tell_latency, tell_plan
+        self._plans = batcher.plans
         self.active = 0
         """Requests that were submitted and have not ended."""
         self._wake = threading.Condition()
@@ -136,6 +140,9 @@ class Runner:
                 self.counts.steps += 1
                 self.counts.busy_s += took
                 self.counts.sizes.append(len(batch.items))
+            if self._plans != self.batcher.plans:
+                self._plans = self.batcher.plans
+                self._tell_plan()
         self.cancel_all()
 
     def _next(self) -> Batch | None:

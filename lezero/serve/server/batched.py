@@ -24,16 +24,22 @@ from lezero.serve.server.face import Face, Handler, settle
 from lezero.serve.server.host import Host
 from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs, told_outputs
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
+from lezero.serve.server.record import Record
 
 
 class BatchFace(Face):
     """One `BatchedModel` behind a queue that holds a target of latency."""
 
     def __init__(
-        self, model: BatchedModel, config: ServeConfig, name: str, plan: Plan | None = None
+        self,
+        model: BatchedModel,
+        config: ServeConfig,
+        name: str,
+        plan: Plan | None = None,
+        record: Record | None = None,
     ) -> None:
         self.model, self.name, self._config = model, name, config
-        self._plan = plan
+        self._plan, self._record = plan, record
         self.answered: Counter[tuple[str, int]] = Counter()
         self.kinds = (JSON, TENSORS) if isinstance(model, InferModule) else (JSON,)
         self.metrics = BatchMetrics(self.answered)
@@ -55,7 +61,19 @@ class BatchFace(Face):
             mix=self.model.usual,
             plan=self._plan,
         )
-        self.runner = Runner(self.model, self.batcher, self.metrics.latency_s.add)
+        self.runner = Runner(self.model, self.batcher, self.metrics.latency_s.add, self._take_plan)
+        self._take_plan()
+
+    def _take_plan(self) -> None:
+        """Writes the plan down, with what it was chosen from."""
+        if self._record is not None:
+            usual, batcher = self.model.usual, self.batcher
+            self._record.take_plan(
+                batcher.plan,
+                sum(usual) / len(usual),
+                step=self.runner.counts.steps,
+                target_s=batcher.target_s,
+            )
 
     def start(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lezero-bodies")
@@ -176,7 +194,7 @@ def _cut(tokens: list[int], longest: int) -> list[int]:
 
 class BatchServer(Host):
     """One batched model at one address; see `Host`. plan: a batch and delay that are kept, instead
-    of those that are found."""
+    of those that are found. record: where what is chosen is written down."""
 
     def __init__(
         self,
@@ -184,9 +202,11 @@ class BatchServer(Host):
         config: ServeConfig | None = None,
         name: str = "model",
         plan: Plan | None = None,
+        record: Record | None = None,
     ) -> None:
         config = config or ServeConfig()
-        self.batches = BatchFace(model, config, config.name or name, plan)
+        self.record = record
+        self.batches = BatchFace(model, config, config.name or name, plan, record)
         super().__init__(self.batches, config)
 
 
@@ -203,6 +223,8 @@ def serve_batched(server: BatchServer, say: Callable[[str], None] = print) -> No
     def ready(server: BatchServer) -> None:
         for line in face.metrics.forecast(face.runner):
             say(line)
+        if server.record is not None:
+            say(f"why         lz why {server.record.folder}")
         path = next(iter(face.questions()))
         say(f"serving     {server.url} (page), {server.url}{path}")
 

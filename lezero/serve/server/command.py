@@ -52,6 +52,7 @@ def serve_model(
     from lezero.profiler.hardware import hardware
     from lezero.serve.llm import LLM
     from lezero.serve.server.host import need_uvicorn
+    from lezero.serve.server.record import record_of
     from lezero.serve.server.run import serve
 
     need_uvicorn()
@@ -67,7 +68,10 @@ def serve_model(
         speculate=speculate,
         draft=draft,
     )
-    serve(llm, config, Path(model).resolve().name.removesuffix(".gguf") or "model", before=before)
+    name = Path(model).resolve().name.removesuffix(".gguf") or "model"
+    record = record_of(config.record, config.name or name, model)
+    record.take_engine(llm, weights=weights, kv=kv)
+    serve(llm, config, name, before=before, record=record)
     return 0
 
 
@@ -76,9 +80,12 @@ def serve_encoder(model: str, config: ServeConfig, *, weights: Any, plan: Plan |
     config.refuse_if_open(bool(len(read_keys(config.keys))))
     from lezero.serve.batching.encoder import SentenceEncoder
     from lezero.serve.server.batched import BatchServer, serve_batched
+    from lezero.serve.server.record import record_of
 
-    encoder = SentenceEncoder(model, weights)
-    serve_batched(BatchServer(encoder, config, Path(model).resolve().name or "model", plan))
+    name = Path(model).resolve().name or "model"
+    record = record_of(config.record, config.name or name, model)
+    encoder = SentenceEncoder(model, weights, record.decisions)
+    serve_batched(BatchServer(encoder, config, name, plan, record))
     return 0
 
 
@@ -87,10 +94,12 @@ def serve_module(words: str, config: ServeConfig, *, plan: Plan | None) -> int:
     config.refuse_if_open(bool(len(read_keys(config.keys))))
     from lezero.serve.batching.module import module_of
     from lezero.serve.server.batched import BatchServer, serve_batched
+    from lezero.serve.server.record import record_of
 
     module = module_of(words)
     name = words.partition(":")[2]
-    serve_batched(BatchServer(module, config, name, plan))
+    record = record_of(config.record, config.name or name, words)
+    serve_batched(BatchServer(module, config, name, plan, record))
     return 0
 
 

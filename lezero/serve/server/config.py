@@ -23,6 +23,8 @@ class ServeConfig(Config):
     """File of API keys, hashed; see `lz serve --new-key`. LEZERO_API_KEYS adds to it."""
     public_without_keys: bool = False
     """Whether others on the network may ask without a key."""
+    record: str | None = None
+    """Folder for decisions.json; by default one of the cache folder, for each model."""
     queue: int = Field(default=64, ge=0)
     """Requests that may wait besides those that run; more are told to come again (429)."""
     p99_ms: float = Field(default=50.0, gt=0, le=600_000)

@@ -13,6 +13,7 @@ from lezero.serve.llm import LLM
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.host import Host
 from lezero.serve.server.language import LanguageFace
+from lezero.serve.server.record import Record
 
 
 class Server(Host):
@@ -31,16 +32,20 @@ def serve(
     name: str,
     say: Callable[[str], None] = print,
     before: int | None = None,
+    record: Record | None = None,
 ) -> None:
     """What `lz serve` does: tells the forecast and the address, serves, and tells what was.
 
-    before: bytes that the process had before the model was opened.
+    before: bytes that the process had before the model was opened. record: where what was chosen is
+    written down.
     """
     server = Server(llm, config, name)
     forecast = llm.forecast
     say(f"model       {server.name}: {llm.program.description}")
     for line in [*forecast.lines(), *cost_lines(invariance_costs(llm.program))]:
         say(line)
+    if record is not None:
+        say(f"why         lz why {record.folder}")
     give_back_free_blocks()
 
     def ready(server: Server) -> None:

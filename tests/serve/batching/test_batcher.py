@@ -207,3 +207,30 @@ def test_random_orders_lose_nothing() -> None:
             now += 1
         assert made.waiting == 0
         assert all((ask, i) in done for ask, n in taken.items() for i in range(n))
+
+
+def test_a_start_that_was_disturbed_does_not_stay() -> None:
+    """Steps of two and more seemed ten times as slow while others used the machine."""
+    wrong = Curve([(1.0, linear(1.0, 0)), (2.0, 10 * linear(2.0, 0)), (3.0, 10 * linear(3.0, 0))])
+    made = batcher(curve=wrong)
+    assert made.plan.work < 2
+    drive(made, stream(700, 24_000), linear)
+    assert made.plan.work > 4
+    told = drive(made, stream(380, 3000), linear)
+    assert told.in_time / (told.in_time + len(told.refused)) > 0.95
+
+
+def test_a_given_plan_is_never_exceeded() -> None:
+    made = batcher(plan=Plan(2))
+    told = drive(made, stream(700, 3000), linear)
+    assert max(len(batch.items) for batch in told.batches) == 2
+
+
+def test_a_plan_says_what_it_was_chosen_from() -> None:
+    plan = batcher().plan
+    rates = [x.rate for x in plan.tried if x.rate is not None]
+    assert plan.rate == max(rates)
+    assert plan.tried[0].name == "up to 1 a step, delay 0 ms"
+    lost = [x for x in plan.tried if x.rate is None]
+    assert lost
+    assert all(0 < x.best <= max(rates) for x in lost)

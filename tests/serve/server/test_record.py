@@ -1,0 +1,104 @@
+"""What a server chose is written where `lz why` reads it, and weights are chosen once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lezero.cli.main import main
+from lezero.core.errors import FileError
+from lezero.report.decisions import read_decisions
+from lezero.serve.batching.module import InferModule
+from lezero.serve.batching.plan import Plan, Tried
+from lezero.serve.server.batched import BatchServer
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.record import Record, record_of
+from tests.serve.server.running import small_llm
+
+PLAN = Plan(
+    256,
+    work=24.0,
+    rate=480.0,
+    tried=(Tried(1, 0.0, 300.0, 0.0), Tried(12, 0.0, 480.0, 300.0), Tried(14, 0.0, None, 480.0)),
+)
+
+
+def test_a_plan_is_told_with_what_it_was_chosen_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = Record(tmp_path / "new")
+    record.take_plan(PLAN, 2.0, step=7, target_s=0.05)
+    assert main(["why", str(tmp_path / "new"), "batching"]) == 0
+    told = capsys.readouterr().out
+    assert "batching: up to 12 a step, delay 0 ms" in told
+    assert "99% within 50 ms" in told
+    assert "fewer than 480" in told
+    (found,) = json.loads((tmp_path / "new" / "decisions.json").read_text())["decisions"]
+    assert found["candidates"]["up to 1 a step, delay 0 ms"] == {"requests/s": 300.0}
+    assert found["step"] == 7
+
+
+def test_weights_are_taken_again_and_the_plan_is_found_anew(tmp_path: Path) -> None:
+    first = Record(tmp_path)
+    first.decisions.choose("encoder weights", {"fp32": lambda: 2.0, "int8": lambda: 1.0})
+    first.take_plan(PLAN, 2.0, step=0, target_s=0.05)
+    again = Record(tmp_path)
+
+    def never() -> float:
+        raise AssertionError("measured again")
+
+    assert again.decisions.choose("encoder weights", {"fp32": never, "int8": never}) == "int8"
+    again.take_plan(Plan(3, delay_s=0.002), 1.0, step=0, target_s=0.05)
+    found = again.decisions.records["batching"]
+    assert found.chosen == "up to 3 a step, delay 2 ms"
+    assert found.overridden
+
+
+def test_a_server_writes_its_plan_down(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    model = InferModule(torch.nn.Linear(4, 2), torch.zeros(1, 4))
+    server = BatchServer(model, ServeConfig(port=0), "m", None, record)
+    try:
+        server.batches.rehearse()
+        before = json.loads((tmp_path / "decisions.json").read_text())["decisions"][0]
+        assert before["candidates"]
+        server.batches.batcher.plan = Plan(2, work=2.0, rate=5.0)
+        server.batches._take_plan()
+        after = json.loads((tmp_path / "decisions.json").read_text())["decisions"][0]
+        assert after["chosen"] == "up to 2 a step, delay 0 ms"
+    finally:
+        server._socket.close()
+
+
+def test_a_language_model_says_how_it_keeps_weights_and_keys(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    llm = small_llm(context=128, max_requests=2)
+    record.take_engine(llm, weights="bf16", kv="auto")
+    found = {x["topic"]: x for x in read_decisions(tmp_path)["decisions"]}
+    assert found["weights"]["chosen"] == llm.program.description
+    assert found["weights"]["overridden"]
+    assert found["keys and values"]["chosen"] == llm.program.kv
+    assert found["keys and values"]["reason"] == llm.forecast.kv.partition(": ")[2]
+    assert not found["keys and values"]["overridden"]
+
+
+def test_other_files_are_another_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_text("a")
+    one = record_of(None, "my model", str(model))
+    assert one.folder == record_of(None, "my model", str(model)).folder
+    assert one.folder.is_relative_to(tmp_path / "cache")
+    (model / "weights").write_text("other")
+    assert record_of(None, "my model", str(model)).folder != one.folder
+    assert record_of(str(tmp_path / "mine"), "x", "y").folder == tmp_path / "mine"
+
+
+def test_damaged_records_are_named(tmp_path: Path) -> None:
+    (tmp_path / "decisions.json").write_text("{")
+    with pytest.raises(FileError, match="not valid JSON"):
+        Record(tmp_path)
