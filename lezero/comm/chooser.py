@@ -18,7 +18,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lezero.comm.choice import PLAIN, Candidate, Choice, Exchange, Plain, Speed, Way, choose
+from lezero.comm.choice import (
+    PLAIN,
+    Candidate,
+    Choice,
+    Exchange,
+    Plain,
+    Speed,
+    Way,
+    choose,
+    predict,
+)
 from lezero.comm.codec import FLOATS, Codec, codec
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Queue
@@ -31,6 +41,9 @@ from lezero.core.log import logger
 if TYPE_CHECKING:
     from torch import Tensor
 
+GATHERS = ("bf16", "int8:256")
+"""What `wire.gather` could be: foreseen and told, but for the user to choose, since parameters are
+used as they arrive."""
 CANDIDATES = ("int8:256", "int4:64", "2:4-int4:256", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
 _SAMPLE = 1 << 14  # elements of each buffer that are encoded to see the error; five errors stay
@@ -91,6 +104,7 @@ class Chooser:
         self._owed: dict[str, float | None] = {}
         self._speeds: dict[str, Speed] = {}
         self._failed: set[str] = set()
+        self._gathers: dict[str, float] = {}
 
     def observe(self, operation: str, key: str, flat: Tensor) -> None:
         """Before every collective of the link."""
@@ -165,7 +179,7 @@ class Chooser:
     def _choose(self, step_s: float) -> None:
         """Probes, predicts, decides, switches; says when to look next."""
         if not self._speeds:
-            self._speeds = codec_speeds(CANDIDATES, self._routing.device)
+            self._speeds = codec_speeds((*CANDIDATES, "bf16"), self._routing.device)
         began = time.perf_counter()
         way = way_of(probe(self._mesh, self._axis), self._routing.topology, self._routing.gather)
         took = max(groups.gather_objects(time.perf_counter() - began))
@@ -184,11 +198,28 @@ class Chooser:
             if name not in self._failed
         ]
         self.choice = choose(self._plain, candidates, self._budget)
+        self._gathers = self._with_gathers(way, self.choice.codec)
         self._switch(self.choice, self.choice.codec, self.choice.reason)
         wait = max(EVERY, int(took / max(_SHARE * step_s, 1e-9)))
         self._judge = self.codec != PLAIN
         self._due = self._step + (REALISED + 1 if self._judge else wait)
         self._wait = wait
+
+    def _with_gathers(self, way: Way, chosen: str) -> dict[str, float]:
+        """Seconds that a step with codec `chosen` would take with each codec of parameters."""
+        assert self._plain is not None
+        traffic = self._last_traffic
+        moved = any(exchange.operation == "all_gather" for exchange in traffic)
+        if way.gather is not None or not moved:
+            return {}
+        used = None if chosen == PLAIN else codec(chosen)
+        own = self._speeds[chosen].seconds(traffic, way.size, way.partners) if used else 0.0
+        found = {}
+        for name in GATHERS:
+            wire_s = replace(way, gather=codec(name)).seconds(traffic, used)
+            coding = own + self._speeds[name].gathering(traffic, way.size, way.partners)
+            found[f"gather {name}"] = predict(self._plain, Candidate(name, wire_s, coding, None))
+        return found
 
     def _hold(self, step_s: float) -> None:
         """The prediction against what came of it."""
@@ -212,6 +243,8 @@ class Chooser:
         for each, owed in self._owed.items():
             if each in figures:
                 figures[each][_OWED] = owed
+        for each, seconds in self._gathers.items():
+            figures[each] = {"s": seconds, "note": "for you to choose: wire.gather"}
         figures[PLAIN] |= {_WAITED: self._plain.waited_s, _WIRE: self._plain.wire_s}
         if realised_s is not None:
             figures[self.codec]["realised s"] = realised_s

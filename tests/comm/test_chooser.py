@@ -108,6 +108,32 @@ def test_going_back_adds_what_is_still_owed(ranks: RankPool) -> None:
     assert max(ranks(2, owed))[0] < 1e-4
 
 
+def gathered(gather: str) -> dict[str, Any]:
+    """What a slow network's decision says where parameters are gathered too."""
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0])
+        wire = Wire.parse({"codec": "auto", "gather": gather, "topology": "flat"})
+        with Link(wire, Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            for _ in range(WARM + MEASURED):
+                whole, part = torch.linspace(-1, 1, NUMEL), torch.empty(NUMEL // 2)
+                link.reduce_scatter(whole, part, key="x").wait()
+                link.all_gather(part, whole, key="x").wait()
+                link.step_done()
+            (record,) = link.chooser.decisions.to_json()["decisions"]
+    return dict(record)
+
+
+def test_it_tells_what_encoded_parameters_would_save(ranks: RankPool) -> None:
+    record, _ = ranks(2, gathered, "none")
+    seconds = {name: figures["s"] for name, figures in record["candidates"].items()}
+    assert record["chosen"] == "int4:64"
+    assert seconds["gather int8:256"] < seconds["gather bf16"] < seconds["int4:64"]
+    assert "wire.gather" in record["candidates"]["gather bf16"]["note"]
+    record, _ = ranks(2, gathered, "bf16")
+    assert not any(name.startswith("gather") for name in record["candidates"])
+
+
 def replayed() -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         slow_network(patch, [20.0, 3.0])
