@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from lezero.compress.quantize import Int4Weight, Int8Weight, quantize_
+from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
+from lezero.compress.quantize.modules import quantized_layers
 from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.hub.opened import open_model
@@ -66,6 +67,13 @@ def open_draft(draft: str | Path | Transformer, weights: Weights, target: Progra
 def program_of(model: Transformer, weights: Weights) -> Program:
     """The fastest program that runs `model` as asked, where it lies. It is used up."""
     place = model.norm.weight.device.type
+    if quantized_layers(model) and weights in ("int8", "int4"):
+        raise ConfigError(
+            f"weights: got {weights!r}, but this model is quantized already; take 'auto', which "
+            "keeps it as it is, or start from the model before it was quantized"
+        )
+    if quantized_layers(model) and weights == "bf16":
+        dequantize_(model)
     if weights in ("int8", "int4"):
         c = model.config
         inputs = (c.dim, c.heads * c.head_dim, c.ffn)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lezero.compress.quantize.modules import quantized_layers
 from lezero.models import Transformer
 from lezero.models.rope import rotate
 from lezero.serve.program import Fed, Program, wanted_rows
@@ -38,7 +39,8 @@ class PlainProgram(Program):
         name = str(self._dtype).removeprefix("torch.")
         self.kv = _FORMS.get(self._dtype, name)
         self.kv_forms = (self.kv,)
-        self.description = f"plain torch, {name} weights, keys and values"
+        held = f"quantized weights, {name}" if quantized_layers(self._model) else f"{name} weights,"
+        self.description = f"plain torch, {held} keys and values"
 
     def reserve(self, blocks: int) -> None:
         c = self.config

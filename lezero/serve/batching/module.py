@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -130,15 +132,26 @@ class InferModule(BatchedModel):
 
 def module_of(words: str) -> InferModule:
     """The module of "PACKAGE.MODULE:FUNCTION": the function gives (module, example) or (module,
-    example, largest). This imports and runs that code, as the user asked."""
+    example, largest). This imports and runs that code, as the user asked; it is looked for in the
+    working folder too, as `python -m` does.
+
+    Raises `ConfigError` for what cannot be imported, fails, or gives something else.
+    """
     place, _, name = words.partition(":")
     if not place or not name.isidentifier():
         raise ConfigError(f"module: got {words!r}, allowed is {_FORM}")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)
     try:
         factory = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"module: {words!r} cannot be imported ({error})") from None
-    made = factory()
+    try:
+        made = factory()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"module: {words} failed ({problem})") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(f"module: {words} must give (module, example) or (…, largest)")
     return InferModule(*made)

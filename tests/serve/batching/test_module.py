@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -99,3 +102,22 @@ def test_a_factory_is_named_by_its_place() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             module_of(words)
+
+
+def test_a_factory_lies_in_the_working_folder_and_its_errors_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_users_model.py").write_text(
+        "import torch\n"
+        "def make(): return torch.nn.Linear(2, 1), torch.zeros(1, 2)\n"
+        "def broken(): raise RuntimeError('no weights here')\n"
+    )
+    (tmp_path / "a_users_typo.py").write_text("def make(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert "Linear" in module_of("a_users_model:make").description
+    with pytest.raises(ConfigError, match="RuntimeError: no weights here"):
+        module_of("a_users_model:broken")
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        module_of("a_users_typo:make")
+    sys.modules.pop("a_users_model")
