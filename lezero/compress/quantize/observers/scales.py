@@ -6,16 +6,19 @@ candidates are computed as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lezero.compress.quantize.observers.observer import observers
-from lezero.ops.quantize import Grid, find_scale, nearest_points
+from lezero.ops.grid_fit import least_error
+from lezero.ops.quantize import Grid, find_scale
 from lezero.ops.quantize.grid import LEVELS, SCALE_DTYPES
 
-_LEAST_KEPT = 0.5
 _STEPS = 20
 # Elements that are rounded together: what is computed with them stays in a core's second cache (256
 # KiB in fp32), and is too small for the heap to ask the kernel for fresh pages each time.
@@ -75,36 +78,40 @@ def _least_error(
     w_NK: Tensor, grid: Grid, importance_K: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """For each group the share of its range, from 1 down to a half, with the least error."""
-    best_scale, best_zero = find_scale(w_NK, grid)
-    room = torch.empty_like(w_NK)
-
-    def errors(scale: Tensor) -> Tensor:
-        points = nearest_points(w_NK, grid, scale, best_zero, out=room)
-        wrong = points.sub_(w_NK).square_()
-        return _sum_groups(wrong if importance_K is None else wrong.mul_(importance_K), grid)
-
-    best = errors(best_scale)
-    full = best_scale
-    kept = SCALE_DTYPES[grid.scale_dtype]
-    for step in range(1, _STEPS):
-        scale = (full * (1 - (1 - _LEAST_KEPT) * step / _STEPS)).to(kept).float()
+    scale, zero = find_scale(w_NK, grid)
+    kept, middle = SCALE_DTYPES[grid.scale_dtype], grid.middle
+    low, high = (code - middle for code in grid.code_range)
+    parts = []
+    for columns, own in grouped_columns(w_NK.shape[1], grid):
+        w_GE = columns(w_NK)
+        importance = None if importance_K is None else columns(importance_K.expand_as(w_NK))
         # A zero point in codes stays where it is when both ends of a range move in proportion.
-        error = errors(scale)
-        better = error < best
-        best = torch.where(better, error, best)
-        best_scale = torch.where(better, scale, best_scale)
-    return best_scale, best_zero
+        parts.append(
+            least_error(
+                *(w_GE, scale[:, own].flatten(), None if zero is None else zero[:, own].flatten()),
+                code_range=(low, high),
+                kept=kept,
+                steps=_STEPS,
+                importance_GE=importance,
+            ).view(len(scale), -1)
+        )
+    return torch.cat(parts, 1), zero
 
 
-def _sum_groups(x_NK: Tensor, grid: Grid) -> Tensor:
+def grouped_columns(K: int, grid: Grid) -> Iterator[tuple[Callable[[Tensor], Tensor], slice]]:
+    """Groups of one length at a time, as the last of a row may be shorter: what makes (groups,
+    elements) of a matrix of K columns, and which groups of a row they are."""
+
+    def columns(x_NK: Tensor, first: int, last: int, each: int) -> Tensor:
+        return x_NK[:, first:last].reshape(-1, each)
+
     if grid.group == "tensor":
-        return x_NK.sum().reshape(1, 1)
-    if grid.group == "row":
-        return x_NK.sum(1, keepdim=True)
-    size = int(grid.group)
-    missing = -x_NK.shape[1] % size
-    padded = torch.nn.functional.pad(x_NK, (0, missing)) if missing else x_NK
-    return padded.unflatten(1, (-1, size)).sum(2)
+        yield (lambda x: x.reshape(1, -1)), slice(0, 1)
+        return
+    size = grid.group if isinstance(grid.group, int) else K
+    for first, last in pairwise(sorted({0, K // size * size, K})):
+        own = slice(first // size, -(-last // size))
+        yield partial(columns, first=first, last=last, each=min(size, last - first)), own
 
 
 def storable(grid: Grid, scale: Tensor) -> Grid:
