@@ -131,7 +131,13 @@ class Asker:
             if len(said) > 8:
                 fields["stop"] = [said[len(said) // 2 :][:3]]
                 params = SamplingParams(**fields, logprobs=0 if with_logprobs else None)
-        found = self.llm.generate([prompt] * count, params)
+        requests = [self.llm.request(prompt, params, sample=i) for i in range(count)]
+        begun = [self.llm.begin(request) for request in requests]
+        while any(request.reason is None for request in requests):
+            self.llm.advance()
+        for answer in begun:
+            self.llm.end(answer)
+        found = [answer.completion() for answer in begun]
         if count > 1:
             fields["n"] = count
         body = {"prompt": text, **fields}
