@@ -78,15 +78,21 @@ class Answer:
 
 
 class Stream(Iterator[Piece]):
-    """Pieces of an answer. advance: runs a step for all requests. end: cancels this one.
+    """Pieces of an answer. advance: runs a step for all requests. end: cancels this one. leave: the
+    same, but may be called at any moment.
 
     Closing it, or letting go of it, cancels the request, whether a piece was asked for or not.
     """
 
     def __init__(
-        self, answer: Answer, advance: Callable[[], None], end: Callable[[Answer], None]
+        self,
+        answer: Answer,
+        *,
+        advance: Callable[[], None],
+        end: Callable[[Answer], None],
+        leave: Callable[[Answer], None],
     ) -> None:
-        self._answer, self._advance, self._end = answer, advance, end
+        self._answer, self._advance, self._end, self._leave = answer, advance, end, leave
         self._text = self._tokens = 0
         self._closed = False
 
@@ -114,7 +120,8 @@ class Stream(Iterator[Piece]):
             self._end(self._answer)
 
     def __del__(self) -> None:
-        self.close()
+        if not self._closed:
+            self._leave(self._answer)
 
     def _piece(self, reason: Reason | None) -> Piece:
         text, tokens = self._answer.text[self._text :], self._answer.request.answer[self._tokens :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ class LLM:
         )
         self._numbers = itertools.count()
         self._answers: dict[Request, Answer] = {}
-        self._lock = threading.RLock()
+        self._left: deque[Answer] = deque()
+        self._lock = threading.Lock()
 
     @property
     def forecast(self) -> Forecast:
@@ -139,7 +141,10 @@ class LLM:
         """Pieces of the answer to one prompt as they come. Closing the iterator cancels it."""
         (asked,) = _each(params, 1)
         return Stream(
-            self.begin(self.request(prompt, asked, priority=priority)), self.advance, self.end
+            self.begin(self.request(prompt, asked, priority=priority)),
+            advance=self.advance,
+            end=self.end,
+            leave=self._leave,
         )
 
     def begin(self, request: Request) -> Answer:
@@ -153,15 +158,34 @@ class LLM:
     def advance(self) -> None:
         """One step of the engine, for all that has begun."""
         with self._lock:
+            self._end_left()
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:
                     self._answers[request].take(tokens, self.engine.scheduler)
+            self._end_left()
 
     def end(self, answer: Answer) -> None:
         """Cancels what has not ended, and forgets it."""
         with self._lock:
-            self.engine.cancel(answer.request)
-            self._answers.pop(answer.request, None)
+            self._end(answer)
+
+    def _leave(self, answer: Answer) -> None:
+        """`end` for a stream that nobody holds any more. The garbage collector may call this at any
+        point of a step, in its thread too; then the step ends it."""
+        self._left.append(answer)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end_left()
+            finally:
+                self._lock.release()
+
+    def _end_left(self) -> None:
+        while self._left:
+            self._end(self._left.popleft())
+
+    def _end(self, answer: Answer) -> None:
+        self.engine.cancel(answer.request)
+        self._answers.pop(answer.request, None)
 
     def embed(self, prompts: Prompt | Sequence[Prompt]) -> list[list[float]]:
         """An embedding of each prompt: the mean of its final hidden states, with length 1.

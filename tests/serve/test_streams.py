@@ -64,6 +64,26 @@ def test_a_stream_that_is_not_begun_leaves_nothing():
     assert not llm._answers
 
 
+def test_a_stream_that_is_collected_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch):
+    llm = engine()
+    expected = llm.generate([4, 5, 6], GREEDY)[0].tokens
+    held = [llm.stream([1, 2], GREEDY)]
+    schedule = llm.engine.scheduler.schedule
+
+    def collects() -> Any:
+        held.clear()  # as the collector may, in this very thread
+        assert len(llm._answers) == 2
+        return schedule()
+
+    stream = llm.stream([4, 5, 6], GREEDY)
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", collects)
+    begun = next(stream).tokens
+    assert len(llm._answers) == 1
+    monkeypatch.undo()
+    assert begun + tokens_of(stream) == expected
+    assert llm.engine.pool.used_count == 0
+
+
 def test_threads_may_ask_at_once():
     llm = engine(max_requests=4)
     given = prompts(12, longest=30)
