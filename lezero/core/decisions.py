@@ -59,7 +59,8 @@ class Decisions:
         Only rank 0 measures: a candidate must not communicate. One that raises is recorded as
         failed and never chosen. `keep` names the candidate that means "do nothing"; another must
         beat it by the fraction `margin`. Raises `ConfigError` when `override` is no candidate or
-        when every candidate fails.
+        when every candidate fails; where doing nothing fails too, rank 0 raises that failure, since
+        it is no matter of the choice.
         """
         if override is not None:
             if override not in candidates:
@@ -72,10 +73,13 @@ class Decisions:
         if old is not None and old.chosen in candidates:
             return self._keep(Decision(**{**asdict(old), "replayed": True}))
         made: Any = None
+        failures: dict[str, Exception] = {}
         if groups.is_main():
-            made = asdict(_measured(topic, candidates, unit, why, keep, margin, step))
+            made = asdict(_measured(topic, candidates, unit, why, keep, margin, step, failures))
         made = groups.broadcast_object(made)
         if not made["chosen"]:
+            if keep in failures:
+                raise failures[keep]
             raise ConfigError(f"{topic}: no candidate works on this machine: {made['reason']}")
         return self._keep(Decision(**made))
 
@@ -131,13 +135,16 @@ def _measured(
     keep: str | None,
     margin: float,
     step: int,
+    failures: dict[str, Exception],
 ) -> Decision:
     figures: dict[str, dict[str, float | str | None]] = {}
     for name, measure in candidates.items():
         try:
             figures[name] = {unit: float(measure())}
         except Exception as error:  # a candidate that cannot run is a loser, not a crash
-            figures[name] = {unit: None, "failed": str(error).splitlines()[0][:200]}
+            failures[name] = error
+            said = str(error).strip() or type(error).__name__
+            figures[name] = {unit: None, "failed": said.splitlines()[0][:200]}
     works = {n: f[unit] for n, f in figures.items() if isinstance(f[unit], float)}
     if not works:
         failed = "; ".join(f"{n}: {f.get('failed')}" for n, f in figures.items())

@@ -31,7 +31,7 @@ from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter
 from lezero.train.engine_arguments import check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
-from lezero.train.loss import LossFunction, in_step, model_loss, split, to_device
+from lezero.train.loss import LossFunction, in_step, model_loss, scalar, split, to_device
 from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve, resolve_sharded
 from lezero.train.randomness import seeded
@@ -177,7 +177,7 @@ class Engine:
                 count = self.count(batch)
                 if count:
                     with self.precision.autocast():
-                        loss = self.loss(self.model, batch)
+                        loss = scalar(self.loss(self.model, batch), trained=False)
                     if new:
                         sums += torch.tensor([float(loss) * count, count, 0], dtype=torch.float64)
         finally:
@@ -262,7 +262,7 @@ class Engine:
                 seeded(self.seed, self.step, place),
             ):
                 with self.precision.autocast():
-                    loss = self._forms.loss(self.gradients.module, micro)
+                    loss = scalar(self._forms.loss(self.gradients.module, micro))
                     scaled = loss * (count * world / total)
                 self.precision.scaler.scale(scaled).backward()
             if count:

@@ -59,6 +59,22 @@ def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return output.squeeze()
 
 
+def scalar(loss: object, trained: bool = True) -> torch.Tensor:
+    """What a loss function returned, if the contract allows it; else `ConfigError`."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+        raise ConfigError(
+            f"loss: the loss function returned {given!s:.80}; it must return the mean loss over "
+            "the batch as a tensor with one number"
+        )
+    if trained and not loss.requires_grad:
+        raise ConfigError(
+            "loss: the loss has no gradient: it does not depend on a trainable parameter, or was "
+            "detached or computed under torch.no_grad()"
+        )
+    return loss
+
+
 def split(batch: Batch, parts: int) -> list[Batch]:
     """`parts` micro-batches along the first dim, as even as possible; none is empty.
 

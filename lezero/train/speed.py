@@ -28,7 +28,7 @@ from lezero.memory import HostPool
 from lezero.ops.attention import FastAttention, available, kernel_name
 from lezero.parallel.zero import sharding_of
 from lezero.train.gradients import wires_untouched
-from lezero.train.loss import Batch, LossFunction
+from lezero.train.loss import Batch, LossFunction, scalar
 from lezero.train.precision import Precision
 from lezero.train.randomness import seeded
 
@@ -186,6 +186,7 @@ class _Trial:
         self.precision, self.steps, self.seed = precision, steps, seed
         self.attention = "torch"
         self._eager: float | None = None
+        self._broken = False
 
     def together(
         self,
@@ -209,7 +210,13 @@ class _Trial:
                     f"not tried: the run takes about {self.steps * self._eager:.0f} s, too short "
                     "to earn compilation back"
                 )
-        first, each = self._timed(Forms(name, self.attention, self.model, self.loss))
+        if self._broken:
+            raise RuntimeError("not tried: the model fails as it is")
+        try:
+            first, each = self._timed(Forms(name, self.attention, self.model, self.loss))
+        except Exception as error:  # for want of memory another form may still run
+            self._broken = name == "eager" and not isinstance(error, torch.OutOfMemoryError)
+            raise
         if name == "eager":
             self._eager = each
         return max(0.0, first - each) + self.steps * each
@@ -237,7 +244,7 @@ class _Trial:
         started = time.perf_counter()
         with seeded(self.seed, 0, 0):
             with self.precision.autocast():
-                loss = form.loss(self.model, self.micro)
+                loss = scalar(form.loss(self.model, self.micro))
             loss.backward()
         self.model.zero_grad(set_to_none=True)
         if loss.device.type != "cpu":

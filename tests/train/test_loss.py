@@ -1,10 +1,15 @@
 """How a batch is cut, and what a model must return."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
+from lezero.optim import AdamW
+from lezero.train.engine import Engine
 from lezero.train.loss import model_loss, split
 
 
@@ -33,3 +38,47 @@ def test_a_tensor_that_is_not_one_row_a_sample_is_refused_wherever_it_stands(row
 def test_a_model_must_return_a_scalar():
     with pytest.raises(ConfigError, match="the model returned no scalar loss"):
         model_loss(nn.Linear(2, 2), torch.ones(3, 2))
+
+
+def step_with(loss, compile="auto"):
+    model = nn.Linear(2, 2)
+    engine = Engine(model, AdamW(model, lr=1e-3), loss=loss, precision="fp32", compile=compile)
+    return engine.train_step(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("compile", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: None, "the loss function returned None; it must return the mean loss"),
+        (lambda x: 3.5, "the loss function returned 3.5"),
+        (lambda x: x, r"the loss function returned a tensor of shape \(3, 2\)"),
+        (lambda x: x.mean().detach(), "the loss has no gradient"),
+    ],
+)
+def test_a_loss_function_that_breaks_the_contract_is_told_so(returned, message, compile):
+    with pytest.raises(ConfigError, match=f"^loss: {message}"):
+        step_with(lambda model, batch: returned(model(batch)), compile)
+
+
+@pytest.mark.parametrize("error", [KeyError("mine"), AssertionError(), NotImplementedError()])
+def test_an_error_of_the_users_own_code_comes_through_the_trial_of_forms(error):
+    def loss(model, batch):
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        step_with(loss)
+    assert caught.value is error
+    assert any(frame.name == "loss" and frame.path == Path(__file__) for frame in caught.traceback)
+
+
+def test_a_candidate_that_fails_without_a_word_loses():
+    def fail():
+        raise NotImplementedError
+
+    decisions = Decisions()
+    candidates = {"plain": lambda: 1.0, "fast": fail}
+    assert decisions.choose("topic", candidates, keep="plain") == "plain"
+    assert decisions.records["topic"].candidates["fast"]["failed"] == "NotImplementedError"
+    with pytest.raises(ConfigError, match="topic: no candidate works on this machine: fast"):
+        decisions.choose("topic", {"fast": fail}, keep="plain")
