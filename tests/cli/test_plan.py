@@ -43,7 +43,8 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_too_large_is_told_with_what_would_fit(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", config, "--set", "train.batch=8388608"]) == 1
+    batch = 2 * 4194301  # a prime: few micro-batches divide it, so few are tried
+    assert main(["plan", config, "--set", f"train.batch={batch}"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: this run does not fit")
     assert "train.accumulate=" in error
