@@ -85,6 +85,8 @@ def _need_store(timeout_s: float) -> None:
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if sockets.connected_to(port):  # an old connection could not be told from the new one
+        return
     problem: list[Exception] = []
 
     def ask() -> None:
