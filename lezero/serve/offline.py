@@ -26,8 +26,9 @@ def answer_lines(
     llm: LLM, lines: Iterable[str], params: SamplingParams | None = None
 ) -> Iterator[dict[str, Any]]:
     """For each line that is not empty: {"line", "text", "reason", "tokens", "prompt_tokens"} or
-    {"line", "error"}. "tokens" counts; lines count from 1. Bytes that are no UTF-8 are expected as
-    `errors="surrogateescape"` reads them.
+    {"line", "error"}. "tokens" counts; lines count from 1. A line that asks for
+    log-probabilities is given "logprobs", one object a token. Bytes that are no UTF-8 are expected
+    as `errors="surrogateescape"` reads them.
 
     Reads ahead a few times as many lines as run at once, never the whole file.
     """
@@ -85,4 +86,10 @@ def _told(llm: LLM, line: int, answer: Answer | str) -> dict[str, Any]:
     if found.error is not None:
         return {"line": line, "error": found.error}
     counts = {"tokens": len(found.tokens), "prompt_tokens": found.prompt_tokens}
-    return {"line": line, "text": found.text, "reason": found.reason, **counts}
+    told: dict[str, Any] = {"line": line, "text": found.text, "reason": found.reason, **counts}
+    if found.logprobs is not None:
+        told["logprobs"] = [
+            {"token": token, "logprob": one.logprob, "likeliest": [list(x) for x in one.likeliest]}
+            for token, one in zip(found.tokens, found.logprobs, strict=True)
+        ]
+    return told

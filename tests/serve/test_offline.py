@@ -66,3 +66,17 @@ def test_leaving_early_frees_all_blocks():
     answers.close()
     assert llm.engine.pool.used_count == 0
     assert not llm.engine.busy
+
+
+def test_log_probabilities_that_are_asked_for_are_given():
+    lines = ['{"prompt": "abc", "logprobs": 2, "max_tokens": 3}', '{"prompt": "abc"}']
+    asked, plain = answer_lines(engine(), lines, GREEDY)
+    assert "logprobs" not in plain
+    assert len(asked["logprobs"]) == asked["tokens"] == 3
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
+    expected = engine().generate("abc", params)[0]
+    for told, token, one in zip(asked["logprobs"], expected.tokens, expected.logprobs, strict=True):
+        assert told["token"] == token
+        assert told["logprob"] == one.logprob
+        assert [tuple(pair) for pair in told["likeliest"]] == list(one.likeliest)
+    assert json.loads(json.dumps(asked)) == asked
