@@ -43,7 +43,7 @@ def child(part: str, form: str, folder: Path, quick: bool, count: int) -> dict[s
 
 
 def show_corruption(folder: Path, quick: bool) -> tuple[int, int]:
-    tries = 25 if quick else 300
+    tries = 10 if quick else 300
     print(f"Silently wrong loads of {tries} damages each (the rest was refused or harmless)")
     print(f"{'':14}" + "".join(f"{kind:>10}" for kind in KINDS) + f"{'all':>14}")
     result = (0, 0)
@@ -64,7 +64,7 @@ def show_corruption(folder: Path, quick: bool) -> tuple[int, int]:
 
 
 def show_stall(folder: Path, quick: bool) -> float:
-    rounds, repeats = (1, 2) if quick else (3, 3)
+    rounds, repeats = (1, 1) if quick else (3, 3)
     forms = (*FORMATS, "DCP async")
     found: dict[str, list[dict[str, Any]]] = {form: [] for form in forms}
     for _ in range(repeats):
