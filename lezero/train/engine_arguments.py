@@ -46,6 +46,13 @@ def check_numbers(
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises `ConfigError` or `OrderError` when `optimizer` cannot train `model`."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model: got a {type(model).__name__}, allowed is a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer: got a {type(optimizer).__name__}, allowed is a torch.optim.Optimizer such "
+            "as lz.optim.AdamW(model.parameters(), lr=3e-4)"
+        )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has nothing to train: no parameter requires a gradient")
     check_optimizer(optimizer)

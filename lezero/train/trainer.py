@@ -14,7 +14,7 @@ from lezero import checkpoint
 from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
-from lezero.core.errors import FileError
+from lezero.core.errors import ConfigError, FileError
 from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
 from lezero.models import Transformer
@@ -53,6 +53,11 @@ class Trainer:
     prospect: Prospect
 
     def __init__(self, config: RunConfig, callbacks: Sequence[Callback] = ()) -> None:
+        if not isinstance(config, RunConfig):
+            raise ConfigError(
+                f"config: got a {type(config).__name__}, allowed is a RunConfig: "
+                "lz.RunConfig.load(path) reads a file, lz.RunConfig.parse(settings) takes a dict"
+            )
         self.config = config
         self.folder = RunFolder(Path(config.run))
         self.log = RunLog(self.folder)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
+from lezero.train import Trainer
 from lezero.train.engine import Engine
 
 
@@ -35,3 +36,13 @@ def test_what_is_not_allowed_is_named(name, values):
 
 def test_whole_numbers_of_numpy_are_whole_numbers():
     assert engine(accumulate=np.int64(2), clip=np.float32(1), compile="off").accumulate == 2
+
+
+def test_what_is_no_model_optimizer_or_config_is_named():
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"^model: got a dict, allowed is a torch\.nn\.Module"):
+        Engine({}, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ConfigError, match=r"^optimizer: got a NoneType, allowed is"):
+        Engine(model, None)
+    with pytest.raises(ConfigError, match=r"^config: got a str, .*lz\.RunConfig\.load\(path\)"):
+        Trainer("run.yaml")
