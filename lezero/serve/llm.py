@@ -88,15 +88,15 @@ class LLM:
             raise ConfigError(
                 f"cache_bytes: got {room}, allowed is at least one block of {each} bytes"
             )
-        speculator: Speculator | None = PromptLookup() if speculate == "lookup" else None
+        guesser: Speculator | None = PromptLookup() if speculate == "lookup" else None
         if self._draft is not None:
-            speculator = WhilePaying(DraftModel.of(self._draft, self.program, blocks))
+            guesser = DraftModel.of(self._draft, self.program, blocks)
         self.engine = Engine(
             self.program,
             blocks=blocks,
             max_requests=max_requests,
             longest=self.context,
-            speculator=speculator,
+            speculator=None if guesser is None else WhilePaying(guesser),
         )
         self._numbers = itertools.count()
         self._answers: dict[Request, Answer] = {}

@@ -21,13 +21,15 @@ class WhilePaying(Speculator):
 
     The verdict is one for each power of two of requests that decode, since with more of them a step
     has less room to spare. Steps with prompts are not compared, nor those right after a change, in
-    which a draft catches up. Time chooses only whether to guess, so answers stay the same.
+    which a draft catches up; one for which `inner` found no guess shows what doing without takes.
+    Time chooses only whether to guess, so answers stay the same.
     """
 
     def __init__(self, inner: Speculator, clock: Callable[[], float] = time.perf_counter) -> None:
         self.inner, self._clock = inner, clock
         self._duels: dict[int, _Duel] = {}
         self._duel, self._guessed, self._changed = _Duel(), False, True
+        self._has_guesses = False
         self._began = 0.0
 
     def guess(self, requests: Sequence[Request]) -> None:
@@ -41,11 +43,16 @@ class WhilePaying(Speculator):
             self.inner.guess(())
             for request in requests:
                 request.drafts = ()
+        self._has_guesses = any(request.drafts for request in requests)
 
     def checked(self, drawn: int, prompts: bool) -> None:
         self.inner.checked(drawn, prompts)
         if drawn and not prompts and not self._changed:
-            self._duel.count(drawn, self._clock() - self._began)
+            seconds = self._clock() - self._began
+            if self._has_guesses == self._guessed:
+                self._duel.count(drawn, seconds)
+            else:
+                self._duel.add(False, drawn, seconds)
 
 
 class _Duel:
@@ -61,8 +68,7 @@ class _Duel:
     def count(self, tokens: int, seconds: float) -> None:
         """Takes a step of the side that goes on."""
         side = self.guesses
-        self._tokens[side] = _FADES * self._tokens[side] + tokens
-        self._seconds[side] = _FADES * self._seconds[side] + seconds
+        self.add(side, tokens, seconds)
         self._left -= 1
         if self._left > 0:
             return
@@ -70,6 +76,10 @@ class _Duel:
             self._try(not side)
         else:
             self._settle()
+
+    def add(self, side: bool, tokens: int, seconds: float) -> None:
+        self._tokens[side] = _FADES * self._tokens[side] + tokens
+        self._seconds[side] = _FADES * self._seconds[side] + seconds
 
     def _try(self, side: bool) -> None:
         self.guesses, self._left = side, _TRIAL

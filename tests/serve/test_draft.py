@@ -172,13 +172,15 @@ def test_how_many_to_guess() -> None:
 
 
 class _Guesser(Speculator):
-    """Counts how often it guesses."""
+    """Counts how often it is asked; finds a guess at each, or at every `every`-th time."""
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, every: int = 1) -> None:
+        self.times, self._every = 0, every
 
     def guess(self, requests: Sequence[Request]) -> None:
         self.times += bool(requests)
+        for request in requests:
+            request.drafts = () if self.times % self._every else (1,)
 
 
 def played(
@@ -207,6 +209,19 @@ def test_guessing_steps_aside_when_it_does_not_pay(
         _, new, took = played(gate, guesser, now, guessing)
         tokens, seconds = tokens + new, seconds + took
     assert seconds / tokens < bound
+
+
+def test_a_step_for_which_nothing_was_found_shows_what_doing_without_takes() -> None:
+    guesser, now = _Guesser(every=2), [0.0]
+    gate = WhilePaying(guesser, lambda: now[0])
+    for step in range(1, 61):
+        played(gate, guesser, now, (3, 1.5) if step % 2 == 0 else (1, 1.0))
+    assert guesser.times == 60  # no step was spent on a trial without
+    asked = [
+        played(gate, guesser, now, (1, 1.5) if guesser.times % 2 else (1, 1.0))[0]
+        for _ in range(900)
+    ]
+    assert sum(asked[300:]) < 60
 
 
 def test_guessing_comes_back_when_it_pays_again() -> None:
