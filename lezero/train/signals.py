@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from lezero.core.log import logger
+
 
 class StopRequest:
     """Which signal arrived, if any."""
@@ -36,6 +38,9 @@ def graceful_stop(ask: Callable[[], None]) -> Iterator[StopRequest]:
     def handle(number: int, frame: FrameType | None) -> None:
         if request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if request.signal is None:
+            name = signal.Signals(number).name
+            logger("train").info("%s: the run ends and saves after this step", name)
         request.signal = signal.Signals(number)
         ask()
 

@@ -148,14 +148,30 @@ def play(scene, bad_rank, folder=None):
     return told, seconds
 
 
+def played(ranks, world, scene, bad, pattern):
+    """What ranks were told, once all of them live to tell.
+
+    Where sizes differ, Gloo loses one send in a hundred of which the connection is shut, and waits
+    for it until its own timeout. Then a rank ends by the watch's last resort, which names the cause
+    too; but what it was told in Python is not known.
+    """
+    for _ in range(3):
+        try:
+            return ranks(world, play, scene, bad, timeout_s=30)
+        except RankError as error:
+            last_resort = f"ended with status {watching.EXIT_STATUS}" in str(error)
+            if not last_resort or not re.search(rf"error: .*{pattern}", str(error)):
+                raise
+    raise AssertionError("the last resort was needed three times")
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_the_others_name_rank_label_and_what_it_does_instead(ranks, world, scene):
     bad = 0 if world == 3 and scene in (stop_signal, exception) else 1  # rank 0 is none better
     others = {2: "rank 0", 3: "ranks 0 and 2"}[world]
     pattern = SCENES[scene].replace("rank 1", f"rank {bad}").format(others=others)
-    results = ranks(world, play, scene.__name__, bad, timeout_s=30)
-    for rank, (told, seconds) in enumerate(results):
+    for rank, (told, seconds) in enumerate(played(ranks, world, scene.__name__, bad, pattern)):
         print(f"rank {rank}, {seconds:.2f} s: {told}")
         if rank != bad:
             assert told.startswith("DistributedError: ")

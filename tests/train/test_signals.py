@@ -58,6 +58,7 @@ def test_sigterm_and_ctrl_c_save_and_a_later_start_resumes(tmp_path):
     for folder, number, process in started:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 128 + number, err
+        assert f"{signal.Signals(number).name}: the run ends" in err
         assert "Traceback" not in err
         assert "asked to stop: saving step" in out
         (step,) = steps_in(folder)
