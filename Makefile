@@ -9,7 +9,7 @@ TORCH_INDEX ?=
 ARGS ?=
 # A worker a core, hyper-threads included (`auto` would leave those out); whole files go to a worker,
 # so that what a file's tests share is made once.
-WORKERS ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 STAMP := .venv/.set-up

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -23,22 +22,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_session_folder, ignore_errors=True)
-
-
-# Files that take longest go to workers first, so that none is left alone with one at the end.
-LONGEST = (
-    "parallel/zero/test_models", "serve/test_exact", "train/test_resume", "examples/test_examples",
-    "train/test_zero", "train/test_speed", "train/test_trainer", "jobs/test_verify",
-    "cli/test_train", "train/test_signals", "models/test_gguf", "serve/server/test_run",
-)  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        name = item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
-        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
-
-    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)
