@@ -21,7 +21,7 @@ from _table import arguments, columns, compare, emit, finish, side
 from torch.nn import functional as F
 from zero import GPT, LENGTH, STAGES, VOCAB, adamw, resident, zero
 
-SIZES = {"quick": ((8, 384),), "full": ((8, 512), (16, 1024))}
+SIZES = {"quick": ((4, 256),), "full": ((8, 512), (16, 1024))}
 STEPS, WARM, SAMPLED = 6, 2, 3
 
 

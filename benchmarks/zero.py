@@ -273,7 +273,7 @@ def one_side(options: argparse.Namespace, size: str) -> None:
     if "RANK" not in os.environ:
         launch(options, ranks)
     elif name == "bitwise":
-        emit(same=float(bitwise(10 if options.quick else 50)))
+        emit(same=float(bitwise(5 if options.quick else 50)))
     else:
         emit(**train(name, size, 4 if options.quick else 8, options.device))
 
