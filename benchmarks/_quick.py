@@ -57,7 +57,7 @@ def main() -> int:
         ThreadPoolExecutor(SIDE_BY_SIDE) as pool,
     ):
         problems = list(pool.map(lambda path: check(path, cache), paths))
-    for path, problem in zip(paths, problems, strict=True):
+    for path, problem in sorted(zip(paths, problems, strict=True)):
         if problem:
             print(f"error: {path.name}: {problem}", file=sys.stderr)
     return int(any(problems))
