@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST_KEPT = 0.5
-NORM = 0.7
+_LEAST_KEPT = 0.5
+_NORM = 0.7
 _BETA, _GROWTH = 10.0, 1.01
 
 
@@ -36,7 +36,7 @@ def least_error(
 
     best = errors(full)
     for step in range(1, steps):
-        scale = (full * (1 - (1 - LEAST_KEPT) * step / steps)).to(kept).float()
+        scale = (full * (1 - (1 - _LEAST_KEPT) * step / steps)).to(kept).float()
         error = errors(scale)
         better = error < best
         best = torch.where(better, error, best)
@@ -75,7 +75,7 @@ def half_quadratic(
 
 def _shrink(x: Tensor, beta: float) -> Tensor:
     size = x.abs()
-    return x.sign() * (size - size.clamp(min=1e-12).pow(NORM - 1) / beta).clamp(min=0)
+    return x.sign() * (size - size.clamp(min=1e-12).pow(_NORM - 1) / beta).clamp(min=0)
 
 
 def _inverse(scale: Tensor) -> Tensor:

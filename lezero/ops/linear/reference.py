@@ -1,6 +1,7 @@
 """Linear layers on packed weights in plain PyTorch: the formulas that every kernel is held to.
 
-    bf16    y = x wᵀ + bias; x in bf16 as it is, in fp32 and fp16 as the sum of two bf16
+    bf16    y = x wᵀ + bias; x in bf16 as it is, in fp32 and fp16 as the sum of two bf16 (AVX2,
+            which multiplies in fp32, takes it as it is)
     4, 8 bits, x of 8 bits (A8): a (int8), t from `quantize_tokens`, for each group g of inputs
                 y = t · Σ_g s_g · Σ_k a (w - z) + bias
     4, 8 bits, x of 16 bits (A16): a (int16), t_b from `fixed_point`, for each block b of inputs

@@ -82,18 +82,12 @@ def dequantize(
     return _by_group(Tensor.mul_, wide, scale.float(), grid).to(dtype)
 
 
-def nearest_points(
-    x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None, *, out: Tensor | None = None
-) -> Tensor:
+def nearest_points(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) -> Tensor:
     """What finite fp32 values become, `dequantize(*quantize(x, grid, scale, zero), grid)` bit for
-    bit, without the codes: for trying out many scales. `out`: memory for the result."""
+    bit, without the codes."""
     if not grid.is_integer:
         return dequantize(*quantize(x, grid, scale=scale, zero=zero), grid)
-
-    def scaled(x: Tensor, inverse: Tensor) -> Tensor:
-        return torch.mul(x, inverse, out=None if out is None else out.view(x.shape))
-
-    points = _by_group(scaled, x, _inverse(scale), grid)
+    points = _by_group(torch.mul, x, _inverse(scale), grid)
     if zero is not None:
         _by_group(Tensor.add_, points, zero, grid)
         points.round_().clamp_(*grid.code_range)
