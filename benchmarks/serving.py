@@ -27,6 +27,7 @@ from typing import Any
 from _table import Result, Side, arguments, columns, compare, emit, finish, peer, side
 from serving_parts.peers import DECODED, PEERS, PREFILLED, TOGETHER
 from serving_parts.prompts import random_tokens
+from serving_parts.timed import answered_s
 
 OURS = ("bf16", "int8", "int4")
 PREFIX, SUFFIX = 256, 32
@@ -180,13 +181,13 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
     llm = LLM(made, weights=weights, context=1024)  # type: ignore[arg-type]
     ready = time.perf_counter() - began
     vocab = llm.program.config.vocab
-    _time(llm, [random_tokens(vocab, 32, 9)], 8)  # the first call builds and warms
-    first = _time(llm, [random_tokens(vocab, 32, 0)], 1)
-    one = DECODED / (_time(llm, [random_tokens(vocab, 32, 1)], DECODED + 1) - first)
-    prefill = PREFILLED / _time(llm, [random_tokens(vocab, PREFILLED, 2)], 1)
+    answered_s(llm, [random_tokens(vocab, 32, 9)], 8)  # the first call builds and warms
+    first = answered_s(llm, [random_tokens(vocab, 32, 0)], 1)
+    one = DECODED / (answered_s(llm, [random_tokens(vocab, 32, 1)], DECODED + 1) - first)
+    prefill = PREFILLED / answered_s(llm, [random_tokens(vocab, PREFILLED, 2)], 1)
     many = [random_tokens(vocab, 32, 10 + i) for i in range(TOGETHER)]
-    begun = _time(llm, [random_tokens(vocab, 32, 40 + i) for i in range(TOGETHER)], 1)
-    together = TOGETHER * DECODED / (_time(llm, many, DECODED + 1) - begun)
+    begun = answered_s(llm, [random_tokens(vocab, 32, 40 + i) for i in range(TOGETHER)], 1)
+    together = TOGETHER * DECODED / (answered_s(llm, many, DECODED + 1) - begun)
     read = _read_bandwidth(llm.program.read_bytes)
     return {
         "decode": one,
@@ -200,18 +201,6 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
         "prefix_ttft": _first_tokens(llm, vocab, shared=True) / _first_tokens(llm, vocab, False),
         "speculation": _speculation(place, weights, quick, vocab),
     }
-
-
-def _time(llm: Any, prompts: list[list[int]], new: int) -> float:
-    """Seconds until all prompts have `new` greedy tokens."""
-    from lezero.serve.sampling import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    began = time.perf_counter()
-    found = llm.generate(prompts, params)
-    took = time.perf_counter() - began
-    assert all(len(answer.tokens) == new for answer in found)
-    return took
 
 
 def _first_tokens(llm: Any, vocab: int, shared: bool) -> float:
@@ -238,8 +227,8 @@ def _speculation(place: str, weights: Any, quick: bool, vocab: int) -> float:
     for speculate in ("off", "lookup"):
         made: Any = _tiny() if quick else place
         llm = LLM(made, weights=weights, context=1024, speculate=speculate)  # type: ignore[arg-type]
-        _time(llm, [random_tokens(vocab, 32, 9)], 8)
-        took[speculate] = _time(llm, [text], 2 * DECODED)
+        answered_s(llm, [random_tokens(vocab, 32, 9)], 8)
+        took[speculate] = answered_s(llm, [text], 2 * DECODED)
     return took["off"] / took["lookup"]
 
 

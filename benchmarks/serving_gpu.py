@@ -19,6 +19,7 @@ from typing import Any
 
 from _table import arguments, compare, emit, finish, side
 from serving_parts.prompts import random_tokens
+from serving_parts.timed import answered_s
 
 SHAPES = {
     "1b": {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
@@ -74,11 +75,11 @@ def _measure(size: str, weights: Any, options: argparse.Namespace) -> dict[str, 
     one = [random_tokens(vocab, PROMPT, 1)]
     many = [random_tokens(vocab, PROMPT, 10 + i) for i in range(TOGETHER)]
     for prompts in (one, many):  # builds kernels and captures graphs
-        _seconds(llm, prompts, NEW)
-    _seconds(llm, [random_tokens(vocab, filled, 2)], 1)
-    decode = NEW / (_seconds(llm, one, NEW + 1) - _seconds(llm, one, 1))
-    together = TOGETHER * NEW / (_seconds(llm, many, NEW + 1) - _seconds(llm, many, 1))
-    prefill = filled / _seconds(llm, [random_tokens(vocab, filled, 3)], 1)
+        answered_s(llm, prompts, NEW)
+    answered_s(llm, [random_tokens(vocab, filled, 2)], 1)
+    decode = NEW / (answered_s(llm, one, NEW + 1) - answered_s(llm, one, 1))
+    together = TOGETHER * NEW / (answered_s(llm, many, NEW + 1) - answered_s(llm, many, 1))
+    prefill = filled / answered_s(llm, [random_tokens(vocab, filled, 3)], 1)
     small = 64 if options.quick else 1
     return {
         "decode": decode,
@@ -108,18 +109,6 @@ def _drawn(config: Any) -> Any:
             else:
                 parameter.normal_(0.0, 0.02)
     return model
-
-
-def _seconds(llm: Any, prompts: list[list[int]], new: int) -> float:
-    """Until all prompts have `new` greedy tokens."""
-    from lezero.serve.sampling import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    began = time.perf_counter()
-    found = llm.generate(prompts, params)
-    took = time.perf_counter() - began
-    assert all(len(answer.tokens) == new for answer in found)
-    return took
 
 
 def _copied(size: int) -> float:
