@@ -23,26 +23,53 @@ from lezero.serve.engine import Engine
 from lezero.serve.program import Fed
 
 
-def embed(engine: Engine, prompts: Sequence[Sequence[int]], first: int = 0) -> list[list[float]]:
-    """The embedding of each prompt, between two steps of the engine, in whose cache there is room
-    made for them: requests that run may be preempted. The length is that of the hidden states.
-    first: the number that errors give the first prompt.
+def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The embedding of each prompt, whose length is that of the hidden states.
 
     Raises `ConfigError` for a prompt that is empty or never fits, `NumericsError` for states that
     are no numbers.
     """
-    check_prompts(engine, prompts)
-    passages = [_Passage(number, list(prompt)) for number, prompt in enumerate(prompts, first)]
-    waiting, running = deque(passages), list[_Passage]()
+    going = Passages(engine, prompts)
     try:
-        while waiting or running:
-            _admit(engine, waiting, running)
-            _run(engine, running)
-            running = [passage for passage in running if not _ended(engine, passage)]
+        while not going.step():
+            pass
     finally:
-        for passage in running:
-            engine.pool.release(passage.blocks)
-    return [passage.embedding() for passage in passages]
+        going.close()
+    return going.embeddings()
+
+
+class Passages:
+    """Prompts that are embedded step by step, between steps of the engine, in whose cache they take
+    room: requests that run may be preempted. first: the number that errors give the first prompt.
+
+    Raises `ConfigError` for a prompt that is empty or never fits. Close it, or step to the end.
+    """
+
+    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], first: int = 0) -> None:
+        check_prompts(engine, prompts)
+        self._engine = engine
+        self._all = [_Passage(number, list(prompt)) for number, prompt in enumerate(prompts, first)]
+        self._waiting, self._running = deque(self._all), list[_Passage]()
+
+    def step(self) -> bool:
+        """One pass through the model, or none while others hold the room; whether it was the last
+        one."""
+        engine = self._engine
+        _admit(engine, self._waiting, self._running)
+        if self._running:
+            _run(engine, self._running)
+            self._running = [x for x in self._running if not _ended(engine, x)]
+        return not (self._waiting or self._running)
+
+    def close(self) -> None:
+        """Gives the room back at any moment."""
+        for passage in self._running:
+            self._engine.pool.release(passage.blocks)
+        self._running = []
+
+    def embeddings(self) -> list[list[float]]:
+        """After the last step. Raises `NumericsError` for states that are no numbers."""
+        return [passage.embedding() for passage in self._all]
 
 
 @dataclass(eq=False)

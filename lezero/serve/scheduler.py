@@ -140,8 +140,8 @@ class Scheduler:
             del request.logprobs[len(request.answer) :]
 
     def make_room(self, blocks: int) -> None:
-        """Preempts requests, the last in turn first, until so many blocks are free."""
-        while self.pool.free_count < blocks:
+        """Preempts requests, the last in turn first, until so many blocks are free or none runs."""
+        while self.pool.free_count < blocks and self.running:
             self._preempt(Step(0), self.running[-1])
 
     def schedule(self) -> Step:

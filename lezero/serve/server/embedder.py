@@ -1,4 +1,4 @@
-"""Prompts that are embedded between two steps of the engine, a few at a time."""
+"""Prompts that are embedded between steps of the engine, one pass through the model at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lezero.serve.embed import embed
+from lezero.serve.embed import Passages
 from lezero.serve.engine import Engine
 
 Outcome = list[list[float]] | Exception
@@ -27,6 +27,12 @@ class Embedding:
     prompts: Sequence[Sequence[int]]
     told: Callable[[Outcome], None]
     vectors: list[list[float]] = field(default_factory=list)
+    going: Passages | None = None
+    """The next few of them, on their way."""
+
+    def close(self) -> None:
+        if self.going is not None:
+            self.going.close()
 
 
 class Embedder:
@@ -47,30 +53,46 @@ class Embedder:
         """Forgets what nobody waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
+            asked.close()
 
     def end(self, error: Exception) -> None:
         """Tells all that wait that there will be nothing."""
         while self._waiting:
-            self._waiting.popleft().told(error)
+            asked = self._waiting.popleft()
+            asked.close()
+            asked.told(error)
 
     def step(self) -> Exception | None:
-        """Embeds as many prompts of the first client as fit a step, at least one; what the engine
-        raised, if it did."""
+        """One pass for the client whose turn it is; what the engine raised, if it did."""
         asked = self._waiting.popleft()
-        prompts: list[Sequence[int]] = []
-        done, room = len(asked.vectors), self._engine.program.most_tokens
-        for prompt in asked.prompts[done:]:
-            room -= len(prompt)
-            if prompts and room < 0:
-                break
-            prompts.append(prompt)
         try:
-            asked.vectors += embed(self._engine, prompts, done)
+            ended = self._advance(asked)
         except Exception as error:
+            asked.close()
             asked.told(error)
             return error
-        if len(asked.vectors) < len(asked.prompts):
-            self._waiting.append(asked)
-        else:
+        if ended:
             asked.told(asked.vectors)
+        else:
+            self._waiting.append(asked)
         return None
+
+    def _advance(self, asked: Embedding) -> bool:
+        """One pass with as many prompts as fit a step, at least one; whether all are done."""
+        done = len(asked.vectors)
+        if asked.going is None:
+            asked.going = Passages(self._engine, self._next(asked.prompts[done:]), done)
+        if not asked.going.step():
+            return False
+        asked.vectors += asked.going.embeddings()
+        asked.going = None
+        return len(asked.vectors) == len(asked.prompts)
+
+    def _next(self, left: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        room, count = self._engine.program.most_tokens, 0
+        for prompt in left:
+            room -= len(prompt)
+            if count and room < 0:
+                break
+            count += 1
+        return left[:count]

@@ -1,0 +1,93 @@
+"""Long texts that are embedded beside answers and beside other texts, a pass at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
+from lezero.serve.server.embedder import Embedder, Embedding, EngineError
+from tests.serve.models import prompts, small
+
+LONG = [number % 97 for number in range(1500)]
+SHORT = [5, 6, 7]
+PARAMS = SamplingParams(max_tokens=30, seed=4)
+
+
+def engine_for(blocks: int | None = None) -> LLM:
+    llm = LLM(small(context=2048), weights="bf16")
+    if blocks is None:
+        return llm
+    room = blocks * llm.program.block_bytes
+    return LLM(small(context=2048), weights="bf16", cache_bytes=room)
+
+
+def added(embedder: Embedder, *each: list[list[int]]) -> tuple[list[Embedding], dict[int, Any]]:
+    told: dict[int, Any] = {}
+
+    def tells(number: int) -> Any:
+        return lambda outcome: told.setdefault(number, outcome)
+
+    asked = [Embedding(given, tells(number)) for number, given in enumerate(each)]
+    for one in asked:
+        embedder.add(one)
+    return asked, told
+
+
+def test_a_step_is_one_pass_and_a_short_text_does_not_wait_for_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = engine_for()
+    expected = llm.embed([LONG]), llm.embed([SHORT, SHORT])
+    passes, states = [], llm.program.states
+    monkeypatch.setattr(llm.program, "states", lambda fed: passes.append(fed) or states(fed))
+    embedder = Embedder(llm.engine)
+    _, told = added(embedder, [LONG], [SHORT, SHORT])
+    steps = 0
+    while embedder.busy:
+        assert embedder.step() is None
+        steps += 1
+        assert len(passes) == steps
+    assert list(told) == [1, 0]
+    assert (told[0], told[1]) == expected
+    assert llm.engine.pool.used_count == 0
+
+
+@pytest.mark.parametrize("blocks", [94, 100])
+def test_texts_that_take_all_room_and_answers_end_and_are_the_same_as_alone(blocks: int) -> None:
+    free = engine_for()
+    given = prompts(3)
+    expected, plain = free.embed([LONG, SHORT]), free.generate(given, PARAMS)
+    llm = engine_for(blocks)
+    requests = [llm.request(prompt, PARAMS) for prompt in given]
+    for request in requests:
+        llm.engine.add(request)
+    llm.engine.step()
+    embedder = Embedder(llm.engine)
+    _, told = added(embedder, [LONG], [SHORT], [LONG, SHORT])
+    while embedder.busy or llm.engine.busy:
+        llm.engine.step()
+        if embedder.busy:
+            assert embedder.step() is None
+    assert told == {0: expected[:1], 1: expected[1:], 2: expected}
+    assert [request.answer for request in requests] == [answer.tokens for answer in plain]
+    llm.engine.scheduler.check()
+    assert llm.engine.pool.used_count == 0
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_text_that_is_given_up_midway_leaves_nothing(drops: bool) -> None:
+    llm = engine_for()
+    embedder = Embedder(llm.engine)
+    (asked,), told = added(embedder, [LONG])
+    embedder.step()
+    assert llm.engine.pool.used_count > 0
+    if drops:
+        embedder.drop(asked)
+    else:
+        embedder.end(EngineError("the end"))
+    assert bool(told) is not drops
+    assert llm.engine.pool.used_count == 0
+    assert not embedder.busy
