@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Self
 
 from lezero.serve.coder import Coder
@@ -78,8 +79,8 @@ class Answer:
 
 
 class Stream(Iterator[Piece]):
-    """Pieces of an answer. advance: runs a step for all requests. end: cancels this one. leave: the
-    same, but may be called at any moment.
+    """Pieces of an answer. lock: held while a step runs and its text is taken. advance: runs a step
+    for all requests. end: cancels this one. leave: the same, but may be called at any moment.
 
     Closing it, or letting go of it, cancels the request, whether a piece was asked for or not.
     """
@@ -88,11 +89,13 @@ class Stream(Iterator[Piece]):
         self,
         answer: Answer,
         *,
+        lock: Lock,
         advance: Callable[[], None],
         end: Callable[[Answer], None],
         leave: Callable[[Answer], None],
     ) -> None:
-        self._answer, self._advance, self._end, self._leave = answer, advance, end, leave
+        self._answer, self._lock = answer, lock
+        self._advance, self._end, self._leave = advance, end, leave
         self._text = self._tokens = 0
         self._closed = False
 
@@ -100,12 +103,13 @@ class Stream(Iterator[Piece]):
         return self
 
     def __next__(self) -> Piece:
-        request = self._answer.request
         while not self._closed:
-            if request.reason is not None:
-                return self._last()
-            if len(request.answer) > self._tokens:
-                return self._piece(None)
+            with self._lock:
+                piece = self._new()
+            if piece is not None:
+                if piece.reason is not None:
+                    self.close()
+                return piece
             try:
                 self._advance()
             except BaseException:
@@ -123,13 +127,13 @@ class Stream(Iterator[Piece]):
         if not self._closed:
             self._leave(self._answer)
 
-    def _piece(self, reason: Reason | None) -> Piece:
-        text, tokens = self._answer.text[self._text :], self._answer.request.answer[self._tokens :]
+    def _new(self) -> Piece | None:
+        """What came since the last piece."""
+        answer, request = self._answer, self._answer.request
+        if request.reason is not None:
+            answer.completion()
+        elif len(request.answer) == self._tokens:
+            return None
+        text, tokens = answer.text[self._text :], request.answer[self._tokens :]
         self._text, self._tokens = self._text + len(text), self._tokens + len(tokens)
-        return Piece(text, tokens, reason, self._answer.request.error)
-
-    def _last(self) -> Piece:
-        self._answer.completion()
-        piece = self._piece(self._answer.request.reason)
-        self.close()
-        return piece
+        return Piece(text, tokens, request.reason, request.error)

@@ -142,6 +142,7 @@ class LLM:
         (asked,) = _each(params, 1)
         return Stream(
             self.begin(self.request(prompt, asked, priority=priority)),
+            lock=self._lock,
             advance=self.advance,
             end=self.end,
             leave=self._leave,

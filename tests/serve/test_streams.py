@@ -106,6 +106,37 @@ def test_threads_may_ask_at_once():
     assert llm.engine.pool.used_count == 0
 
 
+@pytest.mark.parametrize("count", [1, 20])
+def test_a_stream_does_not_look_between_anothers_step_and_its_text(
+    monkeypatch: pytest.MonkeyPatch, count: int
+):
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    llm = engine()
+    expected = llm.generate("one", params)[0]
+    step, stepped, goes_on = llm.engine.step, threading.Event(), threading.Event()
+
+    def paused() -> Any:
+        progress = step()
+        stepped.set()
+        goes_on.wait(1)  # until the stream has looked, or cannot
+        return progress
+
+    stream = llm.stream("one", params)
+    monkeypatch.setattr(llm.engine, "step", paused)
+    other = threading.Thread(target=llm.advance)
+    other.start()
+    assert stepped.wait(30)
+    pieces = [next(stream)]
+    goes_on.set()
+    other.join()
+    monkeypatch.undo()
+    pieces += stream
+    assert pieces[0].text == expected.text[: len(pieces[0].text)] != ""
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert tokens_of(pieces) == expected.tokens
+    assert pieces[-1].reason == expected.reason
+
+
 def test_a_seed_gives_the_same_answer_wherever_a_prompt_stands():
     llm = engine()
     params = SamplingParams(max_tokens=12, seed=5)
