@@ -37,7 +37,7 @@ class Answerer:
             raise Problem(400, problem, param=field)
         if self._worker.active >= self._worker.room:
             raise self._busy()
-        requests = await self._encoder.requests(asked)
+        requests = await self._encoder.requests(asked, exchange.owner)
         teller = Teller(asked, self._model, requests, self._text)
         events: Events = asyncio.Queue()
         try:

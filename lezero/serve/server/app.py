@@ -117,7 +117,7 @@ class App:
             owner = self._keys.owner(exchange.header("authorization"))
             if owner is None:
                 raise Problem(401, "a valid API key is needed", code="invalid_api_key")
-            client = owner
+            client = exchange.owner = owner
         if self._rate is not None and exchange.method == "POST":
             wait = self._rate.wait_s(client)
             if wait:

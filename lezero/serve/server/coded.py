@@ -27,11 +27,15 @@ class Encoder:
         self._llm = llm
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="lezero-encoder")
 
-    async def requests(self, asked: Asked) -> list[Request]:
-        """n requests for each prompt. Raises `Problem` (400) for what the model does not take."""
+    async def requests(self, asked: Asked, owner: str) -> list[Request]:
+        """n requests for each prompt. Raises `Problem` (400) for what the model does not take.
+
+        owner: the requests share blocks with those of the same owner alone, since what was found in
+        the cache, which the answer and its time tell, shows what others have asked.
+        """
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._pool, self._make, asked)
+            return await loop.run_in_executor(self._pool, self._make, asked, owner)
         except ConfigError as error:
             raise refused(error) from None
 
@@ -50,7 +54,7 @@ class Encoder:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self, asked: Asked) -> list[Request]:
+    def _make(self, asked: Asked, owner: str) -> list[Request]:
         prompts: list[Prompt] = list(asked.prompts)
         if asked.form == "chat":
             if self._llm.coder is None:
@@ -64,10 +68,10 @@ class Encoder:
             if most is None:
                 most = max(1, self._room - len(tokens))
             params = asked.params.model_copy(update={"max_tokens": most})
-            made += [
-                self._llm.request(tokens, params, sample=i, priority=asked.priority)
-                for i in range(asked.n)
-            ]
+            for sample in range(asked.n):
+                request = self._llm.request(tokens, params, sample, asked.priority)
+                request.salt = owner
+                made.append(request)
         return made
 
     @property

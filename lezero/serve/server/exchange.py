@@ -35,6 +35,8 @@ class Exchange:
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
         self.client = str((scope.get("client") or ("",))[0])
+        self.owner = ""
+        """The name of the API key that was given."""
         self.status: int | None = None
         """The status that was answered; None: nothing yet."""
         self._unread = "transfer-encoding" in self.headers

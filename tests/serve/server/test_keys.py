@@ -46,6 +46,20 @@ def test_files_and_the_environment(tmp_path: Path, monkeypatch) -> None:
         new_key("a b")
 
 
+def test_a_key_does_not_learn_what_others_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (alice, one), (bob, two) = new_key("alice"), new_key("bob")
+    again, three = new_key("alice")
+    monkeypatch.setenv("LEZERO_API_KEYS", ",".join([one, two, three]))
+    asked = {"prompt": "a secret of more than sixteen letters, and its end", "max_tokens": 1}
+    with serving(small_llm()) as client:
+
+        def cached(key: str) -> int:
+            found = client.ask("/v1/completions", asked, authorization=f"Bearer {key}")
+            return int(found.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+        assert [cached(key) for key in (alice, bob, again, bob)] == [0, 0, 48, 48]
+
+
 def test_a_rate_is_a_bucket_for_each_client() -> None:
     now = 0.0
     limit = RateLimit(60, clock=lambda: now)
