@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -222,3 +223,64 @@ def test_batch_norms_too_are_folded_only_where_every_batch_agrees() -> None:
             assert isinstance(made.norm, FoldedBatchNorm) is folded
             for batch in data:
                 assert difference(made(batch), model(batch)) < 0.05
+
+
+@dataclass
+class Held:
+    """What torch's pytree does not look into."""
+
+    x: Tensor
+
+
+class Opaque:
+    """What no one can look into."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Handing(nn.Module):
+    """Blocks that hand on `kind`; what the norm gives has a second reader, the block's output."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList([Block(), Block()])
+        for layer in self.layers:
+            layer.forward = lambda held, own=layer: self._block(own, held)
+
+    def _block(self, block: Block, held: Any) -> Any:
+        h = block.norm(held.x)
+        return self.kind(held.x + h + torch.tanh(block.one(h)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.kind(x)
+        for layer in self.layers:
+            held = layer(held)
+        return held.x
+
+
+@pytest.mark.parametrize("kind", [Held, Opaque])
+@pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
+def test_outputs_that_cannot_be_seen_prove_nothing(scheme: Any, kind: Any) -> None:
+    torch.manual_seed(0)
+    model = Handing(kind)
+    data = [torch.randn(16, 64), torch.randn(16, 64)]
+    norms = [layer.norm.weight.clone() for layer in model.layers]
+    lz.quantize_(model, scheme, data=data, objective="size")
+    for layer, before in zip(model.layers, norms, strict=True):
+        assert torch.equal(layer.norm.weight, before)
+
+
+class Wrapped(ReadsConvolution):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(-x.abs()))
+
+
+def test_batch_norms_stay_where_the_outputs_cannot_be_seen() -> None:
+    model, x = Wrapped().eval(), torch.rand(2, 3, 8, 8)
+    made = quantized(model, lz.Int8WeightActivation(), x)
+    assert not isinstance(made.norm, FoldedBatchNorm)
+    assert lz.quantization_report(made).quality_after is None
+    with pytest.raises(lz.ConfigError, match="budget: the model's outputs hold no floating-point"):
+        lz.quantize_(model, lz.Int8WeightActivation(), data=x, objective="size", budget=0.1)

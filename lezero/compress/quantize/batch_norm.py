@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.batches import Batch, call, first_call, tensors_of
+from lezero.compress.quantize.batches import Batch, call, comparable, first_call
 from lezero.compress.quantize.folds import near
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.sites import kind_of
@@ -35,11 +35,14 @@ def fold_batch_norms_(
     names = {id(module): name for name, module in model.named_modules()}
     pairs = _pairs(model, batches[0])
     for index, batch in enumerate(batches if pairs else []):
-        spill.put(("before folding", index), tensors_of(first_call(model, batch, index)))
+        spill.put(("before folding", index), comparable(first_call(model, batch, index)))
 
     def stays(index: int, tolerance: float) -> bool:
-        before, after = spill.get(("before folding", index)), call(model, batches[index])
-        return all(near(*two, tolerance) for two in zip(before, tensors_of(after), strict=True))
+        before = spill.get(("before folding", index))
+        after = comparable(call(model, batches[index]))
+        if not before or len(before) != len(after):
+            return False
+        return all(near(*two, tolerance) for two in zip(before, after, strict=True))
 
     def folded(some: list[tuple[Any, Any]]) -> bool:
         kept = [_fold(conv, norm, journal) for conv, norm in some]

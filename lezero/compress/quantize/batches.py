@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -75,10 +76,35 @@ def first_call(model: nn.Module, batch: Batch, index: int = 0) -> Any:
 
 def tensors_of(output: Any) -> list[Tensor]:
     """The floating-point tensors of a model's output, in order."""
-    if not isinstance(output, Tensor | tuple | list | dict) and hasattr(output, "to_tuple"):
-        output = output.to_tuple()
-    leaves = pytree.tree_leaves(_plain(output))
+    leaves = list(_leaves(output))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def comparable(output: Any) -> list[Tensor]:
+    """`tensors_of`, but nothing where the output holds anything else that could hide a change: two
+    such outputs prove nothing."""
+    plain = Tensor | None | bool | int | float | str
+    return tensors_of(output) if all(isinstance(x, plain) for x in _leaves(output)) else []
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """What an output is made of, down through containers, dataclasses and outputs of libraries."""
+    if isinstance(output, Tensor):
+        yield output
+        return
+    if isinstance(output, Mapping):
+        parts = list(output.values())
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [getattr(output, field.name) for field in fields(output)]
+    elif hasattr(output, "to_tuple"):
+        parts = list(output.to_tuple())
+    else:
+        parts = pytree.tree_leaves(output, is_leaf=lambda part: part is not output)
+    for part in parts:
+        if part is output:
+            yield part
+        else:
+            yield from _leaves(part)
 
 
 @contextmanager

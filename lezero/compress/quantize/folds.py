@@ -47,7 +47,8 @@ def find_folds(
     """The fold of each group of linear layers that share their inputs, where there is one.
 
     calls: modules in the order in which they were called. private: ids of the parameters that are
-    in one place of the model only. run: the outputs of the block that holds all of them.
+    in one place of the model only. run: the outputs of the block that holds them; without tensors
+    nothing is proved.
     """
     if not groups:
         return []
@@ -133,7 +134,7 @@ def _holds(fold: Fold, before: list[Tensor], run: Callable[[], list[Tensor]]) ->
 
 
 def _same(before: list[Tensor], after: list[Tensor]) -> bool:
-    if len(before) != len(after):
+    if not before or len(before) != len(after):
         return False
     return all(near(one, two) for one, two in zip(before, after, strict=True))
 

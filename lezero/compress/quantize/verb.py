@@ -139,9 +139,17 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> None:
     spill.need(sum({id(s): s.nbytes for s, _ in request.targets.values()}.values()), "quantizing")
     report.bytes_before = _bytes(model)
     runs = _RUNS if request.objective == "speed" else 1  # else it is only reported
+    seen = False  # whether errors of the outputs can be measured
     if batches is not None:
-        spill.put("outputs", tensors_of(first_call(model, batches[0])))
+        outputs = tensors_of(first_call(model, batches[0]))
+        seen = bool(outputs)
+        spill.put("outputs", outputs)
+        del outputs
         report.seconds_before = _seconds(model, batches[0], runs)
+    if request.budget is not None and metric is None and not seen:
+        raise ConfigError(
+            "budget: the model's outputs hold no floating-point tensor to compare; give metric="
+        )
     report.metric_name = "metric" if metric is not None else "error of the outputs"
     report.quality_before = _figure(metric(model)) if metric is not None else 0.0
     work = Work(request, journal, spill)
@@ -154,7 +162,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> None:
         return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
 
     report.bytes_after = _bytes(model)
-    if metric is not None or batches is not None:
+    if metric is not None or seen:
         report.quality_after = measure()
         check_budget(request, measure, journal, rescaled=work.rescaled)
     if batches is not None:

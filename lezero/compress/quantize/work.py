@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
-from lezero.compress.quantize.batches import Batch, first_call, tensors_of
+from lezero.compress.quantize.batches import Batch, comparable, first_call
 from lezero.compress.quantize.capture import Capture, record_for
 from lezero.compress.quantize.folds import Fold, copied, find_folds, still_holding
 from lezero.compress.quantize.input_rounding import InputRounding
@@ -116,14 +116,14 @@ class Work:
                     output = forward(*args, **kwargs)
 
                 def again() -> list[Tensor]:
-                    return tensors_of(forward(*args, **kwargs))
+                    return comparable(forward(*args, **kwargs))
 
                 if first:
                     folds = find_folds(
                         self._groups(capture, sites), capture.calls, self.private, again
                     )
                 elif folds:
-                    folds = still_holding(folds, copied(tensors_of(output)), again)
+                    folds = still_holding(folds, copied(comparable(output)), again)
                 return output
 
             for batch in range(len(replay.batches)):
