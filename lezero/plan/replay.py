@@ -1,7 +1,8 @@
 """The child process of `plan/heap.py`: makes allocations through the C library, touches none.
 
 Reads {"keep", "events"} as JSON from stdin and prints {"peaks": [...]}, one figure a mix of small
-objects. Uses the standard library alone, so that it starts quickly; each mix runs in a fork.
+objects. With "keep" the C library is set as `memory/pool.py` does. Uses the standard library alone,
+so that it starts quickly; each mix runs in a fork.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST, TOP_PAD = 2**31 - 1, 64 << 20
+HOLES, HOLE = 128, 64 << 10
 ALIGNMENT = 64
 SMALL = 4096  # below this a tensor counts as small: no autograd node of its own
 
@@ -44,6 +46,9 @@ def run(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
         libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
         libc.mallopt(M_TOP_PAD, TOP_PAD)
+        libc.realloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        for address in [libc.malloc(HOLE) for _ in range(HOLES)]:
+            libc.realloc(address, 1)
     always, large, passing = mix
     pointer = ctypes.c_void_p()
     held: dict[int, list[int]] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
 
-from lezero.plan.heap import resident_bytes
+from lezero.memory import tuned
+from lezero.plan.heap import FREE, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
 MIB = 1 << 20
@@ -43,3 +45,32 @@ def test_without_the_pool_large_blocks_return_to_the_kernel() -> None:
 def test_what_is_larger_than_memory_is_not_replayed() -> None:
     assert resident_bytes([(0, 1 << 50)], 1 << 50, keep=True, most=1 << 40) > 1 << 50
     assert resident_bytes([(0, 1 << 60)], 1 << 60, keep=True) >= 1 << 60
+
+
+def step(rng: random.Random) -> list[int]:
+    """Sizes of what twelve layers keep for backward: large blocks and some small ones."""
+    return [size for _ in range(72) for size in (rng.choice((1, 1, 2, 3)) * MIB, 100)]
+
+
+def steps(count: int) -> tuple[list[tuple[int, int]], int]:
+    """Events of steps that are all alike, and the most bytes that are alive in them."""
+    events, block = [], 0
+    sizes = step(random.Random(1))
+    for _ in range(count):
+        held = []
+        for size in sizes:
+            events += [(block, size), (block + 1, 2 * MIB), (block + 1, FREE)]
+            held.append(block)
+            block += 2
+        for one in reversed(held):
+            events += [(block, 3 * MIB), (one, FREE), (block, FREE)]
+            block += 1
+    return events, sum(sizes) + 3 * MIB
+
+
+def test_without_thread_caches_the_heap_is_little_more_than_what_lives(monkeypatch) -> None:
+    events, live = steps(4)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    plain = resident_bytes(events, live, keep=True)
+    monkeypatch.setenv("GLIBC_TUNABLES", tuned({})["GLIBC_TUNABLES"])
+    assert resident_bytes(events, live, keep=True) < 1.1 * live < plain
