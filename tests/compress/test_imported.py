@@ -52,16 +52,18 @@ def quantized(name: str, weight: Tensor, form: dict[str, Any]) -> tuple[dict[str
     scales = (torch.rand(N, G, generator=drawn) * 0.02 + 0.01).half() / (high / 15)
     zeros = torch.full((N, G), (high + 1) // 2)
     if not form.get("sym"):
-        zeros = torch.randint(1, high, (N, G), generator=drawn)
+        zeros = torch.randint(0, high + 1, (N, G), generator=drawn)
     scale, zero = scales.float()[:, groups], zeros[:, groups]
     codes = (weight / scale + zero).round().clamp(0, high).long()
     if form["quant_method"] == "awq":
         parts = {"qweight": awq_words(codes.T), "qzeros": awq_words(zeros.T)}
     else:
-        less = 0 if form.get("checkpoint_format") == "gptq_v2" else 1
+        second = form.get("checkpoint_format", form.get("format")) == "gptq_v2"
+        ones = words(torch.ones(1, 32 // bits, dtype=torch.int64), bits)
+        packed = words(zeros.T, bits)
         parts = {
             "qweight": words(codes, bits).T.contiguous(),
-            "qzeros": words(zeros.T - less, bits),
+            "qzeros": packed if second else packed - ones,  # as GPTQModel does: a 0 borrows
             "g_idx": groups.to(torch.int32),
         }
     parts["scales"] = scales.T.contiguous()
@@ -92,6 +94,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "gptq symmetric": {**GPTQ, "sym": True, "group_size": -1},
     "gptq act-order": {**GPTQ, "desc_act": True, "checkpoint_format": "gptq_v2"},
     "gptq 8 bits": {**GPTQ, "bits": 8},
+    "gptq by the newer name": {**GPTQ, "format": "gptq_v2"},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
 }
 

@@ -4,8 +4,10 @@ Both count w ≈ (q - z) s with unsigned codes q. Letters: N outputs, K inputs, 
 P = 32 / bits codes in one int32, the first in its lowest bits.
 
 GPTQ (AutoGPTQ, GPTQModel; Frantar et al., 2022, arXiv:2210.17323): `qweight` (K / P, N) packs
-along the inputs, `qzeros` (G, N / P) along the outputs, and holds z - 1 (format "gptq") or z
-("gptq_v2"); `scales` (G, N); `g_idx` (K,) says each input's group, out of order with `desc_act`.
+along the inputs, `qzeros` (G, N / P) along the outputs, and holds z (format "gptq_v2") or z - 1
+("gptq": 1 was taken from each z in the packed int32, so that a z of 0 borrows from the next one,
+and adding to the int32 undoes it); `scales` (G, N); `g_idx` (K,) says each input's group, out of
+order with `desc_act`.
 
 AWQ (AutoAWQ, version "gemm"; Lin et al., 2023, arXiv:2306.00978): `qweight` (K, N / 8) and `qzeros`
 (G, N / 8) pack along the outputs, where the eight of one int32 stand in the order 0 2 4 6 1 3 5 7;
@@ -94,8 +96,10 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
             raise ValueError(f"{name} holds {tensors[name].dtype}")
     if gptq:
         codes = unpack_int32(tensors["qweight"], bits, 0)[:K].T
-        zeros = unpack_int32(tensors["qzeros"], bits, 1)[:, :N].T
-        zeros = zeros.float() + (1 if about.checkpoint_format == "gptq" else 0)
+        packed = tensors["qzeros"]
+        if about.checkpoint_format == "gptq":
+            packed = packed + ((1 << 32) - 1) // ((1 << bits) - 1)  # a 1 for each code; it wraps
+        zeros = unpack_int32(packed, bits, 1)[:, :N].T.float()
         order = _order(tensors.get("g_idx"), K, group)
     else:
         codes = _awq(tensors["qweight"])[:, :N].T

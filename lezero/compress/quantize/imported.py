@@ -73,9 +73,11 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
         raise FileError(
             f"{where}: quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq'"
         )
-    named = {"w_bit": "bits", "q_group_size": "group_size"}  # what older AWQ files say
+    # What older AWQ files and newer GPTQ files say; where both are there the usual name counts.
+    named = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
+    renamed = {named[key]: value for key, value in found.items() if key in named}
     try:
-        about = Foreign.parse({named.get(key, key): value for key, value in found.items()}, where)
+        about = Foreign.parse({**renamed, **found}, where)
     except ConfigError as error:
         raise FileError(str(error)) from None
     about.check(where)
