@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from lezero.core import device
+from lezero.core.errors import ConfigError
+from lezero.core.facts import memory
 from lezero.profiler import hardware
 from lezero.serve.program import Program
 
@@ -138,9 +138,24 @@ def room_for_cache(
     """Bytes for keys and values: of all requests at their longest, or a share of what is free."""
     each = block_bytes(program, draft)
     blocks = -(-context // program.block_size) * max_requests
-    on_host = program.place.type == "cpu"
-    free = psutil.virtual_memory().available if on_host else device.memory_free()
-    return max(each, min(blocks * each, int(SHARE * free)))
+    return max(each, min(blocks * each, int(SHARE * _free(program))))
+
+
+def refuse_too_large_a_cache(cache_bytes: int, program: Program) -> None:
+    """Raises `ConfigError` for more bytes than are free, which would be found missing only once
+    answers have filled them."""
+    free = _free(program)
+    if 0 < free < cache_bytes:
+        raise ConfigError(
+            f"cache_bytes: got {cache_bytes} ({mib(cache_bytes)}), but only {mib(free)} of memory "
+            f"are free beside the weights; give less, or none, which takes at most {SHARE:.0%} of "
+            "what is free"
+        )
+
+
+def _free(program: Program) -> int:
+    """Bytes that this process may still take where the cache lies; 0: not known."""
+    return memory().available if program.place.type == "cpu" else device.memory_free()
 
 
 def mib(count: int) -> str:

@@ -17,7 +17,13 @@ from lezero.serve.coder import Coder, Message
 from lezero.serve.draft import DraftModel
 from lezero.serve.embed import embed
 from lezero.serve.engine import Engine
-from lezero.serve.forecast import Forecast, block_bytes, foresee, room_for_cache
+from lezero.serve.forecast import (
+    Forecast,
+    block_bytes,
+    foresee,
+    refuse_too_large_a_cache,
+    room_for_cache,
+)
 from lezero.serve.kv import KV, check_kv, settle_kv
 from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
 from lezero.serve.paying import WhilePaying
@@ -71,7 +77,12 @@ class LLM:
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
         give_back_free_blocks()  # of the weights as they were
         self.coder = coder or own
-        longest = self.program.longest
+        longest, most = self.program.longest, self.program.most_tokens
+        if max_requests > most:
+            raise ConfigError(
+                f"max_requests: got {max_requests}, allowed is 1 to {most}, the tokens of a step; "
+                "more of them may wait"
+            )
         if context is not None and context > longest:
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}")
         self.context = context or longest
@@ -81,6 +92,8 @@ class LLM:
             max_requests=max_requests,
             cache_bytes=cache_bytes,
         )
+        if cache_bytes is not None:
+            refuse_too_large_a_cache(cache_bytes, self.program)
         each = block_bytes(self.program, self._draft)
         room = cache_bytes or room_for_cache(self.program, self.context, max_requests, self._draft)
         blocks = room // each

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lezero.core import facts
+from lezero.core.errors import ConfigError
 from lezero.core.facts import Facts
 from lezero.profiler.ceilings import Ceilings
 from lezero.profiler.hardware import Hardware
@@ -35,6 +37,27 @@ def test_prefill_is_bounded_by_the_fastest_products(ceilings: Any) -> None:
     assert llm.forecast.prefill_tokens_s == 4e11 / (2 * llm.program.products)
     ceilings(None)
     assert llm.forecast.prefill_tokens_s is None
+
+
+def test_the_cache_is_within_what_the_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = facts.memory()
+    monkeypatch.setattr(module, "memory", lambda: replace(before, available=1 << 20))
+    left = LLM(small())
+    assert 0 < left.forecast.cache_bytes <= 0.3 * (1 << 20)
+    assert LLM(small(), cache_bytes=1 << 20).forecast.cache_bytes == 1 << 20
+    with pytest.raises(ConfigError, match=r"cache_bytes: got 2097152 \(2 MiB\), but only 1 MiB"):
+        LLM(small(), cache_bytes=2 << 20)
+
+
+def test_more_memory_than_there_is_is_no_cache() -> None:
+    for bytes_ in (2 * facts.memory().total, 1 << 50):
+        with pytest.raises(ConfigError, match=r"cache_bytes: got .* are free"):
+            LLM(small(), cache_bytes=bytes_)
+
+
+def test_more_requests_than_a_step_has_tokens_are_named() -> None:
+    with pytest.raises(ConfigError, match="max_requests: got 5000, allowed is 1 to 256"):
+        LLM(small(), max_requests=5000)
 
 
 def test_disturbed_ceilings_are_told(ceilings: Any) -> None:
