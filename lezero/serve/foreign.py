@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lezero.compress.quantize import is_quantized_folder
 from lezero.core.errors import ConfigError, FileError, need_extra
-from lezero.models.hf_config import SUPPORTED
+from lezero.models.hf_config import SUPPORTED, from_hf
 from lezero.models.huggingface import read_json, weight_files
 from lezero.serve.program import Fed, Program
 
@@ -33,11 +33,21 @@ _PROBE = (0, 1, 2, 1)
 
 
 def is_foreign(place: str) -> bool:
-    """Whether this is a Hugging Face folder of a type that `lezero.models` does not have."""
+    """Whether this is a Hugging Face folder of a type that `lezero.models` does not have, or of a
+    form of one that it cannot express, as other angles or layers of different attention."""
     path = Path(place)
     if not (path / "config.json").is_file() or is_quantized_folder(path):
         return False
-    return read_json(path / "config.json").get("model_type") not in SUPPORTED
+    data = read_json(path / "config.json")
+    if data.get("model_type") not in SUPPORTED:
+        return True
+    if data.get("quantization_config") is not None:
+        return False  # the reader of plain weights says what opens it
+    try:
+        from_hf(data)
+    except FileError:
+        return True
+    return False
 
 
 def open_foreign(place: str, weights: str) -> TransformersProgram:
@@ -48,8 +58,8 @@ def open_foreign(place: str, weights: str) -> TransformersProgram:
     """
     if weights not in _DTYPES:
         raise ConfigError(
-            f"weights: got {weights!r}, allowed are {', '.join(_DTYPES)} for {place}, which is of "
-            f"no type that LeZero has kernels for ({', '.join(SUPPORTED)})"
+            f"weights: got {weights!r}, allowed are {', '.join(_DTYPES)} for {place}, which LeZero "
+            f"has no kernels for; it has them for {', '.join(SUPPORTED)} in their usual forms"
         )
     path = Path(place)
     weight_files(path)  # never pickle
@@ -111,7 +121,7 @@ class TransformersProgram(Program):
         self._caches: dict[int, Any] = {}
         config = model.config.get_text_config()
         self._vocab = int(config.vocab_size)
-        self._longest = int(getattr(config, "max_position_embeddings", None) or _LONGEST)
+        self._longest = _longest(config)
         self._width = int(config.hidden_size)
         self._token_bytes = 0
         name = type(model).__name__
@@ -121,6 +131,8 @@ class TransformersProgram(Program):
             f"{name} runs by the code of transformers: one request after another, and without "
             "shared beginnings; LeZero has no kernels for it"
         )
+        if _turns_anew(config):
+            self.slow += f"; its angles are others beyond {self._longest} tokens, which end it here"
 
     def try_out(self, place: str) -> None:
         """Measures what a token's keys and values take; the model must go on from its cache.
@@ -223,6 +235,21 @@ class TransformersProgram(Program):
         tables |= set() if head is None else {id(head.weight)}
         matrices = [x for x in self._model.parameters() if x.dim() > 1 and id(x) not in tables]
         return sum(x.numel() for x in matrices)
+
+
+def _turns_anew(config: Any) -> bool:
+    """Whether all angles change once a text is longer than some (Phi-3's long form), so that keys
+    that were kept would be turned wrongly."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope"
+
+
+def _longest(config: Any) -> int:
+    """Tokens up to which keys that were kept stay right."""
+    longest = int(getattr(config, "max_position_embeddings", None) or _LONGEST)
+    if not _turns_anew(config):
+        return longest
+    own = config.rope_parameters.get("original_max_position_embeddings")
+    return min(longest, int(own or getattr(config, "original_max_position_embeddings", longest)))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -20,6 +20,10 @@ from tests.serve.models import prompts
 from tests.serve.server.running import serving
 
 VOCAB = 257
+_SMALL: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB,
@@ -39,6 +43,11 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64},
         **{"max_position_embeddings": 512, "sliding_window": 9},
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    # Of types that lezero.models has, in forms that it cannot express.
+    "llama": lambda: transformers.LlamaConfig(**_SMALL, hidden_act="gelu"),
+    "qwen2": lambda: transformers.Qwen2Config(
+        **_SMALL, use_sliding_window=True, sliding_window=9, max_window_layers=1
     ),
 }
 
@@ -124,6 +133,22 @@ def test_it_says_that_it_is_slower(folders: dict[str, Path]) -> None:
     assert any("LeZero has no kernels" in line for line in llm.forecast.lines())
     assert llm.forecast.token_bytes == 2 * 2 * 3 * 2 * 8
     assert llm.generate("some text", greedy(4))[0].reason == "length"
+
+
+def test_angles_that_change_with_the_length_end_where_they_change(tmp_path: Path) -> None:
+    rope = {
+        **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0},
+        **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        "original_max_position_embeddings": 256,
+    }
+    folder = saved(tmp_path, transformers.LlamaConfig(**_SMALL, rope_parameters=rope))
+    llm = LLM(folder, weights="fp32")
+    given = prompts(4)
+    wanted = expected(folder, given, 24)
+    assert [answer.tokens for answer in llm.generate(given, greedy(24))] == wanted
+    assert any("beyond 256 tokens" in line for line in llm.forecast.lines())
+    with pytest.raises(ConfigError, match="together 301, allowed is 256"):
+        llm.generate([[5] * 300], greedy(1))
 
 
 def test_it_is_served(folders: dict[str, Path]) -> None:
