@@ -93,12 +93,9 @@ class _WithoutSpecials:
 
 def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The chat template and the special tokens that it may name."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return None, {}
+    path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        own = folder / "chat_template.jinja"
+        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         text = own.read_text(encoding="utf-8") if own.is_file() else settings.get("chat_template")
     except (OSError, ValueError) as error:
         raise FileError(f"{path}: cannot be read ({error})") from None

@@ -96,3 +96,10 @@ def test_a_prompt_begins_as_the_model_was_taught(tmp_path, settings, starts):
     if not settings:
         there = transformers.AutoTokenizer.from_pretrained(tmp_path)
         assert coder.encode("a few words") == there.encode("a few words")
+
+
+def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):
+    train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert open_coder("", tmp_path).prompt(HELLO) == "hi {{ 7 * 7 }}!"

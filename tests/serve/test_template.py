@@ -21,6 +21,8 @@ SAME = [
     "{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}-{% endif %}{% endfor %}",
     "{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x is defined }}",
     "{{ messages[1] | tojson }}{{ messages[0] | tojson(indent=2) }}{{ '<b>&' | tojson }}",
+    "{{ messages | tojson(ensure_ascii=False) }}{{ messages[1] | tojson(true, 1) }}",
+    "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}",
     "{% for m in messages %}{{ m.role }}{% break %}{% endfor %}",
     "{% set s = namespace(n=0) %}{% for m in messages %}{% set s.n = s.n + 1 %}{% endfor %}",
     "{% set s = namespace(n=2) %}{{ s.n }}",
