@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from lezero.core.errors import ConfigError
+from lezero.serve.coder import Coder
 from lezero.serve.embed import check_prompts, longest_prompt
 from lezero.serve.llm import LLM, Prompt
 from lezero.serve.request import Request
@@ -81,12 +81,16 @@ class Encoder:
         return min(self._llm.context, pool.count * pool.block_size + 1)
 
 
-@dataclass(frozen=True)
 class TokenText:
-    """What single tokens read, as log-probabilities name them."""
+    """What single tokens read, as log-probabilities name them: behind a letter, since tokenizers as
+    Llama 2's drop the space with which a text begins, and the names together are the text."""
 
-    llm: LLM
+    def __init__(self, coder: Coder | None) -> None:
+        self._coder = coder
+        self._letter = [] if coder is None else coder.encode("a")[-1:]
 
     def of(self, token: int) -> str:
-        coder = self.llm.coder
-        return f"token {token}" if coder is None else coder.decode([token])
+        if self._coder is None:
+            return f"token {token}"
+        before = self._coder.decode(self._letter)
+        return self._coder.decode([*self._letter, token])[len(before) :]

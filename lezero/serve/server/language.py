@@ -47,7 +47,7 @@ class LanguageFace(Face):
     def start(self) -> None:
         self._encoder = Encoder(self.llm)
         self._answerer = Answerer(
-            *(self.worker, self._encoder, TokenText(self.llm)),
+            *(self.worker, self._encoder, TokenText(self.llm.coder)),
             *(self.name, self._config.request_s),
         )
         self.worker.start()

@@ -126,7 +126,8 @@ class Teller:
             "tokens": names,
             "token_logprobs": [found.logprob for _, found in pairs],
             "top_logprobs": [
-                {self._text.of(token): value for token, value in found.likeliest}
+                # Of tokens with one name, as halves of letters, the likeliest comes last and stays.
+                {self._text.of(token): value for token, value in reversed(found.likeliest)}
                 for _, found in pairs
             ],
             "text_offset": offsets,
