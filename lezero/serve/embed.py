@@ -99,13 +99,13 @@ def longest_prompt(engine: Engine) -> int:
     return min(engine.scheduler.longest, engine.pool.count * engine.pool.block_size)
 
 
-def check_prompts(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+def check_prompts(engine: Engine, prompts: Sequence[Sequence[int]], name: str = "prompts") -> None:
     """Raises `ConfigError` for a prompt that is empty or never fits."""
     most = longest_prompt(engine)
     for number, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= most:
             raise ConfigError(
-                f"prompts[{number}]: got {len(prompt)} tokens, allowed is 1 to {most}, which "
+                f"{name}[{number}]: got {len(prompt)} tokens, allowed is 1 to {most}, which "
                 "context and cache have room for; cut the text"
             )
 

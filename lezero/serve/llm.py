@@ -121,6 +121,12 @@ class LLM:
         """Memory, and tokens per second from measured ceilings."""
         return foresee(self.program, self.engine.pool.count, self.context, self._draft, self._kv)
 
+    @property
+    def room(self) -> int:
+        """Tokens of prompt and answer that one request can have: of context and cache the less."""
+        pool = self.engine.pool
+        return min(self.context, pool.count * pool.block_size + 1)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

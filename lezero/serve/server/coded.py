@@ -47,8 +47,14 @@ class Encoder:
     def _prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
         params, engine = SamplingParams(), self._llm.engine
         most = longest_prompt(engine) if truncate else None
-        found = [list(self._llm.request(text, params).prompt)[:most] for text in texts]
-        check_prompts(engine, found)
+        found = []
+        for number, text in enumerate(texts):
+            try:
+                found.append(list(self._llm.request(text, params).prompt)[:most])
+            except ConfigError as error:
+                what = str(error).removeprefix("prompt: ")
+                raise ConfigError(f"input[{number}]: {what}") from None
+        check_prompts(engine, found, "input")
         return found
 
     def close(self) -> None:
@@ -66,19 +72,13 @@ class Encoder:
             tokens = list(first.prompt)
             most = asked.max_tokens
             if most is None:
-                most = max(1, self._room - len(tokens))
+                most = max(1, self._llm.room - len(tokens))
             params = asked.params.model_copy(update={"max_tokens": most})
             for sample in range(asked.n):
                 request = self._llm.request(tokens, params, sample, asked.priority)
                 request.salt = owner
                 made.append(request)
         return made
-
-    @property
-    def _room(self) -> int:
-        """Tokens of prompt and answer that one request can have."""
-        pool = self._llm.engine.pool
-        return min(self._llm.context, pool.count * pool.block_size + 1)
 
 
 class TokenText:

@@ -20,11 +20,12 @@ _MOST = 2048
 @dataclass(frozen=True)
 class Embeddings:
     """inputs: texts or tokens. base64: vectors as bytes of fp32, little-endian. truncate: whether
-    what is too long is cut off instead of refused."""
+    what is too long is cut off instead of refused. dimensions: that vectors are to have."""
 
     inputs: list[str | list[int]]
     base64: bool
     truncate: bool
+    dimensions: int | None
 
 
 def read_embeddings(data: Mapping[str, Any], model: str, dim: int | None) -> Embeddings:
@@ -40,10 +41,16 @@ def read_embeddings(data: Mapping[str, Any], model: str, dim: int | None) -> Emb
     form = given.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise wrong("encoding_format", f"got {shown(form)}, allowed are float and base64")
-    if "dimensions" in given and given["dimensions"] != dim:
-        problem = f"got {shown(given['dimensions'])}, this model's vectors have {dim or 'all'}"
-        raise wrong("dimensions", problem)
-    return Embeddings(_inputs(given.get("input")), form == "base64", truth(given, "truncate"))
+    wanted = given.get("dimensions")
+    if wanted is not None and (not is_whole(wanted) or dim not in (None, wanted)):
+        raise _of_length(wanted, dim)
+    inputs = _inputs(given.get("input"))
+    return Embeddings(inputs, form == "base64", truth(given, "truncate"), wanted)
+
+
+def _of_length(wanted: Any, dim: int | None) -> Problem:
+    length = "the length of the model's vectors" if dim is None else dim
+    return wrong("dimensions", f"got {shown(wanted)}, allowed is {length}")
 
 
 def _inputs(value: Any) -> list[str | list[int]]:
@@ -63,7 +70,12 @@ def _inputs(value: Any) -> list[str | list[int]]:
 def told_embeddings(
     vectors: Sequence[Tensor], asked: Embeddings, model: str, tokens: int
 ) -> dict[str, Any]:
-    """The answer's JSON. vectors: (D,) each, in the order of the inputs."""
+    """The answer's JSON. vectors: (D,) each, in the order of the inputs.
+
+    Raises `Problem` for vectors of another length than was asked for.
+    """
+    if asked.dimensions not in (None, len(vectors[0])):
+        raise _of_length(asked.dimensions, len(vectors[0]))
     listed = (_bytes if asked.base64 else _floats)(torch.stack(list(vectors)))
     data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(listed)]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}

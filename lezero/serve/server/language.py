@@ -67,7 +67,7 @@ class LanguageFace(Face):
         }
 
     def described(self) -> dict[str, Any]:
-        return {"max_model_len": self.llm.context}
+        return {"max_model_len": self.llm.room}
 
     def metrics_text(self) -> str:
         return self.metrics.text(gauges(self.worker))

@@ -51,8 +51,8 @@ def refused(error: ConfigError) -> Problem:
     param = str(error).partition(":")[0]
     if error.problems:
         param = str(error.problems[0].path[0]) if error.problems[0].path else param
-    known = param.isidentifier() or param.startswith("messages")
-    too_long = "allowed is" in str(error) and "together" in str(error)
+    known = param.partition("[")[0].isidentifier()
+    too_long = "allowed is" in str(error) and ("together" in str(error) or "context" in str(error))
     return Problem(
         400,
         str(error),

@@ -43,7 +43,7 @@ def stats(llm: LLM, worker: Worker, name: str) -> dict[str, Any]:
     return {
         "model": name,
         "description": llm.program.description,
-        "context": llm.context,
+        "context": llm.room,
         "chat": llm.coder is not None and llm.coder.template is not None,
         "room": worker.room,
         "tokens_in": metrics.tokens_in,

@@ -47,7 +47,15 @@ def test_embeddings_and_answers_beside_each_other_are_the_same_as_alone() -> Non
 
 def test_what_is_wrong_is_told() -> None:
     with serving(poisoned_llm(context=64)) as client:
-        assert "prompts[1]: got 70 tokens" in embed(client, ["ab", "x" * 70]).error["message"]
+        long = embed(client, ["ab", "x" * 70]).error
+        assert "input[1]: got 70 tokens, allowed is 1 to 64" in long["message"]
+        assert (long["param"], long["code"]) == ("input[1]", "context_length_exceeded")
+        assert embed(client, ["ab", [999]]).error["param"] == "input[1]"
+        assert embed(client, "ab", dimensions=64).status == 200
+        for wanted, dim in ((32, "64"), ("64", "the length"), (True, "the length")):
+            other = embed(client, "ab", dimensions=wanted).error
+            assert other["param"] == "dimensions"
+            assert f"allowed is {dim}" in other["message"]
         assert embed(client, "x" * 70).status == 400
         assert embed(client, "x" * 70, truncate=True).status == 200
         assert embed(client, [[999]]).status == 400

@@ -190,6 +190,14 @@ def test_a_chat_goes_on_to_the_end_of_the_context(client, llm) -> None:
     assert answer.choices[0].finish_reason == "length"
 
 
+def test_the_context_that_is_named_is_what_fits() -> None:
+    with serving(small_llm(cache_bytes=1 << 16)) as client:
+        fits = client.ask("/v1/models").json["data"][0]["max_model_len"]
+        assert client.complete("abc", max_tokens=fits - 3).status == 200
+        assert client.complete("abc", max_tokens=fits - 2).error["param"] == "max_tokens"
+        assert client.ask("/stats").json["context"] == fits == 257
+
+
 def test_without_a_template_chat_is_refused() -> None:
     with (
         serving(small_llm(None)) as server,
