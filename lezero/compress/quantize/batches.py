@@ -119,7 +119,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
     try:
         for config, _ in cached:
             config.use_cache = False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # What is made here may be trained around later, whatever mode the caller is in.
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
         for config, before in cached:

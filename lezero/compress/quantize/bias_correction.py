@@ -23,7 +23,8 @@ def corrected_bias(
     assert inputs.first is not None
     bias = quantized.bias
     if inputs.image:
-        difference = layer(inputs.first).float() - quantized(inputs.first).float()
+        wanted, found = layer.forward(inputs.first), quantized.forward(inputs.first)
+        difference = wanted.float() - found.float()
         error_N = difference.transpose(0, 1).flatten(1).mean(1)
     else:
         error_N = (weight.float() - quantized.weight.decode(torch.float32)) @ inputs.mean

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,8 @@ from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.observers import observers
 from lezero.compress.quantize.scheme import Recipe, Target
 from lezero.compress.quantize.sites import Site, User
+
+_once = itertools.count(1)
 
 
 class Capture:
@@ -25,7 +28,7 @@ class Capture:
         self.inputs: dict[str, Inputs] = {}
         self.calls: list[nn.Module] = []
         self._called: set[int] = set()
-        self._seen: list[tuple[Tensor, Inputs]] = []
+        self._seen: list[tuple[Tensor, int, Inputs]] = []
 
     @contextmanager
     def watching(self, part: nn.Module) -> Iterator[None]:
@@ -51,7 +54,9 @@ class Capture:
             x = args[0] if args else next(iter(kwargs.values()))
             known = self.inputs.get(user.name)
             image = user.kind == "conv"
-            shared = next((r for seen, r in self._seen if seen is x and r.image == image), None)
+            version = _version(x)
+            same = (r for seen, at, r in self._seen if seen is x and at == version)
+            shared = next((r for r in same if r.image == image), None)
             if known is None:
                 known = shared if shared is not None else self._make(user)
                 if known is shared:
@@ -60,7 +65,7 @@ class Capture:
             if known is shared:
                 return
             known.add(x)
-            self._seen.append((x, known))
+            self._seen.append((x, version, known))
 
         return before
 
@@ -68,6 +73,12 @@ class Capture:
         if id(module) not in self._called:
             self._called.add(id(module))
             self.calls.append(module)
+
+
+def _version(x: Tensor) -> int:
+    """How often `x` was written to: one that was changed between two layers is another input. Where
+    torch does not count (inference mode), a number that comes only once."""
+    return -next(_once) if x.is_inference() else x._version
 
 
 def record_for(

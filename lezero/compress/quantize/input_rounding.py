@@ -71,12 +71,12 @@ class InputRounding:
         shared = inputs[rounding[0][0].name].layers[0]
         costs, errors = [], []
         for module, layer, x in pairs:
-            rounded = layer(x)
+            rounded = layer.forward(x)
             _set_bits([layer], 16)
-            exact = layer(x)
+            exact = layer.forward(x)
             costs.append(_cost(exact, rounded))
             del rounded
-            errors.append(relative_error(module(x), exact))
+            errors.append(relative_error(module.forward(x), exact))
         before, after, xs = zip(*pairs, strict=True)
         seconds = self.speed.measure(form, before, after, xs)
         _set_bits(after, 8)

@@ -150,5 +150,5 @@ def weight_error(site: Site, layers: list[QuantizedLayer]) -> float:
 
 
 def output_error(module: nn.Module, layer: QuantizedLayer, x: Tensor) -> float:
-    """Relative error of the layer's output for `x`."""
-    return relative_error(module(x), layer(x))
+    """Relative error of the layer's output for `x`, which its hooks have seen already."""
+    return relative_error(module.forward(x), layer.forward(x))

@@ -24,9 +24,11 @@ from lezero.compress.quantize.weights import (
 )
 from lezero.ops.linear import conv_int8
 
-# Of a module's own dictionary, what becomes that of the quantized layer: the rest (hooks, the
-# training flag, what a user put there) stays.
-_TAKEN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+# What the float layer and the quantized one have of their own. All else on a module stays: hooks,
+# the training flag, and whatever a user registered there (a mask, an adapter).
+_FLOAT = {"_parameters": ("weight", "bias"), "_buffers": (), "_modules": ()}
+SCALES = ("input_scale", "input_zero")
+_QUANTIZED = {"_parameters": ("bias",), "_buffers": SCALES, "_modules": ("weight",)}
 
 
 class QuantizedLayer(nn.Module):
@@ -54,16 +56,19 @@ class QuantizedLayer(nn.Module):
         """`module`, of class `float_class`, becomes this layer (which it then shares all with)."""
         module.__class__ = type(self)
         for name, value in self.__dict__.items():
-            if name in _TAKEN or (not name.startswith("_") and name != "training"):
+            if not name.startswith("_") and name != "training":
                 module.__dict__[name] = value
+        for kind, own in _FLOAT.items():
+            module.__dict__[kind] = {**_others(module, kind, own), **self.__dict__[kind]}
 
     def give_back(self, weight: nn.Parameter) -> None:
         """Becomes the float layer again, with `weight` (laid out as that class has it)."""
         self.__class__ = self.float_class  # type: ignore[assignment]
         bias = {} if issubclass(self.float_class, nn.Embedding) else {"bias": self.bias}
         own = self.__dict__
-        own.update(_parameters={"weight": weight, **bias}, _buffers={}, _modules={})
-        own["_non_persistent_buffers_set"] = set()
+        for kind, names in _QUANTIZED.items():
+            own[kind] = _others(self, kind, names)
+        own["_parameters"] = {"weight": weight, **bias, **own["_parameters"]}
         for name in ("float_class", "x_bits"):
             own.pop(name, None)
 
@@ -73,7 +78,11 @@ class QuantizedLayer(nn.Module):
         return self.float_class.__name__ == "Conv1D"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        return keeping_types(self, lambda: super(QuantizedLayer, self)._apply(fn, recurse))
+        return keeping_types(self, SCALES, lambda: super(QuantizedLayer, self)._apply(fn, recurse))
+
+
+def _others(module: nn.Module, kind: str, own: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in module.__dict__[kind].items() if name not in own}
 
 
 class QuantizedLinear(QuantizedLayer):

@@ -11,7 +11,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -23,7 +23,7 @@ from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
 from lezero.compress.quantize.imported import import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
-from lezero.compress.quantize.modules import QuantizedLayer
+from lezero.compress.quantize.modules import SCALES, QuantizedLayer
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, OrderError
@@ -238,8 +238,7 @@ def _expect(
     exact = {
         f"{name}.{key}" if name else key
         for name, module in rehearsal.named_modules()
-        if isinstance(module, QuantizedWeight | QuantizedLayer)
-        for key in module._buffers
+        for key in _exact(module)
     }
     problems = [f"missing {name}" for name in wanted if name not in stored]
     for name, form in stored.items():
@@ -259,6 +258,13 @@ def _expect(
         shown = "; ".join(problems[:_SHOWN])
         raise FileError(f"{root}: the tensors do not fit the model: {shown}{more}")
     return biased
+
+
+def _exact(module: nn.Module) -> Sequence[str]:
+    """The buffers whose type is never cast."""
+    if isinstance(module, QuantizedWeight):
+        return list(module._buffers)
+    return SCALES if isinstance(module, QuantizedLayer) else ()
 
 
 def _check_orders(

@@ -36,14 +36,15 @@ class LayerSpeed:
         after: Sequence[nn.Module],
         xs: Sequence[Tensor],
     ) -> tuple[float, float]:
-        """Seconds of the float layers and of the quantized ones, each on its input."""
+        """Seconds of the float layers and of the quantized ones, each on its input; without hooks,
+        which stay with the layer either way."""
         shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.") for x in xs)
         sizes = "; ".join(_describe(module) for module in before)
         key = f"{sizes} on {shapes} → {label}"
         if key not in self._known:
             self._known[key] = in_turns(
-                lambda: [module(x) for module, x in zip(before, xs, strict=True)],
-                lambda: [module(x) for module, x in zip(after, xs, strict=True)],
+                lambda: [module.forward(x) for module, x in zip(before, xs, strict=True)],
+                lambda: [module.forward(x) for module, x in zip(after, xs, strict=True)],
                 self.clock,
             )
         return self._known[key]

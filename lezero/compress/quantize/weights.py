@@ -86,7 +86,8 @@ class QuantizedWeight(nn.Module, ABC):
         return f"{self.full_shape}, {self.grid.format}, group={group}{zero}, {self.dtype}"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        return keeping_types(self, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
+        names = [name for name in self._buffers if name != "like"]
+        return keeping_types(self, names, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
 
     @classmethod
     def __torch_function__(
@@ -253,13 +254,15 @@ class CodedWeight(QuantizedWeight):
         return (N, -(-K // 2)) if self.grid.bits == 4 else (N, K)
 
 
-def keeping_types(module: nn.Module, apply: Callable[[], nn.Module]) -> nn.Module:
-    """`apply` of `.to()`: types of scales stay, since 16 bits would lose digits of them."""
-    before = dict(module._buffers)
+def keeping_types(
+    module: nn.Module, names: Sequence[str], apply: Callable[[], nn.Module]
+) -> nn.Module:
+    """`apply` of `.to()`: types of the scales `names` stay, since 16 bits would lose digits."""
+    before = {name: module._buffers.get(name) for name in names}
     changed = apply()
     for name, buffer in before.items():
-        after = module._buffers[name]
-        if buffer is None or after is None or name == "like":
+        after = module._buffers.get(name)
+        if buffer is None or after is None:
             continue
         if after.dtype != buffer.dtype:
             module._buffers[name] = buffer.to(after.device)

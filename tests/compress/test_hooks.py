@@ -1,0 +1,105 @@
+"""Layers as users have them: with hooks, masks, adapters, and inputs that change in between."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.modules import quantized_layers
+from tests.compress.test_quantize import difference
+
+X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+
+def pair() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64)).eval()
+
+
+def test_hooks_run_once_and_are_no_error_of_the_layer() -> None:
+    model = pair()
+    model[0].register_forward_pre_hook(lambda module, args: (3 * args[0] + 1,))
+    model[2].register_forward_hook(lambda module, args, output: 5 * output)
+    with torch.no_grad():
+        wanted = model(X)
+        lz.quantize_(model, lz.Int8Weight(), data=X, objective="size")
+        assert difference(model(X), wanted) < 0.02
+    assert all((layer.error or 1) < 0.02 for layer in lz.quantization_report(model).layers)
+
+
+def test_what_a_hook_does_does_not_go_into_a_bias() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(2, 3, 8, 8)
+    model[0].register_forward_hook(lambda module, args, output: 3 * output + 1)
+    with torch.no_grad():
+        wanted = model(x)
+        lz.quantize_(model, lz.Int8Weight(bias_correction=True), data=x, objective="size")
+        assert difference(model(x), wanted) < 0.02
+
+
+def adapted() -> nn.Sequential:
+    model = pair()
+    layer = model[0]
+    layer.register_buffer("mask", torch.arange(96) % 2 / 3)
+    layer.register_buffer("seen", torch.zeros(()), persistent=False)
+    layer.gain = nn.Parameter(torch.full((96,), 1.5))
+    layer.adapter = nn.Linear(64, 96, bias=False)
+
+    def adapt(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output * module.mask * module.gain + module.adapter(args[0])
+
+    layer.register_forward_hook(adapt)
+    return model
+
+
+def test_what_hangs_on_a_layer_stays_there(tmp_path: Path) -> None:
+    model, plain = adapted(), adapted()
+    with torch.no_grad():
+        wanted = model(X)
+        lz.quantize_(model, lz.Int8Weight(), filter=["0", "2"], data=X, objective="size")
+        found = model(X)
+        assert set(quantized_layers(model)) == {"0", "2"}
+        assert 0 < difference(found, wanted) < 0.02
+        assert "0.seen" not in model.state_dict()
+        lz.save_quantized(model, tmp_path / "q")
+        assert torch.equal(lz.load_quantized(tmp_path / "q", adapted())(X), found)
+        half = copy.deepcopy(model).half()
+        assert half[0].mask.dtype == torch.float16
+        assert half[0].weight.scale.dtype == torch.float32
+        lz.dequantize_(model)
+        assert difference(model(X), wanted) < 0.02
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+class InPlace(nn.Module):
+    """Two layers are given one tensor, which is written to in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        y = self.one(x)
+        return y + self.two(x.relu_())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_inputs_that_change_in_between_are_others(inference: bool) -> None:
+    x = (X - 1).detach()
+    model = InPlace()
+    scheme = lz.Int8WeightActivation(activations="tensor", smooth=None)
+    with torch.inference_mode(inference):
+        lz.quantize_(model, scheme, data=x, objective="size")
+    loss = model(x.requires_grad_()).sum()
+    loss.backward()
+    assert x.grad is not None
+    x = x.detach()
+    for layer, wanted in ((model.one, x.abs().max()), (model.two, x.max())):
+        assert float(layer.input_scale * 127) == pytest.approx(float(wanted))
