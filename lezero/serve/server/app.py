@@ -63,9 +63,14 @@ class App:
                 await exchange.fail(Problem(500, "a bug in LeZero; its log tells more"))
         finally:
             self.active -= exchange.method == "POST"
-            known = {path for _, path in (*self._open, *self._guarded)}
-            route = exchange.path if exchange.path in known else "other"
-            self.face.answered[route, exchange.status or 499] += 1
+            self.face.answered[self._route(exchange.path), exchange.status or 499] += 1
+
+    def _route(self, path: str) -> str:
+        """A path as metrics name it, without what people may write."""
+        known = {path for _, path in (*self._open, *self._guarded)}
+        if path == f"/v1/models/{self.name}":
+            return "/v1/models/{model}"
+        return path if path in known else "other"
 
     async def _answer(self, exchange: Exchange) -> None:
         try:

@@ -50,17 +50,22 @@ def answer_kind(accept: str, asked: str) -> str:
 
 
 def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:
-    """The body of an answer; `Problem` (500) for infinities, which JSON lacks."""
+    """The body of an answer; `Problem` (500) for what JSON lacks: infinite and complex numbers."""
     found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     found = {name: x[0] if is_single else x for name, x in found.items()}
     if kind == TENSORS:
         from safetensors.torch import save
 
         return save({name: x.contiguous() for name, x in found.items()})
+    if any(x.is_complex() for x in found.values()):
+        raise _not_in_json("complex numbers", "not_real")
     if not all(bool(x.isfinite().all()) for x in found.values()):
-        problem = f"the answer holds infinite values, which JSON lacks; accept {TENSORS}"
-        raise Problem(500, problem, code="not_finite")
+        raise _not_in_json("infinite values", "not_finite")
     return as_json({"outputs": {name: x.tolist() for name, x in found.items()}})
+
+
+def _not_in_json(what: str, code: str) -> Problem:
+    return Problem(500, f"the answer holds {what}, which JSON lacks; accept {TENSORS}", code=code)
 
 
 def _from_tensors(body: bytes) -> dict[str, Tensor]:

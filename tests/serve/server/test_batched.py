@@ -208,6 +208,21 @@ def test_inputs_that_do_not_fit_are_refused(infer, body) -> None:
     assert found.error["type"] == "invalid_request_error"
 
 
+class _Spectrum(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.fft(x)
+
+
+def test_complex_answers_are_no_json() -> None:
+    row = {"inputs": [1, 0, 0, 0]}
+    with serving_batches(InferModule(_Spectrum(), torch.zeros(1, 4)), Plan(4)) as client:
+        refused = client.ask("/v1/infer", row)
+        assert refused.status == 500
+        assert "complex numbers, which JSON lacks" in refused.error["message"]
+        found = client.ask("/v1/infer", row, accept=TENSORS)
+        assert torch.equal(load(found.body)["output"], torch.ones(4, dtype=torch.complex64))
+
+
 def test_broken_safetensors_are_refused(infer) -> None:
     good = save({"input": torch.zeros(2, 4)})
     for body in (

@@ -54,7 +54,8 @@ def test_what_does_not_end_is_told_so(again: bool) -> None:
 
 
 def test_metrics() -> None:
-    with serving(small_llm(speculate="lookup")) as client:
+    with serving(small_llm(speculate="lookup"), name='the "best"') as client:
+        assert client.ask("/v1/models/the%20%22best%22").status == 200
         for _ in range(2):
             assert client.complete("abc" * 30, max_tokens=20, temperature=0).status == 200
         client.ask("/nothing/here")
@@ -63,6 +64,7 @@ def test_metrics() -> None:
         values = parse_metrics(found.body.decode())
         stats = client.ask("/stats").json
     assert values['lezero_http_requests_total{route="/v1/completions",status="200"}'] == 2
+    assert values['lezero_http_requests_total{route="/v1/models/{model}",status="200"}'] == 1
     assert values['lezero_http_requests_total{route="other",status="404"}'] == 1
     assert values["lezero_prompt_tokens_total"] == 180
     assert values["lezero_generated_tokens_total"] == 40
