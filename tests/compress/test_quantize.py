@@ -131,6 +131,30 @@ def test_a_weight_is_taken_for_a_tensor_by_foreign_code():
     assert torch.equal(torch.square(weight), weight.decode().square())
 
 
+def test_a_weight_has_what_a_tensor_has_but_is_only_read():
+    layer = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    lz.quantize_(layer, lz.Int8Weight(), objective="size")
+    weight, x = layer[0].weight, torch.randn(3, 32)
+    plain = weight.decode()
+    assert torch.equal(x @ weight.T, x @ plain.T)
+    for found, wanted in (
+        (weight[3:5, 1], plain[3:5, 1]),
+        (weight.squeeze().t().chunk(2)[1], plain.t().chunk(2)[1]),
+        (2 * weight - weight * 1.0, plain),
+        (weight.to(torch.bfloat16), plain.bfloat16()),
+        (weight.float() @ x.T, plain @ x.T),
+    ):
+        assert torch.equal(found, wanted)
+    assert (weight.numel(), weight.size(0), weight.ndim) == (512, 16, 2)
+    assert (weight.requires_grad, weight.grad) == (False, None)
+    assert weight.dtype == torch.float32
+    for name in ("data", "normal_", "copy_"):
+        with pytest.raises(AttributeError, match="only read"):
+            getattr(weight, name)
+    with pytest.raises(AttributeError, match="nothing_like_this"):
+        getattr(weight, "nothing_like_this")  # noqa: B009
+
+
 def test_the_filter_chooses_layers():
     model = small()
     lz.quantize_(model, lz.Int8Weight(), filter="layers.*.mlp.*", objective="size")

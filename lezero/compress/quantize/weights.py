@@ -7,16 +7,15 @@ weight's own shape, for what has no such kernel, and is decoded at each use.
 A quantized layer's `weight` is one of these modules, so the layer's `state_dict` has the keys
 `weight.packed` (or `weight.codes`), `weight.scale` and, with zero points, `weight.zero`. Layers
 that were tied share the module, and stay tied through `.to()`. Foreign code that reads the weight
-still works: `dtype`, `device` and `shape` are those of the weight it stands for, and torch's
-functions take it as a tensor (`F.linear` multiplies with the packed weight, all others decode it).
+as a tensor still works (`stand_in.py`): `dtype`, `device` and `shape` are those of the weight.
 
 Letters: N output features, K input features, G groups.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lezero.compress.quantize.stand_in import StandIn
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import Packed, embedding_int, linear_int, pack, unpack
 from lezero.ops.quantize import (
@@ -37,7 +37,7 @@ from lezero.ops.quantize import (
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class QuantizedWeight(nn.Module, ABC):
+class QuantizedWeight(StandIn):
     """Codes on `grid` for a weight of `shape`; `dtype` is what it decodes to."""
 
     scale: Tensor
@@ -88,24 +88,6 @@ class QuantizedWeight(nn.Module, ABC):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         names = [name for name in self._buffers if name != "like"]
         return keeping_types(self, names, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = [*args, *kwargs.values()]
-        if function is F.linear and not isinstance(given[0], QuantizedWeight):
-            weight = given[1]
-            bias = given[2] if len(given) > 2 else None
-            if isinstance(weight, QuantizedWeight) and not isinstance(bias, QuantizedWeight):
-                return weight.linear(given[0], bias, 16, None)
-        plain = {name: _plain(value) for name, value in kwargs.items()}
-        return function(*map(_plain, args), **plain)
 
 
 class PackedWeight(QuantizedWeight):
@@ -274,7 +256,3 @@ def _rows_of(x: Tensor, flat: Tensor) -> Tensor:
     if x.itemsize > 1:
         return x.index_select(0, flat)
     return x.view(torch.uint8).index_select(0, flat).view(x.dtype)
-
-
-def _plain(value: Any) -> Any:
-    return value.decode() if isinstance(value, QuantizedWeight) else value

@@ -1,0 +1,99 @@
+"""What lets foreign code read a quantized weight, a module, as the tensor that it stands for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# What is told without decoding.
+_OF_SHAPE = ("dim", "ndim", "ndimension", "nelement", "numel", "size")
+_OPERATORS = [
+    "getitem",
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "mul",
+    "rmul",
+    "truediv",
+    "matmul",
+    "neg",
+    "pow",
+]
+
+
+class StandIn(nn.Module, ABC):
+    """Torch's functions, a tensor's methods and its operators work on the decoded weight.
+
+    `F.linear` multiplies with the codes. What would write to the weight is an `AttributeError`.
+    `.to()`, `.float()` and the like give a tensor, as a parameter's do; those of the model reach
+    the weight by `_apply`.
+    """
+
+    requires_grad = False
+    grad = None
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size: ...
+
+    @abstractmethod
+    def decode(self, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def linear(
+        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None
+    ) -> Tensor: ...
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise
+        if name == "data" or name.endswith("_"):
+            raise AttributeError(
+                f"'{name}' of a quantized weight: it is only read; .decode() gives a tensor of its "
+                "own, and lz.dequantize_(model) plain layers"
+            )
+        if name in _OF_SHAPE:
+            return getattr(torch.empty(self.shape, device="meta"), name)
+        return getattr(self.decode(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [*args, *kwargs.values()]
+        if function is F.linear and not isinstance(given[0], StandIn):
+            weight = given[1]
+            bias = given[2] if len(given) > 2 else None
+            if isinstance(weight, StandIn) and not isinstance(bias, StandIn):
+                return weight.linear(given[0], bias, 16, None)
+        plain = {name: _plain(value) for name, value in kwargs.items()}
+        return function(*map(_plain, args), **plain)
+
+
+def _plain(value: Any) -> Any:
+    return value.decode() if isinstance(value, StandIn) else value
+
+
+def _decoded(name: str) -> Callable[..., Any]:
+    def method(self: StandIn, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.decode(), name)(*map(_plain, args), **kwargs)
+
+    return method
+
+
+for _name in [f"__{name}__" for name in _OPERATORS] + ["to", "type", "float", "half", "bfloat16"]:
+    setattr(StandIn, _name, _decoded(_name))
