@@ -26,6 +26,9 @@ _log = logger("checkpoint")
 class Saver:
     """Writes generations under `root` and keeps the newest `keep` and every marked one.
 
+    Once a generation is complete, newer ones of a history that was left are moved aside, as
+    `superseded-…`: what was saved last is what a load finds.
+
     With `together` every rank makes one, at the same time, for a root that all of them see, and all
     call `save` at the same steps: each writes the rows that it has (see `rows`), and a generation
     appears when every rank's part is durable, or nowhere. Otherwise exactly one process may own a
@@ -137,12 +140,13 @@ class Saver:
         """Moves generations newer than `step` out of the way, as `superseded-…`; returns them.
 
         Call it when training goes on from an earlier generation than the newest one; otherwise a
-        later load would pick a newer one of the history that was left. Of ranks that save together,
-        rank 0 does it.
+        load before the next save would pick a newer one of the history that was left. Of ranks that
+        save together, rank 0 does it.
         """
         self.wait()
-        if not self.leads:
-            return []
+        return self._set_aside(step) if self.leads else []
+
+    def _set_aside(self, step: int) -> list[Path]:
         moved = []
         for path in list_generations(self.root):
             if (step_of(path) or 0) > step:
@@ -211,6 +215,7 @@ class Saver:
             if self.error is not None or not self.leads:
                 return
             try:
+                self._set_aside(step)
                 for name in marks:
                     write_mark(self.root, name, step)
                 self._prune()

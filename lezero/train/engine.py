@@ -205,7 +205,10 @@ class Engine:
         self._stop = True
 
     def save(self, root: str | Path, **documents: Any) -> Path:
-        """Writes a verified generation under `root` and waits for it; returns its folder."""
+        """Writes a verified generation under `root` and waits for it; returns its folder.
+
+        `documents` are yours, of plain JSON values; `load` returns them.
+        """
         with watch.reporting(), watch.busy("saves"):
             return engine_state.save(self, Path(root), documents)
 

@@ -20,7 +20,7 @@ import torch
 from lezero import checkpoint
 from lezero.core import groups
 from lezero.core.decisions import Decisions
-from lezero.core.errors import FileError, LeZeroError
+from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import step_path
 from lezero.parallel.zero import sharding_of
@@ -168,8 +168,17 @@ def _restore_precision(engine: Engine, state: dict[str, Any]) -> None:
 
 
 def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
-    """Writes one generation, every rank its part, and waits until it is durable."""
+    """Writes one generation, every rank its part, and waits until it is durable.
+
+    Raises `ConfigError` for a document under a name that the engine's own have.
+    """
     packed = pack(engine)
+    taken = sorted(packed.documents.keys() & documents.keys())
+    if taken:
+        raise ConfigError(
+            f"documents: the engine has a document '{taken[0]}' of its own; give yours another "
+            f"name than {', '.join(sorted(packed.documents))}"
+        )
     with checkpoint.Saver(root, together=True) as saver:
         saver.save(engine.step, packed.tensors, {**packed.documents, **documents}, packed.own)
         error = saver.wait()

@@ -175,6 +175,18 @@ def test_rewind_moves_the_left_history_aside(tmp_path):
         assert load(tmp_path).step == 1
 
 
+def test_what_was_saved_last_stays_beside_newer_steps_of_an_earlier_run(tmp_path):
+    with Saver(tmp_path, keep=2) as saver:
+        for step in (7, 8, 9):
+            saver.save(step, {"w": torch.tensor(float(step))}, {})
+    with Saver(tmp_path, keep=2) as saver:
+        saver.save(1, {"w": torch.tensor(1.0)}, {})
+    assert steps(tmp_path) == [1]
+    assert load(tmp_path).step == 1
+    aside = sorted(path.name[:24] for path in tmp_path.glob("superseded-*"))
+    assert aside == ["superseded-step-00000008", "superseded-step-00000009"]
+
+
 def test_no_more_than_keep_are_left_aside(tmp_path):
     with Saver(tmp_path, keep=2) as saver:
         for _ in range(3):

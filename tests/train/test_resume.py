@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lezero.core.decisions import Decisions
+from lezero.core.errors import ConfigError
 from lezero.optim import AdamW, Schedule
 from lezero.train import RunConfig, Trainer
 from lezero.train.engine import Engine
@@ -166,3 +167,26 @@ def test_the_callers_generators_are_carried_on(tmp_path):
     torch.manual_seed(99)
     make().load(path)
     assert torch.equal(torch.rand(4), expected)
+
+
+def test_documents_of_the_caller_come_back_and_never_replace_the_engines_own(tmp_path):
+    engine = make()
+    engine.save(tmp_path, loader={"cursor": 3})
+    assert make().load(tmp_path)["loader"] == {"cursor": 3}
+    for name in ("state", "optimizer", "random", "feedback", "decisions", "environment"):
+        with pytest.raises(ConfigError, match=f"^documents: .* '{name}' of its own"):
+            engine.save(tmp_path / "other", **{name: {"cursor": 3}})
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_save_of_a_new_run_stays_beside_later_steps_of_an_earlier_one(tmp_path):
+    earlier, data = make(), list(batches(4))
+    for batch in data:
+        earlier.train_step(batch)
+        earlier.save(tmp_path)
+    anew = make()
+    anew.train_step(data[0])
+    assert anew.save(tmp_path).is_dir()
+    again = make()
+    again.load(tmp_path)
+    assert again.step == 1
