@@ -241,6 +241,11 @@ class LLM:
         ends: frozenset[int] = frozenset() if self.coder is None else self.coder.end_tokens
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ConfigError(f"priority: got {priority!r}, allowed are whole numbers")
+        if params.stop and self.coder is None:
+            raise ConfigError(
+                "stop: this model has no tokenizer, so that its answers have no text; give "
+                "stop_token_ids, or a coder"
+            )
         text = isinstance(prompt, str)
         tokens = self._coder().encode(_sound(prompt)) if text else _tokens(prompt)
         if text and not tokens:

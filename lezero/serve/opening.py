@@ -75,10 +75,7 @@ def program_of(model: Transformer, weights: Weights) -> Program:
     if quantized_layers(model) and weights == "bf16":
         dequantize_(model)
     if weights in ("int8", "int4"):
-        c = model.config
-        inputs = (c.dim, c.heads * c.head_dim, c.ffn)
-        group = next((size for size in _GROUPS if not any(K % size for K in inputs)), _GROUPS[0])
-        scheme = Int8Weight() if weights == "int8" else Int4Weight(group=group, method="hqq")
+        scheme = Int8Weight() if weights == "int8" else _int4(model)
         quantize_(model, scheme, objective="size")
     fused = place == "cpu" and weights != "fp32"
     if fused and native.NATIVE.available() and not shape_of(model).problem():
@@ -86,3 +83,15 @@ def program_of(model: Transformer, weights: Weights) -> Program:
     if weights == "bf16" or (weights == "auto" and place != "cpu"):
         model = model.bfloat16()
     return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)
+
+
+def _int4(model: Transformer) -> Int4Weight:
+    c = model.config
+    inputs = (c.dim, c.heads * c.head_dim, c.ffn)
+    for size in _GROUPS:
+        if not any(K % size for K in inputs):
+            return Int4Weight(group=size, method="hqq")
+    raise ConfigError(
+        f"weights: got 'int4', whose groups of {' or '.join(map(str, _GROUPS))} do not divide the "
+        f"inputs of this model's layers ({', '.join(map(str, inputs))}); take 'int8' or 'bf16'"
+    )

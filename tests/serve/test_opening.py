@@ -47,3 +47,8 @@ def test_the_plain_program_says_that_weights_are_quantized() -> None:
     assert PlainProgram(small().to(torch.bfloat16)).description == (
         "plain torch, bfloat16 weights, keys and values"
     )
+
+
+def test_layers_that_groups_do_not_divide_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"weights: got 'int4'.*\(60, 64, 96\); take 'int8'"):
+        program_of(small(dim=60, head_dim=16), "int4")

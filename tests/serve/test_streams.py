@@ -175,6 +175,12 @@ def test_what_is_no_prompt_is_refused(given: Any, says: str):
         engine().generate(given, GREEDY)
 
 
+def test_stop_strings_need_a_tokenizer():
+    llm = LLM(small(), weights="bf16")
+    with pytest.raises(ConfigError, match="stop: this model has no tokenizer"):
+        llm.generate([1, 2], SamplingParams(stop="x"))
+
+
 def test_parameters_may_be_mappings_and_nothing_else():
     llm = engine()
     short = {"max_tokens": 2, "temperature": 0}
