@@ -13,6 +13,7 @@ from lezero.compress.quantize.observers.observer import Observer, observers
 
 BINS = 2048
 _CANDIDATES = 128
+_LEAST = 4
 
 
 class Histogram(Observer):
@@ -76,8 +77,10 @@ class KLDivergence(Histogram):
     Migacz, "8-bit Inference with TensorRT" (GTC 2017), "Entropy calibration": for each number of
     bins i, P is the first i bins with what lies beyond added to the last, Q the same bins
     without it, in `levels` steps spread evenly over the bins that hold something; the smallest
-    D(P‖Q) = Σ P log(P / Q) wins. The bin of 0 counts as its neighbour does: zeros have no rounding
-    error, and where half of all values are 0 (after a ReLU) they would decide alone.
+    D(P‖Q) = Σ P log(P / Q) wins. Fewer values than `_LEAST` a bin are mostly the noise of their
+    counts, which wide ranges lose most of: nothing is cut then. The bin of 0 counts as its
+    neighbour does: zeros have no rounding error, and where half of all values are 0 (after a ReLU)
+    they would decide alone.
     """
 
     def threshold(self, levels: int) -> Tensor:
@@ -90,7 +93,7 @@ class KLDivergence(Histogram):
             better = divergence_C < best_C
             best_C = torch.where(better, divergence_C, best_C)
             cut_C = torch.where(better, self.edges(bins), cut_C)
-        return cut_C
+        return torch.where(self.counts_CB.sum(1) < _LEAST * BINS, self.top_C, cut_C)
 
 
 @observers.register("mse")

@@ -30,8 +30,9 @@ def weight_scale(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale and zero point (fp32, `grid.scale_shape`) of each group of a weight.
 
-    rule: "minmax", "mse", or another observer's name, whose range of a row or tensor then counts
-    (for grids of groups, whose few values have no distribution, these are as "minmax").
+    rule: "minmax", "mse", or another observer's name, whose range then counts. It sees rows
+    together, each in units of its largest weight, since one by itself has too few values for a
+    histogram. For grids of groups these are as "minmax".
     `importance_K`: how much the error at each input counts for "mse"; the mean square of the
     inputs makes it the expected error of the outputs, were inputs independent.
     """
@@ -55,9 +56,12 @@ def _scale(
     if rule == "mse":
         return _least_error(w_NK, grid, importance_K)
     x_CN = w_NK.reshape(1, -1) if grid.group == "tensor" else w_NK
-    observer = observers.get(rule)(len(x_CN))
-    observer.observe(x_CN)
-    low, high = (bound[:, None].to(w_NK.device) for bound in observer.range(1 << grid.bits))
+    most = x_CN.abs().amax(1, keepdim=True)
+    observer = observers.get(rule)()
+    observer.observe((x_CN / most.clamp(min=torch.finfo(torch.float32).tiny)).reshape(1, -1))
+    bounds = [bound.to(w_NK.device) * most for bound in observer.range(1 << grid.bits)]
+    low = torch.maximum(bounds[0], x_CN.amin(1, keepdim=True).clamp(max=0.0))
+    high = torch.minimum(bounds[1], x_CN.amax(1, keepdim=True).clamp(min=0.0))
     return scale_of_range(low, high, grid)
 
 
