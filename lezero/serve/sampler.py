@@ -88,8 +88,11 @@ def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
 
 
 def _no_token(row: Row) -> str:
+    whose = "the model's logits"
+    if row.params.penalizes:
+        whose += ", after the penalties that were asked for,"
     return (
-        f"the model's logits for position {row.position} hold NaN or no finite maximum; "
+        f"{whose} for position {row.position} hold NaN or no finite maximum; "
         "no token can be drawn from them"
     )
 

@@ -29,7 +29,7 @@ class SamplingParams(Config):
     """Choose among the fewest most likely tokens that together reach this probability."""
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     """Choose among tokens at least this many times as likely as the most likely one."""
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
     """For tokens of prompt and answer: logits above 0 are divided by it, others multiplied."""
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken from the logit of each token that is in the answer."""

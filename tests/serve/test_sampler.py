@@ -184,3 +184,11 @@ def test_more_log_probabilities_than_tokens_are_all() -> None:
     (drawn,) = draw(torch.zeros(1, 3), [Row(SamplingParams(logprobs=20), 0, 0)])
     assert drawn.logprob is not None
     assert [token for token, _ in drawn.logprob.likeliest] == [0, 1, 2]
+
+
+def test_penalties_that_leave_no_number_are_named() -> None:
+    params = SamplingParams(repetition_penalty=1e-300)
+    (drawn,) = draw(torch.ones(1, 8), [Row(params, 1, 3, history=[1, 2, 3], prompt=3)])
+    assert "after the penalties that were asked for" in str(drawn.error)
+    (plain,) = draw(torch.full((1, 8), torch.nan), [Row(SamplingParams(), 1, 3)])
+    assert "penalties" not in str(plain.error)
