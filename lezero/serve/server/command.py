@@ -38,7 +38,7 @@ def serve_model(
     """Serves the model at a path until a signal ends it.
 
     Raises `ConfigError`, before the model is opened, where the address is open to others without
-    keys.
+    keys, or is taken.
     """
     if not model:
         raise ConfigError(
@@ -46,16 +46,14 @@ def serve_model(
         )
     if cache_mib is not None and cache_mib < 1:
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
-    config.refuse_if_open(bool(len(read_keys(config.keys))))
+    _check_address(config)
     import psutil
 
     from lezero.profiler.hardware import hardware
     from lezero.serve.llm import LLM
-    from lezero.serve.server.host import need_uvicorn
     from lezero.serve.server.record import record_of
     from lezero.serve.server.run import serve
 
-    need_uvicorn()
     hardware()  # measures the machine once, so that speeds can be forecast
     before = psutil.Process().memory_info().rss
     llm = LLM(
@@ -77,7 +75,7 @@ def serve_model(
 
 def serve_encoder(model: str, config: ServeConfig, *, weights: Any, plan: Plan | None) -> int:
     """Serves the sentence encoder in a folder until a signal ends it."""
-    config.refuse_if_open(bool(len(read_keys(config.keys))))
+    _check_address(config)
     from lezero.serve.batching.encoder import SentenceEncoder
     from lezero.serve.server.batched import BatchServer, serve_batched
     from lezero.serve.server.record import record_of
@@ -91,7 +89,7 @@ def serve_encoder(model: str, config: ServeConfig, *, weights: Any, plan: Plan |
 
 def serve_module(words: str, config: ServeConfig, *, plan: Plan | None) -> int:
     """Serves the module that a function makes (see `module_of`) until a signal ends it."""
-    config.refuse_if_open(bool(len(read_keys(config.keys))))
+    _check_address(config)
     from lezero.serve.batching.module import module_of
     from lezero.serve.server.batched import BatchServer, serve_batched
     from lezero.serve.server.record import record_of
@@ -125,6 +123,15 @@ def serve_any(
         return serve_encoder(model, config, weights=engine["weights"], plan=_plan(**batching))
     _refuse("a language model", batching)
     return serve_model(model, config, **engine)
+
+
+def _check_address(config: ServeConfig) -> None:
+    """Tells what is wrong with the address before minutes have gone into a model."""
+    config.refuse_if_open(bool(len(read_keys(config.keys))))
+    from lezero.serve.server.host import need_uvicorn, refuse_if_taken
+
+    need_uvicorn()
+    refuse_if_taken(config)
 
 
 def _refuse(what: str, given: Mapping[str, Any]) -> None:

@@ -130,6 +130,11 @@ def _listen(config: ServeConfig) -> socket.socket:
     return made
 
 
+def refuse_if_taken(config: ServeConfig) -> None:
+    """Raises `ConfigError` where the address cannot be listened on now."""
+    _listen(config).close()
+
+
 def need_uvicorn() -> None:
     """Raises `MissingExtraError` where there is none."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,14 @@ def ask(url: str, data: dict[str, object]) -> dict:
 def test_the_command_makes_keys(capsys) -> None:
     assert main(["serve", "--new-key", "alice"]) == 0
     assert re.search(r"alice sha256:[0-9a-f]{64}$", capsys.readouterr().out.strip())
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_opened(capsys) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for words in (["no-such-model"], ["--module", "no.such:module"]):
+            assert main(["serve", *words, "--port", port]) == 2
+            assert "cannot be listened on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
