@@ -88,6 +88,7 @@ def load(name: str) -> Any:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _make_streams_writable()
     debug, arguments = _take_debug(arguments)
     with _debug_flag(debug):
         try:
@@ -96,6 +97,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BaseException as error:
             status = _explain(error)
     return status
+
+
+def _make_streams_writable() -> None:
+    """A command never fails for where its words go.
+
+    A stream that was closed before the start leads nowhere from now on: its number would go to the
+    next file that is opened. Characters that stdout's encoding lacks are written as "?".
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    encoding, errors = getattr(sys.stdout, "encoding", "utf-8"), getattr(sys.stdout, "errors", "")
+    if errors == "strict" or not encoding.lower().startswith("utf"):
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
 
 
 def _run(arguments: list[str]) -> int:

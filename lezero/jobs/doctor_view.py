@@ -62,8 +62,6 @@ def waiting(what: str) -> Iterator[None]:
 
 def show(found: Diagnosis) -> None:
     """Writes the diagnosis to stdout, in colour on a terminal."""
-    with contextlib.suppress(AttributeError, ValueError, OSError):
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         _show_rich(found)
     except ImportError:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,8 @@ def fail(
         raise BrokenPipeError
     if how == "status":
         return number
+    if how == "words":
+        print("\\u00b1\\u4e16 \\udcff")
     print("LEZERO_DEBUG", os.environ.get("LEZERO_DEBUG"))
 '''
 
@@ -219,3 +222,35 @@ def test_a_reader_that_goes_away_is_quiet() -> None:
 def test_a_command_whose_reader_goes_away_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fail", "pipe"]) == 141
     assert capsys.readouterr().err == ""
+
+
+def failing_process(how: str, folder: Path, redirect: str = "", **environ: str) -> Any:
+    code = (
+        "import sys; from lezero.cli.main import COMMANDS, Entry, main; "
+        "COMMANDS['fail'] = Entry('lz_failing_command:fail', ''); sys.exit(main(sys.argv[1:]))"
+    )
+    line = f'exec "$0" -c "$1" fail {how} {redirect}'
+    return subprocess.run(
+        ["sh", "-c", line, sys.executable, code],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{Path(cli.__file__).parents[2]}", **environ},
+    )
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [("ascii", b"?? ?"), ("latin-1", b"\xb1? ?"), ("utf-8", b"\xc2\xb1\xe4\xb8\x96 ?")],
+)
+def test_characters_that_the_output_cannot_hold_do_not_end_a_command(
+    tmp_path: Path, encoding: str, written: bytes
+) -> None:
+    done = failing_process("words", tmp_path, PYTHONIOENCODING=encoding)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.splitlines()[0] == written
+
+
+def test_a_stream_that_was_closed_does_not_end_a_command(tmp_path: Path) -> None:
+    for redirect in (">&-", ">&- 2>&-", "<&- >&- 2>&-"):
+        done = failing_process("words", tmp_path, redirect)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert failing_process("config", tmp_path, redirect).returncode == 2
