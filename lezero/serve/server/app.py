@@ -10,6 +10,7 @@ of no use.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lezero.core.errors import LeZeroError
@@ -35,6 +36,8 @@ class App:
         """Whether no new questions are taken, because the server ends."""
         self.active = 0
         """Questions that are being answered."""
+        self.connections: Callable[[], int] = lambda: 0
+        """How many are open, that of the client who asks included."""
         self._keys, self._created = keys, int(time.time())
         self._rate = None if config.rate is None else RateLimit(config.rate)
         self._open: dict[tuple[str, str], Handler] = {
@@ -87,6 +90,9 @@ class App:
 
     def _admit(self, exchange: Exchange) -> Handler:
         """The function that answers, if the client may ask it."""
+        if self.connections() > self.config.connections:
+            problem = f"{self.config.connections} connections are open, as many as are taken"
+            raise Problem(503, problem, code="overloaded", retry_s=1)
         self._check_host(exchange)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         asked = (method, exchange.path)

@@ -80,6 +80,7 @@ class Host:
         self.face.start()
         self.app = App(self.face, self.config, self._keys)
         inner = _inner(self.app, self.config)
+        self.app.connections = lambda: len(inner.server_state.connections)
         try:
             with _signals(self._stop):
                 listening = asyncio.create_task(inner.serve(sockets=[self._socket]))
@@ -164,7 +165,6 @@ def _inner(app: App, config: ServeConfig) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=config.connections,
             h11_max_incomplete_event_size=_HEADER_BYTES,
             timeout_keep_alive=5,
             timeout_graceful_shutdown=2,

@@ -213,3 +213,15 @@ def test_a_reader_that_does_not_read_is_cut_off() -> None:
         until(lambda: client.server.worker.active == 8)
         until(lambda: client.server.worker.active == 0 and client.server.app.active == 0, 20)
         assert client.server.metrics.ended["cancelled"] == 8
+
+
+def test_more_connections_than_are_taken_are_told_in_the_usual_shape() -> None:
+    with serving(small_llm(), connections=2) as client:
+        address = ("127.0.0.1", client.port)
+        with socket.create_connection(address), socket.create_connection(address):
+            until(lambda: client.ask("/health").status == 503)
+            found = client.complete("abc", max_tokens=2)
+            assert found.status == 503
+            assert found.error["code"] == "overloaded"
+            assert found.headers["retry-after"] == "1"
+        until(lambda: client.complete("abc", max_tokens=2).status == 200)
