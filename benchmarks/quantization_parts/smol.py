@@ -55,10 +55,10 @@ def run(side: str, place: str, quick: bool) -> dict[str, Any]:
 
 def fixture() -> Path:
     """A Hugging Face folder in bf16 of the packaged GGUF file, made once in the cache folder."""
-    from lezero.data.build import default_cache
+    from lezero.core.facts import cache_folder
     from lezero.models import gguf_tokenizer, load_gguf, packaged_gguf, save_hf
 
-    root = default_cache().parent / "benchmarks" / "smollm2-135m-1"
+    root = cache_folder() / "benchmarks" / "smollm2-135m-1"
     if not (root / "config.json").is_file():
         file = packaged_gguf()
         gguf_tokenizer(file, save_to=str(root))

@@ -59,11 +59,11 @@ def fixture(quick: bool) -> Path:
     """The folder of the trained model: `hf/` and, for each seed, in `texts.json` the tokens to
     calibrate on and the held-out ones; made once. A run that was cut off goes on."""
     from lezero.checkpoint import export_hf
+    from lezero.core.facts import cache_folder
     from lezero.data import EvalLoader, Loader, prepare
-    from lezero.data.build import default_cache
     from lezero.train import RunConfig, Trainer
 
-    root = default_cache().parent / "benchmarks" / ("llama-quick-2" if quick else "llama-11m-4")
+    root = cache_folder() / "benchmarks" / ("llama-quick-2" if quick else "llama-11m-4")
     if (root / "texts.json").is_file():
         return root
     settings = {**(_QUICK if quick else _RUN), "run": str(root / "run")}

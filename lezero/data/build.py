@@ -17,14 +17,14 @@ from typing import Any
 
 from lezero.core import errors, groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError, OrderError
-from lezero.core.flags import flag
+from lezero.core.facts import cache_folder
 from lezero.core.log import logger
 from lezero.data import corpus, store
 from lezero.data.config import DataConfig
 from lezero.data.reading import Document, Findings, find_files, left_out_lines, nothing_usable, read
 from lezero.data.store import TokenRows, Writer
 from lezero.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
-from lezero.files.folder import aside, commit, make_folder
+from lezero.files.folder import aside, commit
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
@@ -44,20 +44,14 @@ class Data:
     folder: Path
 
 
-def default_cache() -> Path:
-    """Where token files lie when a run names no folder: LEZERO_CACHE, else the user's cache."""
-    base = flag("LEZERO_CACHE") or os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    named = Path(base).expanduser()
-    return (named if flag("LEZERO_CACHE") else named / "lezero") / "data"
-
-
 def prepare(config: DataConfig, cache: str | Path | None = None) -> Data:
     """The rows and the tokenizer that `config` asks for, made or found in `cache`.
 
-    Call it on every rank; rank 0 builds. Raises, on all ranks alike, `FileError` (a file is missing
-    or refused), `ConfigError` (nothing usable) and `MissingExtraError`.
+    Without `cache` they lie in the user's (`LEZERO_CACHE`). Call it on every rank; rank 0 builds.
+    Raises, on all ranks alike, `FileError` (a file is missing or refused, or the cache cannot be
+    written), `ConfigError` (nothing usable) and `MissingExtraError`.
     """
-    root = Path(cache) if cache is not None else default_cache()
+    root = Path(cache) if cache is not None else cache_folder() / "data"
     if groups.launched() and not groups.active():
         raise OrderError("join the other ranks (lezero.core.groups.join) before preparing data")
     folder = Path(_on_first_rank(lambda: str(_find_or_build(config, root))))
@@ -122,13 +116,19 @@ def _find_or_build(config: DataConfig, root: Path) -> Path:
             return folder
         except FileError as error:
             _log.warning("data: %s; the token files are made again", error)
-    make_folder(root)
-    with aside(root, "tokens") as made:
-        try:
-            _build(config, train, held, made)
-        finally:
-            corpus.python_docs.cache_clear()
-        commit(made, folder)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with aside(root, "tokens") as made:
+            try:
+                _build(config, train, held, made)
+            finally:
+                corpus.python_docs.cache_clear()
+            commit(made, folder)
+    except OSError as error:
+        raise FileError(
+            f"data: token files cannot be written into {root} ({error.strerror or error}); make "
+            "room there, or set LEZERO_CACHE to a folder that can be written"
+        ) from error
     return folder
 
 

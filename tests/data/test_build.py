@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -252,6 +254,34 @@ def test_a_failed_build_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises((FileError, OSError)):
         prepare(config(tmp_path), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "full disk"])
+def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monkeypatch, trouble):
+    jsonl(tmp_path / "a.jsonl", {"text": "some words"}, {"text": "and more"})
+    cache = tmp_path / "cache"
+    if trouble == "no folder":
+        cache.write_text("a file")
+        reason = "File exists|Not a directory"
+    else:
+
+        def full(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("lezero.data.store.Writer.add_text", full)
+        reason = "No space left on device"
+    monkeypatch.setenv("LEZERO_CACHE", str(cache))
+    with pytest.raises(FileError, match=rf"{cache}/data \(({reason})\); .* set LEZERO_CACHE to"):
+        prepare(config(tmp_path / "a.jsonl"))
+
+
+def test_token_files_lie_where_everything_is_cached(tmp_path, monkeypatch):
+    jsonl(tmp_path / "a.jsonl", {"text": "some words"}, {"text": "and more"})
+    for name in ("LEZERO_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    data = prepare(config(tmp_path / "a.jsonl"))
+    assert data.folder.parent == tmp_path / "home" / ".cache" / "lezero" / "data"
 
 
 def test_trained_tokenizer_comes_from_the_training_text_alone(tmp_path):
