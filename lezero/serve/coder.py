@@ -36,9 +36,14 @@ class Coder:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt; the start tokens come first, where the text does not write them."""
-        found = [int(token) for token in self._inner.encode(text)]
+        found = self.encode_chat(text)
         start = list(self.start_tokens)
         return found if found[: len(start)] == start else start + found
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Tokens of what a chat template gave: it writes start tokens itself, where the model
+        wants them (as `apply_chat_template` of transformers)."""
+        return [int(token) for token in self._inner.encode(text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode(list(tokens)))

@@ -225,7 +225,11 @@ class LLM:
         priority: int = 0,
     ) -> Completion:
         """The assistant's answer to messages of {"role": …, "content": …}."""
-        return self.generate([self.prompt_of(messages)], params, priority=priority)[0]
+        return self.generate([self.chat_tokens(messages)], params, priority=priority)[0]
+
+    def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of `prompt_of`, with no start tokens but those that the template writes."""
+        return self._coder().encode_chat(_sound(self.prompt_of(messages)))
 
     def prompt_of(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant, by its chat template."""

@@ -66,7 +66,7 @@ def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
             return 'the line is no JSON object with either "prompt" or "messages"'
         own = {key: value for key, value in data.items() if key not in _NO_PARAMS}
         params = SamplingParams.parse({**base, **own})
-        prompt = data["prompt"] if "prompt" in data else llm.prompt_of(data["messages"])
+        prompt = data["prompt"] if "prompt" in data else llm.chat_tokens(data["messages"])
         if not isinstance(prompt, str | list):
             return '"prompt" is neither text nor a list of tokens'
         return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))

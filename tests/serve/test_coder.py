@@ -11,6 +11,11 @@ import transformers
 from lezero.core.errors import ConfigError, FileError
 from lezero.data.tokenizer import bytes_tokenizer, train_tokenizer
 from lezero.serve.coder import Coder, open_coder
+from lezero.serve.llm import LLM
+from lezero.serve.offline import answer_lines
+from lezero.serve.sampling import SamplingParams
+from tests.serve.models import small
+from tests.serve.server.running import serving
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -96,6 +101,35 @@ def test_a_prompt_begins_as_the_model_was_taught(tmp_path, settings, starts):
     if not settings:
         there = transformers.AutoTokenizer.from_pretrained(tmp_path)
         assert coder.encode("a few words") == there.encode("a few words")
+
+
+@pytest.mark.parametrize("begins", ["", "{{ bos_token }}"])
+def test_a_chat_begins_as_its_template_writes_and_transformers_reads(tmp_path, begins):
+    train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
+    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
+    inner = tokenizers.Tokenizer.from_file(str(file))
+    inner.add_special_tokens(["<s>"])
+    starts = [("<s>", inner.token_to_id("<s>"))]
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=starts
+    )
+    inner.save(str(file))
+    template = {"chat_template": begins + "{{ messages[0].content }}", "bos_token": "<s>"}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **template}))
+    found = open_coder(tmp_path, tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    llm = LLM(small(vocab=301), coder=found, weights="bf16")
+    given = [{"role": "user", "content": "a few words"}]
+    expected = theirs.apply_chat_template(given, return_dict=False)
+    assert llm.chat_tokens(given) == expected
+    assert found.encode("a few words") == theirs("a few words")["input_ids"]
+    params = SamplingParams(max_tokens=1)
+    assert llm.chat(given, params).prompt_tokens == len(expected)
+    (line,) = answer_lines(llm, [json.dumps({"messages": given})], params)
+    assert line["prompt_tokens"] == len(expected)
+    with serving(llm) as client:
+        asked = client.ask("/v1/chat/completions", {"messages": given, "max_tokens": 1})
+    assert asked.json["usage"]["prompt_tokens"] == len(expected)
 
 
 def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):

@@ -65,7 +65,7 @@ class Encoder:
         if asked.form == "chat":
             if self._llm.coder is None:
                 raise Problem(400, "messages: this model has no tokenizer", param="messages")
-            prompts = [self._llm.coder.prompt(asked.messages)]
+            prompts = [self._llm.chat_tokens(asked.messages)]
         made = []
         for prompt in prompts:
             first = self._llm.request(prompt, asked.params)
