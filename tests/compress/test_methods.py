@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+import lezero as lz
 from lezero.compress.quantize.methods import AWQ, GPTQ, HQQ, Nearest
 from lezero.ops.quantize import Grid, dequantize, quantize
 from tests.compress.method_conformance import MethodConformance, inputs_of
@@ -47,6 +49,26 @@ def test_gptq_is_its_algorithm():
         error = (left[:, k] - dequantize(*column, single)[:, 0].double()) / U[k, k]
         left[:, k:] -= torch.outer(error, U[k, k:])
     assert (codes != result.codes).float().mean() < 0.02  # fp32 rounds a few ties otherwise
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-21, 1e-19, 1e-15, 1e15])
+def test_gptq_takes_inputs_of_any_size(size):
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False))
+    x = torch.randn(48, 64) @ torch.randn(64, 64) * size
+    wanted = layer(x)
+    scheme = lz.Int4Weight(group=32, method="gptq")
+    lz.quantize_(layer, scheme, data=x, objective="size")
+    assert float((layer(x) / size - wanted / size).norm() / (wanted / size).norm()) < 0.15
+
+
+def test_gptq_keeps_weights_of_inputs_that_calibration_did_not_reach():
+    made = torch.Generator().manual_seed(0)
+    w, grid = torch.randn(8, 64, generator=made), Grid("int4", group=32)
+    x = torch.randn(100, 64, generator=made)
+    x[:, 5] = 0
+    codes = GPTQ().codes(w.clone(), grid, "minmax", inputs_of(x))
+    assert float((dequantize(*codes, grid)[:, 5] - w[:, 5]).abs().max()) < 0.25
 
 
 def test_layers_that_share_inputs_share_the_factor():

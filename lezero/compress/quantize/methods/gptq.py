@@ -12,6 +12,8 @@ from lezero.core.errors import NumericsError
 from lezero.ops.quantize import Grid, Quantized, dequantize, quantize
 
 _DAMPING = 0.01
+# Inputs whose squares are smaller have lost their digits: they are rounded to nearest.
+_LEAST = 1e-30
 _COLUMNS = 128
 _PANEL = 512
 
@@ -42,8 +44,7 @@ class GPTQ(Method):
         if inputs.factor is None:
             assert inputs.hessian is not None
             inputs.factor, inputs.hessian = _factored(inputs.hessian), None
-        L, order, never = inputs.factor
-        w_NK.masked_fill_(never, 0.0)
+        L, order = inputs.factor
         for rows in some_rows(w_NK):
             rows.copy_(rows[:, order])
         codes_NK = torch.empty(w_NK.shape, dtype=grid.code_dtype, device=w_NK.device)
@@ -65,14 +66,15 @@ class GPTQ(Method):
         return Quantized(codes_NK[:, torch.argsort(order)], scale, zero)
 
 
-def _factored(H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """L in H's memory, the order in which inputs are taken, and those that were always 0, whose
-    weights do not matter. See [Note: one Hessian in memory]."""
+def _factored(H: Tensor) -> tuple[Tensor, Tensor]:
+    """L in H's memory, and the order in which inputs are taken. See [Note: one Hessian in
+    memory]."""
     diagonal = H.diagonal()
-    never = diagonal <= 0
     order = torch.argsort(diagonal, descending=True, stable=True)
     damping = float(diagonal.mean()) * _DAMPING
-    diagonal += damping if damping > 0 else 1.0
+    if damping < _LEAST:
+        H.zero_()
+    diagonal += max(damping, _LEAST)
     L = _permuted(H, order.flip(0)).mT  # the layout in which LAPACK factors in place
     info = torch.empty((), dtype=torch.int32, device=H.device)
     torch.linalg.cholesky_ex(L, out=(L, info))
@@ -81,7 +83,7 @@ def _factored(H: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             "GPTQ: the Hessian of a layer's inputs is not positive definite; give more, or more "
             "varied, calibration data"
         )
-    return L, order, never
+    return L, order
 
 
 def _single(grid: Grid) -> Grid:
