@@ -39,6 +39,8 @@ def test_groups_of_channels():
         ((1, 2, 33, 8), {"along": "token"}),
         ((1, 2, 32, 8), {"group": 3}),
         ((1, 2, 32, 8), {"group": 0}),
+        ((1, 2, 32, 8), {"group": 4.0}),
+        ((1, 2, 32, 8), {"group": True}),
         ((2, 32, 8), {}),
         ((1, 2, 4, 7), {"bits": 4}),
         ((1, 2, 4, 8), {"bits": 3}),
@@ -47,6 +49,8 @@ def test_groups_of_channels():
 def test_what_does_not_fit_is_refused(shape, given):
     with pytest.raises(lz.ConfigError, match="quantize_kv"):
         quantize_kv(torch.zeros(shape), **given)
+    with pytest.raises(lz.ConfigError, match="got a list"):
+        quantize_kv([1.0])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -70,10 +70,11 @@ def quantize_kv(
     Raises `ConfigError` for shapes and groups that do not fit. A group that holds NaN or an
     infinity decodes to NaN.
     """
-    if x_BKSE.dim() != 4 or not x_BKSE.is_floating_point() or not x_BKSE.shape[3]:
+    tensor = isinstance(x_BKSE, Tensor)
+    if not tensor or x_BKSE.dim() != 4 or not x_BKSE.is_floating_point() or not x_BKSE.shape[3]:
+        got = f"{x_BKSE.dtype} {tuple(x_BKSE.shape)}" if tensor else f"a {type(x_BKSE).__name__}"
         raise ConfigError(
-            f"quantize_kv: got {x_BKSE.dtype} {tuple(x_BKSE.shape)}; allowed are floats of (batch, "
-            "heads, tokens, width)"
+            f"quantize_kv: got {got}; allowed are floats of (batch, heads, tokens, width)"
         )
     if bits not in (4, 8) or along not in ("channel", "token"):
         raise ConfigError(
@@ -83,7 +84,7 @@ def quantize_kv(
     if group is None:
         group = width if along == "channel" else 32
     size = width if along == "channel" else x_BKSE.shape[2]
-    if group < 1 or size % group:
+    if isinstance(group, bool) or not isinstance(group, int) or group < 1 or size % group:
         raise ConfigError(
             f"quantize_kv: group={group} does not divide the {size} "
             f"{'channels' if along == 'channel' else 'tokens'}"
