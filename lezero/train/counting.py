@@ -41,7 +41,7 @@ class Counter:
 
     def __call__(self, batch: Batch) -> int:
         if callable(self.counted):
-            return self.counted(batch)
+            return _whole(self.counted(batch))
         if self.counted == "samples" or (self.counted == "auto" and not _has_tokens(batch)):
             return samples(batch)
         return self._tokens(batch)
@@ -94,6 +94,19 @@ class Counter:
             assert self.shifted is not None, "the model was not asked whether it shifts"
             labels = by_token[:, 1:] if self.shifted else by_token
         return int((labels != IGNORED).sum())
+
+
+def _whole(given: Any) -> int:
+    """What a user's function counted; `ConfigError` unless it is a whole number from 0."""
+    try:
+        count = int(given)
+        if count == given and count >= 0:
+            return count
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise ConfigError(
+        f"counted: the function returned {given!r:.80}, allowed is a whole number from 0"
+    )
 
 
 def _has_tokens(batch: Batch) -> bool:

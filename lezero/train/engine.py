@@ -31,7 +31,15 @@ from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter
 from lezero.train.engine_arguments import check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
-from lezero.train.loss import LossFunction, in_step, model_loss, scalar, split, to_device
+from lezero.train.loss import (
+    LossFunction,
+    evaluating,
+    in_step,
+    model_loss,
+    scalar,
+    split,
+    to_device,
+)
 from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve, resolve_sharded
 from lezero.train.randomness import seeded
@@ -130,7 +138,8 @@ class Engine:
 
     def _train_step(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
-        self.model.train()
+        if not self.model.training:
+            self.model.train()
         self.gradients.begin()
         micros = split(batch, self.accumulate)
         for micro in micros:
@@ -166,10 +175,8 @@ class Engine:
             return self._evaluate(batches)
 
     def _evaluate(self, batches: Iterable[Batch]) -> float | None:
-        training = self.model.training
-        self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64)
-        try:
+        with evaluating(self.model):
             for batch, new in in_step(batches, self.model, lambda: self._stop):
                 check_token_ids(self.model, batch)
                 batch = to_device(batch, self.place)
@@ -180,8 +187,6 @@ class Engine:
                         loss = scalar(self.loss(self.model, batch), trained=False)
                     if new:
                         sums += torch.tensor([float(loss) * count, count, 0], dtype=torch.float64)
-        finally:
-            self.model.train(training)
         sums[2] = self._stop
         groups.all_reduce_sum(sums, "evaluation loss")
         return None if sums[2] else float(sums[0] / sums[1])
@@ -225,13 +230,8 @@ class Engine:
     def _find_shift(self, batches: list[Batch]) -> None:
         """Before the first `labels` are counted: whether the model shifts them (see `Counter`)."""
         for batch in filter(self.count.must_ask, batches):
-            training = self.model.training
-            self.model.eval()
-            try:
-                with seeded(self.seed, 0, 0), self.precision.autocast():
-                    shifted = self.count.ask(lambda each: self.loss(self.model, each), batch)
-            finally:
-                self.model.train(training)
+            with evaluating(self.model), seeded(self.seed, 0, 0), self.precision.autocast():
+                shifted = self.count.ask(lambda each: self.loss(self.model, each), batch)
             log.info("labels are counted %s", "after a shift by one" if shifted else "as they are")
 
     # the parts of a step ---------------------------------------------------------------------
@@ -247,6 +247,8 @@ class Engine:
     def _set_lr(self) -> float:
         if self.schedule is not None:
             factor = self.schedule.factor(self.step, self.total_steps or 1)
+            added = self.optimizer.param_groups[len(self._base_lrs) :]  # since the last step
+            self._base_lrs += [group.setdefault("initial_lr", group["lr"]) for group in added]
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * factor
         return float(self.optimizer.param_groups[0]["lr"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from numbers import Integral, Real
 from typing import Any
 
@@ -52,6 +53,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             f"optimizer: got a {type(optimizer).__name__}, allowed is a torch.optim.Optimizer such "
             "as lz.optim.AdamW(model.parameters(), lr=3e-4)"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} asks for the loss several times a step (a "
+            "closure), which the Engine does not do; use one that steps by the gradients it finds, "
+            "such as lz.optim.AdamW"
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has nothing to train: no parameter requires a gradient")

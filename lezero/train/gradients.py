@@ -44,12 +44,20 @@ class Gradients:
         yield
 
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients there are, as this rank holds them."""
-        return [p.grad for p in parameters if p.grad is not None]
+        """The gradients there are, as this rank holds them; of sparse ones, the values."""
+        return [_values(p) for p in parameters if p.grad is not None]
 
     def norm(self, parameters: list[torch.Tensor]) -> float:
         """The 2-norm of all gradients, the same on every rank."""
         return float(nn.utils.get_total_norm(self.of(parameters)))
+
+
+def _values(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    if not parameter.grad.is_sparse:
+        return parameter.grad
+    parameter.grad = parameter.grad.coalesce()
+    return parameter.grad._values()  # the memory itself: clipping multiplies it in place
 
 
 class Replicated(Gradients):

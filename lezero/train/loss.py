@@ -11,6 +11,7 @@ What counted units are is in `train/counting.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ def scalar(loss: object, trained: bool = True) -> torch.Tensor:
             "loss: the loss has no gradient: it does not depend on a trainable parameter, or was "
             "detached or computed under torch.no_grad()"
         )
-    return loss
+    return loss.reshape(())
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -84,7 +85,9 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     if isinstance(batch, list):
         if len(batch) != parts:
             raise ConfigError(
-                f"a list of {len(batch)} micro-batches was given, but accumulate={parts}"
+                f"the batch is a list of {len(batch)}, which is taken as that many ready-made "
+                f"micro-batches, but accumulate={parts}. If it is one batch of inputs and labels, "
+                "as a DataLoader gives them, call train_step(tuple(batch))"
             )
         return batch
     if parts == 1:
@@ -106,6 +109,18 @@ def _slice(batch: Batch, begin: int, end: int) -> Batch:
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return _like(batch, [_slice(value, begin, end) for value in batch])
     return batch
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards each of its modules is in the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def in_step(

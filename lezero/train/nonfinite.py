@@ -153,6 +153,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _finite(tensor: Any) -> bool:
     if hasattr(tensor, "to_local"):
         tensor = tensor.detach().to_local()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     return bool(torch.isfinite(tensor.detach()).all())

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -177,6 +178,20 @@ def losses_of(stage):
     own = slice(groups.rank() * share, (groups.rank() + 1) * share)
     found = [engine.train_step({"x": x[own], "labels": y[own]}) for x, y in rows]
     return [(r.loss, r.tokens) for r in found], engine.count.shifted
+
+
+@pytest.mark.parametrize(
+    "returned", [0.5, -8, None, float("nan"), float("inf"), "8", torch.ones(2)]
+)
+def test_a_function_counts_in_whole_numbers(returned):
+    with pytest.raises(ConfigError, match=r"^counted: the function returned .*whole number from 0"):
+        Counter(lambda batch: returned)({})
+
+
+def test_what_a_function_counted_becomes_an_int():
+    for returned in (8, 8.0, torch.tensor(8), np.int64(8)):
+        count = Counter(lambda batch, given=returned: given)({})
+        assert (type(count), count) == (int, 8)
 
 
 def test_ranks_ask_together_at_every_stage(ranks):

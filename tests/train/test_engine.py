@@ -348,3 +348,18 @@ def test_nothing_to_train_and_no_batch():
         Engine(model, optimizer)
     with pytest.raises(ConfigError, match="no tensor with a batch dim"):
         make().train_step(None)
+
+
+def test_what_the_user_put_into_evaluation_mode_stays_in_it():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).eval()
+    engine = Engine(
+        model, AdamW(model, lr=1e-2), loss=lambda model, x: model(x).mean(), precision="fp32"
+    )
+    engine.train_step(torch.ones(3, 2))
+    assert all(module.training for module in model.modules())
+    model[1].eval()
+    for use in (engine.train_step, lambda batch: engine.evaluate([batch])):
+        mean = model[1].running_mean.clone()
+        use(torch.randn(3, 2))
+        assert [module.training for module in model] == [True, False, True]
+        assert torch.equal(model[1].running_mean, mean)

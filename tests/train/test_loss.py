@@ -35,6 +35,11 @@ def test_a_tensor_that_is_not_one_row_a_sample_is_refused_wherever_it_stands(row
     assert split(ready, 2) is ready
 
 
+def test_a_list_that_is_one_batch_is_told_how_to_be_given():
+    with pytest.raises(ConfigError, match=r"a list of 2, .* call train_step\(tuple\(batch\)\)"):
+        split([torch.ones(4, 2), torch.ones(4)], 1)
+
+
 def test_a_model_must_return_a_scalar():
     with pytest.raises(ConfigError, match="the model returned no scalar loss"):
         model_loss(nn.Linear(2, 2), torch.ones(3, 2))
@@ -59,6 +64,13 @@ def step_with(loss, compile="auto"):
 def test_a_loss_function_that_breaks_the_contract_is_told_so(returned, message, compile):
     with pytest.raises(ConfigError, match=f"^loss: {message}"):
         step_with(lambda model, batch: returned(model(batch)), compile)
+
+
+def test_a_loss_of_one_number_may_have_dims():
+    torch.manual_seed(0)
+    plain = step_with(lambda model, batch: model(batch).mean(), "off")
+    torch.manual_seed(0)
+    assert step_with(lambda model, batch: model(batch).mean()[None, None], "off").loss == plain.loss
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), AssertionError(), NotImplementedError()])
