@@ -30,41 +30,24 @@ def generate(
         Path | None, typer.Option(help="Where the answers go, a line each; - without it.")
     ] = None,
     weights: Annotated[
-        str, typer.Option(help="With --input: auto, fp32, bf16, int8 or int4.")
+        str, typer.Option(help="auto, fp32, bf16, int8 or int4; auto is fp32 for one prompt.")
     ] = "auto",
-    kv: Annotated[
-        str, typer.Option(help="With --input: keys and values in bf16 or int8, or auto.")
-    ] = "auto",
+    kv: Annotated[str, typer.Option(help="Keys and values in bf16 or int8, or auto.")] = "auto",
     draft: Annotated[
-        str | None, typer.Option(help="With --input: a smaller model that guesses next tokens.")
+        str | None, typer.Option(help="A smaller model that guesses next tokens.")
     ] = None,
 ) -> None:
     """Continue a prompt with a trained model, token by token; or answer a file of prompts."""
+    from lezero.jobs import answer
+
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if input is not None:
-        from lezero.jobs.answer import answer_file
-
-        params = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        answer.refuse("an input file", prompt=prompt or None)
         most = {} if tokens is None else {"max_tokens": tokens}
-        answer_file(model, input, output, weights, kv, {**params, **most}, draft)
+        answer.answer_file(model, input, output, weights, kv, {**sampling, **most}, draft)
         return
-    _refuse_without_input(output=output, weights=weights, kv=kv, draft=draft)
-    from lezero.train.writer import open_writer
-
-    writer = open_writer(model)
-    for piece in writer.write(
-        prompt, tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-    ):
+    answer.refuse("one prompt, which is written to the terminal", output=output)
+    for piece in answer.continued(model, prompt, tokens, sampling, weights, kv, draft):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
-
-
-def _refuse_without_input(**given: object) -> None:
-    from lezero.core.errors import ConfigError
-
-    for name, value in given.items():
-        if value not in (None, "auto"):
-            raise ConfigError(
-                f"{name}: got {value}, which is for --input; one prompt is continued in fp32 "
-                "without the engine, so leave it out, or give a file of one line"
-            )

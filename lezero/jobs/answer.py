@@ -1,4 +1,4 @@
-"""Answers to a file of prompts (`lz generate MODEL --input FILE`)."""
+"""One prompt that is continued, or answers to a file of them (`lz generate`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,52 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from lezero.core.errors import FileError
+from lezero.core.errors import ConfigError, FileError, NumericsError
+from lezero.serve.foreign import is_foreign
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams
+from lezero.train.writer import TOKENS, open_writer
+
+Speculate = Literal["off", "draft"]
+
+
+def continued(
+    model: str,
+    prompt: str,
+    tokens: int | None,
+    sampling: dict[str, Any],
+    weights: Any = "auto",
+    kv: Any = "auto",
+    draft: str | None = None,
+) -> Iterator[str]:
+    """The prompt, then pieces of its continuation as they come.
+
+    Plain generation in fp32; the engine where weights, kv or a draft are given, and for models that
+    transformers' code runs. tokens: most new ones; without it 128, or what there is room for.
+    """
+    if (weights, kv, draft) == ("auto", "auto", None) and not is_foreign(model):
+        yield from open_writer(model).write(prompt, tokens, **sampling)
+        return
+    if tokens is not None and tokens < 1:
+        raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
+    params = SamplingParams.parse(sampling)
+    speculate: Speculate = "off" if draft is None else "draft"
+    llm = LLM(model, weights=weights, kv=kv, max_requests=1, speculate=speculate, draft=draft)
+    given = llm.request(prompt, params).prompt
+    most = tokens or max(1, min(TOKENS, llm.room - len(given)))
+    yield prompt
+    for piece in llm.stream(given, params.model_copy(update={"max_tokens": most})):
+        if piece.error is not None:
+            raise NumericsError(piece.error)
+        yield piece.text
+
+
+def refuse(what: str, **given: object) -> None:
+    """Raises `ConfigError` for an option that was given and has no meaning."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name}: got {value}, which has no meaning for {what}; leave it out")
 
 
 def answer_file(
@@ -32,7 +74,7 @@ def answer_file(
     """
     asked = SamplingParams.parse(params)
     _check(source, target)
-    speculate: Literal["off", "draft"] = "off" if draft is None else "draft"
+    speculate: Speculate = "off" if draft is None else "draft"
     with _opened(source, target) as (given, found):
         llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft)
         forecast = llm.forecast

@@ -15,7 +15,8 @@ from lezero.core.errors import ConfigError
 from lezero.hub.opened import open_model
 from lezero.models import Transformer, generate_stream, gguf_tokenizer, stop_tokens
 
-_TOKENS = 128
+TOKENS = 128
+"""New ones where nobody says how many."""
 
 
 class Coder(Protocol):
@@ -55,7 +56,7 @@ class Writer:
         if not start:
             raise ConfigError("prompt: it is empty and the tokenizer has no token to start from")
         if tokens is None:
-            tokens = max(1, min(_TOKENS, self.model.config.longest - len(start)))
+            tokens = max(1, min(TOKENS, self.model.config.longest - len(start)))
         new: list[int] = []
         shown = ""
         stream = generate_stream(self.model, start, tokens, stop=self.stop, **sampling)

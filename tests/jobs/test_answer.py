@@ -1,15 +1,18 @@
-"""`lz generate --input`: a file of prompts, with a draft model."""
+"""`lz generate`: one prompt through the engine, and a file of prompts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lezero.cli.main import main
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import save_hf
+from lezero.serve.llm import LLM
+from lezero.serve.sampling import SamplingParams
 from tests.serve.models import small
 
 
@@ -73,11 +76,52 @@ def test_files_are_opened_before_the_model(
     assert "weights" not in error
 
 
-def test_options_of_files_are_refused_with_a_prompt(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["--weights", "int8"], {"weights": "int8"}),
+        (["--weights", "bf16", "--kv", "int8"], {"weights": "bf16", "kv": "int8"}),
+        (["--draft", "FOLDER"], {}),
+    ],
+)
+def test_one_prompt_is_continued_by_the_engine_where_its_options_are_given(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    options: dict[str, Any],
 ) -> None:
-    assert main(["generate", str(folder), "-p", "abc", "--weights", "int8"]) == 2
-    assert "weights: got int8, which is for --input" in capsys.readouterr().err
+    given = [str(folder) if word == "FOLDER" else word for word in words]
+    assert main(["generate", str(folder), "-p", "abc", "-n", "9", *given]) == 0
+    params = SamplingParams(max_tokens=9, temperature=0.8, top_k=50, seed=0)
+    expected = LLM(folder, **options).generate("abc", params)[0].text
+    assert capsys.readouterr().out == f"abc{expected}\n"
+    assert main(["generate", str(folder), "-p", "x" * 400, *given]) == 0
+    assert len(capsys.readouterr().out) > 400
+    assert main(["generate", str(folder), "-p", "abc", "-n", "0", *given]) == 2
+    assert "tokens: got 0" in capsys.readouterr().err
+
+
+def test_one_prompt_is_continued_by_transformers_where_it_must(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 257, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = transformers.GPT2Config(**shape, bos_token_id=256, eos_token_id=256)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    bytes_tokenizer().save(tmp_path)
+    assert main(["generate", str(tmp_path), "-p", "abc", "-n", "3"]) == 0
+    assert capsys.readouterr().out.startswith("abc")
+
+
+def test_options_without_a_meaning_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "abc"}\n')
+    assert main(["generate", str(folder), "-p", "abc", "--output", "x"]) == 2
+    assert "output: got x, which has no meaning for one prompt" in capsys.readouterr().err
+    assert main(["generate", str(folder), "-p", "abc", "--input", str(source)]) == 2
+    assert "prompt: got abc, which has no meaning for an input file" in capsys.readouterr().err
 
 
 def test_a_draft_is_told_how_it_is_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
