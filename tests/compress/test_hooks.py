@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import lezero as lz
 from lezero.compress.quantize.modules import quantized_layers
@@ -75,6 +76,65 @@ def test_what_hangs_on_a_layer_stays_there(tmp_path: Path) -> None:
         lz.dequantize_(model)
         assert difference(model(X), wanted) < 0.02
     assert list(model.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_frozen_layers_come_back_frozen(trains: bool) -> None:
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64)).requires_grad_(trains)
+    lz.quantize_(model, lz.Int8Weight(bias_correction=True), data=X, objective="size")
+    lz.dequantize_(model)
+    parameters = list(model.parameters())
+    assert len(parameters) == 4
+    assert all(parameter.requires_grad is trains for parameter in parameters)
+
+
+@pytest.mark.parametrize("shape", [(64,), (2, 3, 64), (1, 64)])
+def test_inputs_of_any_dims_are_taken(shape: tuple[int, ...]) -> None:
+    model, x = pair(), torch.randn(shape)
+    wanted = model(x)
+    lz.quantize_(model, lz.Int8WeightActivation(), data=x, objective="size")
+    found = model(x.requires_grad_())
+    found.sum().backward()
+    assert difference(found.detach(), wanted.detach()) < 0.03
+
+
+@pytest.mark.parametrize("unbatched", [0, 1, 2])
+def test_images_need_no_batch(unbatched: int) -> None:
+    model, x = (
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)),
+        torch.randn(3, 9, 9),
+    )
+    with torch.no_grad():
+        wanted = model(x)
+        data = [x if index < unbatched else x[None] for index in range(2)]
+        scheme = lz.Int8WeightActivation(bias_correction=True)
+        lz.quantize_(model, scheme, data=data, objective="size")
+        assert model(x).shape == wanted.shape
+        assert difference(model(x), wanted) < 0.03
+        assert torch.equal(model(x), model(x[None])[0])
+
+
+def test_batches_of_a_data_loader_are_lists() -> None:
+    pairs = TensorDataset(X, torch.randn(16, 3))
+    wanted = pair()
+    with pytest.raises(lz.ConfigError, match="does not take batch 0"):
+        lz.quantize_(wanted, lz.Int8Weight(), data=DataLoader(pairs, 4), objective="size")
+    lz.quantize_(
+        wanted, lz.Int8Weight(), data=DataLoader(TensorDataset(X), 4), objective="size", budget=0.1
+    )
+
+
+def test_an_encoder_with_a_padding_mask() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 64)
+    mask = torch.arange(5) >= torch.tensor([[3], [5]])
+    batch = {"src": x, "src_key_padding_mask": mask}
+    with torch.no_grad():
+        wanted = model(**batch)
+        lz.quantize_(model, lz.Int8Weight(), data=[batch], objective="size")
+        assert difference(model(**batch)[~mask], wanted[~mask]) < 0.02
+    assert model.use_nested_tensor
 
 
 class InPlace(nn.Module):

@@ -111,6 +111,13 @@ def test_folders_are_replaced_only_where_they_are_ours(copied: Path, tmp_path: P
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine", "q"]
 
 
+def test_a_type_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    model = lz.quantize_(small(), lz.Int8Weight(), objective="size").double()
+    with pytest.raises(lz.ConfigError, match=r"decodes to torch.float64.*call model.float"):
+        save_quantized(model, tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+
+
 def test_every_flipped_bit_and_cut_is_found(copied: Path) -> None:
     for name in ("manifest.json", "tensors-00000.safetensors"):
         path = copied / name

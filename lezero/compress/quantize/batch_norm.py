@@ -108,7 +108,8 @@ def _fold(conv: Any, norm: Any, journal: Journal) -> tuple[Tensor, nn.Parameter 
     shift = 0.0 if norm.bias is None else norm.bias.float()
     width = [1] * (conv.weight.dim() - 1)
     conv.weight.data = (conv.weight.float() * factor.view(-1, *width)).to(conv.weight.dtype)
-    conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype))
+    trains = (conv.weight if conv.bias is None else conv.bias).requires_grad
+    conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype), trains)
     norm.__class__ = FoldedBatchNorm
     for name in ("_parameters", "_buffers"):
         norm.__dict__[name] = {}

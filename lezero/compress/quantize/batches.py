@@ -20,13 +20,14 @@ def read_batches(data: Any) -> list[Batch]:
     """`data` as batches, each checked.
 
     A tensor, a tuple of arguments or a mapping of keyword arguments is one batch; any other
-    iterable gives batches of these kinds. Raises `ConfigError` for anything else, and where there
+    iterable gives batches of these kinds, where a list of arguments (a `DataLoader`'s) counts as a
+    tuple. Raises `ConfigError` for anything else, and where there
     is nothing in it.
     """
     if _is_batch(data):
         batches = [data]
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes):
-        batches = list(data)
+        batches = [tuple(batch) if isinstance(batch, list) else batch for batch in data]
     else:
         raise ConfigError(f"data: got {type(data).__name__}, allowed are batches: {_ALLOWED}")
     if not batches:
@@ -43,7 +44,7 @@ def read_batches(data: Any) -> list[Batch]:
     return batches
 
 
-_ALLOWED = "a tensor, a tuple of arguments or a mapping of keyword arguments"
+_ALLOWED = "a tensor, a tuple or list of arguments, or a mapping of keyword arguments"
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -109,14 +110,19 @@ def _leaves(output: Any) -> Iterator[Any]:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no KV cache, random state untouched; all put back afterwards."""
+    """Eval mode, no gradients, no KV cache, no nested tensors, random state untouched; all put back
+    afterwards."""
     flags = [(part, part.training) for part in model.modules()]
     # Parts have configs of their own (a decoder has a copy). With a cache a block run twice would
     # see its own keys of the first time.
     configs = {id(c): c for part in model.modules() if (c := getattr(part, "config", None))}
     cached = [(c, c.use_cache) for c in configs.values() if hasattr(c, "use_cache")]
+    # Quantized layers take no nested tensors, so they are compared with what is computed without.
+    nested: list[Any] = [m for m in model.modules() if getattr(m, "use_nested_tensor", False)]
     model.eval()
     try:
+        for part in nested:
+            part.use_nested_tensor = False
         for config, _ in cached:
             config.use_cache = False
         # What is made here may be trained around later, whatever mode the caller is in.
@@ -125,6 +131,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
     finally:
         for config, before in cached:
             config.use_cache = before
+        for part in nested:
+            part.use_nested_tensor = True
         for part, training in flags:
             part.training = training
 

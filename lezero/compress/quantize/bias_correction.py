@@ -30,4 +30,5 @@ def corrected_bias(
         error_N = (weight.float() - quantized.weight.decode(torch.float32)) @ inputs.mean
     before = torch.zeros_like(error_N) if bias is None else bias.float()
     kind = weight.dtype if bias is None else bias.dtype
-    return nn.Parameter((before + error_N).to(kind))
+    trains = quantized.trains if bias is None else bias.requires_grad
+    return nn.Parameter((before + error_N).to(kind), trains)

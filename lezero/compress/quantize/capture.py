@@ -64,7 +64,8 @@ class Capture:
                 self.inputs[user.name] = known
             if known is shared:
                 return
-            known.add(x)
+            unbatched = image and x.dim() < len(user.module.get_parameter("weight").shape)
+            known.add(x[None] if unbatched else x)
             self._seen.append((x, version, known))
 
         return before

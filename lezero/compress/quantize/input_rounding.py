@@ -136,7 +136,7 @@ def _set_bits(layers: Sequence[object], bits: int) -> None:
 def _cost(exact: Tensor, rounded: Tensor) -> float:
     """c of two outputs (…, N); tokens that give nothing but zeros do not count."""
     total, count = 0.0, 0
-    y_MN, y8_MN = exact.flatten(0, -2), rounded.flatten(0, -2)
+    y_MN, y8_MN = (y.reshape(-1, y.shape[-1]) for y in (exact, rounded))
     rows = max(1, _AT_ONCE // max(1, y_MN.shape[1]))
     for one, two in zip(y_MN.split(rows), y8_MN.split(rows), strict=True):
         size = one.float().square().sum(1)

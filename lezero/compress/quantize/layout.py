@@ -24,7 +24,7 @@ from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
-from lezero.core.errors import FileError
+from lezero.core.errors import ConfigError, FileError
 from lezero.ops.quantize import Grid
 
 _KINDS = {"linear": QuantizedLinear, "embedding": QuantizedEmbedding, "conv": QuantizedConv}
@@ -53,6 +53,11 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
         if not isinstance(module, QuantizedLayer):
             continue
         weight = module.weight
+        if weight.dtype not in names:
+            raise ConfigError(
+                f"'{name}' decodes to {weight.dtype}, which no file holds; allowed are float32, "
+                "bfloat16 and float16: call model.float() first"
+            )
         owner = first.setdefault(id(weight), name)
         found[name] = {
             "kind": next(kind for kind, made in _KINDS.items() if type(module) is made),

@@ -32,12 +32,14 @@ _QUANTIZED = {"_parameters": ("bias",), "_buffers": SCALES, "_modules": ("weight
 
 
 class QuantizedLayer(nn.Module):
-    """Base of the quantized layers. `float_class`: what the layer was."""
+    """Base of the quantized layers. `float_class`: what the layer was; `trains`: whether its weight
+    took gradients."""
 
     weight: QuantizedWeight
     bias: nn.Parameter | None
     input_scale: Tensor | None
     float_class: type[nn.Module]
+    trains: bool
 
     def __init__(
         self,
@@ -48,6 +50,7 @@ class QuantizedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.float_class = type(was)
+        self.trains = was.get_parameter("weight").requires_grad
         self.weight = weight
         self.register_parameter("bias", bias)
         self.register_buffer("input_scale", input_scale)
@@ -69,7 +72,7 @@ class QuantizedLayer(nn.Module):
         for kind, names in _QUANTIZED.items():
             own[kind] = _others(self, kind, names)
         own["_parameters"] = {"weight": weight, **bias, **own["_parameters"]}
-        for name in ("float_class", "x_bits"):
+        for name in ("float_class", "trains", "x_bits"):
             own.pop(name, None)
 
     @property
@@ -150,6 +153,8 @@ class QuantizedConv(QuantizedLayer):
             setattr(self, name, getattr(was, name))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dim() == len(self.weight.full_shape) - 1:
+            return self.forward(x[None])[0]
         places: dict[str, Any] = {
             name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
         }

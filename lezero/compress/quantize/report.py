@@ -46,7 +46,8 @@ class QuantizationReport:
 
     bytes: of all parameters and buffers. quality: what `metric` gave, or without one the relative
     error of the model's outputs on the first batch (`metric_name` says which; before: 0). seconds:
-    of the whole model on the first batch.
+    of the whole model on the first batch. left_over: weights that are in no layer which can be
+    quantized, by class and parameter.
     """
 
     layers: list[LayerReport] = field(default_factory=list)
@@ -58,6 +59,7 @@ class QuantizationReport:
     seconds_before: float | None = None
     seconds_after: float | None = None
     notes: list[str] = field(default_factory=list)
+    left_over: dict[str, int] = field(default_factory=dict)
     decisions: Decisions = field(default_factory=Decisions)
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +72,13 @@ class QuantizationReport:
             },
             "layers": [asdict(layer) for layer in self.layers],
         }
+
+    def undone(self, note: str) -> None:
+        """The model is as it was; `note` says why, where the layers do not."""
+        self.bytes_after, self.seconds_after = self.bytes_before, self.seconds_before
+        if self.quality_after is not None:
+            self.quality_after = self.quality_before
+        self.notes = [note] if note else []
 
     def worst(self, count: int = 5) -> list[LayerReport]:
         """The quantized layers with the largest errors."""
@@ -99,6 +108,7 @@ class QuantizationReport:
         ratio = self.bytes_after / max(1, self.bytes_before)
         before, after = units.size(self.bytes_before), units.size(self.bytes_after)
         lines.append(f"size: {before} → {after} ({ratio:.2f} of it)")
+        lines += self._left_over()
         if self.quality_after is not None:
             was = "" if self.quality_before is None else f"{units.number(self.quality_before)} → "
             lines.append(f"{self.metric_name}: {was}{units.number(self.quality_after)}")
@@ -107,6 +117,16 @@ class QuantizationReport:
             times = f"{units.span(self.seconds_before)} → {units.span(self.seconds_after)}"
             lines.append(f"one batch: {times} ({speedup:.2f} times as fast)")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _left_over(self) -> list[str]:
+        """A line when what cannot be quantized is more than a hundredth of all."""
+        left = sum(self.left_over.values())
+        share = left / max(1, left + sum(layer.weights for layer in self.layers))
+        if share < 0.01:
+            return []
+        largest = sorted(self.left_over.items(), key=lambda item: -item[1])[:5]
+        named = ", ".join(f"{name} {units.count(weights)}" for name, weights in largest)
+        return [f"in no layer that can be quantized: {units.percent(share)} of weights ({named})"]
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:

@@ -116,12 +116,30 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
         raise ConfigError(
             "lz.quantize_: no layer fits"
             + (" the filter" if filter is not None else "")
-            + f"; the model's layers are {', '.join(found) or 'none'}, and what can be "
-            "quantized is Linear, Embedding, Conv1d, Conv2d and Conv1D, of floating-point weights"
+            + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
+            f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
+            "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16"
         )
     for site in sites:
         _check(site)
     return sites
+
+
+def left_over(model: nn.Module, sites: list[Site]) -> dict[str, int]:
+    """What no site holds: "Class.parameter" → weights, of parameters of two dims and more."""
+    held = {id(site.parameter) for site in sites}
+    found: dict[str, int] = defaultdict(int)
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() > 1 and id(parameter) not in held:
+                held.add(id(parameter))
+                found[f"{type(module).__name__}.{key}"] += parameter.numel()
+    return dict(found)
+
+
+def _dtypes(model: nn.Module) -> str:
+    found = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}
+    return ", ".join(sorted(found)) or "none"
 
 
 def _fits(parameter: nn.Parameter, kinds: set[tuple[Kind, str]]) -> bool:

@@ -24,7 +24,7 @@ from lezero.compress.quantize.modules import QuantizedLayer, quantized_layers
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
-from lezero.compress.quantize.sites import Filter, Site, find_sites
+from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.work import Work
 from lezero.core import device, ledger
@@ -81,9 +81,12 @@ def quantize_(
     """
     _check(model, config, objective, metric, budget, data)
     batches = None if data is None else read_batches(data)
-    targets = _targets(config, find_sites(model, filter), batches is not None)
+    sites = find_sites(model, filter)
+    targets = _targets(config, sites, batches is not None)
     _check_optimizer(optimizer, targets)
     report = QuantizationReport(decisions=decisions if decisions is not None else Decisions())
+    if filter is None:
+        report.left_over = left_over(model, sites)
     _all_or_nothing(Request(model, config, targets, batches, objective, metric, budget, report))
     return model
 
@@ -113,7 +116,7 @@ def dequantize_(model: Model) -> Model:
 @torch.no_grad()
 def _parameter(layer: QuantizedLayer) -> nn.Parameter:
     weight = layer.weight.decode()
-    return nn.Parameter(weight.T.contiguous() if layer.transposed else weight)
+    return nn.Parameter(weight.T.contiguous() if layer.transposed else weight, layer.trains)
 
 
 def _all_or_nothing(request: Request) -> None:
@@ -122,30 +125,31 @@ def _all_or_nothing(request: Request) -> None:
     with quiet(model), Spill() as spill:
         journal = Journal(spill)
         try:
-            _quantize(request, journal, spill)
+            slower = _quantize(request, journal, spill)
         except BaseException:
             journal.undo()
             raise
-        if quantized_layers(model):
+        if quantized_layers(model) and not slower:
             ledger.record(model, "quantize_")
         else:
             journal.undo()
+            request.report.undone(slower)
         model.__dict__[REPORT] = request.report
 
 
-def _quantize(request: Request, journal: Journal, spill: Spill) -> None:
+def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
+    """Does it; why it should be undone all the same, or nothing."""
     model, batches, metric = request.model, request.batches, request.metric
     report = request.report
     spill.need(sum({id(s): s.nbytes for s, _ in request.targets.values()}.values()), "quantizing")
     report.bytes_before = _bytes(model)
-    runs = _RUNS if request.objective == "speed" else 1  # else it is only reported
     seen = False  # whether errors of the outputs can be measured
     if batches is not None:
         outputs = tensors_of(first_call(model, batches[0]))
         seen = bool(outputs)
         spill.put("outputs", outputs)
         del outputs
-        report.seconds_before = _seconds(model, batches[0], runs)
+        report.seconds_before = _seconds(model, batches[0])
     if request.budget is not None and metric is None and not seen:
         raise ConfigError(
             "budget: the model's outputs hold no floating-point tensor to compare; give metric="
@@ -166,21 +170,18 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> None:
         report.quality_after = measure()
         check_budget(request, measure, journal, rescaled=work.rescaled)
     if batches is not None:
-        report.seconds_after = _seconds(model, batches[0], runs)
-        if request.objective == "speed":
-            _check_whole(model, batches[0], report, journal)
+        report.seconds_after = _seconds(model, batches[0])
+        if request.objective == "speed" and quantized_layers(model):
+            return _slower(model, batches[0], report)
+    return ""
 
 
-def _check_whole(
-    model: nn.Module, batch: Batch, report: QuantizationReport, journal: Journal
-) -> None:
-    """Undoes everything where the model as a whole has become slower."""
+def _slower(model: nn.Module, batch: Batch, report: QuantizationReport) -> str:
+    """What to say where the model as a whole has become slower."""
     assert report.seconds_before is not None
     assert report.seconds_after is not None
-    if not quantized_layers(model):
-        return
     if report.seconds_after > report.seconds_before * (1 + _WHOLE_MARGIN):
-        report.seconds_after = min(report.seconds_after, _seconds(model, batch, _RUNS))
+        report.seconds_after = min(report.seconds_after, _seconds(model, batch))
     before, after = report.seconds_before, report.seconds_after
     topic, forms = "quantize the model", ("as it was", "quantized")
     chosen = report.decisions.choose(
@@ -188,14 +189,12 @@ def _check_whole(
         {forms[0]: lambda: before * (1 + _WHOLE_MARGIN), forms[1]: lambda: after},
         why="one batch, before (and the spread of two runs) and after",
     )
-    if chosen == forms[0]:
-        journal.undo()
-        report.bytes_after = _bytes(model)
-        report.quality_after, report.seconds_after = report.quality_before, before
-        report.notes.append(
-            "the model as a whole was not faster, so every layer is as it was; what is above was "
-            "measured of the layers by themselves"
-        )
+    if chosen != forms[0]:
+        return ""
+    return (
+        "the model as a whole was not faster, so every layer is as it was; what is above was "
+        "measured of the layers by themselves"
+    )
 
 
 def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tuple[Site, Target]]:
@@ -300,10 +299,10 @@ def _bytes(model: nn.Module) -> int:
     return sum(x.nbytes for x in tensors.values())
 
 
-def _seconds(model: nn.Module, batch: Batch, runs: int) -> float:
+def _seconds(model: nn.Module, batch: Batch) -> float:
     """The best of some runs on one batch."""
     best = float("inf")
-    for turn in range(runs):
+    for turn in range(_RUNS):
         device.synchronize()
         began = time.perf_counter()
         call(model, batch)

@@ -272,7 +272,9 @@ def _differentiate_int(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:
-    return None if ctx.bias is None else grad.flatten(0, -2).float().sum(0).to(ctx.bias)
+    return (
+        None if ctx.bias is None else grad.reshape(-1, grad.shape[-1]).float().sum(0).to(ctx.bias)
+    )
 
 
 _library.impl("linear_bf16", _bf16, "CompositeExplicitAutograd")
