@@ -266,10 +266,17 @@ def _converted(folder: Path) -> Any:
         what = f"the tokenizer {folder} (it has no tokenizer.json)"
         raise need_extra("hf", "transformers", what) from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileError(f"tokenizer {folder}: no tokenizer that can be read ({first})") from None
+    if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
+        # for some types of models transformers makes one of special tokens where there is no file
+        raise FileError(
+            f"tokenizer {folder}: the folder holds no tokenizer; copy the files of the model's "
+            "(tokenizer.json, tokenizer_config.json) into it"
+        )
+    return found
 
 
 def _library(what: str) -> Any:

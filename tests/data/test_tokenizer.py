@@ -111,6 +111,14 @@ def test_bad_folders_are_explained(tmp_path):
         load_tokenizer(tmp_path / "empty")
 
 
+def test_a_model_folder_without_a_tokenizer_is_told_so(tmp_path):
+    pytest.importorskip("transformers")
+    for kind in ("qwen2", "bert"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(FileError, match="the folder holds no tokenizer; copy"):
+            load_tokenizer(tmp_path)
+
+
 def test_truncation_in_a_tokenizer_file_is_not_applied(tmp_path):
     trained().save(tmp_path)
     path = tmp_path / "tokenizer.json"
