@@ -39,7 +39,7 @@ class SamplingParams(Config):
     """Equal seeds give equal tokens; none: the request's number is the seed."""
     stop: tuple[StopString, ...] = Field(default=(), max_length=16)
     """The text ends before the first of these."""
-    stop_token_ids: tuple[TokenId, ...] = ()
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
     """Tokens that end the answer, besides the model's own."""
     ignore_eos: bool = False
     """Go on after the model's own end tokens."""
