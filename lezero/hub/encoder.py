@@ -29,13 +29,15 @@ _STAGES = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True)
 class EncoderFolder:
-    """How the texts of an encoder become vectors. longest: tokens of a text at most."""
+    """How the texts of an encoder become vectors. longest: tokens of a text at most. prompt: what
+    is put before a text."""
 
     path: Path
     pooling: Pooling
     normalize: bool
     longest: int
     is_quantized: bool
+    prompt: str = ""
 
 
 def is_encoder(place: str | Path) -> bool:
@@ -52,7 +54,7 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
     """
     root = Path(place)
     config = bert_config(read_json(root / "config.json"), str(root / "config.json"))
-    longest, pooling, normalize = config.context, "mean", True
+    longest, pooling, normalize, prompt = config.context, "mean", True, _prompt(root)
     if (root / "sentence_bert_config.json").is_file():
         given = read_json(root / "sentence_bert_config.json").get("max_seq_length")
         if isinstance(given, int) and given > 2:
@@ -61,8 +63,9 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
         stages = _stages(root / "modules.json")
         normalize = "Normalize" in stages
         if "Pooling" in stages:
-            pooling = _pooling(root / stages["Pooling"] / "config.json")
-    return EncoderFolder(root, pooling, normalize, longest, is_quantized_folder(root))  # type: ignore[arg-type]
+            pooling = _pooling(root / stages["Pooling"] / "config.json", prompt)
+    quantized = is_quantized_folder(root)
+    return EncoderFolder(root, pooling, normalize, longest, quantized, prompt)  # type: ignore[arg-type]
 
 
 def open_encoder(folder: EncoderFolder, dtype: torch.dtype | None = None) -> Bert:
@@ -99,9 +102,24 @@ def _stages(path: Path) -> dict[str, str]:
     return stages
 
 
-def _pooling(path: Path) -> Pooling:
+def _prompt(root: Path) -> str:
+    """The prompt that sentence-transformers puts before a text where its user names none."""
+    path = root / "config_sentence_transformers.json"
+    settings = read_json(path) if path.is_file() else {}
+    name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
+    if name is None:
+        return ""
+    found = prompts.get(name) if isinstance(prompts, dict) else None
+    if not isinstance(found, str):
+        raise FileError(f"{path}: default_prompt_name {name!r} is none of its prompts")
+    return found
+
+
+def _pooling(path: Path, prompt: str) -> Pooling:
     data = read_json(path)
     chosen = [name for name in data if name.startswith("pooling_mode_") and data[name] is True]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS:
         raise FileError(f"{path}: {chosen or 'no pooling'}; built are {', '.join(_POOLINGS)}")
+    if prompt and data.get("include_prompt") is False:
+        raise FileError(f"{path}: include_prompt false is not built, and texts have a prompt")
     return _POOLINGS[chosen[0]]

@@ -12,6 +12,7 @@ from torch import nn
 import lezero as lz
 from lezero.core.errors import FileError
 from lezero.hub.encoder import describe_encoder, is_encoder, open_encoder
+from lezero.serve.batching.encoder import SentenceEncoder
 from tests.serve.server.batch_running import tiny_encoder
 
 
@@ -26,6 +27,23 @@ def test_it_reads_what_sentence_transformers_wrote(tmp_path: Path) -> None:
     stages = json.loads((cls / "modules.json").read_text())[:2]
     (cls / "modules.json").write_text(json.dumps(stages))
     assert not describe_encoder(cls).normalize
+
+
+def test_the_prompt_that_sentence_transformers_puts_before_texts(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    plain = SentenceEncoder(folder, "fp32")
+    for name, prompt in ((None, ""), ("query", "hello ")):
+        settings = {"prompts": {"query": "hello "}, "default_prompt_name": name}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+        found = SentenceEncoder(folder, "fp32").tokens("world")
+        assert found == plain.tokens(prompt + "world")
+        assert len(found) == len(plain.tokens("world")) + len(prompt.split())
+    pooling = {"pooling_mode_mean_tokens": True, "include_prompt": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    with pytest.raises(FileError, match="include_prompt"):
+        describe_encoder(folder)
+    (folder / "config_sentence_transformers.json").unlink()
+    assert describe_encoder(folder).prompt == ""
 
 
 def test_a_plain_folder_is_pooled_by_the_mean_and_normalised(tmp_path: Path) -> None:
@@ -45,6 +63,7 @@ def test_a_plain_folder_is_pooled_by_the_mean_and_normalised(tmp_path: Path) -> 
         ("modules.json", [3], "not built"),
         ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
         ("1_Pooling/config.json", {}, "no pooling"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "none of its"),
     ],
 )
 def test_what_is_not_built_is_refused(

@@ -70,8 +70,8 @@ class SentenceEncoder(BatchedModel):
         )
 
     def tokens(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the model expects around it."""
-        return list(self._tokenizer.encode(text).ids)
+        """Tokens of a text, with the folder's prompt and those that the model expects around it."""
+        return list(self._tokenizer.encode(self.folder.prompt + text).ids)
 
     def check(self, tokens: Sequence[int]) -> None:
         """Raises `ConfigError` for tokens that the model does not take."""
