@@ -16,7 +16,7 @@ from lezero.compress.quantize import (
 )
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
-from lezero.data import EvalLoader, TokenizerConfig, prepare
+from lezero.data import EvalLoader, Rows, TokenizerConfig, prepare
 from lezero.hub.opened import open_model
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
@@ -104,9 +104,19 @@ def _rows(
         )
     if found.validation is None:
         raise ConfigError("data.validation: nothing is held out, so perplexity cannot be measured")
-    steps = -(-config.calibration_rows // config.batch)
-    calibration = EvalLoader(found.train, config.batch, limit=steps)
-    held = EvalLoader(
-        found.validation, config.batch, limit=-(-config.validation_rows // config.batch)
-    )
-    return [batch["tokens"] for batch in calibration], list(held)
+    calibration = _first(found.train, config.calibration_rows, config.batch)
+    held = _first(found.validation, config.validation_rows, config.batch)
+    return [batch["tokens"] for batch in calibration], held
+
+
+def _first(rows: Rows, count: int, batch: int) -> list[dict[str, Tensor]]:
+    """The first `count` rows or what there is, in batches; the last may be smaller, since a loader
+    fills it up with rows that would calibrate too."""
+    left = min(count, len(rows))
+    made: list[dict[str, Tensor]] = []
+    for full in EvalLoader(rows, min(batch, max(1, left))):
+        if not left:
+            break
+        made.append({name: part[:left] for name, part in full.items()})
+        left -= len(made[-1]["tokens"])
+    return made

@@ -47,7 +47,7 @@ class CompressConfig(Config):
     data: DataConfig = DataConfig(train=("python-docs",))
     """Text for calibration; its held-out part measures perplexity. Tokens are the model's own."""
     calibration_rows: int = Field(default=64, ge=0)
-    """Rows of training text that calibrate; 0: none."""
+    """Rows of training text that calibrate, or what there is; 0: none."""
     validation_rows: int = Field(default=32, ge=1)
     """Held-out rows that measure perplexity."""
     batch: int = Field(default=8, ge=1)
@@ -57,9 +57,17 @@ class CompressConfig(Config):
     budget: float | None = Field(default=None, ge=0)
     """How much perplexity may grow, as a fraction; more is an error and nothing is written."""
     filter: tuple[str, ...] | None = None
-    """Patterns of layer names that are taken; all without it."""
+    """A pattern of layer names that are taken ("*.mlp.*"), or some; all without it."""
     layout: Literal["lezero", "compressed-tensors"] = "lezero"
     """lezero: what LeZero loads, bit for bit; compressed-tensors: for other servers."""
+
+    @field_validator("filter", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        value = (value,) if isinstance(value, str) else value
+        if value is not None and not value:
+            raise ValueError("no pattern in it; leave it out, and all layers are taken")
+        return value
 
     @field_validator("scheme", mode="before")
     @classmethod

@@ -129,3 +129,31 @@ def test_what_cannot_be_done_is_said_first(name: str, place: Path, tmp_path: Pat
     with pytest.raises(lz.LeZeroError, match=said):
         compress(CompressConfig.parse({**settings(place, tmp_path), **_filled(change, place)}))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("batch", [1, 3, 100_000])
+def test_only_rows_of_the_text_calibrate_and_measure(
+    batch: int, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def looks(model: Any, scheme: Any, *, data: Any, metric: Any, **_: Any) -> None:
+        seen.update(data=data, held=metric(model))
+        raise lz.NumericsError("enough")
+
+    monkeypatch.setattr("lezero.jobs.compress.quantize_", looks)
+    monkeypatch.setattr("lezero.jobs.compress.perplexity", lambda model, held: held)
+    for rows in (8, 10_000):
+        config = settings(place, tmp_path, batch=batch, calibration_rows=rows, filter="*mlp*")
+        with pytest.raises(lz.NumericsError, match="enough"):
+            compress(CompressConfig.parse(config))
+        given = torch.cat(seen["data"])
+        assert len(given) == 8 if rows == 8 else 8 < len(given) < 1000
+        assert int((given == given[0]).all(1).sum()) == 1  # a loader fills up with the first
+        assert max(len(part) for part in seen["data"]) <= batch
+        assert sum(len(part["tokens"]) for part in seen["held"]) == 8
+
+
+def test_a_filter_without_patterns_is_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(lz.ConfigError, match=r"filter: .*no pattern in it"):
+        CompressConfig.parse(settings(place, tmp_path, filter=[]))
