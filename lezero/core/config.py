@@ -98,8 +98,8 @@ def _reason(cls: type[BaseModel], item: Any) -> str:
     if len(shown) > 80:
         shown = shown[:77] + "..."
     message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
-    if kind == "value_error":
-        return f"{message} (got {shown})"
+    if kind == "value_error":  # one about a whole section names the fields that it is about
+        return message if isinstance(value, Mapping) else f"{message} (got {shown})"
     return f"got {shown}, allowed is {message}"
 
 

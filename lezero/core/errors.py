@@ -28,7 +28,7 @@ class Problem:
         self.path, self.value, self.reason = path, value, reason
 
     def __str__(self) -> str:
-        return f"{'.'.join(map(str, self.path)) or '(top level)'}: {self.reason}"
+        return f"{'.'.join(map(str, self.path))}: {self.reason}" if self.path else self.reason
 
 
 class MissingExtraError(LeZeroError, ImportError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ from types import FrameType
 from typing import Any, Self
 
 import psutil
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lezero.core import groups
 from lezero.core.config import Config
@@ -46,7 +47,7 @@ class LaunchConfig(Config):
 
     ranks: int = Field(1, ge=1, le=4096)
     """Processes on this machine."""
-    nodes: str = Field("1", pattern=r"^[1-9]\d*(:[1-9]\d*)?$")
+    nodes: str = "1"
     """Machines: a number, or "least:most" for a job that may grow and shrink."""
     address: str = ""
     """The machine where the launchers meet (its name or address); needed with several machines."""
@@ -69,14 +70,19 @@ class LaunchConfig(Config):
     debug: bool = False
     """Shows whole tracebacks and torch elastic's own messages."""
 
+    @field_validator("nodes")
+    @classmethod
+    def _some_machines(cls, value: str) -> str:
+        found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", value)
+        if not found or int(found[1]) > int(found[2] or found[1]):
+            raise ValueError("allowed is a number of machines, or least:most, as in 1:4")
+        return value
+
     @model_validator(mode="after")
     def _machines_can_meet(self) -> Self:
-        least, most = self.node_range()
-        if least > most:
-            raise ValueError(f"nodes: at least {least} and at most {most} machines cannot be")
-        if most > 1 and not (self.address and self.port):
+        if self.node_range()[1] > 1 and not (self.address and self.port):
             raise ValueError(
-                "several machines need the address and port where they meet: "
+                f"nodes: {self.nodes} machines need the address and port where they meet: "
                 "give --address and --port, the same on each"
             )
         return self
@@ -164,6 +170,11 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
     if any(True for _ in entry_points(group="console_scripts", name=entry)):
         return ["entry", entry, *rest]
     if shutil.which(name) is None:
+        if " " in name and shutil.which(name.split()[0]) is not None:
+            raise ConfigError(
+                f"{name!r}: no such program; give a program and its arguments as words of their "
+                f"own, without the quotes around all of them: lz launch -n 2 {name}"
+            )
         if name.endswith((".yaml", ".yml")):
             raise ConfigError(f"{name}: a config is no program; launch `lz train {name}`")
         raise ConfigError(

@@ -154,7 +154,7 @@ def _is_explained(error: BaseException | None) -> bool:
 
 def _is_final(error: BaseException | None) -> bool:
     """True when starting again cannot help: the program does not load, or the user must act."""
-    if isinstance(error, (SyntaxError, ModuleNotFoundError)):
+    if isinstance(error, (SyntaxError, ImportError)):
         return True
     errors = sys.modules.get("lezero.core.errors")
     return _is_explained(error) and not isinstance(error, errors.DistributedError)  # type: ignore[union-attr]

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,8 @@ from lezero.models import TransformerConfig
 from lezero.models.config import RopeScaling
 from lezero.optim import Schedule
 from lezero.parallel.zero import Zero
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelConfig(Config):
@@ -86,7 +88,7 @@ class TrainConfig(Config):
     """Weights in bf16 with an exact fp32 master each: whole (fp32), or the 16 bits that the weight
     lacks (remainder). Needs the section `zero` and precision bf16."""
     lr: float = Field(3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     """Not applied to norms, biases and embeddings."""
@@ -105,8 +107,6 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError("betas must be at least 0 and below 1")
         if self.masters != "none" and self.precision not in ("auto", "bf16"):
             raise ValueError(f"masters are of bf16 weights, but precision is {self.precision}")
         return self

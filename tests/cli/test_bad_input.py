@@ -48,6 +48,7 @@ def fails(capfd):
         ("model.layers=0", "model.layers: got 0, allowed is greater than or equal to 1"),
         ("train.precision=fp8", "train.precision: got 'fp8', allowed is 'auto', 'fp32', 'bf16'"),
         ("train.betas=[1,2,3]", "train.betas"),
+        ("train.betas=[0.9,1]", "train.betas.1: got 1, allowed is less than 1"),
         ("data.train=[]", "data.train"),
         ("data.tokenizer=letters", "data.tokenizer"),
         ("data=text", "data: got 'text'"),

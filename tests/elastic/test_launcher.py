@@ -225,6 +225,8 @@ def test_refusals_come_before_anything_starts(tmp_path):
         launch(LaunchConfig(), ["no-such-program-here"])
     with pytest.raises(ConfigError, match=r"launch `lz train run\.yaml`"):
         launch(LaunchConfig(), ["run.yaml"])
+    with pytest.raises(ConfigError, match=r"words of their own.*: lz launch -n 2 lz train"):
+        launch(LaunchConfig(), ["lz train run.yaml"])
     with pytest.raises(ConfigError, match="nothing to launch"):
         launch(LaunchConfig(), [])
     with socket.socket() as taken:
@@ -233,6 +235,14 @@ def test_refusals_come_before_anything_starts(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(DistributedError, match=f"port {port} cannot be used"):
             launch(LaunchConfig(port=port), [script])
+
+
+def test_a_program_that_does_not_load_is_not_started_again(tmp_path, capfd):
+    for command in (["-m", "no_such_module_here"], ["-m", "no_such.module"]):
+        assert launch(LaunchConfig(ranks=1), command) == 1
+        said = capfd.readouterr().err
+        assert "no_such" in said
+        assert "restarting" not in said
 
 
 def test_no_interface_is_told_before_anything_starts(tmp_path, monkeypatch):
@@ -252,9 +262,10 @@ def test_a_path_to_an_installed_command_is_that_command():
 def test_config_names_what_is_wrong():
     with pytest.raises(ConfigError, match="ranks"):
         LaunchConfig(ranks=0)
-    with pytest.raises(ConfigError, match="nodes"):
-        LaunchConfig(nodes="two")
-    with pytest.raises(ConfigError, match="--address and --port"):
+    for nodes in ("two", "0", "3:1", "1:"):
+        with pytest.raises(ConfigError, match=rf"^nodes: allowed is .*1:4 \(got '{nodes}'\)$"):
+            LaunchConfig(nodes=nodes)
+    with pytest.raises(ConfigError, match=r"^nodes: 2 machines .* --address and --port[^{]*$"):
         LaunchConfig(nodes="2")
 
 
