@@ -139,6 +139,27 @@ def test_it_opens_in_a_module_of_transformers(tmp_path: Path) -> None:
             )
 
 
+def test_gptq_of_a_model_with_transposed_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=1)
+    wanted = transformers.GPT2LMHeadModel(config).eval()
+    tensors = {n: x for n, x in wanted.state_dict().items() if n != "lm_head.weight"}
+    for name in [n for n in tensors if ".c_" in n and n.endswith(".weight")]:
+        layer = name.removesuffix(".weight")
+        parts, weight = quantized(layer, tensors.pop(name).T, GPTQ)
+        tensors |= parts
+        wanted.get_parameter(name).data.copy_(weight.T)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    described = {**config.to_dict(), "quantization_config": GPTQ}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    found = load_quantized(tmp_path, transformers.GPT2LMHeadModel(config))
+    assert len(quantized_layers(found)) == 4
+    with torch.no_grad():
+        logits = [model(tokens()[0]).logits for model in (found.float(), wanted)]
+    torch.testing.assert_close(*logits, rtol=1e-3, atol=1e-4)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"quant_method": "aqlm"}, "'aqlm' is not read"),
     "bits": ({"bits": 3}, "bits 3; read are 4 and 8"),

@@ -109,12 +109,14 @@ def _layers(model: nn.Module, stored: _Stored, about: Foreign, root: Path) -> di
     modules = dict(model.named_modules())
     for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
         module = modules.get(name)
-        if module is None or kind_of(module) != "linear" or type(module) is not nn.Linear:
+        if module is None or kind_of(module) != "linear":
             raise FileError(f"{root}: '{name}' is quantized, but is no linear layer of the model")
         parts = {part: stored[f"{name}.{part}"][1] for part in _PARTS if f"{name}.{part}" in stored}
-        shape = (module.out_features, module.in_features)
+        held = tuple(module.get_parameter("weight").shape)
+        shape = held[::-1] if type(module).__name__ == "Conv1D" else held
         try:
-            found[name] = read_layer({part: read() for part, read in parts.items()}, shape, about)
+            read = {part: load() for part, load in parts.items()}
+            found[name] = read_layer(read, (shape[0], shape[1]), about)
         except ValueError as error:
             raise FileError(f"{root}: layer '{name}': {error}") from None
     if not found:
