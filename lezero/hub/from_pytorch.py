@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lezero.core.errors import LeZeroError, NumericsError
+from lezero.core.errors import ConfigError, LeZeroError, NumericsError
 from lezero.hub.load import load_into
 from lezero.hub.weights import read_weights
 
@@ -55,10 +55,17 @@ def from_pytorch(
         strict: False lets keys be missing or left over (they are named in a warning); shapes
             must agree all the same, as in torch.
 
-    Errors: `NotAModuleError` (also a `TypeError`); `FileError` for a file that cannot be read,
-    is refused or does not fit the module; `NumericsError` where outputs differ.
+    Errors: `NotAModuleError` (also a `TypeError`); `ConfigError` for a path that is none;
+    `FileError` for a file that cannot be read, is refused or does not fit the module;
+    `NumericsError` where outputs differ.
     """
     _check_module(module)
+    if not isinstance(state_dict_path, str | os.PathLike | None):
+        raise ConfigError(
+            f"state_dict_path: got a {type(state_dict_path).__name__}, allowed is the path of a "
+            ".safetensors, .pt or .pth file; a state dict in memory is loaded by "
+            "module.load_state_dict(...)"
+        )
     loaded: dict[str, Any] | None = None
     if state_dict_path is not None:
         loaded = load_into(module, read_weights(state_dict_path), str(state_dict_path), strict)

@@ -15,6 +15,7 @@ from lezero.core.errors import ConfigError
 from lezero.optim.weights import (
     Masters,
     WeightOptimizer,
+    check_options,
     check_parameters,
     checked_masters,
     listed,
@@ -35,8 +36,8 @@ class AdamW(WeightOptimizer, torch.optim.AdamW):
 
     With masters a step equals that of torch's fused CPU kernel on the fp32 master, bit for bit (but
     see `ops/adamw/reference.py`), and state loads from each of the three into each other.
-    `masters(model)` gives the fp32 values. Raises `ConfigError` when nothing is trainable, and for
-    options of torch that there are not with masters.
+    `masters(model)` gives the fp32 values. Raises `ConfigError` when nothing is trainable, for
+    values out of range, and for options of torch that there are not with masters.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class AdamW(WeightOptimizer, torch.optim.AdamW):
         **options: Any,
     ) -> None:
         self._masters = checked_masters(masters)
+        check_options(lr, betas, eps, weight_decay)
         found = listed(params, weight_decay, "AdamW")
         if masters == "none":
             if options.keys().isdisjoint({"fused", "foreach", "capturable", "differentiable"}):

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lezero.core.errors import ConfigError
 from lezero.optim.weights import (
     Masters,
     WeightOptimizer,
+    check_options,
     check_parameters,
     checked_masters,
     listed,
@@ -45,15 +45,7 @@ class AdamW8bit(WeightOptimizer):
         masters: Masters = "none",
     ) -> None:
         self._masters, self._eight_bit = checked_masters(masters), True
-        for name, value, below in (
-            ("lr", lr, float("inf")),
-            ("betas[0]", betas[0], 1.0),
-            ("betas[1]", betas[1], 1.0),
-            ("eps", eps, float("inf")),
-            ("weight_decay", weight_decay, float("inf")),
-        ):
-            if not 0 <= value < below:
-                raise ConfigError(f"{name}: got {value}, allowed is 0 up to {below}, not included")
+        check_options(lr, betas, eps, weight_decay)
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(listed(params, weight_decay, "AdamW8bit"), options)
         check_parameters(self)

@@ -17,7 +17,9 @@ cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -169,6 +171,27 @@ def checked_masters(masters: str) -> Masters:
             f"masters: got {masters!r}, allowed is {', '.join(map(repr, get_args(Masters)))}"
         )
     return masters  # type: ignore[return-value]
+
+
+def check_options(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
+    """Raises `ConfigError` for the first that is no number in its range; tensors of one number may
+    stand for numbers, as in torch."""
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(f"betas: got {betas!r}, allowed are two numbers, such as (0.9, 0.999)")
+    for name, value, below in (
+        ("lr", lr, math.inf),
+        ("betas[0]", betas[0], 1.0),
+        ("betas[1]", betas[1], 1.0),
+        ("eps", eps, math.inf),
+        ("weight_decay", weight_decay, math.inf),
+    ):
+        single = isinstance(value, torch.Tensor) and value.numel() == 1
+        number = single or (isinstance(value, Real) and not isinstance(value, bool))
+        if not number or not 0 <= value < below:
+            raise ConfigError(
+                f"{name}: got {value!r}, allowed is a number from 0"
+                + (f" and below {below:g}" if below < math.inf else "")
+            )
 
 
 def check_parameters(optimizer: Optimizer) -> None:

@@ -48,22 +48,28 @@ class RunFolder:
 
         `FileError` on every rank when it cannot be written, or another run is at work in it.
         """
-        problem = ""
-        if groups.is_main():
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                write_aside(self.path / ".writable", "")
-                (self.path / ".writable").unlink()
-                if not self._take():
-                    problem = (
-                        f"run: another run is at work in {self.path}; name another folder, or "
-                        "end that one first"
-                    )
-            except OSError as error:
-                problem = f"run: {self.path} cannot be written ({error.strerror or error})"
+        problem = self._problem() if groups.is_main() else ""
         problem = groups.broadcast_object(problem)
         if problem:
             raise FileError(problem)
+
+    def _problem(self) -> str:
+        """Why this run cannot have the folder; empty when it has it now."""
+        try:
+            if self.path.exists() and not self.path.is_dir():
+                return f"run: {self.path} is a file; name a folder, which may be new"
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_aside(self.path / ".writable", "")
+            (self.path / ".writable").unlink()
+            taken = self._take()
+        except OSError as error:
+            return f"run: {self.path} cannot be written ({error.strerror or error})"
+        if taken:
+            return ""
+        return (
+            f"run: another run is at work in {self.path}; name another folder, or end that one "
+            "first"
+        )
 
     def release(self) -> None:
         """Lets other runs use the folder; the end of the process does it too."""

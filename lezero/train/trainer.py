@@ -58,6 +58,13 @@ class Trainer:
                 f"config: got a {type(config).__name__}, allowed is a RunConfig: "
                 "lz.RunConfig.load(path) reads a file, lz.RunConfig.parse(settings) takes a dict"
             )
+        given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+        wrong = [each for each in given if not isinstance(each, Callback) or given is not callbacks]
+        if wrong:
+            raise ConfigError(
+                f"callbacks: got {wrong[0]!r:.80}, allowed is a list of objects whose classes "
+                "derive from lezero.train.Callback"
+            )
         self.config = config
         self.folder = RunFolder(Path(config.run))
         self.log = RunLog(self.folder)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-from lezero.core.errors import FileError, LeZeroError, NumericsError
+from lezero.core.errors import ConfigError, FileError, LeZeroError, NumericsError
 from lezero.hub import from_pytorch
 from lezero.nn import DynamicWeightGenerator
 
@@ -272,6 +272,12 @@ def test_no_plain_module_is_a_clear_type_error(given, message):
     with pytest.raises(TypeError, match=message) as caught:
         from_pytorch(given)
     assert isinstance(caught.value, LeZeroError)
+
+
+@pytest.mark.parametrize("given", [nn.Linear(2, 2).state_dict(), 3])
+def test_what_is_no_path_is_named(given):
+    with pytest.raises(ConfigError, match=f"^state_dict_path: got a {type(given).__name__}, "):
+        from_pytorch(nn.Linear(2, 2), given)
 
 
 def test_a_plain_attribute_called_module_is_no_wrap():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
-from lezero.optim import AdamW, Schedule, decayed_names, parameter_groups
+from lezero.optim import AdamW, AdamW8bit, Schedule, decayed_names, parameter_groups
 
 
 class Model(nn.Module):
@@ -49,6 +49,29 @@ def test_adamw_equals_torch():
             optimizer.step()
     assert mine.defaults["fused"]
     torch.testing.assert_close(a.weight, b.weight)
+
+
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("lr", -1, "lr: got -1, allowed is a number from 0"),
+        ("lr", "3e-4", "lr: got '3e-4', allowed is a number from 0"),
+        ("lr", float("nan"), "lr: got nan"),
+        ("lr", None, "lr: got None"),
+        ("eps", -1e-8, "eps: got -1e-08"),
+        ("weight_decay", -0.1, "weight_decay: got -0.1"),
+        ("betas", (0.9, 1), r"betas\[1\]: got 1, allowed is a number from 0 and below 1"),
+        ("betas", 0.9, "betas: got 0.9, allowed are two numbers"),
+    ],
+)
+def test_options_out_of_range_are_named(make, name, value, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        make(nn.Linear(2, 2), **{name: value})
+
+
+def test_a_learning_rate_may_be_a_tensor():
+    assert AdamW(nn.Linear(2, 2), lr=torch.tensor(0.1)).param_groups[0]["lr"] == 0.1
 
 
 def test_nothing_to_train():

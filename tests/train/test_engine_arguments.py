@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
-from lezero.train import Trainer
+from lezero.train import Callback, RunConfig, Trainer
 from lezero.train.engine import Engine
 
 
@@ -46,3 +46,10 @@ def test_what_is_no_model_optimizer_or_config_is_named():
         Engine(model, None)
     with pytest.raises(ConfigError, match=r"^config: got a str, .*lz\.RunConfig\.load\(path\)"):
         Trainer("run.yaml")
+
+
+def test_what_is_no_callback_is_named(tmp_path):
+    config = RunConfig.parse({"run": str(tmp_path / "run"), "data": {"train": "python-docs"}})
+    for wrong in ([Callback], [object()], [None], None, Callback()):
+        with pytest.raises(ConfigError, match=r"^callbacks: got .*derive from lezero\.train\.Call"):
+            Trainer(config, callbacks=wrong)

@@ -67,3 +67,11 @@ def test_a_prompt_of_bytes_that_are_no_text():
     writer = Writer.__new__(Writer)
     with pytest.raises(ConfigError, match="prompt: holds bytes that are no UTF-8"):
         next(writer.write("\udcff\udcfe"))
+
+
+def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError, match=r"^run: .*/file is a file; name a folder"):
+        RunFolder(tmp_path / "file").create()
+    with pytest.raises(FileError, match=r"^run: .*/file/run cannot be written"):
+        RunFolder(tmp_path / "file" / "run").create()
