@@ -162,13 +162,13 @@ class Runner:
         try:
             found = list(self.model.run(items))
             assert len(found) == len(items), "an answer for each item"
+            return [self._checked(answer) for answer in found]
         except Exception as error:
             self.counts.failed_steps += 1
             _LOG.error("a step of %d items failed", len(items), exc_info=error)
             if len(items) == 1:
                 return [FailedError("the model failed on this request")]
             return [self._alone(item) for item in items]
-        return [self._checked(answer) for answer in found]
 
     def _alone(self, item: Any) -> Any:
         try:

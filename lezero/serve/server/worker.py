@@ -34,8 +34,6 @@ from lezero.serve.server.metrics import Metrics
 
 _LOG = logger("serve")
 _ENDS = "the engine has ended"
-
-
 _TOGETHER_S = 0.02
 _FILLED = 64
 """Tokens of a step, all requests together, from which on products limit it."""
@@ -186,6 +184,15 @@ class Worker:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # a thread begins with as many as there are cores
+        while not self._stopping:
+            try:
+                self._work()
+            except Exception as error:  # not of a step: nobody may wait for ever
+                _LOG.error("the engine's loop failed", exc_info=error)
+                self._break(error)
+                self._send()
+
+    def _work(self) -> None:
         while self._take_orders():
             if self.engine.busy:
                 self._step()
@@ -287,10 +294,14 @@ class Worker:
     def _end_if_broken(self, error: Exception) -> None:
         """Ends all requests where the model does not even take one token any more."""
         if not self._works():
-            self.broken = f"{type(error).__name__}: {error}"
-            scheduler = self.engine.scheduler
-            self._give_up([*scheduler.running, *scheduler.waiting])
-            self._embedder.end(EngineError(_ENDS))
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Ends all requests, and those that come."""
+        self.broken = f"{type(error).__name__}: {error}"
+        scheduler = self.engine.scheduler
+        self._give_up([*scheduler.running, *scheduler.waiting])
+        self._embedder.end(EngineError(_ENDS))
 
     def _give_up(self, requests: Sequence[Request]) -> None:
         for request in list(requests):

@@ -40,6 +40,15 @@ class Doubling(BatchedModel):
         yield [1]
 
 
+class Unsure(Doubling):
+    """Does not even know whether 14 is a number."""
+
+    def is_sound(self, answer: Any) -> bool:
+        if answer == 14:
+            raise TypeError("what is this?")
+        return super().is_sound(answer)
+
+
 class Asked:
     """What one request was told."""
 
@@ -65,6 +74,10 @@ def model() -> Doubling:
 
 @pytest.fixture
 def runner(model: Doubling) -> Iterator[Runner]:
+    yield from running(model)
+
+
+def running(model: Doubling) -> Iterator[Runner]:
     batcher = Batcher(Curve([(1, 0.001)]), target_s=60.0, waiting=5, plan=Plan(3))
     made = Runner(model, batcher)
     made.start()
@@ -80,6 +93,14 @@ def test_answers_come_whole_and_in_order(runner: Runner, model: Doubling) -> Non
     assert runner.counts.items == 8
     assert len(runner.counts.latencies) == 3
     assert max(map(len, model.steps)) <= 3
+
+
+def test_an_answer_that_cannot_be_judged_harms_no_other() -> None:
+    for runner in running(Unsure()):
+        asked = [Asked(runner, number) for number in (7, 2)]
+        assert isinstance(asked[0].wait(), FailedError)
+        assert asked[1].wait() == [4]
+        assert Asked(runner, 3).wait() == [6]
 
 
 def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:

@@ -143,6 +143,19 @@ def test_an_engine_that_always_fails_is_not_healthy(caplog) -> None:
         assert client.complete("x").status == 503
 
 
+def test_a_loop_that_fails_tells_those_who_wait(monkeypatch, caplog) -> None:
+    with serving(poisoned_llm()) as client:
+
+        def fails() -> bool:
+            raise KeyError("a bug")
+
+        monkeypatch.setattr(client.server.worker, "_is_time", fails)
+        assert client.complete([1, 2], max_tokens=4).status == 500
+        assert client.ask("/health").status == 503
+        assert client.complete([1, 2], max_tokens=4).status == 503
+    assert "the engine's loop failed" in caplog.text
+
+
 def test_a_text_that_fails_harms_no_other(caplog) -> None:
     llm = poisoned_llm()
     assert llm.coder is not None
