@@ -123,7 +123,8 @@ class InferModule(BatchedModel):
         other = {n: x * 2 if x.is_floating_point() else x for n, x in other.items()}
         alone, beside = self.run([row])[0], self.run([row, other])[0]
         for name, x in alone.items():
-            if not torch.allclose(x.double(), beside[name].double(), 1e-2, 1e-3, equal_nan=True):
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            if not torch.allclose(x.to(wide), beside[name].to(wide), 1e-2, 1e-3, equal_nan=True):
                 raise ConfigError(
                     f"module: the rows of {name} depend on each other (batch statistics, or "
                     "attention over the batch), so requests cannot share a step"
@@ -181,14 +182,14 @@ def _check_forms(example: Row, largest: Row) -> None:
 
 def _outputs(found: Any) -> Row:
     if isinstance(found, Tensor):
-        return {"output": found}
-    if isinstance(found, Mapping):
+        named = {"output": found}
+    elif isinstance(found, Mapping):
         named = {str(k): x for k, x in found.items()}
     elif isinstance(found, list | tuple):
         named = {f"output_{i}": x for i, x in enumerate(found)}
     else:
         named = {}
     kept = {name: x for name, x in named.items() if isinstance(x, Tensor)}
-    if not kept:
-        raise ConfigError(f"module: gives a {type(found).__name__}, allowed are tensors")
+    if not kept or any(x.layout is not torch.strided for x in kept.values()):
+        raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
     return kept

@@ -59,6 +59,8 @@ def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:
         return save({name: x.contiguous() for name, x in found.items()})
     if any(x.is_complex() for x in found.values()):
         raise _not_in_json("complex numbers", "not_real")
+    # Some operations lack numbers of 8 bits; Python's are of 64 anyway.
+    found = {name: x.double() if x.is_floating_point() else x for name, x in found.items()}
     if not all(bool(x.isfinite().all()) for x in found.values()):
         raise _not_in_json("infinite values", "not_finite")
     return as_json({"outputs": {name: x.tolist() for name, x in found.items()}})

@@ -121,3 +121,12 @@ def test_a_factory_lies_in_the_working_folder_and_its_errors_are_told(
     with pytest.raises(ConfigError, match="cannot be imported"):
         module_of("a_users_typo:make")
     sys.modules.pop("a_users_model")
+
+
+def test_sparse_answers_are_refused() -> None:
+    class Sparse(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.to_sparse()
+
+    with pytest.raises(ConfigError, match="gives a Tensor, allowed are dense tensors"):
+        InferModule(Sparse(), torch.ones(1, 4))

@@ -223,6 +223,17 @@ def test_complex_answers_are_no_json() -> None:
         assert torch.equal(load(found.body)["output"], torch.ones(4, dtype=torch.complex64))
 
 
+class _Eight(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.float8_e4m3fn)
+
+
+def test_answers_of_8_bits() -> None:
+    with serving_batches(InferModule(_Eight(), torch.zeros(1, 4)), Plan(4)) as client:
+        found = client.ask("/v1/infer", {"inputs": [1, 0.5, 0, -2]})
+        assert found.json == {"outputs": {"output": [1, 0.5, 0, -2]}}
+
+
 def test_broken_safetensors_are_refused(infer) -> None:
     good = save({"input": torch.zeros(2, 4)})
     for body in (
