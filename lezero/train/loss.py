@@ -12,8 +12,9 @@ What counted units are is in `train/counting.py`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def _slice(batch: Batch, begin: int, end: int) -> Batch:
     if isinstance(batch, torch.Tensor):
         return batch[begin:end] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return {key: _slice(value, begin, end) for key, value in batch.items()}
+        return _like_mapping(batch, {k: _slice(v, begin, end) for k, v in batch.items()})
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return _like(batch, [_slice(value, begin, end) for value in batch])
     return batch
@@ -158,7 +159,7 @@ def to_device(batch: Batch, place: torch.device) -> Batch:
     if isinstance(batch, torch.Tensor):
         return batch.to(place, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, place) for key, value in batch.items()}
+        return _like_mapping(batch, {key: to_device(value, place) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
         return _like(batch, [to_device(value, place) for value in batch])
     return batch
@@ -167,3 +168,12 @@ def to_device(batch: Batch, place: torch.device) -> Batch:
 def _like(batch: Any, values: list[Any]) -> Any:
     """`values` in a sequence of the batch's own type; a named tuple takes them one by one."""
     return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
+
+
+def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """`values` in a mapping of the batch's own type, which may give them as attributes too."""
+    if type(batch) is dict or not isinstance(batch, MutableMapping):
+        return values
+    made = copy.copy(batch)
+    made.update(values)
+    return made

@@ -115,8 +115,9 @@ class RunFolder:
         model.eval()
         for prompt in config.samples if config.sample_tokens else ():
             tokens = tokenizer.encode(prompt)[-max(1, model.config.longest // 2) :]
+            tokens = tokens or [tokenizer.eos]  # an empty prompt: as at the beginning of a text
             room = min(config.sample_tokens, model.config.longest - len(tokens))
-            if tokens and room > 0:
+            if room > 0:
                 new = generate(model, tokens, room, temperature=0.8, top_k=50)[0]
                 samples.append({"prompt": prompt, "text": tokenizer.decode(new)})
         if groups.is_main():  # the others are here where a forward pass needs every rank

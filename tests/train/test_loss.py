@@ -1,6 +1,8 @@
 """How a batch is cut, and what a model must return."""
 
+from collections import UserDict
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.optim import AdamW
 from lezero.train.engine import Engine
-from lezero.train.loss import model_loss, split
+from lezero.train.loss import model_loss, split, to_device
 
 
 def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
@@ -20,6 +22,23 @@ def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
     assert torch.equal(torch.cat([part["pair"][0] for part in parts]), batch["x"])
     assert [part["scale"].item() for part in parts] == [2.0, 2.0, 2.0]
     assert [part["pair"][1] for part in parts] == ["text"] * 3
+
+
+class Fields(UserDict):
+    """A mapping with attributes, as the BatchEncoding of transformers."""
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+def test_a_mapping_keeps_its_type():
+    batch = Fields(x=torch.arange(6), text="text")
+    first, second = split(batch, 2)
+    assert torch.equal(to_device(first, torch.device("cpu")).x, torch.arange(3))
+    assert torch.equal(to_device(second, torch.device("cpu")).x, torch.arange(3, 6))
+    assert torch.equal(batch.x, torch.arange(6))
+    frozen = MappingProxyType({"x": torch.arange(6)})
+    assert torch.equal(split(frozen, 2)[1]["x"], torch.arange(3, 6))
 
 
 @pytest.mark.parametrize("rows", [4, 40])

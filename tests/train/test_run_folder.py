@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,10 @@ import sys
 import pytest
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.models import Transformer, TransformerConfig
 from lezero.train import run_folder
+from lezero.train.config import ReportConfig
 from lezero.train.run_folder import RunFolder, write_aside
 from lezero.train.writer import Writer
 
@@ -75,3 +79,11 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
         RunFolder(tmp_path / "file").create()
     with pytest.raises(FileError, match=r"^run: .*/file/run cannot be written"):
         RunFolder(tmp_path / "file" / "run").create()
+
+
+def test_every_prompt_of_the_config_gets_its_sample(tmp_path):
+    model = Transformer(TransformerConfig(vocab=257, dim=8, layers=1, heads=1, context=16))
+    config = ReportConfig(samples=("", "The ", "longer than the model reads"), sample_tokens=3)
+    RunFolder(tmp_path).write_samples(model, bytes_tokenizer(), config)
+    samples = json.loads((tmp_path / "sample.json").read_text())
+    assert [sample["prompt"] for sample in samples] == list(config.samples)
