@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from lezero.core.errors import ConfigError, FileError, NumericsError
-from lezero.serve.foreign import is_foreign
+from lezero.hub.foreign import is_foreign
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams

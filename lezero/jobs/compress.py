@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lezero.compress.quantize import (
     QuantizationReport,
@@ -17,6 +20,7 @@ from lezero.compress.quantize import (
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.data import EvalLoader, Rows, TokenizerConfig, prepare
+from lezero.hub.foreign import is_foreign, load_foreign
 from lezero.hub.opened import open_model
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
@@ -47,10 +51,7 @@ def compress(config: CompressConfig) -> Compressed:
     """
     _check_out(config)
     with tempfile.TemporaryDirectory(prefix="lezero-compress-") as aside:
-        model, folder = open_model(config.model)
-        if folder is None:
-            folder = Path(aside)
-            gguf_tokenizer(config.model, save_to=str(folder))
+        model, folder = _open(config, Path(aside))
         calibration, held = _rows(config, model, folder)
         quantize_(
             model,
@@ -58,7 +59,7 @@ def compress(config: CompressConfig) -> Compressed:
             data=calibration or None,
             filter=config.filter,
             objective=config.objective,
-            metric=lambda made: perplexity(made, held),
+            metric=lambda made: perplexity(_logits_of(made), held),
             budget=config.budget,
         )
         report = quantization_report(model)
@@ -74,6 +75,37 @@ def compress(config: CompressConfig) -> Compressed:
         return Compressed(saved, report, before, after)
 
 
+def _open(config: CompressConfig, aside: Path) -> tuple[nn.Module, Path]:
+    """The model, and the folder that holds its tokenizer."""
+    if is_foreign(config.model):
+        if config.layout != "lezero":
+            raise ConfigError(
+                f"layout: got {config.layout!r}, allowed is 'lezero' for {config.model}: the other "
+                "is written of models that lezero.models has"
+            )
+        return load_foreign(config.model), Path(config.model)
+    model, folder = open_model(config.model)
+    if folder is None:
+        folder = aside
+        gguf_tokenizer(config.model, save_to=str(folder))
+    return model, folder
+
+
+def _logits_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    if isinstance(model, Transformer):
+        return model
+    return lambda tokens: model(tokens).logits
+
+
+def _limits(model: nn.Module) -> tuple[int, int]:
+    """How many tokens its texts may have, and how many it knows."""
+    if isinstance(model, Transformer):
+        return model.config.longest, model.config.vocab
+    foreign: Any = model
+    about = foreign.config.get_text_config()
+    return int(getattr(about, "max_position_embeddings", None) or sys.maxsize), about.vocab_size
+
+
 def _check_out(config: CompressConfig) -> None:
     out, model = Path(config.out), Path(config.model)
     if not model.exists():
@@ -85,22 +117,23 @@ def _check_out(config: CompressConfig) -> None:
 
 
 def _rows(
-    config: CompressConfig, model: Transformer, folder: Path
+    config: CompressConfig, model: nn.Module, folder: Path
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Calibration batches (B, T) and held-out batches, in the model's own tokens."""
     data = config.data
     if "tokenizer" not in data.model_fields_set:
         data = data.model_copy(update={"tokenizer": TokenizerConfig(folder=str(folder))})
-    if data.sequence > model.config.longest:
+    longest, vocab = _limits(model)
+    if data.sequence > longest:
         raise ConfigError(
             f"data.sequence: got {data.sequence}, which is more than the model's context of "
-            f"{model.config.longest}"
+            f"{longest}"
         )
     found = prepare(data)
-    if found.tokenizer.vocab_size > model.config.vocab:
+    if found.tokenizer.vocab_size > vocab:
         raise ConfigError(
             f"data.tokenizer: it has {found.tokenizer.vocab_size} tokens, the model only "
-            f"{model.config.vocab}; leave it out, and the model's own is used"
+            f"{vocab}; leave it out, and the model's own is used"
         )
     if found.validation is None:
         raise ConfigError("data.validation: nothing is held out, so perplexity cannot be measured")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lezero.train import next_token_loss
+from lezero.train.loss import token_cross_entropy
 
 
 @torch.no_grad()
-def perplexity(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> float:
-    """exp of the mean loss of a token over `batches` of tokens and targets (B, T)."""
+def perplexity(model: Callable[[Tensor], Tensor], batches: Iterable[Mapping[str, Tensor]]) -> float:
+    """exp of the mean loss of a token over `batches` of tokens and targets (B, T); `model` gives
+    logits (B, T, V)."""
     total, count = 0.0, 0
     for batch in batches:
         tokens = int((batch["targets"] >= 0).sum())
-        total += float(next_token_loss(model, batch)) * tokens
+        total += float(token_cross_entropy(model(batch["tokens"]), batch["targets"])) * tokens
         count += tokens
     return math.exp(min(total / max(1, count), 80.0))

@@ -12,16 +12,14 @@ sequence, and begun anew where a sequence begins; tokens that were refused are c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lezero.compress.quantize import is_quantized_folder
-from lezero.core.errors import ConfigError, FileError, need_extra
-from lezero.models.hf_config import SUPPORTED, from_hf
-from lezero.models.huggingface import read_json, weight_files
+from lezero.core.errors import ConfigError, FileError
+from lezero.hub.foreign import load_foreign
+from lezero.models.hf_config import SUPPORTED
 from lezero.serve.program import Fed, Program
 
 _BLOCK = 16
@@ -32,81 +30,20 @@ _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32
 _PROBE = (0, 1, 2, 1)
 
 
-def is_foreign(place: str) -> bool:
-    """Whether this is a Hugging Face folder of a type that `lezero.models` does not have, or of a
-    form of one that it cannot express, as other angles or layers of different attention."""
-    path = Path(place)
-    if not (path / "config.json").is_file() or is_quantized_folder(path):
-        return False
-    data = read_json(path / "config.json")
-    if data.get("model_type") not in SUPPORTED:
-        return True
-    if data.get("quantization_config") is not None:
-        return False  # the reader of plain weights says what opens it
-    try:
-        from_hf(data)
-    except FileError:
-        return True
-    return False
-
-
 def open_foreign(place: str, weights: str) -> TransformersProgram:
-    """The model in a Hugging Face folder, from safetensors, with the code of transformers alone.
+    """The model in a Hugging Face folder, with the code of transformers alone.
 
-    Raises `FileError` for what is no causal language model, or is damaged; `ConfigError` for
-    weights other than bf16 and fp32; `MissingExtraError` without transformers.
+    Raises what `load_foreign` does; `FileError` for a model that this engine cannot run;
+    `ConfigError` for weights other than bf16 and fp32.
     """
     if weights not in _DTYPES:
         raise ConfigError(
             f"weights: got {weights!r}, allowed are {', '.join(_DTYPES)} for {place}, which LeZero "
             f"has no kernels for; it has them for {', '.join(SUPPORTED)} in their usual forms"
         )
-    path = Path(place)
-    weight_files(path)  # never pickle
-    try:
-        import transformers
-    except ImportError as error:
-        raise need_extra("hf", "transformers", f"{place}: this type of model") from error
-    safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    try:
-        config = transformers.AutoConfig.from_pretrained(place, **safe)
-    except (OSError, ValueError, KeyError) as error:
-        raise FileError(f"{path / 'config.json'}: transformers does not know it: {error}") from None
-    _refuse_what_is_not_causal(config, place)
-    try:
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            *(place,),
-            **safe,
-            config=config,
-            dtype=_DTYPES[weights],
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
-        raise FileError(f"{place}: transformers cannot load it: {error}") from None
-    model, info = loaded
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:4])
-        raise FileError(f"{place}: {len(info['missing_keys'])} weights are missing: {missing}")
-    program = TransformersProgram(model)
+    program = TransformersProgram(load_foreign(place, _DTYPES[weights]))
     program.try_out(place)
     return program
-
-
-def _refuse_what_is_not_causal(config: Any, place: str) -> None:
-    from transformers.models.auto import modeling_auto as auto
-
-    kind = config.model_type
-    wanted = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    bidirectional = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
-        config, "is_decoder", False
-    )
-    named = getattr(config, "architectures", None) or []
-    if wanted is None or bidirectional or config.is_encoder_decoder or wanted not in named:
-        raise FileError(
-            f"{place}: model_type {kind!r} with architectures {named} is no causal language model, "
-            "which could continue a text"
-        )
 
 
 class TransformersProgram(Program):

@@ -11,12 +11,13 @@ from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quanti
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core import device
 from lezero.core.errors import ConfigError
+from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
 from lezero.models import Transformer
 from lezero.ops.decoder import native
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
-from lezero.serve.foreign import is_foreign, open_foreign
+from lezero.serve.foreign import open_foreign
 from lezero.serve.fused import FusedProgram, shape_of
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Program

@@ -16,6 +16,7 @@ from lezero.data.tokenizer import bytes_tokenizer
 from lezero.jobs.compress import compress
 from lezero.jobs.compress_config import CompressConfig
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
+from lezero.nn.meta import parameters_on_meta
 from tests.leaks import own_cache
 from tests.train.runs import TEXT
 
@@ -129,6 +130,38 @@ def test_what_cannot_be_done_is_said_first(name: str, place: Path, tmp_path: Pat
     with pytest.raises(lz.LeZeroError, match=said):
         compress(CompressConfig.parse({**settings(place, tmp_path), **_filled(change, place)}))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Mixtral"])
+def test_models_of_transformers_are_compressed_too(kind: str, place: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shapes = {
+        "GPT2": {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64},
+        "Mixtral": {
+            **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+            **{"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 2},
+        },
+    }
+    shape = {**shapes[kind], "vocab_size": 257, "bos_token_id": 0, "eos_token_id": 1}
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    bytes_tokenizer().save(tmp_path / "model")
+    given = settings(place, tmp_path, model=str(tmp_path / "model"))
+    done = compress(CompressConfig.parse(given))
+    assert done.perplexity_after == pytest.approx(done.perplexity_before, rel=0.05)
+    assert ("in no layer that can be quantized" in str(done)) == (kind == "Mixtral")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    with parameters_on_meta():
+        empty = transformers.AutoModelForCausalLM.from_config(config)
+    made = lz.load_quantized(tmp_path / "out", empty)
+    text = torch.tensor([list(TEXT.encode()[:32])])
+    with torch.no_grad():
+        wanted, found = model(text).logits, made(text).logits
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.2
+    other = {**given, "out": str(tmp_path / "other"), "layout": "compressed-tensors"}
+    with pytest.raises(lz.ConfigError, match="layout: got 'compressed-tensors'"):
+        compress(CompressConfig.parse(other))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100_000])
