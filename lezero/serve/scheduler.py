@@ -140,8 +140,12 @@ class Scheduler:
             del request.logprobs[len(request.answer) :]
 
     def make_room(self, blocks: int) -> None:
-        """Preempts requests, the last in turn first, until so many blocks are free or none runs."""
-        while self.pool.free_count < blocks and self.running:
+        """Preempts requests, the last in turn first, until so many blocks are free; none where it
+        would be in vain, since others than requests hold too many."""
+        held = {block for request in self.running for block in request.blocks}
+        if self.pool.free_count + len(held) < blocks:
+            return
+        while self.pool.free_count < blocks:
             self._preempt(Step(0), self.running[-1])
 
     def schedule(self) -> Step:

@@ -44,6 +44,25 @@ def test_decodes_come_first_and_prompts_fill_the_rest_in_chunks() -> None:
     assert run(plan) == [("a", 5, 1), ("b", 20, 1), ("c", 9, 1)]
 
 
+def test_nobody_makes_room_in_vain() -> None:
+    plan = scheduler(blocks=6)
+    beginning = [9] * 4
+    plan.add(request("a", [*beginning, 1]))
+    plan.add(request("b", [*beginning, 2]))
+    run(plan)
+    run(plan)
+    assert [r.blocks[0] for r in plan.running] == [plan.running[0].blocks[0]] * 2  # 3 in all
+    others = plan.pool.allocate(2)
+    plan.make_room(5)
+    assert len(plan.running) == 2
+    plan.make_room(2)
+    assert [r.id for r in plan.running] == ["a"]
+    plan.make_room(4)
+    assert not plan.running
+    plan.pool.release(others)
+    plan.check()
+
+
 def test_priority_comes_before_arrival() -> None:
     plan = scheduler(room=4, requests=4)
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -5)):
