@@ -225,6 +225,28 @@ def test_batch_norms_too_are_folded_only_where_every_batch_agrees() -> None:
                 assert difference(made(batch), model(batch)) < 0.05
 
 
+class Shares(nn.Module):
+    """Another convolution, which the calibration data does not reach, has the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(3, 8, 3)
+        self.last = nn.Conv2d(8, 8, 1)
+        self.other.weight = self.conv.weight
+        self.norm.running_var.fill_(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.conv(x))) if x.min() >= 0 else self.other(x)
+
+
+def test_a_convolution_that_shares_its_weight_takes_no_batch_norm() -> None:
+    model, x = Shares().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), x)
+        assert not isinstance(made.norm, FoldedBatchNorm)
+        assert difference(made(-x), model(-x)) < 0.02
+
+
 @dataclass
 class Held:
     """What torch's pytree does not look into."""

@@ -137,6 +137,34 @@ def test_an_encoder_with_a_padding_mask() -> None:
     assert model.use_nested_tensor
 
 
+class Counts(nn.Module):
+    """Counts its calls in a buffer, and keeps its last input in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("budget", [None, 0.0])
+def test_buffers_are_what_they_were(budget: float | None) -> None:
+    model = Counts()
+    last = model.last
+    try:
+        lz.quantize_(model, lz.Int8Weight(), data=X, objective="size", budget=budget)
+    except lz.NumericsError:
+        assert budget == 0.0
+    assert bool(quantized_layers(model)) == (budget is None)
+    assert int(model.calls) == 0
+    assert model.last is last
+
+
 class InPlace(nn.Module):
     """Two layers are given one tensor, which is written to in between."""
 

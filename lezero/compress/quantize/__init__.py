@@ -4,9 +4,9 @@
 `scheme`. What a layer becomes: `modules` and `weights`. How it goes: `sites` finds the layers,
 `work` goes through them, `replay` and `capture` bring the calibration data to each block,
 `methods` and `observers` find codes and ranges, `scaling` and `folds` move difficulty between
-layers, `input_rounding`, `speed`, `budget` and `report` judge, `journal` and `spill` undo. Files:
-`layout` describes the layers, `saved` (with `forms`) writes and reads them, `imported` (with
-`foreign` and `ordered`) reads GPTQ and AWQ, `exported` writes compressed-tensors.
+layers, `input_rounding`, `speed`, `budget` and `report` judge, `journal`, `buffers` and `spill`
+undo. Files: `layout` describes the layers, `saved` (with `forms`) writes and reads them, `imported`
+(with `foreign` and `ordered`) reads GPTQ and AWQ, `exported` writes compressed-tensors.
 """
 
 from lezero.compress.quantize.floats import Fp8, Nf4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,9 +23,16 @@ class FoldedBatchNorm(nn.Identity):
 
 
 def fold_batch_norms_(
-    model: nn.Module, batches: list[Batch], journal: Journal, spill: Spill
+    model: nn.Module,
+    batches: list[Batch],
+    private: Collection[int],
+    journal: Journal,
+    spill: Spill,
 ) -> list[tuple[str, str]]:
     """Folds every batch norm that alone reads a convolution's outputs; their names, in pairs.
+
+    private: ids of the parameters that are in one place of the model only; a convolution that
+    shares one with another keeps it.
 
     In eval mode a batch norm multiplies each channel by a = γ / √(σ² + ε) and adds β - a μ (Jacob
     et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
@@ -33,7 +41,11 @@ def fold_batch_norms_(
     outputs of all batches stay.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    pairs = _pairs(model, batches[0])
+    pairs = [
+        (conv, norm)
+        for conv, norm in _pairs(model, batches[0])
+        if all(id(parameter) in private for parameter in conv.parameters())
+    ]
     for index, batch in enumerate(batches if pairs else []):
         spill.put(("before folding", index), comparable(first_call(model, batch, index)))
 

@@ -18,6 +18,7 @@ from lezero.compress.quantize.batches import (
     tensors_of,
 )
 from lezero.compress.quantize.budget import check_budget, output_difference
+from lezero.compress.quantize.buffers import kept_buffers
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer, quantized_layers
@@ -122,7 +123,7 @@ def _parameter(layer: QuantizedLayer) -> nn.Parameter:
 def _all_or_nothing(request: Request) -> None:
     """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
     model = request.model
-    with quiet(model), Spill() as spill:
+    with quiet(model), Spill() as spill, kept_buffers(model, spill):
         journal = Journal(spill)
         try:
             slower = _quantize(request, journal, spill)

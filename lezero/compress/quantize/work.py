@@ -67,7 +67,9 @@ class Work:
                 self._finish(site, target, {})
             return
         if self.recipe.fold_batch_norm:
-            folded = fold_batch_norms_(self.model, self.batches, self.journal, self.spill)
+            folded = fold_batch_norms_(
+                self.model, self.batches, self.private, self.journal, self.spill
+            )
             if folded:
                 self.report.notes.append(
                     f"{len(folded)} batch norms are part of the convolutions before them now"
