@@ -99,6 +99,18 @@ def test_a_bad_field_is_named(field, value):
         lz.Int4Weight(**{field: value})
 
 
+def test_what_is_no_module_is_named(tmp_path):
+    for call in (
+        lambda x: lz.quantize_(x, lz.Int8Weight()),
+        lz.dequantize_,
+        lz.quantization_report,
+        lambda x: lz.save_quantized(x, tmp_path / "q"),
+        lambda x: lz.load_quantized(tmp_path, x),
+    ):
+        with pytest.raises(lz.ConfigError, match=r"lz\.\w+: got a dict, allowed is a torch.nn.Mod"):
+            call({})
+
+
 def test_orders_that_cannot_work():
     model = small()
     optimizer = torch.optim.AdamW(model.parameters())

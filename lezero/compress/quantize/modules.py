@@ -22,6 +22,7 @@ from lezero.compress.quantize.weights import (
     QuantizedWeight,
     keeping_types,
 )
+from lezero.core.errors import ConfigError
 from lezero.ops.linear import conv_int8
 
 # What the float layer and the quantized one have of their own. All else on a module stays: hooks,
@@ -172,6 +173,12 @@ class QuantizedConv(QuantizedLayer):
         return f"{self.weight.full_shape}, stride={self.stride}, int8 activations={static}"
 
 
+def check_module(model: object, what: str) -> None:
+    """`ConfigError` where `what` got no module."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{what}: got a {type(model).__name__}, allowed is a torch.nn.Module")
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Every quantized layer of `model` by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
@@ -185,5 +192,6 @@ __all__ = [
     "QuantizedLayer",
     "QuantizedLinear",
     "QuantizedWeight",
+    "check_module",
     "quantized_layers",
 ]

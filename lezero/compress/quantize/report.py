@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lezero.compress.quantize.modules import check_module
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.report import units
@@ -131,6 +132,7 @@ class QuantizationReport:
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
     """The report of the `lz.quantize_` that `model` went through; `OrderError` if it did not."""
+    check_module(model, "lz.quantization_report")
     found = model.__dict__.get(REPORT)
     if found is None:
         raise OrderError("this model has no quantization report; call lz.quantize_ on it first")

@@ -23,7 +23,7 @@ from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
 from lezero.compress.quantize.imported import import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
-from lezero.compress.quantize.modules import SCALES, QuantizedLayer
+from lezero.compress.quantize.modules import SCALES, QuantizedLayer, check_module
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, OrderError
@@ -55,6 +55,7 @@ def save_quantized(
     other that holds something is refused. Raises `OrderError` when no layer is quantized,
     `ConfigError` for what a layout cannot hold, and `FileError`.
     """
+    check_module(model, "lz.save_quantized")
     layers = describe(model)
     if not layers:
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
@@ -113,6 +114,8 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     written. `model` is then as it was.
     """
     root = Path(folder)
+    if model is not None:
+        check_module(model, "lz.load_quantized")
     if not (root / _MANIFEST).is_file():
         return import_quantized(root, model)
     known = read_generation(root, select=lambda name: False)

@@ -21,7 +21,7 @@ from lezero.compress.quantize.budget import check_budget, output_difference
 from lezero.compress.quantize.buffers import kept_buffers
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
-from lezero.compress.quantize.modules import QuantizedLayer, quantized_layers
+from lezero.compress.quantize.modules import QuantizedLayer, check_module, quantized_layers
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
@@ -100,6 +100,7 @@ def dequantize_(model: Model) -> Model:
     scaled (in two layers, which leaves the outputs) stay so. Parameters are new: build optimizers
     afterwards. Raises `OrderError` where nothing is quantized.
     """
+    check_module(model, "lz.dequantize_")
     layers = quantized_layers(model)
     if not layers:
         raise OrderError("lz.dequantize_: no layer of this model is quantized")
@@ -236,10 +237,7 @@ def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tup
 
 
 def _check(model: Any, config: Any, objective: Any, metric: Any, budget: Any, data: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"lz.quantize_: got a {type(model).__name__}, allowed is a torch.nn.Module"
-        )
+    check_module(model, "lz.quantize_")
     if not isinstance(config, Scheme):
         raise ConfigError(
             f"config: got {config!r}, allowed are Int8Weight(…), Int8WeightActivation(…), "
