@@ -32,7 +32,6 @@ from lezero.core.config import Config
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
 from lezero.core.facts import usable_cores
 from lezero.elastic.worker import ERROR_FILE, python_command
-from lezero.memory import tuned
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _RANK_KEYS = (
@@ -233,7 +232,7 @@ def _environment(config: LaunchConfig, env: Mapping[str, str], threads: int) -> 
     if config.node_range()[1] == 1 and os.path.exists("/sys/class/net/lo"):
         # One machine needs no name service: Gloo would look the host's own name up.
         made.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return tuned(made)
+    return made
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""Where bytes live: the host memory pool, and what glibc must be told before it."""
+"""Where bytes live: the host memory pool and the allocator of tensors under it."""
 
+from lezero.memory.allocator import OVERHEAD, can_come_from_malloc, tensors_from_malloc
 from lezero.memory.pool import HostPool, PoolStats
-from lezero.memory.tunables import begin_tuned, tuned
 
-__all__ = ["HostPool", "PoolStats", "begin_tuned", "tuned"]
+__all__ = ["OVERHEAD", "HostPool", "PoolStats", "can_come_from_malloc", "tensors_from_malloc"]

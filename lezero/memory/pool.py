@@ -5,9 +5,8 @@ for page faults and zeroing again. `HostPool` tells the allocator to keep them (
 time) and asks the kernel for huge pages over the heap where `madvise` is allowed. What is kept
 stays within a share of the memory that this process may use: above it, free blocks are given back.
 
-Large blocks need room that nothing small has settled in. So the pool first sets holes aside, in
-which small objects that come later (a checkpoint, a validation) find their place; they would take
-it from the large blocks' room for good. See also Note [Thread caches] in `tunables.py`.
+A kept block serves again only where it still fits: while the pool is on, tensors get their memory
+as Note [Aligned blocks] in `allocator.py` tells.
 
 The setting belongs to the whole process, not to one model. It costs resident memory (the peak of a
 step stays resident between steps; the forecast counts it) and never changes a computed value.
@@ -24,13 +23,13 @@ from dataclasses import dataclass
 
 from lezero.core.errors import ConfigError
 from lezero.core.flags import flag
+from lezero.memory.allocator import tensors_from_malloc
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1  # mallopt takes an int: blocks above 2 GiB still go straight to the kernel
 _TOP_PAD = 64 << 20
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
-_HOLES, _HOLE = 128, 64 << 10  # for small objects; of a hole that is not used a page is resident
 
 
 class _MallInfo2(ctypes.Structure):
@@ -53,9 +52,6 @@ def _libc() -> ctypes.CDLL | None:
         libc.gnu_get_libc_version  # noqa: B018  (only glibc has it)
         libc.mallinfo2.restype = _MallInfo2
         libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
-        libc.realloc.restype = ctypes.c_void_p
-        libc.realloc.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
         return libc
     except (OSError, AttributeError):
         return None
@@ -105,7 +101,7 @@ class HostPool:
             and libc.mallopt(_M_TOP_PAD, _TOP_PAD)
         )
         if self.enabled:
-            _set_holes_aside()
+            tensors_from_malloc(True)
         return self.enabled
 
     def disable(self) -> None:
@@ -116,6 +112,7 @@ class HostPool:
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
         libc.mallopt(_M_TOP_PAD, 128 << 10)
+        tensors_from_malloc(False)
         libc.malloc_trim(0)
         self.enabled = False
 
@@ -148,15 +145,6 @@ class HostPool:
         if size > 0:
             self.huge_pages = libc.madvise(begin, size, _MADV_HUGEPAGE) == 0
         self._heap_end = begin + max(size, 0)
-
-
-@functools.cache
-def _set_holes_aside() -> None:
-    """Once a process: blocks shrunk to nearly nothing, each with a hole behind it."""
-    libc = _libc()
-    assert libc is not None
-    for address in [libc.malloc(_HOLE) for _ in range(_HOLES)]:
-        libc.realloc(address, 1)
 
 
 def _in_use(libc: ctypes.CDLL) -> int:

@@ -118,7 +118,7 @@ def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> 
     with ThreadPoolExecutor(len(commands)) as pool:
         list(pool.map(_run, commands))
     built = aside / "built.so"
-    torch_libraries = ("-L", str(home / "lib"), "-ltorch_cpu", "-ltorch", "-lm")
+    torch_libraries = ("-L", str(home / "lib"), "-ltorch_cpu", "-ltorch", "-lc10", "-lm")
     _run([tools[1], "-shared", "-o", str(built), *objects, *torch_libraries])
     return built
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from lezero.core import facts
 from lezero.core.errors import CapacityError
+from lezero.memory import OVERHEAD, can_come_from_malloc
 from lezero.ops.attention import available
 from lezero.plan import communication, kinds
 from lezero.plan.heap import resident_bytes
@@ -230,7 +231,11 @@ def memory_of(trace: Trace, spec: StepSpec) -> tuple[int, dict[str, int]]:
     else:
         heap = live - trace.mapped_bytes
         resident = resident_bytes(
-            trace.heap_steps(_HEAP_STEPS), heap, keep=spec.pool, most=facts.memory().total
+            trace.heap_steps(_HEAP_STEPS),
+            heap,
+            keep=spec.pool,
+            overhead=OVERHEAD if spec.pool and can_come_from_malloc() else None,
+            most=facts.memory().total,
         )
         parts["pool" if spec.pool else "allocator"] = resident - heap
         parts["libraries"] = _LIBRARY_BYTES[spec.precision]

@@ -3,9 +3,10 @@
 Live bytes are not resident bytes. torch asks glibc for blocks aligned to 64 bytes; what alignment
 cuts off becomes slivers, small objects settle in them, and a freed block then neither joins its
 neighbours nor fits a request of its own size (glibc, malloc/malloc.c, `_int_memalign`). Up to a
-third of a step's memory goes that way. It is not guessed here: a child process makes the very
-calls to the C library that the step will make, without touching the memory, and asks how far the
-heap grew.
+third of a step's memory goes that way where the host memory pool does not take tensors from malloc
+(`memory/allocator.py`); some of it goes in any case. It is not guessed here: a child process makes
+the very calls to the C library that the step will make, without touching the memory, and asks how
+far the heap grew.
 
 Note [Small objects]
 A tensor brings small objects with it (tensor, storage, autograd node), and kernels make more.
@@ -29,18 +30,24 @@ _WITHOUT_REPLAY = 1.15
 
 
 def resident_bytes(
-    events: Sequence[tuple[int, int]], live: int, *, keep: bool, most: int | None = None
+    events: Sequence[tuple[int, int]],
+    live: int,
+    *,
+    keep: bool,
+    overhead: int | None = None,
+    most: int | None = None,
 ) -> int:
     """Highest bytes that the heap takes from the kernel for `events` (block, bytes; -1 frees).
 
     live: highest bytes in use at once. keep: large blocks stay in the heap (host memory pool).
+    overhead: bytes around a tensor in its block of malloc; None where torch aligns blocks.
     most: above this many live bytes nothing is replayed, a mean factor is used.
     """
     if sys.platform != "linux" or (most is not None and live > most):
         return int(live * _WITHOUT_REPLAY)
     # the script alone, without site packages: it starts in a few hundredths of a second
     command = [sys.executable, "-I", "-S", run.__code__.co_filename]
-    body = json.dumps({"keep": keep, "events": events})
+    body = json.dumps({"keep": keep, "overhead": overhead, "events": events})
     try:
         child = subprocess.run(
             command, input=body, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True

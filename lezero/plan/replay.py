@@ -1,8 +1,9 @@
 """The child process of `plan/heap.py`: makes allocations through the C library, touches none.
 
-Reads {"keep", "events"} as JSON from stdin and prints {"peaks": [...]}, one figure a mix of small
-objects. With "keep" the C library is set as `memory/pool.py` does. Uses the standard library alone,
-so that it starts quickly; each mix runs in a fork.
+Reads {"keep", "overhead", "events"} as JSON from stdin and prints {"peaks": [...]}, one figure a
+mix of small objects. "overhead": bytes that a tensor's block of malloc is larger than the tensor,
+or null where torch asks for aligned blocks. Uses the standard library alone, so that it starts
+quickly; each mix runs in a fork.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import ctypes
 import json
 import os
 import sys
+from typing import Any
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST, TOP_PAD = 2**31 - 1, 64 << 20
-HOLES, HOLE = 128, 64 << 10
 ALIGNMENT = 64
 SMALL = 4096  # below this a tensor counts as small: no autograd node of its own
 
@@ -36,7 +37,9 @@ class MallInfo2(ctypes.Structure):
     ]  # fmt: skip
 
 
-def run(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -> int:
+def run(
+    events: list[list[int]], keep: bool, overhead: int | None, mix: tuple[tuple[int, ...], ...]
+) -> int:
     """Highest bytes of heap (its unused top apart) and of mapped blocks during `events`."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = MallInfo2
@@ -46,9 +49,6 @@ def run(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
         libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
         libc.mallopt(M_TOP_PAD, TOP_PAD)
-        libc.realloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-        for address in [libc.malloc(HOLE) for _ in range(HOLES)]:
-            libc.realloc(address, 1)
     always, large, passing = mix
     pointer = ctypes.c_void_p()
     held: dict[int, list[int]] = {}
@@ -59,10 +59,14 @@ def run(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -
             for address in held.pop(block):
                 libc.free(address)
             continue
-        if libc.posix_memalign(ctypes.byref(pointer), ALIGNMENT, max(size, 1)):
+        if overhead is not None:
+            pointer.value = libc.malloc(size + overhead)
+        elif libc.posix_memalign(ctypes.byref(pointer), ALIGNMENT, max(size, 1)):
+            pointer.value = None
+        if not pointer.value:
             raise MemoryError
         small = (*always, *large) if size >= SMALL else always
-        held[block] = [pointer.value or 0, *(libc.malloc(n) for n in small)]
+        held[block] = [pointer.value, *(libc.malloc(n) for n in small)]
         for address in [libc.malloc(n) for n in passing]:
             libc.free(address)
         if size >= 1 << 18:
@@ -71,13 +75,13 @@ def run(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -
     return peak
 
 
-def in_fork(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...]) -> int:
+def in_fork(*arguments: Any) -> int:
     """`run` on the untouched heap of a fork; -1 when it ran out of memory."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            os.write(write, str(run(events, keep, mix)).encode())
+            os.write(write, str(run(*arguments)).encode())
         finally:
             os._exit(0)
     os.close(write)
@@ -89,7 +93,8 @@ def in_fork(events: list[list[int]], keep: bool, mix: tuple[tuple[int, ...], ...
 
 if __name__ == "__main__":
     asked = json.load(sys.stdin)
-    peaks = [in_fork(asked["events"], asked["keep"], mix) for mix in MIXES]
+    given = asked["events"], asked["keep"], asked["overhead"]
+    peaks = [in_fork(*given, mix) for mix in MIXES]
     if min(peaks) < 0:
         sys.exit(1)
     print(json.dumps({"peaks": peaks}))

@@ -108,7 +108,7 @@ def test_one_version_everywhere() -> None:
     assert project["version"] == lezero.__version__
     assert f"## {lezero.__version__}" in (ROOT / "CHANGELOG.md").read_text()
     assert project["requires-python"] == ">=3.11"
-    scripts = dict.fromkeys(("lezero", "lz"), "lezero.__main__:start")
+    scripts = dict.fromkeys(("lezero", "lz"), "lezero.cli.main:main")
     scripts["lz-dist-test"] = "lezero.cli.dist_test:main"
     assert project["scripts"] == scripts
     assert "lezero.plugins" in project["entry-points"]

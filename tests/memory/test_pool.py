@@ -63,26 +63,3 @@ def test_the_flag_switches_it_off():
 def test_bad_share():
     with pytest.raises(ConfigError, match="share: got 0"):
         HostPool(1 << 30, share=0)
-
-
-HOLES = """
-import ctypes, json
-from lezero.memory import HostPool
-pool = HostPool(8 << 30)
-if {enable}:
-    pool.enable()
-libc = ctypes.CDLL(None)
-libc.mallopt(-3, 2**31 - 1)
-libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
-libc.free.argtypes = (ctypes.c_void_p,)
-large = libc.malloc(4 << 20)
-behind = libc.malloc(4 << 20)
-libc.free(large)
-small = [libc.malloc(size) for size in (200, 900, 3000) for _ in range(200)]
-print(json.dumps(libc.malloc(4 << 20) == large))
-"""
-
-
-def test_small_objects_leave_the_room_of_a_large_block_free():
-    assert run(HOLES.format(enable=True)) is True
-    assert run(HOLES.format(enable=False)) is False

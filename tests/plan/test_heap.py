@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lezero.memory import tuned
+from lezero.memory import OVERHEAD
 from lezero.plan.heap import FREE, resident_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
@@ -68,9 +68,7 @@ def steps(count: int) -> tuple[list[tuple[int, int]], int]:
     return events, sum(sizes) + 3 * MIB
 
 
-def test_without_thread_caches_the_heap_is_little_more_than_what_lives(monkeypatch) -> None:
+def test_with_tensors_from_malloc_the_heap_is_little_more_than_what_lives() -> None:
     events, live = steps(4)
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    plain = resident_bytes(events, live, keep=True)
-    monkeypatch.setenv("GLIBC_TUNABLES", tuned({})["GLIBC_TUNABLES"])
-    assert resident_bytes(events, live, keep=True) < 1.1 * live < plain
+    aligned = resident_bytes(events, live, keep=True)
+    assert resident_bytes(events, live, keep=True, overhead=OVERHEAD) < 1.1 * live < aligned

@@ -1,0 +1,53 @@
+"""Where torch gets the host memory of tensors from.
+
+Note [Aligned blocks]
+torch asks glibc for blocks aligned to 64 bytes. Before 2.38 glibc cuts the piece before such a
+block off and frees it by itself; small objects settle in it, and the block, once freed, seldom fits
+a request of its own size again. The heap of a step grows to a quarter and more above what lives in
+it, by chance, over many steps. `allocator.cpp` asks malloc for 72 bytes more and aligns by itself:
+blocks fit again, and the heap is what lives. It is built on first use, in some seconds, once a
+machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+from lezero.core.log import logger
+
+OVERHEAD = 72
+"""Bytes that a tensor's block is larger than its data: alignment, and where it began."""
+
+
+def can_come_from_malloc() -> bool:
+    """Whether `tensors_from_malloc` works here; builds its library if need be.
+
+    Without a compiler it does not: a line of the log says so.
+    """
+    return _library() is not None
+
+
+def tensors_from_malloc(on: bool) -> bool:
+    """From now on, tensors on the CPU get their memory from malloc, or from torch's allocator.
+
+    Holds for the whole process; tensors that exist stay as they are. False where it could not be
+    done: there is no library, or another package's allocator is in place.
+    """
+    library = _library()
+    return library is not None and library.lezero_tensors_from_malloc(int(on)) >= 0
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    from lezero.ops.build import BuildError, Source, build
+
+    source = Path(__file__).with_suffix(".cpp")
+    try:
+        # It uses more of torch than the ABI that `build` asks for by itself.
+        path = build("allocator", [Source(source, ("-UTORCH_TARGET_VERSION",))])
+        return ctypes.CDLL(str(path))
+    except (BuildError, OSError) as error:
+        logger("memory").warning("tensors' memory is torch's own, runs take more of it: %s", error)
+        return None

@@ -1,0 +1,101 @@
+"""Tensors' memory from malloc; the setting belongs to the process, so each case has its own."""
+
+import shutil
+import textwrap
+
+import pytest
+
+from tests.memory.test_pool import run
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+BEGIN = """
+import json, torch
+from lezero.memory import can_come_from_malloc, tensors_from_malloc
+assert can_come_from_malloc()
+"""
+
+
+def test_tensors_are_aligned_and_live_as_before() -> None:
+    code = """
+    before = torch.arange(1000.0)
+    assert tensors_from_malloc(True)
+    made = [torch.empty(n, dtype=torch.uint8) for n in (1, 2, 63, 64, 65, 4096, 1 << 20, 5 << 20)]
+    aligned = all(x.data_ptr() % 64 == 0 for x in made)
+    none = torch.empty(0).data_ptr()
+    grown = torch.arange(10.0)
+    grown.resize_(100_000)
+    kept = grown[:10].tolist() == list(range(10))
+    shared = torch.arange(5.0).share_memory_().sum().item()
+    assert tensors_from_malloc(False)
+    del before
+    after = made[5].fill_(3).sum().item(), (grown * 0).numel()
+    del made, grown
+    print(json.dumps([aligned, none, kept, shared, after]))
+    """
+    assert run(BEGIN + textwrap.dedent(code)) == [True, 0, True, 10.0, [3 * 4096, 100_000]]
+
+
+def test_what_does_not_fit_is_torch_s_own_error() -> None:
+    code = """
+    tensors_from_malloc(True)
+    try:
+        torch.empty(10**15)
+    except RuntimeError as error:
+        print(json.dumps(str(error)))
+    """
+    assert "DefaultCPUAllocator" in run(BEGIN + textwrap.dedent(code))
+
+
+def test_the_profiler_counts_it() -> None:
+    code = """
+    tensors_from_malloc(True)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        torch.empty(1 << 20, dtype=torch.uint8)
+    print(json.dumps(max(event.self_cpu_memory_usage for event in profile.key_averages())))
+    """
+    assert run(BEGIN + textwrap.dedent(code)) == 1 << 20
+
+
+def test_a_freed_tensor_s_room_fits_the_next_one() -> None:
+    """Which is what posix_memalign does not give (glibc before 2.38)."""
+    code = """
+    from lezero.memory import HostPool
+    HostPool(8 << 30).enable()
+    large = [torch.empty(1 << 20) for _ in range(8)]
+    places = {x.data_ptr() for x in large}
+    for step in range(20):
+        for i in range(8):
+            large[i] = None
+            small = [torch.empty(3) for _ in range(50)]
+            large[i] = torch.empty(1 << 20)
+    print(json.dumps({x.data_ptr() for x in large} == places))
+    """
+    assert run(BEGIN + textwrap.dedent(code)) is True
+
+
+def test_the_pool_takes_it_and_gives_it_back() -> None:
+    code = """
+    import ctypes
+    from lezero.memory import HostPool, allocator
+    name = "_ZN3c1015GetCPUAllocatorEv"
+    where = getattr(ctypes.CDLL(torch.__path__[0] + "/lib/libc10.so"), name)
+    where.restype = ctypes.c_void_p
+    theirs = where()
+    pool = HostPool(8 << 30)
+    pool.enable()
+    ours = where()
+    pool.disable()
+    print(json.dumps([ours != theirs, where() == theirs]))
+    """
+    assert run(BEGIN + textwrap.dedent(code)) == [True, True]
+
+
+def test_without_a_compiler_tensors_stay_torch_s(tmp_path) -> None:
+    code = """
+    import json
+    from lezero.memory import HostPool, can_come_from_malloc
+    print(json.dumps([HostPool(8 << 30).enable(), can_come_from_malloc()]))
+    """
+    assert run(code, PATH=str(tmp_path), LEZERO_CACHE=str(tmp_path)) == [True, False]
