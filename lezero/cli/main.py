@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core.errors import LeZeroError
-from lezero.core.flags import flag
+from lezero.core.flags import FLAGS, flag
 
 BUG, INTERRUPTED, READER_GONE = 70, 130, 141
 DEBUG = "LEZERO_DEBUG"
@@ -136,6 +136,9 @@ def _run(arguments: list[str]) -> int:
         module, _, attribute = entry.bare.partition(":")
         call = getattr(importlib.import_module(module), attribute)
         return int(call(**{entry.flags[word]: True for word in rest}))
+    if name != "doctor":  # which tells of them all
+        for variable in FLAGS:
+            flag(variable)
     result = load(name).main(args=rest, prog_name=f"lz {name}", standalone_mode=False)
     return result if isinstance(result, int) and not isinstance(result, bool) else 0
 
@@ -166,7 +169,8 @@ def _explain(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         _drop_stdout()
         return READER_GONE
-    if flag(DEBUG):
+    debug = _debugging()
+    if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
         _say("interrupted")
@@ -190,9 +194,15 @@ def _explain(error: BaseException) -> int:
         _say(f"error: out of memory ({_first_line(error)}); `lz plan` tells what would fit")
         return 1
     _say(f"error: a bug in LeZero: {type(error).__name__}: {_first_line(error)}")
-    if not flag(DEBUG):
+    if not debug:
         _say("please report it with its traceback, which the same command shows with --debug")
     return BUG
+
+
+def _debugging() -> bool:
+    with contextlib.suppress(LeZeroError):  # a value that is not allowed is what is explained
+        return bool(flag(DEBUG))
+    return False
 
 
 def _usage_hint(error: Any) -> str:

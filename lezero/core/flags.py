@@ -18,13 +18,17 @@ class Flag:
     kind: type
     default: Any
     meaning: str
+    allowed: tuple[str, ...] = ()
+    """The words that a text may be; any, if none are named."""
 
 
 FLAGS: dict[str, Flag] = {
     "LEZERO_API_KEYS": Flag(str, "", "hashed API keys for lz serve, with commas between them"),
     "LEZERO_CACHE": Flag(str, "", "folder for measured ceilings and caches (default: the user's)"),
     "LEZERO_DEBUG": Flag(bool, False, "show tracebacks of user errors, as --debug does"),
-    "LEZERO_LOG": Flag(str, "info", "lowest level that is logged: debug, info, warning, error"),
+    "LEZERO_LOG": Flag(
+        str, "info", "lowest level that is logged", ("debug", "info", "warning", "error")
+    ),
     "LEZERO_POOL": Flag(bool, True, "keep large host blocks between steps (the host memory pool)"),
     "LEZERO_WATCH": Flag(bool, True, "several ranks watch each other and name the one that hangs"),
 }
@@ -43,9 +47,10 @@ def flag(name: str) -> Any:
         if lowered in _TRUE or lowered in _FALSE:
             return lowered in _TRUE
         raise ConfigError(f"{name}={text!r}: allowed is 1 or 0 ({known.meaning})")
-    try:
-        return known.kind(text)
-    except ValueError:
+    if known.allowed:
+        if text.strip().lower() in known.allowed:
+            return text.strip().lower()
         raise ConfigError(
-            f"{name}={text!r}: allowed is {known.kind.__name__} ({known.meaning})"
-        ) from None
+            f"{name}={text!r}: allowed is {', '.join(known.allowed)} ({known.meaning})"
+        )
+    return text

@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lezero.core import observer, sockets
-from lezero.core.errors import DistributedError
+from lezero.core.errors import ConfigError, DistributedError
 from lezero.core.flags import flag
 
 if TYPE_CHECKING:
@@ -47,12 +47,14 @@ def launched() -> bool:
 def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
     """Joins the group that the environment describes; without one, or twice, does nothing.
 
-    Raises `DistributedError` when the ranks cannot meet, with the address they tried.
+    Raises `DistributedError` when the ranks cannot meet, with the address they tried, and
+    `ConfigError` for a place among them that cannot be.
     """
     import torch.distributed as dist
 
     from lezero.core import device
 
+    _check_place()
     if not launched() or dist.is_initialized():
         return
     kind = device.accelerator()
@@ -72,6 +74,21 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
             f"{str(error).splitlines()[0]}. Check that the port is free and that every rank "
             "was started with the same address."
         ) from error
+
+
+def _check_place() -> None:
+    """Raises `ConfigError` for a RANK that is none of WORLD_SIZE: the ranks would never meet."""
+    place = {key: os.environ.get(key, "") for key in _KEYS if key != "MASTER_ADDR"}
+    for key, given in place.items():
+        if given and not given.isdecimal():
+            raise ConfigError(
+                f"{key}={given!r}: allowed is a whole number from 0, as launchers set"
+            )
+    if launched() and int(place["RANK"]) >= int(place["WORLD_SIZE"]):
+        raise ConfigError(
+            f"RANK={place['RANK']}, WORLD_SIZE={place['WORLD_SIZE']}: allowed is a rank from 0 to "
+            f"{int(place['WORLD_SIZE']) - 1}"
+        )
 
 
 def _need_store(timeout_s: float) -> None:

@@ -119,6 +119,18 @@ def test_the_flag_in_the_environment_does_the_same(
     assert err.endswith("error: train.lr: got 'x', allowed is a number\n")
 
 
+def test_a_variable_with_a_wrong_value_is_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LEZERO_DEBUG", "2"), ("LEZERO_LOG", "loud"), ("LEZERO_POOL", "maybe")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert main(["fail", "words"]) == 2
+            said = capsys.readouterr().err
+            assert said.startswith(f"error: {name}='{value}': allowed is ")
+            assert said.count("\n") == 1
+
+
 def test_debug_reaches_processes_that_a_command_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from lezero.core import groups
-from lezero.core.errors import DistributedError
+from lezero.core.errors import ConfigError, DistributedError
 from tests.ranks import RankPool
 
 
@@ -29,6 +29,25 @@ def test_a_rank_whose_port_is_taken_by_a_stranger_does_not_wait_for_ever(ranks: 
     (text,) = ranks(1, join_a_stranger)
     assert "is not rank 0" in text
     assert "Check that the port is free" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"RANK": "2"}, "RANK=2, WORLD_SIZE=2: allowed is a rank from 0 to 1"),
+        ({"RANK": "x"}, "RANK='x': allowed is a whole number"),
+        ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2': allowed is a whole number"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http': allowed is a whole number"),
+    ],
+)
+def test_a_place_that_cannot_be_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str], said: str
+) -> None:
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**right, **wrong}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        groups.join(timeout_s=1)
 
 
 def left_alone() -> str:
