@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from lezero.core import groups
 from lezero.core.errors import NumericsError
+from lezero.core.log import logger
 from lezero.train.run_folder import write_aside
 
+log = logger("verify")
 FORMAT = 1
 CHECKS = (
     "data order", "tokens", "loss", "gradient", "gradient norm", "skipped step", "clipping",
@@ -149,12 +151,19 @@ class Verification:
         return "\n".join([*lines, self.summary])
 
     def write(self, run: str | Path) -> Path | None:
-        """Writes `verify.json` into a run's folder, where there is one; rank 0 alone does."""
-        folder = Path(run)
-        if not groups.is_main() or not folder.is_dir():
+        """Writes `verify.json` into a run's folder, where there is one; rank 0 alone does.
+
+        A folder that cannot be written is told and changes nothing about the verdict.
+        """
+        place = Path(run) / "verify.json"
+        if not groups.is_main() or not place.parent.is_dir():
             return None
-        write_aside(folder / "verify.json", json.dumps(self.to_json(), indent=1) + "\n")
-        return folder / "verify.json"
+        try:
+            write_aside(place, json.dumps(self.to_json(), indent=1) + "\n")
+        except OSError as error:
+            log.warning("%s was not written: %s", place, error.strerror or error)
+            return None
+        return place
 
 
 def read(data: dict[str, Any]) -> Verification:

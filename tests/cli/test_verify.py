@@ -63,6 +63,16 @@ def test_a_fault_ends_with_status_1_and_is_in_the_report(config, tmp_path, capsy
     assert "gradient norm" in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_a_folder_that_cannot_be_written_does_not_change_the_verdict(
+    config, tmp_path, capsys, caplog
+):
+    (tmp_path / "run" / "verify.json.tmp").mkdir(parents=True)
+    assert main(["verify", str(config), "--steps", "1"]) == 0
+    assert "1 step" in capsys.readouterr().out
+    assert "verify.json was not written" in caplog.text
+    assert not (tmp_path / "run" / "verify.json").exists()
+
+
 def test_bad_input_is_one_message(config, capsys):
     assert main(["verify", str(config), "--steps", "0"]) == 2
     assert main(["verify", str(config), "--set", "train.stepz=3"]) == 2
