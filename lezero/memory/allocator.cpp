@@ -4,50 +4,71 @@
 // block off and frees it by itself: small objects settle there, so that a freed block seldom fits a
 // request of its own size again. A block of malloc does. It is asked for 72 bytes larger, and the
 // address that malloc gave stands before the one that the tensor gets.
+//
+// Note [Both kinds]
+// Parts of torch (oneDNN's engine) allocate and free through whatever allocator is in place at the
+// time, with one deleter for all. So ours, once in place, stays; switched off it passes requests on
+// to torch's; and its deleter takes blocks of either kind. They are told apart by the word before a
+// block: here an address less than 73 bytes away, with glibc the size of the block.
 #include <c10/core/CPUAllocator.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <new>
 
 namespace {
 
 constexpr uintptr_t kAlignment = 64;
+constexpr size_t kRoom = kAlignment + sizeof(void*);
+
+std::atomic<bool> from_malloc{false};
 
 void give_back(void* data) {
   if (data == nullptr) return;
   c10::profiledCPUMemoryReporter().Delete(data);
-  std::free(static_cast<void**>(data)[-1]);
+  void* before = static_cast<void**>(data)[-1];
+  const uintptr_t away = reinterpret_cast<uintptr_t>(data) - reinterpret_cast<uintptr_t>(before);
+  std::free(away <= kRoom ? before : data);
 }
 
-struct FromMalloc final : c10::Allocator {
+void* aligned(size_t bytes) {
+  void* block = bytes <= SIZE_MAX / 2 ? std::malloc(bytes + kRoom) : nullptr;
+  if (block == nullptr) return nullptr;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(block) + sizeof(void*);
+  void* data = reinterpret_cast<void*>((begin + kAlignment - 1) / kAlignment * kAlignment);
+  static_cast<void**>(data)[-1] = block;
+  c10::profiledCPUMemoryReporter().New(data, bytes);
+  return data;
+}
+
+struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
-    const size_t room = kAlignment + sizeof(void*);
-    if (bytes == 0 || bytes > SIZE_MAX / 2 - room) return torch_s()->allocate(bytes);
-    void* block = std::malloc(bytes + room);
-    if (block == nullptr) return torch_s()->allocate(bytes);  // it raises torch's own error
-    const auto begin = reinterpret_cast<uintptr_t>(block) + sizeof(void*);
-    void* data = reinterpret_cast<void*>((begin + kAlignment - 1) / kAlignment * kAlignment);
-    static_cast<void**>(data)[-1] = block;
-    c10::profiledCPUMemoryReporter().New(data, bytes);
+    void* data = bytes != 0 && from_malloc ? aligned(bytes) : nullptr;
+    if (data == nullptr) data = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);  // or its error
     return {data, data, &give_back, c10::Device(c10::DeviceType::CPU)};
   }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back; }
 
   void copy_data(void* to, const void* from, size_t bytes) const override {
     default_copy_data(to, from, bytes);
   }
-
-  static c10::Allocator* torch_s() { return c10::GetDefaultCPUAllocator(); }
 };
 
-FromMalloc ours;
+Allocator& ours() {
+  static Allocator* one = new Allocator;  // never destroyed: torch frees blocks while it ends
+  return *one;
+}
 
 }  // namespace
 
-// Whether tensors come from here (1) or from torch's own allocator (0) from now on; -1 where
-// somebody else's allocator is in place, which stays. Tensors that exist are not touched.
+// Whether tensors come from malloc (1) or as torch has it (0) from now on; -1 where somebody else's
+// allocator is in place, which stays. Tensors that exist are not touched.
 extern "C" int lezero_tensors_from_malloc(int on) {
   c10::Allocator* now = c10::GetCPUAllocator();
-  if (now != FromMalloc::torch_s() && now != &ours) return -1;
-  c10::SetCPUAllocator(on ? static_cast<c10::Allocator*>(&ours) : FromMalloc::torch_s());
+  if (now != c10::GetDefaultCPUAllocator() && now != &ours()) return -1;
+  from_malloc = on != 0;
+  c10::SetCPUAllocator(&ours());
   return on;
 }
