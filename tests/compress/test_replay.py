@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,3 +133,20 @@ def test_what_is_spilled_comes_back_bit_for_bit():
         assert "x" not in spill
         with pytest.raises(lz.CapacityError, match="LEZERO_CACHE"):
             spill.need(1 << 62, "this")
+
+
+def test_what_a_killed_process_has_spilled_goes_with_the_next_one(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path))
+    code = (
+        "import os, signal, torch\n"
+        "from lezero.compress.quantize.spill import Spill\n"
+        "spill = Spill().__enter__()\n"
+        "spill.put('x', torch.ones(1000))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
+    assert list(tmp_path.rglob("0"))
+    with Spill() as spill:
+        spill.put("y", torch.ones(10))
+        assert len(list(tmp_path.rglob("0"))) == 1
+    assert not list(tmp_path.rglob("0"))

@@ -2,14 +2,14 @@
 
 Calibration may hold little more than the model in memory. What it needs later lies in files of a
 folder that is gone afterwards, beside the caches (`LEZERO_CACHE`), since temporary folders are
-often memory.
+often memory. What a killed process left there goes when the next one begins.
 """
 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Hashable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,20 +21,21 @@ from torch.utils import _pytree as pytree
 
 from lezero.core.errors import CapacityError
 from lezero.core.facts import cache_folder
+from lezero.files.folder import aside
 
 
 class Spill:
     """Trees of tensors by key. Bytes and devices come back as they were; other leaves stay."""
 
     def __init__(self) -> None:
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Path | None = None
+        self._end = ExitStack()
         self._held: dict[Hashable, tuple[Path, list[Any], Any]] = {}
         self._count = 0
 
     def __enter__(self) -> Self:
-        root = cache_folder()
-        root.mkdir(parents=True, exist_ok=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="spill-", dir=root)
+        self._folder = self._end.enter_context(aside(cache_folder() / "spill", "tensors"))
+        self._folder.chmod(0o700)
         return self
 
     def __exit__(
@@ -44,13 +45,12 @@ class Spill:
         trace: TracebackType | None,
     ) -> None:
         self._held.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
+        self._end.close()
 
     def need(self, size: int, what: str) -> None:
         """Raises `CapacityError` when `size` bytes do not fit."""
         assert self._folder is not None
-        free = shutil.disk_usage(self._folder.name).free
+        free = shutil.disk_usage(self._folder).free
         if size > free:
             raise CapacityError(
                 f"{what} needs {size / 2**30:.2f} GiB of disk under {cache_folder()}, which has "
@@ -65,7 +65,7 @@ class Spill:
         assert self._folder is not None
         self.drop(key)
         leaves, shape = pytree.tree_flatten(tree)
-        path = Path(self._folder.name) / str(self._count)
+        path = self._folder / str(self._count)
         self._count += 1
         kept: list[Any] = []
         with open(path, "wb", buffering=0) as file:
