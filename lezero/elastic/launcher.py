@@ -166,10 +166,11 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
             raise ConfigError(f"{name}: {what}; it was to be launched as a Python script")
         return ["script", name, *rest]
     entry = _installed_script(name, cwd)
-    if any(True for _ in entry_points(group="console_scripts", name=entry)):
+    if _is_console_script(entry):
         return ["entry", entry, *rest]
     if shutil.which(name) is None:
-        if " " in name and shutil.which(name.split()[0]) is not None:
+        words = name.split()
+        if len(words) > 1 and (_is_console_script(words[0]) or shutil.which(words[0])):
             raise ConfigError(
                 f"{name!r}: no such program; give a program and its arguments as words of their "
                 f"own, without the quotes around all of them: lz launch -n 2 {name}"
@@ -181,6 +182,10 @@ def _resolve(command: list[str], cwd: str | os.PathLike[str] | None) -> list[str
             "or a program that is on the PATH"
         )
     return ["program", name, *rest]
+
+
+def _is_console_script(name: str) -> bool:
+    return any(True for _ in entry_points(group="console_scripts", name=name))
 
 
 def _installed_script(name: str, cwd: str | os.PathLike[str] | None) -> str:
@@ -237,7 +242,7 @@ def _environment(config: LaunchConfig, env: Mapping[str, str], threads: int) -> 
 
 @contextlib.contextmanager
 def _forwarding(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """Passes Ctrl-C, SIGTERM and SIGHUP on to the launcher's agent while it runs."""
+    """Passes Ctrl-C, SIGTERM and SIGHUP (not under `nohup`) on to the agent while it runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -246,7 +251,9 @@ def _forwarding(process: subprocess.Popen[Any]) -> Iterator[None]:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, forward) for number in numbers}
     try:
         yield

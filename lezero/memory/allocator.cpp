@@ -9,8 +9,14 @@
 // Parts of torch (oneDNN's engine) allocate and free through whatever allocator is in place at the
 // time, with one deleter for all. So ours, once in place, stays; switched off it passes requests on
 // to torch's; and its deleter takes blocks of either kind. They are told apart by the word before a
-// block: here an address less than 73 bytes away, with glibc the size of the block.
+// block: here an address less than 73 bytes away, with glibc the size of the block. Nothing is known
+// of that word under another malloc (jemalloc by LD_PRELOAD, say), where this steps aside.
 #include <c10/core/CPUAllocator.h>
+#include <dlfcn.h>
+
+#if defined(__GLIBC__)
+#include <gnu/libc-version.h>
+#endif
 
 #include <atomic>
 #include <cstdint>
@@ -56,6 +62,23 @@ struct Allocator final : c10::Allocator {
   }
 };
 
+#if defined(__GLIBC__)
+bool in_glibc(const void* function) {
+  Dl_info of_function, of_glibc;
+  return dladdr(function, &of_function) != 0 &&
+         dladdr(reinterpret_cast<const void*>(&gnu_get_libc_version), &of_glibc) != 0 &&
+         of_function.dli_fbase == of_glibc.dli_fbase;
+}
+
+bool malloc_is_glibc_s() {
+  return in_glibc(reinterpret_cast<const void*>(&std::malloc)) &&
+         in_glibc(reinterpret_cast<const void*>(&std::free)) &&
+         in_glibc(reinterpret_cast<const void*>(&posix_memalign));
+}
+#else
+bool malloc_is_glibc_s() { return false; }
+#endif
+
 Allocator& ours() {
   static Allocator* one = new Allocator;  // never destroyed: torch frees blocks while it ends
   return *one;
@@ -63,11 +86,17 @@ Allocator& ours() {
 
 }  // namespace
 
-// Whether tensors come from malloc (1) or as torch has it (0) from now on; -1 where somebody else's
-// allocator is in place, which stays. Tensors that exist are not touched.
-extern "C" int lezero_tensors_from_malloc(int on) {
+// Whether the call below works here: not where somebody else's allocator or malloc is in place.
+extern "C" int lezero_tensors_can_come_from_malloc() {
+  static const bool known = malloc_is_glibc_s();
   c10::Allocator* now = c10::GetCPUAllocator();
-  if (now != c10::GetDefaultCPUAllocator() && now != &ours()) return -1;
+  return known && (now == c10::GetDefaultCPUAllocator() || now == &ours());
+}
+
+// Whether tensors come from malloc (1) or as torch has it (0) from now on; -1 where they cannot.
+// Tensors that exist are not touched.
+extern "C" int lezero_tensors_from_malloc(int on) {
+  if (!lezero_tensors_can_come_from_malloc()) return -1;
   from_malloc = on != 0;
   c10::SetCPUAllocator(&ours());
   return on;

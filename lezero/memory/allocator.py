@@ -24,16 +24,18 @@ OVERHEAD = 72
 def can_come_from_malloc() -> bool:
     """Whether `tensors_from_malloc` works here; builds its library if need be.
 
-    Without a compiler it does not: a line of the log says so.
+    Without a compiler it does not: a line of the log says so. Nor with another malloc than glibc's
+    (jemalloc by LD_PRELOAD, say) or another package's allocator of tensors in place: they stay.
     """
-    return _library() is not None
+    library = _library()
+    return library is not None and bool(library.lezero_tensors_can_come_from_malloc())
 
 
 def tensors_from_malloc(on: bool) -> bool:
     """From now on, tensors on the CPU get their memory from malloc, or from torch's allocator.
 
-    Holds for the whole process; tensors that exist stay as they are. False where it could not be
-    done: there is no library, or another package's allocator is in place.
+    Holds for the whole process; tensors that exist stay as they are. False where it cannot be done
+    (`can_come_from_malloc`).
     """
     library = _library()
     return library is not None and library.lezero_tensors_from_malloc(int(on)) >= 0

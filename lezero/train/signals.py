@@ -1,7 +1,9 @@
-"""SIGTERM and Ctrl-C end a run in order: the current step finishes and a last generation is saved.
+"""SIGTERM, Ctrl-C and a closed terminal (SIGHUP) end a run in order: the current step finishes and
+a last generation is saved.
 
-A second Ctrl-C gives up at once. Handlers are put back when the block ends; outside the main thread
-nothing is installed.
+Under `nohup`, which has SIGHUP ignored, a run goes on when its terminal closes. A second Ctrl-C
+gives up at once. Handlers are put back when the block ends; outside the main thread nothing is
+installed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class StopRequest:
 
 @contextmanager
 def graceful_stop(ask: Callable[[], None]) -> Iterator[StopRequest]:
-    """Calls `ask` on the first SIGTERM or SIGINT within the block."""
+    """Calls `ask` on the first SIGTERM, SIGINT or SIGHUP within the block."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -44,7 +46,10 @@ def graceful_stop(ask: Callable[[], None]) -> Iterator[StopRequest]:
         request.signal = signal.Signals(number)
         ask()
 
-    old = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    old = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request
     finally:

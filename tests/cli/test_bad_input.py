@@ -102,10 +102,12 @@ def test_models_that_are_not_there_or_cannot_be(fails, tmp_path):
         assert message in fails(status, "train", write_config(tmp_path, model=model))
 
 
-def test_a_run_folder_that_cannot_be_written(fails, tmp_path):
+def test_a_run_folder_that_cannot_be(fails, tmp_path):
     (tmp_path / "file").write_text("")
     said = fails(1, "train", write_config(tmp_path, run=str(tmp_path / "file")))
-    assert "run: " in said
+    assert f"run: {tmp_path}/file is a file; name a folder" in said
+    said = fails(1, "train", write_config(tmp_path, run=str(tmp_path / "file/below")))
+    assert f"run: {tmp_path}/file/below" in said
     assert "cannot be written" in said
 
 

@@ -1,15 +1,15 @@
 """Tensors' memory from malloc; the setting belongs to the process, so each case has its own."""
 
 import shutil
+import subprocess
 import textwrap
 
 import pytest
 
 from tests.memory.test_pool import run
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
-)
+COMPILER = shutil.which("c++") or shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 BEGIN = """
 import json, torch
 from lezero.memory import can_come_from_malloc, tensors_from_malloc
@@ -81,7 +81,8 @@ def test_the_pool_takes_it_and_gives_it_back() -> None:
     import ctypes
     from lezero.memory import HostPool
     def is_from_malloc():
-        place = torch.empty(1000).data_ptr()
+        block = torch.empty(1000)
+        place = block.data_ptr()
         return 0 <= place - ctypes.c_size_t.from_address(place - 8).value <= 72
     pool = HostPool(8 << 30)
     found = [is_from_malloc()]
@@ -119,3 +120,21 @@ def test_without_a_compiler_tensors_stay_torch_s(tmp_path) -> None:
     print(json.dumps([HostPool(8 << 30).enable(), can_come_from_malloc()]))
     """
     assert run(code, PATH=str(tmp_path), LEZERO_CACHE=str(tmp_path)) == [True, False]
+
+
+def test_another_malloc_than_glibc_s_stays(tmp_path) -> None:
+    """Its blocks could not be told from ours."""
+    source, preload = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text(
+        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\n"
+        "void *malloc(size_t bytes) { return __libc_malloc(bytes); }\n"
+    )
+    subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", "-o", preload, source], check=True)
+    code = """
+    import json
+    from lezero.memory import HostPool, can_come_from_malloc, tensors_from_malloc
+    enabled = HostPool(1 << 30).enable()
+    print(json.dumps([enabled, can_come_from_malloc(), tensors_from_malloc(True)]))
+    """
+    found = run(textwrap.dedent(code), LD_PRELOAD=str(preload))
+    assert found == [True, False, False]

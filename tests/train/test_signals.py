@@ -1,7 +1,8 @@
-"""Signals: SIGTERM and Ctrl-C save a last generation, alone and under the launcher."""
+"""Signals: SIGTERM, Ctrl-C and a closed terminal save a last generation, alone and launched."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from lezero import checkpoint
+from lezero.elastic.launcher import _forwarding
 from lezero.files import list_generations, step_of
 from lezero.train import Trainer
 from lezero.train.metrics import read_metrics
+from lezero.train.signals import graceful_stop
 from tests.train.runs import config, filled_cache, one_thread, write_config
 
 __all__ = ["filled_cache", "one_thread"]
@@ -31,11 +34,12 @@ def start_lz(*words: object) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_sigterm_and_ctrl_c_save_and_a_later_start_resumes(tmp_path):
+def test_sigterm_ctrl_c_and_a_closed_terminal_save_and_a_later_start_resumes(tmp_path):
     started = []
     for launcher, number in (
         ((), signal.SIGTERM),
         ((), signal.SIGINT),
+        ((), signal.SIGHUP),
         (("launch", "-n", 2, "--oversubscribe", "-m", "lezero"), signal.SIGTERM),
     ):
         folder = tmp_path / str(len(started))
@@ -69,3 +73,15 @@ def test_sigterm_and_ctrl_c_save_and_a_later_start_resumes(tmp_path):
     assert Trainer(config(folder, train__steps=step + 2)).run().step == step + 2
     resumed = read_metrics(folder / "run/metrics.jsonl").happened("resume")
     assert [event["step"] for event in resumed] == [step]
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing():
+    asked = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with graceful_stop(lambda: asked.append(1)) as request, _forwarding(None):
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert not asked
+    assert request.signal is None
