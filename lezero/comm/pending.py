@@ -90,6 +90,8 @@ class Pending:
 
     def step(self) -> None:
         """Takes the next step. Only the queue calls this."""
+        if self._waits_for is not None:
+            self._waits_for.block(0.0)  # it has ended, be it with an error, which is raised here
         self.taken += 1
         try:
             self._waits_for = next(self._steps)

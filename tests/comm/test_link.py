@@ -15,7 +15,7 @@ from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
 from lezero.comm.watch import Watch
 from lezero.comm.wire import Wire
-from lezero.core import groups
+from lezero.core import groups, sockets
 from lezero.core.errors import ConfigError, DistributedError
 from lezero.ops import signal
 from lezero.profiler.memory import rss
@@ -124,6 +124,39 @@ def test_the_watch_names_who_failed(ranks: RankPool, topology: str) -> None:
     text = ranks(2, watched, topology)[0]
     assert "rank 1" in text
     assert "no such file: batch 17" in text
+
+
+def lost_meanwhile(operation: str, ask: str) -> str:
+    """The connection goes while this rank computes, which then finds its collective ended."""
+    wire = Wire(topology="flat", gather="int8")
+    link = Link(wire, Mesh({"shard": 2}), "shard", timeout_s=20)
+    flat, out = torch.ones(2000), torch.full((1000,), torch.nan)
+    link.all_reduce(flat, key="healthy").wait()
+    groups.barrier()
+    if groups.rank() == 1:
+        time.sleep(2)
+        return ""
+    if operation == "reduce_scatter":
+        pending = link.reduce_scatter(flat, out, key="layer 3")
+    else:
+        pending = link.all_gather(out, flat, key="layer 3")
+    sockets.shut()
+    while not pending.ready():
+        time.sleep(0.01)
+    with pytest.raises(DistributedError) as caught:
+        getattr(pending, ask)()
+    assert not pending.finished
+    with pytest.raises(DistributedError, match="failed before"):
+        link.all_reduce(flat, key="next")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("ask", ["wait", "poll"])
+@pytest.mark.parametrize("operation", ["reduce_scatter", "all_gather"])
+def test_what_ended_with_an_error_is_not_done(ranks: RankPool, operation: str, ask: str) -> None:
+    text = ranks(2, lost_meanwhile, operation, ask)[0]
+    assert text.startswith(f"{operation} 'layer 3': ")
+    assert "lost contact with another rank" in text
 
 
 def test_one_rank_copies() -> None:
