@@ -43,7 +43,7 @@ class Board:
         self.rank, self.world = groups.rank(), groups.world_size()
         self._family, master = _master()
         outward = _outward(self._family, master)
-        alone = _is_loopback(outward)
+        alone = len(set(groups.gather_objects(_machine()))) == 1
         self._inbox = socket.socket(self._family, socket.SOCK_DGRAM)
         self._inbox.bind((_LOOPBACK[self._family] if alone else "", 0))
         self._inbox.setblocking(False)
@@ -125,9 +125,20 @@ def process_state(pid: int) -> str:
 
 def _master() -> tuple[socket.AddressFamily, str]:
     """The family and number of the address where the ranks met."""
-    name = os.environ.get("MASTER_ADDR", "localhost")
+    name = os.environ.get("MASTER_ADDR") or _store_host() or "localhost"
     family, _, _, _, address = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)[0]
     return family, str(address[0])
+
+
+def _store_host() -> str:
+    """The host of the group's store, where the group was given an address of its own."""
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else ""
 
 
 def _outward(family: socket.AddressFamily, master: str) -> str:

@@ -15,6 +15,7 @@ log = logger("watch")
 BEAT_S = 0.5
 MISSED_S = 2.0  # four beats
 _AHEAD_S = 5.0  # a rank that ended may just be ahead of us at the end
+_UNHEARD_S = 5.0  # the first beat comes at once
 
 
 class Judge:
@@ -35,7 +36,7 @@ class Judge:
 
     def heard(self, peer: Peer, message: dict[str, Any], now: float) -> Window:
         """Takes in what `peer` says of itself; returns the calls it told."""
-        peer.heard = now
+        peer.heard, peer.known = now, True
         self._silent.discard(peer.rank)
         peer.entered, peer.left = (int(n) for n in message["at"])
         peer.state, peer.doing, age = message["state"]
@@ -76,8 +77,11 @@ class Judge:
             return verdict.failed(peer) if stuck and waited else ""
         silent = now - peer.heard
         pid, near = self._board.addresses[peer.rank].pid, self._board.near(peer.rank)
+        if not near and not peer.known:
+            return self._unheard(peer, silent)
         state = process_state(pid) if near and (silent > MISSED_S or surely) else "?"
-        if peer.rank in self._board.gone or not state:
+        refused = peer.rank in self._board.gone and (near or surely or silent > MISSED_S)
+        if refused or not state:
             since = self._refused.setdefault(peer.rank, now)
             late = surely or now - since > _AHEAD_S
             return verdict.gone(peer, pid) if late or (stuck and waited) else ""
@@ -91,6 +95,14 @@ class Judge:
             self._silent.add(peer.rank)
             runs = f". Its process {pid} runs, so it may only hold the interpreter" if near else ""
             log.warning("%s%s.%s", verdict.silent(peer, silent), runs, self._around(peer))
+        return ""
+
+    def _unheard(self, peer: Peer, since_s: float) -> str:
+        """Nothing is wrong that we know of: what a firewall drops or refuses looks like the silence
+        of a dead rank. It is told once."""
+        if since_s > _UNHEARD_S and peer.rank not in self._silent:
+            self._silent.add(peer.rank)
+            log.warning("%s", verdict.unheard(peer))
         return ""
 
     def _say_who_is_waited_for(self, now: float) -> None:

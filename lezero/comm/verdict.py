@@ -15,14 +15,15 @@ RUNS, BUSY, FAILED, FINISHED = "runs", "busy", "failed", "finished"
 class Peer:
     """What is known of another rank. Times are this process's monotonic seconds.
 
-    doing: what a busy rank does, or the error of a failed one. place: where its own code is.
-    `entered` and `left` count its collectives.
+    known: it was heard at least once. doing: what a busy rank does, or the error of a failed one.
+    place: where its own code is. `entered` and `left` count its collectives.
     """
 
     rank: int
     heard: float
     entered: int = 0
     left: int = 0
+    known: bool = False
     state: str = RUNS
     doing: str = ""
     since: float = 0.0
@@ -107,6 +108,14 @@ def silent(peer: Peer, silent_s: float) -> str:
     return (
         f"rank {peer.rank} does not answer since {silent_s:.1f} s: its process or machine is "
         "stopped, or the network to it is down"
+    )
+
+
+def unheard(peer: Peer) -> str:
+    return (
+        f"rank {peer.rank} cannot be heard: datagrams (UDP) from its machine do not arrive here, "
+        "so it is not watched. Allow UDP between the machines and give every rank MASTER_ADDR; "
+        "LEZERO_WATCH=0 switches the watch off"
     )
 
 
