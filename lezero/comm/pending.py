@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from lezero.core import groups, observer
-from lezero.core.errors import ConfigError, DistributedError
+from lezero.core.errors import ConfigError, DistributedError, OrderError
 
 
 class Wait(Protocol):
@@ -79,13 +79,15 @@ class Pending:
     def wait(self) -> None:
         """Returns when the results are there and the arguments may be changed.
 
-        Raises `DistributedError` when another rank is gone, hangs or calls something else.
+        Raises `DistributedError` when another rank is gone, hangs or calls something else, and
+        `OrderError` when the link was closed before.
         """
         self._queue.finish(self)
 
     def poll(self) -> bool:
-        """Makes progress without waiting; True when the results are there."""
+        """Makes progress without waiting; True when the results are there. Raises as `wait`."""
         self._queue.progress()
+        self._queue.need(self)
         return self.finished
 
     def step(self) -> None:
@@ -197,12 +199,20 @@ class Queue:
         deadline = time.monotonic() + self.timeout_s
         self.progress()
         while not pending.finished:
+            self.need(pending)
             head = self._running[0]
             began = time.perf_counter()
             with self._guarded(head):
                 head.block(deadline)
             self.waited_s += time.perf_counter() - began
             self.progress()
+
+    def need(self, pending: Pending) -> None:
+        """Raises `OrderError` for what `abandon` has forgotten."""
+        if not pending.finished and not self._running:
+            raise OrderError(
+                f"{pending.call}: its link was closed before it was done; wait for it first"
+            )
 
     def drain(self) -> None:
         """Waits for everything in flight."""

@@ -16,7 +16,7 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.watch import Watch
 from lezero.comm.wire import Wire
 from lezero.core import groups, sockets
-from lezero.core.errors import ConfigError, DistributedError
+from lezero.core.errors import ConfigError, DistributedError, OrderError
 from lezero.ops import signal
 from lezero.profiler.memory import rss
 from tests.ranks import RankPool
@@ -157,6 +157,18 @@ def test_what_ended_with_an_error_is_not_done(ranks: RankPool, operation: str, a
     text = ranks(2, lost_meanwhile, operation, ask)[0]
     assert text.startswith(f"{operation} 'layer 3': ")
     assert "lost contact with another rank" in text
+
+
+def closed_meanwhile() -> None:
+    with Mesh({"shard": 2}) as mesh, Link(Wire(topology="flat"), mesh, "shard") as link:
+        pending = link.all_reduce(torch.ones(4), key="x")  # its steps are taken in `wait`
+    for ask in (pending.wait, pending.poll):
+        with pytest.raises(OrderError, match="all_reduce 'x': its link was closed before"):
+            ask()
+
+
+def test_a_wait_after_closing_is_told(ranks: RankPool) -> None:
+    ranks(2, closed_meanwhile)
 
 
 def test_one_rank_copies() -> None:
