@@ -132,7 +132,7 @@ class Queue:
         self.waited_s = 0.0
         """How long this process has stood still for other ranks."""
         self._running: deque[Pending] = deque()
-        self._broken: Exception | None = None
+        self._broken: BaseException | None = None
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
     def launch(self, steps: Steps, call: Call) -> Pending:
@@ -227,7 +227,8 @@ class Queue:
     def _guarded(self, pending: Pending) -> Iterator[None]:
         """A collective that failed leaves the ranks out of step: the link takes no more."""
         if self._broken is not None:
-            raise DistributedError(f"this wire failed before: {self._broken}")
+            why = str(self._broken) or type(self._broken).__name__
+            raise DistributedError(f"this wire failed before: {why}")
         try:
             with torch.no_grad():
                 yield
@@ -236,6 +237,6 @@ class Queue:
         except DistributedError as error:
             self._broken = DistributedError(f"{pending.call}: {error}")
             raise self._broken from error
-        except Exception as error:
+        except BaseException as error:  # an interrupt too: it cuts a step in two
             self._broken = error
             raise
