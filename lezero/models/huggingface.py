@@ -28,6 +28,7 @@ from lezero.models.transformer import Transformer
 _JSON_LIMIT = 64 << 20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -51,9 +52,15 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
     root = Path(folder)
     with torch.device("meta"):
         model = Transformer(read_config(root))
-    files = weight_files(root)
-    fill(model, _tensors(files), dtype, str(root))
+    fill(model, _tensors(weight_files(root)), dtype, str(root))
     return model
+
+
+def read_weights(folder: str | os.PathLike[str], model: Transformer, take: Take) -> None:
+    """Hands every weight of `model` in a Hugging Face folder to `take` (see `hand_over`), without
+    ever holding more than one: for a model that is split. Errors as `load_hf`."""
+    root = Path(folder)
+    hand_over(model, _tensors(weight_files(root)), take, str(root))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,6 +108,7 @@ def weight_files(root: Path) -> list[Path]:
 
 # One stored tensor: its name here, its shape, and what brings it into memory.
 Stored = tuple[str, tuple[int, ...], Callable[[], Tensor]]
+Take = Callable[[str, Tensor], Tensor]
 
 
 def _tensors(files: Iterable[Path]) -> Iterator[Stored]:
@@ -123,19 +131,36 @@ def fill(
     dtype: torch.dtype | None,
     source: str,
 ) -> None:
-    """Gives a model built on meta its weights; names whatever is missing, unexpected or misshapen.
+    """Gives a model built on meta its weights; errors as `hand_over`."""
+    loaded: dict[str, Tensor] = {}
 
-    A stored head of a tied model is accepted when it equals the embedding.
+    def take(name: str, tensor: Tensor) -> Tensor:
+        loaded[name] = tensor.to(dtype or tensor.dtype, copy=True)
+        return loaded[name]
+
+    hand_over(model, tensors, take, source)
+    model.load_state_dict(loaded, strict=True, assign=True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model.rope.ready(1, torch.device("cpu"))
+
+
+def hand_over(model: Transformer, tensors: Iterable[Stored], take: Take, source: str) -> None:
+    """Hands every weight of `model` to `take(name, tensor)`, one after the other; it returns the
+    tensor, or the copy that it keeps.
+
+    Raises `FileError` afterwards, naming whatever is missing, unexpected or misshapen. A stored
+    head of a tied model is accepted when it equals the embedding.
     """
     wanted = dict(model.named_parameters())
-    loaded: dict[str, Tensor] = {}
+    taken: set[str] = set()
     problems: list[str] = []
-    head: Tensor | None = None
+    ends: dict[str, Tensor] = {}
     for name, shape, read in tensors:
         if name.endswith("rotary_emb.inv_freq"):  # old files carry these; they are derived
             continue
-        if name == "lm_head.weight" and model.config.tied:
-            head = read()
+        if name == _HEAD and model.config.tied:
+            ends[name] = read()
         elif name not in wanted:
             problems.append(f"unexpected {name} {shape}")
         elif shape != tuple(wanted[name].shape):
@@ -145,20 +170,19 @@ def fill(
             tensor = read()
             if not tensor.is_floating_point():
                 problems.append(f"{name} holds {tensor.dtype}, expected floating point")
-            loaded[name] = tensor.to(dtype or tensor.dtype, copy=True)
-    known = loaded.keys() | {p.split(" ")[0] for p in problems}
+            kept = take(name, tensor)
+            taken.add(name)
+            if name == _EMBEDDING and model.config.tied:
+                ends[name] = kept
+    known = taken | {p.split(" ")[0] for p in problems}
     problems += [f"missing {name}" for name in wanted if name not in known]
-    if head is not None and "embed_tokens.weight" in loaded:
-        embedding = loaded["embed_tokens.weight"]
+    if len(ends) == 2:
+        head, embedding = ends[_HEAD], ends[_EMBEDDING]
         if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
             problems.append("lm_head.weight differs from the embedding, but config.json ties them")
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise FileError(f"{source}: the weights do not fit: {'; '.join(problems[:8])}{more}")
-    model.load_state_dict(loaded, strict=True, assign=True)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    model.rope.ready(1, torch.device("cpu"))
 
 
 def save_hf(

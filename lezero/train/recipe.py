@@ -18,6 +18,7 @@ from lezero.core.errors import ConfigError
 from lezero.data import Data, EvalLoader, Loader, prepare
 from lezero.data.build import foresee_rows
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
+from lezero.models.huggingface import read_weights
 from lezero.models.rope import Rope
 from lezero.optim import AdamW, AdamW8bit
 from lezero.parallel.zero import Zero, shard_, sharding_of
@@ -66,11 +67,11 @@ def build_model(config: RunConfig, vocab: int, decisions: Decisions | None = Non
     place = device.device()
     kind = torch.float32 if config.train.masters == "none" else torch.bfloat16
     shape = model_config(config, vocab)
-    if config.model.folder is not None:
-        model = load_hf(config.model.folder, dtype=kind).to(place)
-    elif config.zero is not None and place.type == "cpu":
+    if config.zero is not None and place.type == "cpu":
         with torch.device("meta"):
             model = Transformer(shape).to(kind)
+    elif config.model.folder is not None:
+        model = load_hf(config.model.folder, dtype=kind).to(place)
     else:
         with torch.device(place):
             model = Transformer(shape, seed=config.train.seed).to(kind)
@@ -79,7 +80,7 @@ def build_model(config: RunConfig, vocab: int, decisions: Decisions | None = Non
         meta = next(model.parameters()).is_meta
         shard_(model, found, wire=config.wire)
         if meta:
-            _fill(model, config.train.seed)
+            _fill(model, config)
     return model
 
 
@@ -100,16 +101,24 @@ def zero_of(config: RunConfig, place: torch.device, decisions: Decisions) -> Zer
     return zero.model_copy(update={"compute": name})
 
 
-def _fill(model: Transformer, seed: int) -> None:
+def _fill(model: Transformer, config: RunConfig) -> None:
     """Memory for a sharded model on meta and this rank's rows of its first weights."""
     allocate_(model)
     for module in model.modules():
         if isinstance(module, Rope):  # its tables are no weights, but on meta they had no values
             module.reset_parameters()
     sharding = sharding_of(model)
-    for name, part in sharding.layout.items():
-        drawn = model.first_weight(name, part.shape, seed)
-        sharding.write(name, drawn[part.start : part.stop])
+    layout = sharding.layout
+
+    def take(name: str, whole: torch.Tensor) -> torch.Tensor:
+        sharding.write(name, whole[layout[name].start : layout[name].stop])
+        return whole
+
+    if config.model.folder is not None:
+        read_weights(config.model.folder, model, take)
+        return
+    for name, part in layout.items():
+        take(name, model.first_weight(name, part.shape, config.train.seed))
 
 
 def build_optimizer(config: RunConfig, model: nn.Module) -> AdamW | AdamW8bit:

@@ -1,0 +1,63 @@
+"""From a config to the pieces of a run."""
+
+from __future__ import annotations
+
+import shutil
+from unittest import mock
+
+import pytest
+import torch
+
+from lezero.core.errors import FileError
+from lezero.models import Transformer, TransformerConfig, load_hf
+from lezero.models.huggingface import save_hf
+from lezero.parallel.zero import full_parameters, shard_
+from lezero.train import recipe
+from tests.train.runs import config, settings
+
+SHAPE = {"vocab": 64, "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "context": 32}
+TOKENS = torch.arange(8)[None]
+
+
+def from_folder(folder, stage):
+    """A run's first model: whether it had no memory yet when it was split, its values, logits."""
+    made = config(folder, model={"folder": str(folder / "model")}, zero={"stage": stage})
+    on_meta = []
+
+    def split(model, *arguments, **options):
+        on_meta.append(all(p.is_meta for p in model.parameters()))
+        return shard_(model, *arguments, **options)
+
+    with mock.patch.object(recipe, "shard_", split):
+        model = recipe.build_model(made, 64)
+    with torch.no_grad():
+        logits = model(TOKENS)
+    return on_meta, {name: value.clone() for name, value in full_parameters(model)}, logits
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_split_model_from_a_folder_is_whole_on_no_rank(ranks, tmp_path, tied):
+    settings(tmp_path)
+    save_hf(Transformer(TransformerConfig(**SHAPE, tied=tied)).bfloat16(), tmp_path / "model")
+    expected = load_hf(tmp_path / "model", torch.float32)
+    for stage in (0, 3):
+        for on_meta, values, logits in ranks(2, from_folder, tmp_path, stage):
+            assert on_meta == [True]
+            assert values.keys() == dict(expected.named_parameters()).keys()
+            for name, value in expected.named_parameters():
+                assert torch.equal(values[name], value), name
+            torch.testing.assert_close(logits, expected(TOKENS).detach())
+
+
+def misfit(folder):
+    with pytest.raises(FileError, match=r"do not fit: .*missing layers.1"):
+        from_folder(folder, 3)
+
+
+def test_weights_that_do_not_fit_a_split_model_are_named(ranks, tmp_path):
+    settings(tmp_path)
+    folder, other = tmp_path / "model", tmp_path / "other"
+    save_hf(Transformer(TransformerConfig(**SHAPE)), folder)
+    save_hf(Transformer(TransformerConfig(**{**SHAPE, "layers": 1})), other)
+    shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
+    ranks(2, misfit, tmp_path)
