@@ -4,9 +4,10 @@ A GPT of 203M parameters (16 layers, 1024 wide, 256 tokens, one sequence a rank)
 thread each, in bf16 with fp32 masters and fused AdamW. `step_s` is the median over the steps, the
 slower rank's; `bytes/param` is what a rank holds at the end of a step, gradients included, above
 what it held after its imports (pages that ranks share count in part), over the parameters of the
-whole model. `lowbit` is stage 3 on bf16 weights with
-remainder masters and 8-bit state. With `--device cuda`: one GPU, a model of 1.3B parameters. Peers
-(`make peers`) run the same loop: torch's DDP and FSDP2, DeepSpeed's stages 1 to 3.
+whole model. `lowbit` is stage 3 on bf16 weights with remainder masters and 8-bit state. With
+`--device cuda`: one GPU, a model of 1.3B parameters, also the peak of memory (`peak_gib`) and the
+model's FLOPs over those of large bf16 products (`mfu`). Peers (`make peers`) run the same loop:
+torch's DDP and FSDP2, DeepSpeed's stages 1 to 3.
 
 Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both), the bytes, and how far
 the forecast of memory and time is from what was measured at any stage (`_zero_forecast.py`).
@@ -181,9 +182,32 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
         times.append(time.perf_counter() - began)
     found = {"step_s": statistics.median(times[2:]), "bytes_per_param": held / parameters}
     if device != "cpu":
-        found["bytes_per_param"] = torch.accelerator.max_memory_allocated() / parameters
+        peak = torch.accelerator.max_memory_allocated()
+        found |= {"bytes_per_param": peak / parameters, "peak_gib": peak / 2**30}
+        found["mfu"] = model_flops(*layers_width) / found["step_s"] / products_per_s(device)
     leave(name)
     return found
+
+
+def model_flops(layers: int, width: int) -> int:
+    """Of a step of one sequence: 6 for each token and weight that multiplies, and attention's as if
+    every pair were computed (Chowdhery et al., "PaLM" (2022), appendix B)."""
+    weights = 12 * layers * width**2 + VOCAB * width
+    return LENGTH * (6 * weights + 12 * layers * width * LENGTH)
+
+
+def products_per_s(device: str) -> float:
+    """FLOP/s of large bf16 products, the fastest of ten rounds."""
+    size, times = 8192, []
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    for _ in range(10):
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            torch.mm(a, b)
+        torch.accelerator.synchronize()
+        times.append(time.perf_counter() - began)
+    return 10 * 2 * size**3 / min(times)
 
 
 def join(name: str, device: str) -> None:
@@ -233,7 +257,7 @@ def launch(options: argparse.Namespace, ranks: int) -> None:
 
 
 def bitwise(steps: int) -> bool:
-    """Whether all stages train alike, bit for bit, over so many steps with clipping."""
+    """Whether all stages train alike, bit for bit, on every rank, over some steps with clipping."""
     from lezero.core import groups
 
     if "RANK" not in os.environ:
@@ -262,8 +286,9 @@ def bitwise(steps: int) -> bool:
         for _, tensor in full_parameters(model):
             digest.update(tensor.numpy().tobytes())
         digests.append(digest.hexdigest())
+    alike = all(groups.gather_objects(len(set(digests)) == 1))
     groups.leave()
-    return len(set(digests)) == 1
+    return alike
 
 
 def one_side(options: argparse.Namespace, size: str) -> None:
@@ -308,12 +333,13 @@ def main() -> None:
     ]
     result = compare(sides, rounds=rounds)
     keys = ["step_s", "bytes_per_param"]
+    if options.device != "cpu":
+        keys += ["peak_gib", "mfu"]
     base = "ddp" if options.device == "cpu" else "plain"
     table = result.table(keys, base=base if base in names else None)
     if options.device != "cpu" or options.only:
-        finish(
-            table, {name: result.median(name, "step_s") for name in names if result.figures[name]}
-        )
+        ran = [name for name in names if result.figures[name]]
+        finish(table, {f"{name}_{key}": result.median(name, key) for name in ran for key in keys})
         return
     once = [
         side(__file__, "bitwise", *extra),

@@ -7,12 +7,17 @@ import importlib.util
 import json
 import mmap
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
+from torch import Tensor, nn
 
+from lezero.core import groups
 from tests.house.floors import ROOT
+from tests.ranks import RankPool
 
 FILES = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
 
@@ -120,3 +125,23 @@ def test_a_short_form_passes_only_with_its_figures(
         "error: number.py: its last line is no JSON object",
         "error: silent.py: its last line is not JSON",
     ]
+
+
+def stages_alike(drifts: bool) -> bool:
+    """What the benchmark of ZeRO says; `drifts`: rank 1 has other values at stage 0."""
+    from lezero.parallel import zero
+
+    loaded("_table")
+    benchmark, whole, stages = loaded("zero"), zero.full_parameters, iter(range(4))
+
+    def drifted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        apart = drifts and next(stages) == 0 and groups.rank() == 1
+        return ((name, tensor + apart) for name, tensor in whole(model))
+
+    with mock.patch.object(zero, "full_parameters", drifted):
+        return bool(benchmark.bitwise(1))
+
+
+def test_stages_are_alike_when_they_are_on_every_rank(ranks: RankPool) -> None:
+    assert ranks(2, stages_alike, False) == [True, True]
+    assert ranks(2, stages_alike, True) == [False, False]
