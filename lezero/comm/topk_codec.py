@@ -69,9 +69,10 @@ class TopkCodec(Codec):
         parts = (sent, places.to(torch.int32))
         payload.copy_(torch.cat([part.view(torch.uint8) for part in parts]))
         if error is not None:
-            lost = total.clone() if total.data_ptr() == values.data_ptr() else total
-            lost[places] = torch.where(sent.isfinite(), 0.0, error[places].float())
-            error.copy_(lost)
+            total[places] = torch.where(sent.isfinite(), 0.0, error[places].float())
+            if not sent.isfinite().any():  # being the largest, more of them may have stayed behind
+                total = torch.where(total.isfinite(), total, error.float())
+            error.copy_(total)
 
     def decode(self, payload: Tensor, out: Tensor, add: bool = False) -> None:
         check_flat("out", out)

@@ -154,6 +154,17 @@ class CodecConformance:
         far[max(0, place - 256) : place + 257] = False
         assert out[far].isfinite().all(), "it takes no more than its block with it"
 
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+    @pytest.mark.parametrize("where", [slice(10, 500), slice(0, 777)], ids=["many", "all"])
+    def test_steps_that_are_not_finite_spoil_no_error(self, bad: float, where: slice) -> None:
+        x, error = values(777), torch.full((777,), 0.125)
+        x[where] = bad
+        assert not self.decoded(self.encoded(x, error), 777).isfinite().all()
+        assert error.isfinite().all()
+        assert (error[where] == 0.125).all()
+        assert self.decoded(self.encoded(values(777), error), 777).isfinite().all()
+        assert error.isfinite().all()
+
     def test_the_same_on_any_number_of_threads(self) -> None:
         x, before = values(300_001), torch.get_num_threads()
         try:
