@@ -13,12 +13,17 @@ What is pending is the mean over M ranks of their worker errors, plus a M-th of 
 owners with N/M times the server's error. Taken in rank order in fp64, rounded once to fp32. With
 the hierarchical topology a rank keeps the error of the sum of its host's L ranks, for its own
 chunks only: they count as zero elsewhere, and a rank starts with L times the mean.
+
+Which rank will own what is not known yet, so all of it comes to every rank as spare. A rank claims
+what its buffers ask for. What stays spare is saved as such, and in the next change of ranks it
+counts only where no rank has claimed it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +31,7 @@ from lezero.comm.codec import Codec, codec
 from lezero.comm.route import Span, Spans
 
 WORKER, SERVER = "worker", "server"
+_SPARE = ":spare"
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -52,6 +58,21 @@ class _Piece:
         return self.start + self.data.numel()
 
 
+_Pieces = dict[tuple[str, str], list[_Piece]]
+"""By side and name of the parameter."""
+
+
+class _Stored(NamedTuple):
+    """A piece of a state, with the `share` and the number of ranks of who saved it."""
+
+    side: str
+    spare: bool
+    share: int
+    size: int
+    name: str
+    piece: _Piece
+
+
 class Feedback:
     """The kept errors of one link. `dtype`: how they are stored: "fp32", "bf16" or "int8".
 
@@ -63,7 +84,8 @@ class Feedback:
         self._dtype = _TYPES.get(dtype)
         self._packed: Codec | None = codec("int8") if self._dtype is None else None
         self._kept: dict[tuple[str, str], _Kept] = {}
-        self._loaded: dict[tuple[str, str], list[_Piece]] = {}
+        self._loaded: _Pieces = {}
+        self._spare: _Pieces = {}
         self._scratch: dict[int, torch.Tensor] = {}
 
     def error(self, side: str, key: str, numel: int, spans: Spans) -> torch.Tensor:
@@ -98,15 +120,17 @@ class Feedback:
         return sum(kept.data.nbytes for kept in self._kept.values())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's errors, fp32, flat: `side:share:size/name/start` → elements from `start`.
+        """This rank's errors, fp32, flat: `side:share:size/name/start` → elements from `start`;
+        `side:share:size:spare/name/start` what is spare (see the note).
 
         With "int8" storage these are the decoded values.
         """
         state = {}
-        for (side, name), pieces in self._gathered().items():
-            share = self._share if side == WORKER else 1
-            for piece in pieces:
-                state[f"{side}:{share}:{self._size}/{name}/{piece.start}"] = piece.data
+        for mark, held in (("", self._gathered()), (_SPARE, self._spare)):
+            for (side, name), pieces in held.items():
+                share = self._share if side == WORKER else 1
+                for piece in pieces:
+                    state[f"{side}:{share}:{self._size}{mark}/{name}/{piece.start}"] = piece.data
         return state
 
     def load_state_dict(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -117,16 +141,18 @@ class Feedback:
         """
         self._kept.clear()
         self._loaded.clear()
-        parsed = [[(*_parse(key), data) for key, data in state.items()] for state in states]
+        self._spare.clear()
+        parsed = [[_parse(key, data) for key, data in state.items()] for state in states]
         same = len(states) == self._size and all(
-            share == self._share for state in parsed for side, share, *_ in state if side == WORKER
+            one.share == self._share for state in parsed for one in state if one.side == WORKER
         )
         if same:
-            for side, _, name, start, data in parsed[self._rank]:
-                self._loaded.setdefault((side, name), []).append(_Piece(start, data))
+            for one in parsed[self._rank]:
+                held = self._spare if one.spare else self._loaded
+                held.setdefault((one.side, one.name), []).append(one.piece)
             return
-        self._loaded = _mean(parsed, WORKER, self._share)
-        self._loaded |= _mean(parsed, SERVER, self._size)
+        self._spare = _mean(parsed, WORKER, self._share)
+        self._spare |= _mean(parsed, SERVER, self._size)
 
     def _arrange(self, side: str, key: str, numel: int, spans: Spans) -> _Kept:
         """Lays the errors of a buffer out: what was loaded, or lay in buffers laid out before."""
@@ -135,20 +161,12 @@ class Feedback:
             if other_side == side and (other == key or _overlap(kept.spans, spans)):
                 self._unload(side, other, kept)
         for span in spans:
-            pieces = self._loaded.get((side, span.name), [])
-            rest: list[_Piece] = []
-            for piece in pieces:
-                low, high = max(span.start, piece.start), min(span.stop, piece.stop)
-                if low >= high:
-                    rest.append(piece)
-                    continue
-                at = span.at + low - span.start
-                error[at : at + high - low] = piece.data[low - piece.start : high - piece.start]
-                if piece.start < low:
-                    rest.append(_Piece(piece.start, piece.data[: low - piece.start]))
-                if high < piece.stop:
-                    rest.append(_Piece(high, piece.data[high - piece.start :]))
-            self._loaded[side, span.name] = rest
+            for held in (self._spare, self._loaded):  # what this rank had claimed wins
+                for piece in _take(held, (side, span.name), span):
+                    at = span.at + piece.start - span.start
+                    error[at : at + piece.data.numel()] = piece.data
+        if side == SERVER:
+            self._leave_to_others(key)
         if self._packed is not None:
             data = torch.empty(self._packed.bytes(numel), dtype=torch.uint8, device=self._device)
             self._packed.encode(error, data)
@@ -156,6 +174,13 @@ class Feedback:
             data = error.to(self._dtype)
         self._kept[side, key] = _Kept(spans, numel, data)
         return self._kept[side, key]
+
+    def _leave_to_others(self, key: str) -> None:
+        """Drops what the other ranks of an all-reduce claim: whatever this rank has sent of it is
+        owned by one of them."""
+        sent = self._kept.get((WORKER, key))
+        for span in sent.spans if sent is not None else ():
+            _take(self._spare, (SERVER, span.name), span)
 
     def _unload(self, side: str, key: str, kept: _Kept) -> None:
         """Gives the errors of a buffer back to their names."""
@@ -172,8 +197,8 @@ class Feedback:
         self._packed.decode(kept.data, wide)
         return wide
 
-    def _gathered(self) -> dict[tuple[str, str], list[_Piece]]:
-        """All errors by side and name, in order of their start."""
+    def _gathered(self) -> _Pieces:
+        """All errors that this rank has claimed, by side and name, in order of their start."""
         found = {place: list(pieces) for place, pieces in self._loaded.items() if pieces}
         for (side, _), kept in self._kept.items():
             wide = self._wide(kept)
@@ -206,28 +231,55 @@ def _overlap(some: Spans, others: Spans) -> bool:
     )
 
 
-def _parse(key: str) -> tuple[str, int, str, int]:
+def _take(held: _Pieces, place: tuple[str, str], span: Span) -> list[_Piece]:
+    """Takes out of `held` what it has of the elements of `span`."""
+    inside: list[_Piece] = []
+    outside: list[_Piece] = []
+    for piece in held.get(place, ()):
+        low, high = max(span.start, piece.start), min(span.stop, piece.stop)
+        if low >= high:
+            outside.append(piece)
+            continue
+        cuts = ((piece.start, low, outside), (low, high, inside), (high, piece.stop, outside))
+        for begin, end, where in cuts:
+            if begin < end:
+                data = piece.data[begin - piece.start : end - piece.start]
+                where.append(_Piece(begin, data))
+    if place in held:
+        held[place] = outside
+    return inside
+
+
+def _parse(key: str, data: torch.Tensor) -> _Stored:
     head, rest = key.split("/", 1)
     name, start = rest.rsplit("/", 1)
-    side, share, _ = head.split(":")
-    return side, int(share), name, int(start)
+    side, share, size = head.removesuffix(_SPARE).split(":")
+    piece = _Piece(int(start), data)
+    return _Stored(side, head.endswith(_SPARE), int(share), int(size), name, piece)
 
 
-def _mean(
-    states: Sequence[Sequence[tuple[str, int, str, int, torch.Tensor]]], side: str, times: int
-) -> dict[tuple[str, str], list[_Piece]]:
+def _mean(states: Sequence[Sequence[_Stored]], side: str, times: int) -> _Pieces:
     """`times` the mean over the ranks, in rank order in fp64, of one side's errors, by name."""
-    length: dict[str, int] = {}
+    named: dict[str, list[_Stored]] = {}
     for state in states:
-        for found, _, name, start, data in state:
-            if found == side:
-                length[name] = max(length.get(name, 0), start + data.numel())
-    pieces = {}
-    for name in sorted(length):
-        total = torch.zeros(length[name], dtype=torch.float64)
-        for state in states:
-            for found, _, other, start, data in state:
-                if found == side and other == name:
-                    total[start : start + data.numel()] += data.double().cpu()
-        pieces[side, name] = [_Piece(0, total.mul_(times).div_(len(states)).float())]
-    return pieces
+        for one in state:
+            if one.side == side:
+                named.setdefault(one.name, []).append(one)
+    found = {}
+    for name in sorted(named):
+        total = torch.zeros(max(one.piece.stop for one in named[name]), dtype=torch.float64)
+        claimed = torch.zeros(len(total), dtype=torch.bool)
+        for one in named[name]:
+            if not one.spare:
+                total[one.piece.start : one.piece.stop] += one.piece.data.double().cpu()
+                claimed[one.piece.start : one.piece.stop] = True
+        total.mul_(times).div_(len(states))
+        for one in named[name]:
+            if one.spare:
+                place = slice(one.piece.start, one.piece.stop)
+                was = one.share if side == WORKER else one.size  # how often it is the mean
+                other = one.piece.data.double().cpu() * times / was
+                total[place] = torch.where(claimed[place], total[place], other)
+                claimed[place] = True
+        found[side, name] = [_Piece(0, total.float())]
+    return found

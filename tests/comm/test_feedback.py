@@ -70,52 +70,76 @@ def test_other_buffers_find_the_same_errors(dtype: str) -> None:
     assert not kept.fresh(WORKER, "own a.weight")
 
 
+def inputs(rank: int, step: int) -> torch.Tensor:
+    flat = values(rank, NUMEL, torch.float32, seed=step)
+    flat[157:] = 0
+    return flat
+
+
 def run(world_wire: Wire, steps: int, first: int) -> Link:
-    rank, world = groups.rank(), groups.world_size()
-    return train(Link(world_wire, Mesh({"shard": world}), "shard"), rank, steps, first)
+    link = Link(world_wire, Mesh({"shard": groups.world_size()}), "shard")
+    train(link, steps, first)
+    return link
 
 
-def train(link: Link, rank: int, steps: int, first: int) -> Link:
-    spans = spans_of(["a.weight", "b/odd.bias"])
+def train(link: Link, steps: int, first: int) -> torch.Tensor:
+    """The sum over the steps of what has arrived here, as a mean over the ranks."""
+    spans, arrived = spans_of(["a.weight", "b/odd.bias"]), torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(first, first + steps):
-        flat = values(rank, NUMEL, torch.float32, seed=step)
-        flat[157:] = 0
+        flat = inputs(link.rank, step)
         if link.wire.feedback == "both":
             link.all_reduce(flat, key="bucket", spans=spans).wait()
+            arrived += flat
         else:
             out = torch.empty(NUMEL // link.size)
             link.reduce_scatter(flat, out, key="bucket", spans=spans).wait()
-    return link
+            arrived.view(link.size, -1)[link.rank] += out
+    return arrived / link.size
 
 
 State = dict[str, torch.Tensor]
 
 
-def segment(fields: dict[str, str], states: list[State] | None, first: int) -> tuple[State, State]:
-    """A run that starts from `states`: what it had after loading, and after two more steps."""
+def segment(
+    fields: dict[str, str], states: list[State] | None, first: int
+) -> tuple[State, State, torch.Tensor]:
+    """A run that starts from `states`: what it had after loading and after two more steps, and what
+    arrived in these."""
     wire = Wire(topology="flat", **fields)
     with Link(wire, Mesh({"shard": groups.world_size()}), "shard") as link:
         assert link.feedback is not None
         if states is not None:
             link.feedback.load_state_dict(states)
         loaded = link.feedback.state_dict()
-        train(link, groups.rank(), 2, first)
-        return loaded, link.feedback.state_dict()
+        arrived = train(link, 2, first)
+        return loaded, link.feedback.state_dict(), arrived
 
 
-def pending(states: list[State]) -> dict[str, torch.Tensor]:
-    """The mean that is still to be sent, by name, in fp64: workers', and the server's part."""
+def split(key: str) -> tuple[str, str, int]:
+    """Side, name and start of a piece of a state."""
+    side, rest = key.split("/", 1)
+    name, start = rest.rsplit("/", 1)
+    return side.split(":")[0], name, int(start)
+
+
+def spare(states: list[State]) -> list[bool]:
+    """Of each piece, whether no buffer has asked for it."""
+    return [key.split("/")[0].endswith(":spare") for state in states for key in state]
+
+
+def pending(states: list[State], lengths: dict[str, int] = LENGTHS) -> dict[str, torch.Tensor]:
+    """The mean that is still to be sent, by name, in fp64: workers', and the server's part. What is
+    spare is not counted."""
     found = {
         f"{side} {name}": torch.zeros(n, dtype=torch.float64)
         for side in (WORKER, SERVER)
-        for name, n in LENGTHS.items()
+        for name, n in lengths.items()
     }
     for state in states:
         for key, data in state.items():
-            side, rest = key.split("/", 1)
-            name, start = rest.rsplit("/", 1)
-            where = found[f"{side.split(':')[0]} {name}"]
-            where[int(start) : int(start) + data.numel()] += data.double()
+            side, name, start = split(key)
+            if not any(spare([{key: data}])):
+                found[f"{side} {name}"][start : start + data.numel()] += data.double()
     return {key: total / len(states) for key, total in found.items()}
 
 
@@ -128,23 +152,79 @@ def pending(states: list[State]) -> dict[str, torch.Tensor]:
     ids=["worker", "both"],
 )
 def test_four_ranks_then_two_then_three(ranks: RankPool, fields: dict[str, str]) -> None:
-    four = [after for _, after in ranks(4, segment, fields, None, 0)]
-    assert any(data.abs().max() > 0.01 for data in pending(four).values())
-    states, first = four, 2
-    for world in (2, 3):
-        kept = pending(states)
+    states: list[State] | None = None
+    missing = torch.zeros(NUMEL, dtype=torch.float64)
+    for first, world in ((0, 4), (2, 2), (4, 3)):
+        kept = {} if states is None else pending(states)
         results = ranks(world, segment, fields, states, first)
-        for loaded, _ in results:
+        assert all(spare([loaded for loaded, _, _ in results]))
+        for loaded, _, _ in results:
             for key, data in loaded.items():
-                side, rest = key.split("/", 1)
-                name, start = rest.rsplit("/", 1)
-                assert start == "0"
-                side = side.split(":")[0]
+                side, name, start = split(key)
+                assert start == 0
                 mean = kept[f"{side} {name}"]
                 exact = mean if side == WORKER else mean * world
                 assert torch.equal(data, exact.float())
-        states, first = [after for _, after in results], first + 2
-    assert {key.rsplit("/", 1)[0].split("/", 1)[1] for key in states[0]} == set(LENGTHS)
+        states = [after for _, after, _ in results]
+        assert not any(spare(states))
+        assert any(data.abs().max() > 0.01 for data in pending(states).values())
+        for step in (first, first + 1):
+            missing += sum(inputs(rank, step).double() for rank in range(world)) / world
+        every = [arrived for *_, arrived in results]
+        missing -= every[0] if fields["feedback"] == "both" else sum(every)
+        owed = pending(states)
+        for name, value in by_name(missing, spans_of(list(LENGTHS))).items():
+            found = owed[f"{WORKER} {name}"] + owed[f"{SERVER} {name}"]
+            assert torch.allclose(found, value, atol=1e-4)
+    assert states is not None
+    assert {split(key)[1] for key in states[0]} == set(LENGTHS)
+
+
+def claim(size: int, share: int, states: list[State] | None) -> list[State]:
+    """The states of `size` ranks on hosts of `share`, once each has asked for what it owns."""
+    found, length = [], 12 // size
+    for rank in range(size):
+        kept = Feedback(rank, size, "fp32", CPU, share)
+        if states is not None:
+            kept.load_state_dict(states)
+        chunks = [Span("w", r * length, (r + 1) * length, 0) for r in range(size)]
+        mine = chunks[rank % share :: share]  # of the partners on the other hosts, and its own
+        sent = tuple(span._replace(at=length * i) for i, span in enumerate(mine))
+        errors = [
+            kept.error(WORKER, "k", length * len(sent), sent),
+            kept.error(SERVER, "k", length, (chunks[rank],)),
+        ]
+        if states is None:
+            for error in errors:
+                error.copy_(torch.randn(len(error), generator=torch.Generator().manual_seed(rank)))
+        found.append(kept.state_dict())
+    return found
+
+
+def test_what_another_rank_has_claimed_is_not_counted_again() -> None:
+    states = claim(4, 2, None)
+    first = pending(states, {"w": 12})
+    for size, share in ((6, 3), (3, 1), (4, 2), (2, 2), (2, 1), (4, 1)):
+        states = claim(size, share, states)
+        for key, value in pending(states, {"w": 12}).items():
+            assert torch.allclose(value, first[key], atol=1e-6), (size, share, key)
+        if share == 1:
+            assert not any(spare(states))
+
+
+def test_a_change_of_ranks_without_a_step_loses_nothing() -> None:
+    states = claim(4, 2, None)
+    first = pending(states, {"w": 12})
+    for size, share in ((2, 1), (6, 3), (6, 3)):  # saved as soon as it was loaded
+        loaded = []
+        for rank in range(size):
+            kept = Feedback(rank, size, "fp32", CPU, share)
+            kept.load_state_dict(states)
+            loaded.append(kept.state_dict())
+        states = loaded
+        assert all(spare(states))
+    for key, value in pending(claim(3, 1, states), {"w": 12}).items():
+        assert torch.allclose(value, first[key], atol=1e-6)
 
 
 def unbroken(fields: dict[str, str]) -> tuple[State, torch.Tensor]:
