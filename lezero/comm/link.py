@@ -142,7 +142,7 @@ class Link:
         self._fits("reduce_scatter", key, "flat", flat, "out", out)
         self._observe("reduce_scatter", key, flat)
         steps = self._route.reduce_scatter(flat, out, key, tuple(spans))
-        return self._launch(steps, "reduce_scatter", key, flat)
+        return self._launch(steps, "reduce_scatter", key, flat, out)
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, *, key: str) -> Pending:
         """`out` (size · n,) becomes every rank's `shard` (n,), in rank order; both of one type.
@@ -162,7 +162,7 @@ class Link:
                 f"'{self.wire.gather}' overwrites it; give a shard outside of out"
             )
         self._observe("all_gather", key, out)
-        return self._launch(self._route.all_gather(shard, out, key), "all_gather", key, out)
+        return self._launch(self._route.all_gather(shard, out, key), "all_gather", key, out, shard)
 
     def all_reduce(self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] = ()) -> Pending:
         """`flat` (size · n,) becomes the sum over the ranks, in place."""
@@ -213,8 +213,11 @@ class Link:
         if self.chooser is not None:
             self.chooser.observe(operation, key, x)
 
-    def _launch(self, steps: Steps, operation: str, key: str, x: torch.Tensor) -> Pending:
-        return self._queue.launch(steps, Call(operation, tuple(x.shape), x.dtype, key))
+    def _launch(
+        self, steps: Steps, operation: str, key: str, x: torch.Tensor, *others: torch.Tensor
+    ) -> Pending:
+        call = Call(operation, tuple(x.shape), x.dtype, key)
+        return self._queue.launch(steps, call, x, *others)
 
     def _check(self, operation: str, key: str, **tensors: torch.Tensor) -> None:
         for name, tensor in tensors.items():

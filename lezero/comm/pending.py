@@ -112,15 +112,32 @@ class Pending:
 
 
 class Queued(Pending):
-    """A collective whose steps are all on a stream. `wait` lets the current stream wait for it."""
+    """A collective whose steps are all on a stream. `wait` lets the current stream wait for it.
+
+    [Note: what the stream still uses]
+    The steps end when they are all in the stream's queue, and their references with them. Freed
+    memory goes to the next tensor of the stream that it came from, which does not wait for this
+    one. So the arguments live until the event, or until that stream waits for it.
+    """
 
     event: torch.Event
 
+    def __init__(
+        self, queue: Queue, steps: Steps, call: Call, origin: torch.Stream, keeps: tuple[Any, ...]
+    ) -> None:
+        super().__init__(queue, steps, call)
+        self._origin, self._keeps = origin, keeps
+
     def wait(self) -> None:
-        torch.accelerator.current_stream(self.event.device).wait_event(self.event)
+        current = torch.accelerator.current_stream(self.event.device)
+        current.wait_event(self.event)
+        if current == self._origin:
+            self._keeps = ()
 
     def poll(self) -> bool:
         self.finished = bool(self.event.query())
+        if self.finished:
+            self._keeps = ()
         return self.finished
 
 
@@ -135,16 +152,17 @@ class Queue:
         self._broken: BaseException | None = None
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
 
-    def launch(self, steps: Steps, call: Call) -> Pending:
+    def launch(self, steps: Steps, call: Call, *tensors: torch.Tensor) -> Pending:
         """Takes the first step of `steps` now, and of those before what they can take.
 
-        With `IN_FLIGHT` collectives under way it first waits for the oldest.
+        `tensors` are what it reads and writes. With `IN_FLIGHT` collectives under way it first
+        waits for the oldest.
         """
         watcher = observer.current()
         if watcher is not None:
             watcher.enter(*call)
         if self._stream is not None:
-            return self._enqueue(self._stream, steps, call)
+            return self._enqueue(self._stream, steps, call, tensors)
         pending = Pending(self, steps, call)
         self.progress()
         if len(self._running) >= IN_FLIGHT:
@@ -156,13 +174,16 @@ class Queue:
             self.progress()
         return pending
 
-    def _enqueue(self, stream: torch.Stream, steps: Steps, call: Call) -> Pending:
+    def _enqueue(
+        self, stream: torch.Stream, steps: Steps, call: Call, tensors: tuple[torch.Tensor, ...]
+    ) -> Pending:
         """On an accelerator: all steps at once, on a stream beside that of the computation.
 
         There a wait holds back the stream and not this process, so nothing is left for later.
         """
-        stream.wait_stream(torch.accelerator.current_stream(stream.device))
-        pending = Queued(self, steps, call)
+        origin = torch.accelerator.current_stream(stream.device)
+        stream.wait_stream(origin)
+        pending = Queued(self, steps, call, origin, tensors)
         with self._guarded(pending), stream:
             for wait in steps:
                 wait.block(time.monotonic() + self.timeout_s)
@@ -172,7 +193,7 @@ class Queue:
             watcher.leave()
         while self._running and self._running[0].poll():
             self._running.popleft()
-        self._running.append(pending)  # what it uses must not be freed before its event
+        self._running.append(pending)
         return pending
 
     def progress(self) -> None:

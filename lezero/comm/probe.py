@@ -136,7 +136,7 @@ def _exchange(
 
         def run() -> None:
             call = Call("all_gather", (), torch.float32, "probe")
-            queue.launch(route.all_gather(shard, out, "probe"), call).wait()
+            queue.launch(route.all_gather(shard, out, "probe"), call, shard, out).wait()
             device.synchronize()
 
         run()

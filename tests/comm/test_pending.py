@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
-from lezero.comm.pending import Call, Queue, Steps
+from lezero.comm.link import Link
+from lezero.comm.mesh import Mesh
+from lezero.comm.pending import Call, Pending, Queue, Steps
+from lezero.comm.wire import Wire
 from lezero.core.errors import DistributedError
 
 CPU = torch.device("cpu")
@@ -40,3 +46,77 @@ def test_an_interrupted_step_is_not_taken_for_the_last_one() -> None:
     assert not pending.finished
     with pytest.raises(DistributedError, match="failed before"):
         queue.launch(steps(), CALL)
+
+
+class Stream:
+    """Stands for a stream of an accelerator, and for the event that was recorded last."""
+
+    device, done = CPU, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+    def wait_event(self, event: Stream) -> None:
+        pass
+
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_what_a_stream_uses_lives_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {"current": Stream()}
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["current"])
+    queue, side = Queue(1.0, CPU), Stream()
+    queue._stream = side  # type: ignore[assignment]
+
+    def launched() -> tuple[Pending, weakref.ref[torch.Tensor]]:
+        flat = torch.ones(4)
+
+        def steps() -> Steps:
+            flat.mul_(2)
+            yield from ()
+
+        return queue.launch(steps(), CALL, flat), weakref.ref(flat)
+
+    polled, first = launched()
+    assert not polled.poll()
+    assert first() is not None
+    side.done = True
+    assert polled.poll()
+    assert first() is None
+
+    side.done = False
+    waited, second = launched()
+    of_wait = streams["current"]
+    streams["current"] = Stream()
+    waited.wait()  # this stream waits, the one that the memory goes back to does not
+    assert second() is not None
+    streams["current"] = of_wait
+    waited.wait()
+    assert second() is None
+
+
+def test_a_link_tells_what_its_collectives_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[set[int]] = []
+    launch = Queue.launch
+
+    def told(queue: Queue, steps: Steps, call: Call, *tensors: torch.Tensor) -> Any:
+        used.append({id(tensor) for tensor in tensors})
+        return launch(queue, steps, call, *tensors)
+
+    monkeypatch.setattr(Queue, "launch", told)
+    with Link(Wire(), Mesh({"shard": 1}), "shard") as link:
+        flat, out = torch.ones(4), torch.empty(4)
+        link.reduce_scatter(flat, out, key="a")
+        link.all_gather(flat, out, key="b")
+        link.all_reduce(flat, key="c")
+    assert used == [{id(flat), id(out)}] * 2 + [{id(flat)}]
