@@ -194,3 +194,11 @@ def test_the_formula_runs_where_no_kernel_does(monkeypatch: pytest.MonkeyPatch) 
 def test_an_unknown_form_is_named(form: str, block: int) -> None:
     with pytest.raises(ConfigError, match="forms: int8, int4, sign"):
         encode(torch.zeros(4), torch.zeros(6, dtype=torch.uint8), form=form, block=block)
+
+
+def test_tensors_on_two_devices_are_refused() -> None:
+    x, payload = torch.zeros(4), torch.zeros(6, dtype=torch.uint8)
+    with pytest.raises(ConfigError, match=r"error: it is on meta and the values are on cpu"):
+        encode(x, payload, torch.zeros(4, device="meta"), form="int8", block=64)
+    with pytest.raises(ConfigError, match=r"payload: it is on cpu and the values are on meta"):
+        decode(payload, x.to("meta"), form="int8", block=64)

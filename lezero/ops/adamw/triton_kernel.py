@@ -159,19 +159,20 @@ def adamw8bit(
         kind = 2 if extra.dtype == torch.float32 else 3
     rows, in_row = m_scales.shape
     launch: Any = _step[(rows * in_row,)]
-    launch(
-        *(_plain(x) for x in (param, param if extra is None else extra, grad)),
-        *(m_codes, m_scales, v_codes, v_scales),
-        eight_bit.tables().to(param.device),
-        options.to(param.device),
-        param.numel() // rows,
-        in_row,
-        KIND=kind,
-        WIDE_GRAD=grad.dtype == torch.float32,
-        SMALL=small,
-        num_warps=4,
-        enable_fp_fusion=False,  # only the fusions that the formula names
-    )
+    with torch.accelerator.device_index(param.device.index):  # Triton takes the current one
+        launch(
+            *(_plain(x) for x in (param, param if extra is None else extra, grad)),
+            *(m_codes, m_scales, v_codes, v_scales),
+            eight_bit.tables().to(param.device),
+            options.to(param.device),
+            param.numel() // rows,
+            in_row,
+            KIND=kind,
+            WIDE_GRAD=grad.dtype == torch.float32,
+            SMALL=small,
+            num_warps=4,
+            enable_fp_fusion=False,  # only the fusions that the formula names
+        )
 
 
 def _plain(tensor: Tensor) -> Tensor:

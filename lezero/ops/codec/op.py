@@ -34,11 +34,12 @@ def encode(
 
     `error` (fp32 or bf16, as many elements) is added first, in fp32, and then holds what encoding
     lost: one pass over memory. Equal bytes from every kernel and device. Raises `ConfigError` for
-    other dtypes, sizes and layouts.
+    other dtypes, sizes and layouts, and for tensors on several devices.
     """
     _check(values, payload, form, block)
     if error is not None:
         _flat("error", error, _KERNEL_TYPES, values.numel())
+        _beside("error", error, values)
     torch.ops.lezero.codec_encode(values, payload, error, form, block)
 
 
@@ -56,6 +57,7 @@ def _check(values: Tensor, payload: Tensor, form: str, block: int) -> None:
         )
     _flat("values", values, FLOATS, values.numel())
     _flat("payload", payload, (torch.uint8,), payload_bytes(form, values.numel(), block))
+    _beside("payload", payload, values)
 
 
 def _flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
@@ -67,6 +69,14 @@ def _flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], numel: int) -> 
         f"codec {name}: got {layout} {x.dtype} {tuple(x.shape)}; "
         f"allowed is a contiguous {allowed} tensor of shape ({numel},)"
     )
+
+
+def _beside(name: str, x: Tensor, values: Tensor) -> None:
+    if x.device != values.device:
+        raise ConfigError(
+            f"codec {name}: it is on {x.device} and the values are on {values.device}; "
+            "allowed is one device for all"
+        )
 
 
 def _encode(values: Tensor, payload: Tensor, error: Tensor | None, form: str, block: int) -> None:

@@ -3,6 +3,10 @@
 Needs the package triton, which torch's builds for accelerators bring. Values and errors in bf16
 come as their bits. Letters: R blocks a program, B elements a block, G fours a block.
 
+[Note: the current device]
+Triton launches on the current device whatever its arguments are on, and ops that are registered in
+Python are called without a guard. So each launch sets it.
+
 [Note: exact arithmetic]
 Products and the sums around them are not fused (`enable_fp_fusion=False`), divisions are rounded to
 nearest, and the magnitudes of sign are summed in the order that the reference names.
@@ -280,12 +284,14 @@ def encode(values: Tensor, payload: Tensor, error: Tensor | None, form: str, blo
     sizes["BF16"] = values.dtype == torch.bfloat16
     grid, at = (triton.cdiv(layout.blocks, rows),), (layout.numel, layout.blocks)
     data = layout.scales + layout.kept
-    if form == "sign":
-        _encode_sign[grid](*tensors, *at, data, **sizes)
-    elif layout.sparse:
-        _encode_sparse[grid](*tensors, *at, layout.scales, data, FORM=FORMS.index(form), **sizes)
-    else:
-        _encode_dense[grid](*tensors, *at, data, FORM=FORMS.index(form), **sizes)
+    with torch.accelerator.device_index(values.device.index):
+        if form == "sign":
+            _encode_sign[grid](*tensors, *at, data, **sizes)
+        elif layout.sparse:
+            places = (*at, layout.scales, data)
+            _encode_sparse[grid](*tensors, *places, FORM=FORMS.index(form), **sizes)
+        else:
+            _encode_dense[grid](*tensors, *at, data, FORM=FORMS.index(form), **sizes)
 
 
 def decode(payload: Tensor, out: Tensor, form: str, block: int, add: bool) -> None:
@@ -293,19 +299,20 @@ def decode(payload: Tensor, out: Tensor, form: str, block: int, add: bool) -> No
     layout = Layout(form, out.numel(), block)
     if not layout.numel:
         return
-    _decode[(triton.cdiv(layout.numel, _TILE),)](
-        payload,
-        _bits(out),
-        layout.numel,
-        layout.scales,
-        layout.scales + layout.kept,
-        FORM=FORMS.index(form),
-        B=block,
-        BF16=out.dtype == torch.bfloat16,
-        ADD=add,
-        TILE=_TILE,
-        enable_fp_fusion=False,
-    )
+    with torch.accelerator.device_index(out.device.index):
+        _decode[(triton.cdiv(layout.numel, _TILE),)](
+            payload,
+            _bits(out),
+            layout.numel,
+            layout.scales,
+            layout.scales + layout.kept,
+            FORM=FORMS.index(form),
+            B=block,
+            BF16=out.dtype == torch.bfloat16,
+            ADD=add,
+            TILE=_TILE,
+            enable_fp_fusion=False,
+        )
 
 
 def _bits(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -90,25 +91,26 @@ def linear_int(
     tokens = min(MOST_TOKENS, triton.next_power_of_2(M))
     grid = (triton.cdiv(out_features, 16 * _PANELS), triton.cdiv(M, tokens))
     launch: Any = _linear[grid]
-    launch(
-        x_MK,
-        weight,
-        scale,
-        scale if zero is None else zero,
-        x_MK if bias is None else bias.contiguous(),
-        out,
-        M,
-        out_features,
-        K,
-        weight.shape[0],
-        weight.shape[1],
-        scale.shape[1],
-        group or padded_inputs(weight, bits),
-        BITS=bits,
-        HAS_ZERO=zero is not None,
-        HAS_BIAS=bias is not None,
-        TOKENS=tokens,
-        PANELS=_PANELS,
-        num_warps=4,
-    )
+    with torch.accelerator.device_index(x_MK.device.index):  # Triton takes the current one
+        launch(
+            x_MK,
+            weight,
+            scale,
+            scale if zero is None else zero,
+            x_MK if bias is None else bias.contiguous(),
+            out,
+            M,
+            out_features,
+            K,
+            weight.shape[0],
+            weight.shape[1],
+            scale.shape[1],
+            group or padded_inputs(weight, bits),
+            BITS=bits,
+            HAS_ZERO=zero is not None,
+            HAS_BIAS=bias is not None,
+            TOKENS=tokens,
+            PANELS=_PANELS,
+            num_warps=4,
+        )
     return out

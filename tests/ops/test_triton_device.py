@@ -1,0 +1,62 @@
+"""Triton kernels are launched on their tensors' device, which need not be the current one.
+
+In a process of its own, with tensors that say that they are on a second accelerator and kernels
+that are not run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from tests.house.floors import ROOT
+
+CHECK = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from lezero.ops.adamw import eight_bit, triton_kernel as adamw
+from lezero.ops.adamw.reference import coefficients
+from lezero.ops.codec import FORMS, payload_bytes, triton_kernel as codec
+from lezero.ops.linear import Packed, triton_kernel as linear
+
+inside, launched = [None], []
+
+class Guard:
+    def __init__(self, index):
+        self.index = index
+    def __enter__(self):
+        inside.append(self.index)
+    def __exit__(self, *_):
+        inside.pop()
+
+class Kernel:
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: launched.append(inside[-1])
+
+torch.accelerator.device_index = Guard
+codec._encode_dense = codec._encode_sign = codec._encode_sparse = codec._decode = Kernel()
+adamw._step = linear._linear = Kernel()
+with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
+    x = torch.empty(1000)
+    for form in FORMS:
+        payload = torch.empty(payload_bytes(form, 1000, 64), dtype=torch.uint8)
+        codec.encode(x, payload, None, form, 64)
+        codec.decode(payload, x, form, 64, False)
+    param, codes = torch.empty(2, 300), torch.empty(2, 300, dtype=torch.uint8)
+    scales = torch.empty(eight_bit.scales_shape(param.shape))
+    steps = coefficients(1.0, 1e-3, 0.9, 0.99, 1e-8, 0.0)
+    adamw.adamw8bit(param, None, param, codes, scales, codes, scales, steps)
+    weight = Packed(torch.empty(2, 16, 64, dtype=torch.uint8), torch.empty(2, 1, 16), None)
+    linear.linear_int(torch.empty(3, 64), weight, None, 32, 8, 0)
+assert launched == [1] * (2 * len(FORMS) + 2), launched
+print("alike")
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+def test_kernels_run_where_their_tensors_are() -> None:
+    done = subprocess.run([sys.executable, "-c", CHECK], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "alike", done.stderr[-3000:]
