@@ -18,7 +18,7 @@ from lezero.comm.codec import Codec
 from lezero.comm.feedback import SERVER, WORKER, Feedback, cut
 from lezero.comm.flat import Flat, chunks
 from lezero.comm.pending import Steps
-from lezero.comm.route import Span, Spans
+from lezero.comm.route import Spans
 
 
 class Coded(Flat):
@@ -75,7 +75,7 @@ class Coded(Flat):
             codec.encode(total, sent)
         else:
             begin = self._rank * length
-            mine = cut(_named(key, flat, spans), begin, begin + length, 0)
+            mine = cut(spans, begin, begin + length, 0)
             error = self._feedback.error(SERVER, key, length, mine)
             codec.encode(total, sent, error)
             self._feedback.keep(SERVER, key, error)
@@ -118,7 +118,7 @@ class Coded(Flat):
         """
         error = pending = None
         if self._feedback is not None:
-            error = self._feedback.error(WORKER, key, flat.numel(), _named(key, flat, spans))
+            error = self._feedback.error(WORKER, key, flat.numel(), spans)
         errors = [None] * self._size if error is None else chunks(error, self._size)
         work = zip(chunks(flat, self._size), chunks(sent, self._size), errors, strict=True)
         for rank, (part, payload, lost) in enumerate(work):
@@ -142,7 +142,3 @@ class Coded(Flat):
         ):
             codec.decode(payload, part)
         self._buffers.give(sent, received)
-
-
-def _named(key: str, flat: torch.Tensor, spans: Spans) -> Spans:
-    return spans or (Span(key, 0, flat.numel(), 0),)

@@ -44,7 +44,7 @@ class Hierarchical(Route):
         yield hand.others(0, number)
         sums = self._host_sums(number, flat)
         hand.tell(1, number)
-        yield from self._outer.reduce_scatter(sums, out, key, self._moved(flat, spans, key))
+        yield from self._outer.reduce_scatter(sums, out, key, self._moved(flat, spans))
         yield hand.others(1, number)
         self._buffers.give(sums)
         self._inner.give(staged)
@@ -72,7 +72,7 @@ class Hierarchical(Route):
         yield hand.others(0, number)
         sums = self._host_sums(number, flat)
         hand.tell(1, number)
-        yield from self._outer.all_reduce(sums, key, self._moved(flat, spans, key))
+        yield from self._outer.all_reduce(sums, key, self._moved(flat, spans))
         # Nobody else reads these chunks of this rank's memory before they are told.
         self._put(sums, flat if staged is None else staged.view(flat.dtype))
         hand.tell(3, number)
@@ -110,10 +110,9 @@ class Hierarchical(Route):
                 for rank in self._ranks(local):
                     self._inner.fetch(number, local, rank, parts[rank])
 
-    def _moved(self, flat: torch.Tensor, spans: Spans, key: str) -> Spans:
+    def _moved(self, flat: torch.Tensor, spans: Spans) -> Spans:
         """Where the spans lie in the host sums."""
         length = flat.numel() // (self._hosts * self._local)
-        spans = spans or (Span(key, 0, flat.numel(), 0),)
         found: list[Span] = []
         for host, rank in enumerate(self._ranks(self._mine)):
             found += cut(spans, rank * length, (rank + 1) * length, host * length)

@@ -130,18 +130,24 @@ class Link:
         return self._route.buffer(numel, dtype)
 
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, key: str, spans: Sequence[Span] = ()
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        key: str,
+        spans: Sequence[Span] | None = None,
     ) -> Pending:
         """`out` (n,) becomes the sum over the ranks of their chunk `rank` of `flat` (size · n,).
 
         fp32 or bf16 each. `key` names the buffer: the same at every step and on every rank. `spans`
-        tell which parameters lie where in `flat`, for feedback. `out` may be its chunk of `flat`.
-        The caller pads: `ConfigError` when `flat` does not hold `size` chunks.
+        tell which parameters lie where in `flat`, for feedback (by default one named `key`; what no
+        span covers is padding). `out` may be its chunk of `flat`. The caller pads: `ConfigError`
+        when `flat` does not hold `size` chunks.
         """
         self._check("reduce_scatter", key, flat=flat, out=out)
         self._fits("reduce_scatter", key, "flat", flat, "out", out)
         self._observe("reduce_scatter", key, flat)
-        steps = self._route.reduce_scatter(flat, out, key, tuple(spans))
+        steps = self._route.reduce_scatter(flat, out, key, _named(key, flat, spans))
         return self._launch(steps, "reduce_scatter", key, flat, out)
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, *, key: str) -> Pending:
@@ -164,7 +170,9 @@ class Link:
         self._observe("all_gather", key, out)
         return self._launch(self._route.all_gather(shard, out, key), "all_gather", key, out, shard)
 
-    def all_reduce(self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] = ()) -> Pending:
+    def all_reduce(
+        self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] | None = None
+    ) -> Pending:
         """`flat` (size · n,) becomes the sum over the ranks, in place."""
         self._check("all_reduce", key, flat=flat)
         if flat.numel() % self.size:
@@ -174,7 +182,7 @@ class Link:
             )
         self.check("all_reduce")
         self._observe("all_reduce", key, flat)
-        steps = self._route.all_reduce(flat, key, tuple(spans))
+        steps = self._route.all_reduce(flat, key, _named(key, flat, spans))
         return self._launch(steps, "all_reduce", key, flat)
 
     def close(self) -> None:
@@ -252,6 +260,10 @@ class Link:
                 f"{operation} '{key}': {whole} has {x.numel()} elements and {part} {y.numel()}; "
                 f"{whole} must hold {self.size} chunks as long as {part} (pad it)"
             )
+
+
+def _named(key: str, flat: torch.Tensor, spans: Sequence[Span] | None) -> tuple[Span, ...]:
+    return (Span(key, 0, flat.numel(), 0),) if spans is None else tuple(spans)
 
 
 def _inside(part: torch.Tensor, whole: torch.Tensor) -> bool:

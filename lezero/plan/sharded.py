@@ -101,11 +101,18 @@ class StillLink(Link):
         pass
 
     def reduce_scatter(
-        self, flat: torch.Tensor, out: torch.Tensor, *, key: str, spans: Sequence[Span] = ()
+        self,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        key: str,
+        spans: Sequence[Span] | None = None,
     ) -> Pending:
         return self._reduce("reduce_scatter", flat, out, key)
 
-    def all_reduce(self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] = ()) -> Pending:
+    def all_reduce(
+        self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] | None = None
+    ) -> Pending:
         self._keep_error("server", key, flat.numel() // self.size)
         return self._reduce("all_reduce", flat, flat[: flat.numel() // self.size], key)
 

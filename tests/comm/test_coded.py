@@ -10,6 +10,7 @@ import torch
 from lezero.comm.codec import codec
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
+from lezero.comm.route import Span
 from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.errors import ConfigError
@@ -204,3 +205,23 @@ def test_hosts_that_do_not_suit_are_told(ranks: RankPool) -> None:
         assert "'hierarchical' needs several hosts with equally many ranks" in text
         assert "[0, 1], [2]" in text
     assert "'shared' needs all ranks to share" in ranks(3, refused, "shared", [[0, 1], [2]])[2]
+
+
+def padded(topology: str, hosts: list[list[int]] | None) -> set[str]:
+    """Whose errors a rank keeps of a buffer whose last three quarters are padding."""
+    wire = Wire(codec="int4", feedback="both", topology=topology)
+    with Link(wire, Mesh({"shard": 4}), "shard", hosts=hosts) as link:
+        flat = torch.zeros(4 * NUMEL)
+        flat[:NUMEL] = values(groups.rank(), NUMEL, torch.float32)
+        link.all_reduce(flat, key="bucket", spans=(Span("a", 0, NUMEL, 0),)).wait()
+        link.all_reduce(torch.zeros(4), key="b", spans=()).wait()
+        assert link.feedback is not None
+        return {key.split("/")[1] for key in link.feedback.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("topology", "hosts"), [("flat", None), ("hierarchical", [[0, 1], [2, 3]])]
+)
+def test_padding_has_no_name(ranks: RankPool, topology: str, hosts: list[list[int]] | None) -> None:
+    found = ranks(4, padded, topology, hosts)
+    assert set().union(*found) == {"a"}
