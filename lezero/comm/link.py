@@ -56,7 +56,7 @@ class Link:
         """Bytes that this rank has sent."""
         self._device = torch.device("cpu") if mesh.kind == "cpu" else device.device()
         self._queue = Queue(timeout_s, self._device)
-        self._agree(axis, mesh)
+        self._agree(axis, mesh, hosts)
         self._routing: Routing | None = None
         self._route: Route = Alone(self._device)
         self.topology = "alone"
@@ -205,17 +205,19 @@ class Link:
     ) -> None:
         self.close()
 
-    def _agree(self, axis: str, mesh: Mesh) -> None:
+    def _agree(self, axis: str, mesh: Mesh, hosts: Sequence[Sequence[int]] | None) -> None:
         """Ranks that joined with another wire or another LeZero are told which key differs."""
-        mine = {"lezero": version("lezero"), "axis": axis, "mesh": mesh.axes}
+        mine = {"lezero": version("lezero"), "axis": axis, "mesh.kind": mesh.kind}
+        mine["mesh"] = ", ".join(f"{name}: {size}" for name, size in mesh.axes.items())
         mine |= {f"wire.{key}": value for key, value in self.wire.to_dict().items()}
-        for rank, other in enumerate(groups.gather_objects(mine)):
+        given = None if hosts is None else [list(host) for host in hosts]
+        every = groups.gather_objects({"all": mine, "hosts": given})
+        for rank, other in enumerate(one["all"] for one in every):
             for key in sorted({*mine, *other}):
-                if mine.get(key) != other.get(key):
-                    raise DistributedError(
-                        f"{key} is {other.get(key)!r} on rank {rank} and {mine.get(key)!r} on rank "
-                        f"{groups.rank()}; start every rank with the same"
-                    )
+                _same(key, rank, other.get(key), groups.rank(), mine.get(key))
+        for first, *others in mesh.lines(axis):  # each line has hosts of its own
+            for rank in others:
+                _same("hosts", rank, every[rank]["hosts"], first, every[first]["hosts"])
 
     def _observe(self, operation: str, key: str, x: torch.Tensor) -> None:
         if self.chooser is not None:
@@ -260,6 +262,14 @@ class Link:
                 f"{operation} '{key}': {whole} has {x.numel()} elements and {part} {y.numel()}; "
                 f"{whole} must hold {self.size} chunks as long as {part} (pad it)"
             )
+
+
+def _same(key: str, rank: int, theirs: object, other: int, value: object) -> None:
+    if theirs != value:
+        raise DistributedError(
+            f"{key} is {theirs!r} on rank {rank} and {value!r} on rank {other}; start every rank "
+            "with the same"
+        )
 
 
 def _named(key: str, flat: torch.Tensor, spans: Sequence[Span] | None) -> tuple[Span, ...]:

@@ -171,6 +171,25 @@ def test_a_wait_after_closing_is_told(ranks: RankPool) -> None:
     ranks(2, closed_meanwhile)
 
 
+def differently(mesh: list[tuple[str, int]], hosts: list[list[int]] | None) -> str:
+    """Rank 1 is given the axes the other way round, or other hosts."""
+    odd = groups.rank() == 1
+    with (
+        Mesh(dict(mesh[::-1] if odd and hosts is None else mesh)) as made,
+        pytest.raises(DistributedError) as caught,
+    ):
+        Link(Wire(), made, "a", hosts=hosts if odd else None)
+    return str(caught.value)
+
+
+def test_ranks_that_differ_are_told_what(ranks: RankPool) -> None:
+    for text in ranks(4, differently, [("a", 2), ("b", 2)], None):
+        assert "mesh is 'a: 2, b: 2' on rank" in text or "and 'a: 2, b: 2' on rank" in text
+        assert "'b: 2, a: 2' on rank 1" in text
+    for text in ranks(4, differently, [("b", 2), ("a", 2)], [[0, 1]]):
+        assert "hosts is [[0, 1]] on rank 1 and None on rank 0; start every rank" in text
+
+
 def test_one_rank_copies() -> None:
     link = Link(Wire(), Mesh({"shard": 1}), "shard")
     x, out = values(0, 7, torch.float32), torch.empty(7)
