@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
 import socket
 import zlib
 from collections.abc import Iterator
@@ -46,7 +45,6 @@ class Board:
         alone = len(set(groups.gather_objects(_machine()))) == 1
         self._inbox = socket.socket(self._family, socket.SOCK_DGRAM)
         self._inbox.bind((_LOOPBACK[self._family] if alone else "", 0))
-        self._inbox.setblocking(False)
         port = self._inbox.getsockname()[1]
         mine = Address(outward, port, _machine(), os.getpid(), secrets.token_hex(8))
         told = groups.gather_objects(asdict(mine))
@@ -73,12 +71,13 @@ class Board:
 
     def receive(self, timeout_s: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """Waits for messages at most `timeout_s` and gives those that came, with their sender."""
-        select.select([self._inbox], [], [], max(0.0, timeout_s))
+        self._inbox.settimeout(max(0.0, timeout_s))  # select() takes no descriptor from 1024 on
         while True:
             try:
                 body = self._inbox.recv(1 << 16)
-            except (BlockingIOError, ConnectionError):
+            except (TimeoutError, BlockingIOError, ConnectionError):
                 return
+            self._inbox.settimeout(0.0)
             if body[: len(self._token)] != self._token:
                 continue
             try:

@@ -114,7 +114,7 @@ class Handshake:
         """Sleeps until `rank` has told `number`; `DistributedError` when it died or hangs."""
         words, at = self._words[rank], lane * _WORDS
         while not signal.wait(words, at, number, _LOOK_S):
-            gone = bool(select.select([self._alive[rank]], [], [], 0)[0])
+            gone = _ended(self._alive[rank])
             if self.reached(rank, lane, number):
                 return
             watcher = observer.current()
@@ -153,6 +153,13 @@ class Others:
         while self._missing:
             self._handshake.wait(self._missing[0], self._lane, self._number, deadline)
             del self._missing[0]
+
+
+def _ended(process: int) -> bool:
+    """Whether the process of a descriptor has ended; `select` takes none from 1024 on."""
+    ending = select.poll()
+    ending.register(process, select.POLLIN)
+    return bool(ending.poll(0))
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal as signals
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
 from lezero.comm.topology import find_hosts
+from lezero.comm.watch import Watch
 from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.errors import DistributedError
@@ -121,6 +123,30 @@ def test_a_rank_that_died_is_named_at_once(ranks: RankPool, how: str, tmp_path: 
     assert "rank 1 died or left" in text
     assert "layer 3" in text
     assert float(waited) < 1
+
+
+def many_descriptors() -> tuple[bool, list[float]]:
+    """The watch and a link of a process that holds more descriptors than `select` can tell."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    watch = Watch.start()
+    assert watch is not None
+    with link_of_all() as link:
+        flat = torch.ones(4)
+        link.all_reduce(flat, key="a").wait()
+        if groups.rank() == 1:
+            time.sleep(0.5)  # so that the other looks whether this process has ended
+        link.all_reduce(flat, key="b").wait()
+    assert watch._told is None
+    watched = watch._thread.is_alive() and watch._judge.peers[1 - groups.rank()].known
+    for one in held:
+        os.close(one)
+    return watched, flat.tolist()
+
+
+def test_more_descriptors_than_select_takes(ranks: RankPool) -> None:
+    assert ranks(2, many_descriptors) == [(True, [4.0] * 4)] * 2
 
 
 def other_call() -> str:
