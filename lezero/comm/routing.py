@@ -67,7 +67,12 @@ def connect(
     found = Hosts(tuple(map(tuple, hosts))) if hosts is not None else Hosts(())
     if hosts is None and mesh.kind == "cpu" and wire.topology != "flat":
         found = find_hosts(lanes[0])
-    topology = _choose(wire, mesh, found)
+    try:
+        topology = _choose(wire, mesh, found)
+    except ConfigError:
+        for lane in lanes:
+            groups.end(lane)
+        raise
     buffers = Buffers(device)
     auto = wire.codec == AUTO
     encoder = None if wire.codec == "none" or auto else codec(wire.codec)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from lezero.comm.codec import codec
 from lezero.comm.link import Link
@@ -195,8 +196,10 @@ def test_hosts_are_summed_first_and_then_encoded(ranks: RankPool) -> None:
 
 
 def refused(topology: str, hosts: list[list[int]]) -> str:
+    made = len(distributed_c10d._world.pg_names)
     with pytest.raises(ConfigError) as caught:
         Link(Wire(topology=topology), Mesh({"shard": 3}), "shard", hosts=hosts)
+    assert len(distributed_c10d._world.pg_names) == made
     return str(caught.value)
 
 
