@@ -7,13 +7,16 @@
 [Note: one build for all]
 The library lies in the cache folder under a digest of its sources, the headers beside them, the
 flags, the compilers and torch. It is written aside and renamed, so that a reader never sees half of
-it; a lock lets one process build while the others of the machine wait and then find it. Nothing
+it; a lock lets one process build while the others of the machine wait and then find it. A file
+beside it says what it was made from and what it holds: one that a power cut has cut off is built
+again, and where the compilers have gone since, as images for running do, it still serves. Nothing
 is built at import.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import shutil
@@ -69,33 +72,75 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
     """The shared library of `sources`, built now if it is not in `folder` (default: the cache).
 
     C++ files see torch's headers (stable ABI only) and the library is linked with torch. Raises
-    `BuildError` without a compiler, with a compiler's own first error, or for a folder that cannot
-    be written or belongs to another user.
+    `BuildError` without a compiler (where none was built before), with a compiler's own first
+    error, or for a folder that cannot be written or belongs to another user.
     """
-    tools = compilers()
     folder = folder or cache_folder() / "native"
-    path = folder / f"{name}-{_digest(sources, tools)}.so"
+    made_from = _digest(sources)
+    try:
+        tools = compilers()
+    except BuildError:
+        path = _built_before(name, made_from, folder)
+        if path is None:
+            raise
+        return path
+    path = folder / f"{name}-{_named(made_from, tools)}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_strangers(folder)
-        if path.exists():
+        if _origin(path) == made_from:
             return path
         with _lock(folder / f"{name}.lock"):
-            if not path.exists():
+            if _origin(path) != made_from:
                 logger("ops").info("building %s for this machine, once", name)
                 with tempfile.TemporaryDirectory(dir=folder) as aside:
-                    built = _compile(sources, tools, Path(aside))
-                    os.replace(built, path)
+                    _keep(_compile(sources, tools, Path(aside)), path, made_from)
     except OSError as error:
         raise BuildError(f"cannot keep the library {name} in {folder}: {error}") from None
     return path
 
 
-def _digest(sources: Sequence[Source], tools: Sequence[str]) -> str:
-    digest = hashlib.sha256()
-    parts = [torch.__version__, platform.machine(), sys.platform, *_COMMON, *_CPP]
+def _built_before(name: str, made_from: str, folder: Path) -> Path | None:
+    """The library of these sources by any compiler."""
+    if not folder.is_dir():
+        return None
+    _refuse_strangers(folder)
+    paths = sorted(folder.glob(f"{name}-*.so"))
+    return next((path for path in paths if _origin(path) == made_from), None)
+
+
+def _keep(built: Path, path: Path, made_from: str) -> None:
+    note = built.with_suffix(".json")
+    note.write_text(json.dumps({"sources": made_from, "sha256": _hash(built.read_bytes())}))
+    for file, place in ((note, path.with_suffix(".json")), (built, path)):
+        with file.open("rb+") as opened:
+            os.fsync(opened.fileno())
+        os.replace(file, place)
+
+
+def _origin(path: Path) -> str:
+    """The digest of what a library was made from; "" unless it is there, as it was built."""
+    try:
+        note = json.loads(path.with_suffix(".json").read_bytes())
+        return str(note["sources"]) if note["sha256"] == _hash(path.read_bytes()) else ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _named(made_from: str, tools: Sequence[str]) -> str:
+    parts = [made_from]
     for tool in tools:
         parts += [tool, _run([tool, "--version"]).partition("\n")[0]]
+    return _hash("\0".join(parts).encode())[:16]
+
+
+def _digest(sources: Sequence[Source]) -> str:
+    digest = hashlib.sha256()
+    parts = [torch.__version__, platform.machine(), sys.platform, *_COMMON, *_CPP]
     for source in sources:
         parts += [source.path.name, *source.flags]
     for part in parts:
@@ -103,7 +148,7 @@ def _digest(sources: Sequence[Source], tools: Sequence[str]) -> str:
     headers = {header for source in sources for header in source.path.parent.glob("*.h")}
     for path in [source.path for source in sources] + sorted(headers):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> Path:

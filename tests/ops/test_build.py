@@ -42,7 +42,7 @@ def test_builds_once_and_again_when_a_header_changes(source, tmp_path, monkeypat
     second = build("answer", [source], cache)
     assert second != first
     assert answer(second) == 43
-    assert sorted(p.suffix for p in cache.iterdir()) == [".lock", ".so", ".so"]
+    assert sorted(p.suffix for p in cache.iterdir()) == [".json", ".json", ".lock", ".so", ".so"]
 
 
 @needs_compiler
@@ -86,10 +86,33 @@ def test_a_compilers_error_is_told_and_leaves_nothing(source, tmp_path):
     assert [p.name for p in (tmp_path / "cache").iterdir()] == ["answer.lock"]
 
 
+@needs_compiler
+@pytest.mark.parametrize("share", [0.0, 0.6])
+def test_a_library_that_was_cut_off_is_built_again(source, tmp_path, share):
+    path = build("answer", [source], tmp_path / "cache")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(share * len(whole))])
+    assert build("answer", [source], tmp_path / "cache") == path
+    assert answer(path) == 42
+
+
 def test_without_a_compiler(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match="no C compiler found"):
         build("answer", [source], tmp_path)
+
+
+@needs_compiler
+def test_what_was_built_serves_where_the_compilers_have_gone(source, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    path = build("answer", [source], cache)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build("answer", [source], cache) == path
+    with pytest.raises(BuildError, match="no C compiler found"):
+        build("answer", [Source(source.path, ("-DX=1",))], cache)
+    path.write_bytes(b"")
+    with pytest.raises(BuildError, match="no C compiler found"):
+        build("answer", [source], cache)
 
 
 @needs_compiler
