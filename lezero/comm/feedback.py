@@ -80,7 +80,8 @@ class Feedback:
     """
 
     def __init__(self, rank: int, size: int, dtype: str, device: torch.device, share: int = 1):
-        self._rank, self._size, self._share, self._device = rank, size, share, device
+        self._rank, self._size, self._device = rank, size, device
+        self.share = share
         self._dtype = _TYPES.get(dtype)
         self._packed: Codec | None = codec("int8") if self._dtype is None else None
         self._kept: dict[tuple[str, str], _Kept] = {}
@@ -128,7 +129,7 @@ class Feedback:
         state = {}
         for mark, held in (("", self._gathered()), (_SPARE, self._spare)):
             for (side, name), pieces in held.items():
-                share = self._share if side == WORKER else 1
+                share = self.share if side == WORKER else 1
                 for piece in pieces:
                     state[f"{side}:{share}:{self._size}{mark}/{name}/{piece.start}"] = piece.data
         return state
@@ -144,14 +145,14 @@ class Feedback:
         self._spare.clear()
         parsed = [[_parse(key, data) for key, data in state.items()] for state in states]
         same = len(states) == self._size and all(
-            one.share == self._share for state in parsed for one in state if one.side == WORKER
+            one.share == self.share for state in parsed for one in state if one.side == WORKER
         )
         if same:
             for one in parsed[self._rank]:
                 held = self._spare if one.spare else self._loaded
                 held.setdefault((one.side, one.name), []).append(one.piece)
             return
-        self._spare = _mean(parsed, WORKER, self._share)
+        self._spare = _mean(parsed, WORKER, self.share)
         self._spare |= _mean(parsed, SERVER, self._size)
 
     def _arrange(self, side: str, key: str, numel: int, spans: Spans) -> _Kept:
