@@ -26,7 +26,7 @@ from lezero.ops.decoder import (
     block_bytes,
 )
 from lezero.ops.linear import Packed, linear_bf16, linear_int, pack, pack_bf16, unpack
-from lezero.serve.program import Fed, Program, block_table, wanted_rows
+from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
 
 
 class FusedProgram(Program):
@@ -58,7 +58,8 @@ class FusedProgram(Program):
     def keep_kv(self, form: str) -> None:
         super().keep_kv(form)
         said = _said(self._decoder.layers)
-        self.description = f"{said}, fp32 residual stream, {form} keys and values"
+        kept = f"{form} keys and values{ending(self.config)}"
+        self.description = f"{said}, fp32 residual stream, {kept}"
 
     def reserve(self, blocks: int) -> None:
         self._cache = BlockCache.empty(self.config.layers, blocks, self._shape, self._kv_bits)

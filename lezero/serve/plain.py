@@ -16,7 +16,7 @@ from torch import Tensor
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.models import Transformer
 from lezero.models.rope import rotate
-from lezero.serve.program import Fed, Program, wanted_rows
+from lezero.serve.program import Fed, Program, ending, wanted_rows
 
 _BLOCK = 16
 _MOST_TOKENS = 256
@@ -40,7 +40,7 @@ class PlainProgram(Program):
         self.kv = _FORMS.get(self._dtype, name)
         self.kv_forms = (self.kv,)
         held = f"quantized weights, {name}" if quantized_layers(self._model) else f"{name} weights,"
-        self.description = f"plain torch, {held} keys and values"
+        self.description = f"plain torch, {held} keys and values{ending(self.config)}"
 
     def reserve(self, blocks: int) -> None:
         c = self.config

@@ -88,8 +88,9 @@ class Program(ABC):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most."""
-        return self.config.longest
+        """Tokens of a sequence at most. Beyond its context dynamic RoPE scaling turns all keys anew
+        for every length, so those that are kept would be wrong."""
+        return self.config.context
 
     @property
     @abstractmethod
@@ -124,6 +125,13 @@ class Program(ABC):
         c = self.config
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         return c.layers * c.dim * (2 * q + 2 * kv + 3 * c.ffn)
+
+
+def ending(config: TransformerConfig) -> str:
+    """What a description says where sequences end before the model's own limit; else nothing."""
+    if config.longest == config.context:
+        return ""
+    return f", angles are others beyond {config.context} tokens, which end it here"
 
 
 def wanted_rows(fed: Sequence[Fed]) -> Tensor:
