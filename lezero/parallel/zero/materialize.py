@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError, OrderError
+from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.sharding import Sharding, sharding_of
 from lezero.parallel.zero.unit import Unit
 
@@ -29,7 +30,8 @@ def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Mo
 
     `init(module)` is called for every module, children first, as `Module.apply` does; by default
     each module's own `reset_parameters`. Build the optimizer afterwards. Raises `OrderError` for a
-    model that is not sharded or not on meta, `ConfigError` for a parameter that got no value.
+    model that is not sharded or not on meta, `ConfigError` for a parameter that got no value, or
+    that the initialiser of a module around its block changed.
     """
     sharding = sharding_of(model)
     if sharding is None:
@@ -75,6 +77,7 @@ def _materialize(
         empty = torch.full(held.rows.shape, torch.nan, dtype=held.dtype, device=place)
         whole[held] = nn.Parameter(empty, requires_grad=held.sharded.requires_grad)
         held.show(whole[held])
+    inner = _done_inside(unit, sharding)
     buffers = []
     for module in _modules(unit, sharding):
         for name, buffer in _meta_buffers(module):
@@ -83,6 +86,7 @@ def _materialize(
             buffers.append((module, name))
         _seed(seed, paths[id(module)])
         init(module)
+        _check_inside(inner, paths[id(module)])
     for held in unit.helds:
         if whole[held].isnan().any():
             raise ConfigError(f"materialize_: parameter '{held.name}' got no value; {_REMEDY}")
@@ -104,6 +108,25 @@ def _materialize(
 
 
 _REMEDY = "give materialize_ an `init` that sets it, or give its module a `reset_parameters`"
+
+
+def _done_inside(unit: Unit, sharding: Sharding) -> dict[Held, int]:
+    """The parameters of blocks inside `unit`, which are split already, as they are now."""
+    parts = {id(module) for module in unit.module.modules()}
+    others = [u for u in sharding.units if u is not unit and id(u.module) in parts]
+    helds = [held for other in others for held in other.helds if not held.sharded.is_meta]
+    return {held: held.version() for held in helds}
+
+
+def _check_inside(before: dict[Held, int], path: str) -> None:
+    """Raises `ConfigError` when one was changed: by rows each rank would draw the same values."""
+    for held, version in before.items():
+        if held.version() != version:
+            raise ConfigError(
+                f"materialize_: the initialiser of '{path or 'the model'}' changed parameter "
+                f"'{held.name}' of a block inside it, which is split already; give materialize_ an "
+                "`init` that sets what is in module.parameters(recurse=False)"
+            )
 
 
 def _modules(unit: Unit, sharding: Sharding) -> Iterator[nn.Module]:

@@ -87,10 +87,25 @@ def test_no_rank_holds_the_model(ranks):
         assert largest < total / 10
 
 
+class Reaching(Drawn):
+    """Initialises what is in its blocks, by rows where they are split."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                parameter.uniform_(-1, 1)
+
+
 def forgotten():
     model = shard_(on_meta(Tiny))
     with pytest.raises(ConfigError, match="'scale' got no value"):
         materialize_(model)
+    for stage in (0, 1, 3):
+        with pytest.raises(
+            ConfigError, match=r"of 'the model' changed .*'blocks.0.up.weight'"
+        ):
+            materialize_(shard_(on_meta(Reaching), Zero(stage=stage)))
     with pytest.raises(OrderError, match="not sharded"):
         materialize_(on_meta())
     plain = shard_(Tiny())
