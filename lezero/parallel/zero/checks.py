@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from lezero.parallel.zero.gradients import wide
 from lezero.parallel.zero.lines import Lines
 from lezero.parallel.zero.unit import Unit
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _KINDS = {
     "model": (nn.Module, "a torch.nn.Module"),
     "config": (Zero, "lz.Zero(stage=…)"),
@@ -45,24 +47,36 @@ def check_model(model: nn.Module) -> None:
             f"lz.shard_: parameters lie on {' and '.join(sorted(kinds))}; move all to one device"
         )
     for name, parameter in named.items():
-        if not parameter.is_floating_point():
+        if parameter.dtype not in _TYPES:
             raise ConfigError(
-                f"lz.shard_: parameter '{name}' is {parameter.dtype}; allowed are floating-point "
-                "parameters (shard before quantizing, or register it as a buffer)"
+                f"lz.shard_: parameter '{name}' is {parameter.dtype}; allowed are float32, "
+                "bfloat16, float16 and float64 (shard before quantizing, or register it as a "
+                "buffer)"
             )
         if isinstance(parameter, DTensor):
             raise OrderError(f"lz.shard_: parameter '{name}' is a DTensor, so it is split already")
 
 
-def agree_on_parameters(model: nn.Module) -> None:
-    """Raises `DistributedError` on every rank, naming the first parameter that ranks have unlike.
+def check_max_norm(model: nn.Module, config: Zero) -> None:
+    """Raises `ConfigError` for an embedding that changes its weights in forward where they are
+    split: each rank would change rows of its own batch, in a copy that the next step replaces."""
+    if config.stage == 0 or groups.world_size() == 1:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ConfigError(
+                f"lz.shard_: embedding '{name}' has max_norm={module.max_norm}, which changes its "
+                "weights in forward; allowed at stages 1 to 3 is None (or use lz.Zero(stage=0))"
+            )
+
+
+def agree_on_tensors(model: nn.Module) -> None:
+    """Raises `DistributedError` on every rank, naming the first parameter or buffer that ranks have
+    unlike.
 
     Only digests are exchanged where they are alike.
     """
-    mine = [
-        (name, tuple(p.shape), str(p.dtype), p.requires_grad, p.device.type)
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
+    mine = _listing(model)
     digests = groups.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest())
     if len(set(digests)) == 1:
         return
@@ -74,19 +88,36 @@ def agree_on_parameters(model: nn.Module) -> None:
     )
     if at is None or first[at][0] != other[at][0]:
         at = min(len(first), len(other)) if at is None else at
-        names = [f"'{found[at][0]}'" if at < len(found) else "missing" for found in (first, other)]
-        told = f"parameter {at + 1} is {names[0]} on rank 0 but {names[1]} on rank {rank}"
+        names = [found[at][0] if at < len(found) else "nothing" for found in (first, other)]
+        told = f"{names[0]} on rank 0 is {names[1]} on rank {rank}"
     else:
-        kinds = ("name", "shape", "dtype", "requires_grad", "device")
+        kinds = ("name", "shape", "dtype", "requires_grad", "device", "first name")
         kind, ours, theirs = next(
             (kind, a, b) for kind, a, b in zip(kinds, first[at], other[at], strict=True) if a != b
         )
         name = first[at][0]
-        told = f"{kind} of parameter '{name}' is {ours} on rank 0 but {theirs} on rank {rank}"
+        told = f"{kind} of {name} is {ours} on rank 0 but {theirs} on rank {rank}"
+    counts = [sum(one[0].startswith("parameter") for one in found) for found in (first, other)]
     raise DistributedError(
-        f"lz.shard_: the models differ ({len(first)} parameters on rank 0, {len(other)} on rank "
+        f"lz.shard_: the models differ ({counts[0]} parameters on rank 0, {counts[1]} on rank "
         f"{rank}): {told}; build the same model on every rank"
     )
+
+
+def _listing(model: nn.Module) -> list[tuple[Any, ...]]:
+    """What ranks must have alike of every parameter and buffer; tied ones have one first name."""
+    first: dict[int, str] = {}
+    named = {
+        "parameter": model.named_parameters(remove_duplicate=False),
+        "buffer": model.named_buffers(remove_duplicate=False),
+    }
+    found = []
+    for what, tensors in named.items():
+        for name, x in tensors:
+            owner = first.setdefault(id(x), name)
+            kind = tuple(x.shape), str(x.dtype), x.requires_grad, x.device.type, owner
+            found.append((f"{what} '{name}'", *kind))
+    return found
 
 
 def check_wires(units: list[Unit], lines: Lines) -> None:

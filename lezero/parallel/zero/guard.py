@@ -40,7 +40,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if lost:
         raise OrderError(
             f"the optimizer was built before sharding: {len(lost)} of its {len(held)} parameters "
-            f"are no longer in the model ('{lost[0]}' is the first); build it after lz.shard_"
+            f"are no longer in the model ('{lost[0]}' is the first); build it after lz.shard_ "
+            "(and after lz.materialize_, where the model was on meta)"
         )
 
 

@@ -90,6 +90,16 @@ def arrange(stage: int, mesh: Mesh | None, kind: str) -> Mesh:
         raise ConfigError(
             f"mesh: axis '{unknown[0]}' means nothing to ZeRO; allowed are {' and '.join(AXES)}"
         )
+    if mesh.kind != kind:
+        raise ConfigError(
+            f"mesh: it is for tensors on {mesh.kind}, but the model lies on {kind}; give it the "
+            f"kind of the model, Mesh(axes, '{kind}')"
+        )
+    if mesh.names() not in (AXES, AXES[:1], AXES[1:]):
+        raise ConfigError(
+            f"mesh: its axes are {' and '.join(mesh.names())}; allowed is 'replicate' before "
+            "'shard', so that neighbouring ranks split one copy: Mesh({'replicate': …, 'shard': …})"
+        )
     if stage == 0 and "shard" in mesh.names() and mesh.size("shard") > 1:
         raise ConfigError(
             f"mesh: axis 'shard' has {mesh.size('shard')} ranks, but stage 0 splits nothing; "

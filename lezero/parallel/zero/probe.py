@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch.utils._pytree import tree_leaves
 
 from lezero.core import groups
 from lezero.core.errors import ConfigError
@@ -33,6 +34,8 @@ def check(optimizer: torch.optim.Optimizer) -> None:
     """
     if type(optimizer).__module__.startswith("lezero.") or detect_fake_mode() is not None:
         return  # a forecast has no values, and no other ranks
+    if _reaches_further(optimizer):
+        return
     kinds: dict[tuple[int, int, torch.dtype], tuple[int, Held]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -50,6 +53,14 @@ def check(optimizer: torch.optim.Optimizer) -> None:
                 "use lz.Zero(stage=0), or an optimizer that works element by element, such as "
                 "lz.optim.AdamW"
             )
+
+
+def _reaches_further(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may change the model past the groups, as that of an optimizer around another
+    does (which is tried out before its own first step)."""
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+    kinds = torch.optim.Optimizer, nn.Module, nn.Parameter
+    return any(isinstance(value, kinds) for value in tree_leaves(own))
 
 
 def _differs(optimizer: torch.optim.Optimizer, index: int, held: Held, lines: Lines) -> str:

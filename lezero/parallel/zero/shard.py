@@ -25,7 +25,7 @@ from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.layout import SOLO, Rows
 from lezero.parallel.zero.lines import Lines, arrange
 from lezero.parallel.zero.segment import Segment
-from lezero.parallel.zero.sharding import SHARDING, Sharding
+from lezero.parallel.zero.sharding import SHARDING, Sharding, sharding_of
 from lezero.parallel.zero.unit import Unit
 from lezero.parallel.zero.whole import take_whole_values
 
@@ -41,8 +41,8 @@ def shard_(
     From then on `loss.backward()` leaves the mean gradient over the ranks in `p.grad`, and at
     stages 1 to 3 the parameters are DTensors, split by rows (names stay). Rank 0's values count for
     all. A model on meta stays there until `materialize_`. `mesh` may have the axes "replicate" and
-    "shard"; by default all ranks split one copy (stage 0: all replicate). docs/zero.md has what
-    each stage keeps and costs.
+    "shard", in this order; by default all ranks split one copy (stage 0: all replicate).
+    docs/zero.md has what each stage keeps and costs.
 
     Raises on every rank: `ConfigError` for a mesh or parameters that cannot be split, `OrderError`
     for a model that is sharded already, `DistributedError` when ranks differ in version, model or
@@ -53,11 +53,12 @@ def shard_(
     try:
         checks.check_kinds(model=model, config=config, wire=wire, mesh=mesh)
         checks.check_model(model)
+        checks.check_max_norm(model, config)
     except (ConfigError, OrderError) as error:
         problem = error
     agree_on_errors("lz.shard_", problem)
     agree("lz.shard_", _description(config, wire, mesh))
-    checks.agree_on_parameters(model)
+    checks.agree_on_tensors(model)
     place = _place(model)
     arranged = arrange(config.stage, mesh, place.type)
     if groups.world_size() > 1:
@@ -66,6 +67,7 @@ def shard_(
         model.__dict__[SHARDING] = fsdp.apply(model, config, arranged)
     else:
         _shard_with_units(model, config, Lines(arranged, wire, place))
+    take_whole_values(model, sharding_of(model))
     ledger.record(model, "shard_")
     guard.register()
     return model
@@ -86,7 +88,6 @@ def _shard_with_units(model: nn.Module, config: Zero, lines: Lines) -> None:
     for module in list(_parts(sharding.root, sharding)):
         announce(module, sharding.root)
     model.__dict__[SHARDING] = sharding
-    take_whole_values(model, sharding)
 
 
 def _parts(root: Unit, sharding: Sharding) -> Iterator[nn.Module]:
@@ -109,7 +110,7 @@ def _description(config: Zero, wire: Wire, mesh: Mesh | None) -> dict[str, objec
         "torch version": torch.__version__.split("+")[0],
         **{f"zero.{key}": value for key, value in config.to_dict().items()},
         **{f"wire.{key}": value for key, value in wire.to_dict().items()},
-        "mesh": dict(mesh.axes) if mesh is not None else None,
+        "mesh": list(mesh.axes.items()) if mesh is not None else None,
     }
 
 
@@ -121,13 +122,13 @@ def _place(model: nn.Module) -> torch.device:
 
 @torch.no_grad()
 def _broadcast(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank."""
+    """Rank 0's parameters and buffers on every rank, as bytes: backends know few types."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta and tensor.numel():
-            data = tensor.data if tensor.is_contiguous() else tensor.data.contiguous()
+            data = tensor.data.contiguous()
             with groups.naming_lost_ranks():
-                dist.broadcast(data, 0)
-            if data is not tensor.data:
+                dist.broadcast(data.view(-1).view(torch.uint8), 0)
+            if data.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(data)
 
 

@@ -10,7 +10,7 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings, dataclasses and plain objects."""
+    """Every tensor in nested lists, tuples, mappings and dataclasses; not in other objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lezero.parallel.zero.held import distributed
+from lezero.parallel.zero.fsdp import FsdpSharding
 from lezero.parallel.zero.sharding import Sharding
 
 
@@ -42,19 +42,24 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def take_whole_values(model: nn.Module, sharding: Sharding) -> None:
+def take_whole_values(model: nn.Module, sharding: Sharding | FsdpSharding) -> None:
     """From now on `model.load_state_dict` takes whole tensors too, of which it keeps the rows."""
 
     def cut(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
-        for held in sharding.parameters.values():
-            for name in held.names:
-                value = state.get(prefix + name)
-                if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-                    continue
-                if tuple(value.shape) != held.rows.shape:
-                    continue  # torch says what is wrong with it
-                first, last = held.rows.range(held.segment.rank)
-                mine = value[first:last] if held.rows.shape else value
-                state[prefix + name] = distributed(mine, held.rows, sharding.lines.mesh)
+        layout = sharding.layout
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+                continue
+            if isinstance(value, DTensor) or value.shape != parameter.shape:
+                continue  # torch says what is wrong with it
+            rows = value[layout[name].start : layout[name].stop] if value.dim() else value
+            state[prefix + name] = DTensor.from_local(
+                rows if parameter.is_meta else rows.to(parameter.device),
+                *(parameter.device_mesh, parameter.placements),
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
 
     model.register_load_state_dict_pre_hook(cut)

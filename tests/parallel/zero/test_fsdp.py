@@ -63,6 +63,21 @@ def test_like_one_process(ranks, world, axes):
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-9, atol=1e-10)
 
 
+def loaded():
+    fsdp.fits = lambda *_: True
+    torch.manual_seed(7)
+    state = Vectors().state_dict()
+    model = shard_(make(Vectors), Zero(stage=3))
+    assert type(sharding_of(model)) is fsdp.FsdpSharding
+    model.load_state_dict(state)
+    return whole(model), state
+
+
+def test_whole_weights_load_into_shards(ranks):
+    for found, state in ranks(2, loaded):
+        assert all(torch.equal(value, state[name]) for name, value in found.items())
+
+
 def choices():
     cuda, mesh = torch.device("cuda"), Mesh({"shard": 2})
     model = make(Vectors)
