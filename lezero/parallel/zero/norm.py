@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lezero.core import groups
@@ -32,16 +33,20 @@ def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
     """
     listed = _listed(parameters)
     sharded: dict[int, tuple[Lines, list[Held]]] = {}
+    elsewhere: list[DTensor] = []  # FSDP2's
     squares: list[float] = []
     for parameter in listed:
         held: Held | None = getattr(parameter, HELD, None)
         if held is not None:
             lines = held.segment.unit.sharding.lines
             sharded.setdefault(id(lines), (lines, []))[1].append(held)
+        elif isinstance(parameter.grad, DTensor):
+            elsewhere.append(parameter.grad)
         elif parameter.grad is not None:
-            squares.append(_square_of(parameter.grad))
+            squares.append(float(_square(parameter.grad)))
     for lines, helds in sharded.values():
         squares += _exchanged(helds, lines)
+    squares += _summed(elsewhere)
     return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
 
 
@@ -63,14 +68,21 @@ def clip_grad_norm_(
     return norm
 
 
-def _square_of(gradient: torch.Tensor) -> float:
-    """Of a gradient that LeZero does not hold: plain, or a DTensor (FSDP2), over all its shards."""
-    mine = _square(gradient)
-    if isinstance(gradient, DTensor):
-        for dim, placement in enumerate(gradient.placements):
-            if isinstance(placement, Shard):
-                dist.all_reduce(mine, group=gradient.device_mesh.get_group(dim))
-    return float(mine)
+def _summed(gradients: list[DTensor]) -> list[float]:
+    """Squares of gradients that LeZero does not hold, over all their shards; those that are split
+    alike in one exchange."""
+    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        cuts = tuple(i for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
+        alike.setdefault((gradient.device_mesh, cuts), []).append(_square(gradient))
+    found: list[float] = []
+    for (mesh, cuts), mine in alike.items():
+        squares = torch.stack(mine)
+        for dim in cuts:
+            with groups.naming_lost_ranks():
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+        found += squares.tolist()
+    return found
 
 
 def _listed(parameters: nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -83,10 +95,9 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
     """Squares of every chunk of every gradient, from the ranks that have them."""
     split = lines.ranks > 1
     ranks, rank = (lines.ranks, lines.rank) if split else (groups.world_size(), groups.rank())
-    mine = torch.tensor([chunk_square(held, rank, ranks, split) for held in helds])
+    mine = torch.stack([chunk_square(held, rank, ranks, split) for held in helds])
     if ranks == 1:
         return mine.tolist()
-    mine = mine.to(lines.place)
     every = [torch.empty_like(mine) for _ in range(ranks)]
     with groups.naming_lost_ranks():
         dist.all_gather(every, mine, group=lines.group)
@@ -96,7 +107,7 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
 def chunk_square(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor:
     gradient = held.local_grad()
     if gradient is None or (not held.rows.shape and rank > 0):
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=held.sharded.device)
     if not split and held.rows.shape:
         first, last = Rows(held.rows.shape, ranks).range(rank)
         gradient = gradient[first:last]
