@@ -173,7 +173,8 @@ class Plain:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A codec with its time on the wire, its own time, and its error (None: not measured)."""
+    """A codec with its time on the wire, its own time, and its error (None: not measured; it is
+    refused then)."""
 
     codec: str
     wire_s: float
@@ -214,7 +215,9 @@ def choose(
     seconds, refused = {PLAIN: plain.step_s}, {}
     for one in candidates:
         seconds[one.codec] = predict(plain, one)
-        if one.error is not None and not one.error <= budget:  # NaN is refused too
+        if one.error is None:
+            refused[one.codec] = "error not measured: all gradients were zero or not finite"
+        elif not one.error <= budget:  # NaN is refused too
             refused[one.codec] = f"error {one.error:.2g}, budget {budget:g}"
     allowed = {name: value for name, value in seconds.items() if name not in refused}
     best = min(allowed, key=lambda name: allowed[name])

@@ -10,6 +10,7 @@ now and then. Every switch is at the end of a backward, on all ranks together, a
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from dataclasses import replace
@@ -47,6 +48,7 @@ used as they arrive."""
 CANDIDATES = ("int8:256", "int4:64", "2:4-int4:256", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
 _SAMPLE = 1 << 14  # elements of each buffer that are encoded to see the error; five errors stay
+_PIECE = 1 << 10  # of which so many lie together, since codecs work in blocks
 _TIMED = 1 << 20  # elements on which codecs are timed
 _WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
 _SHARE = 0.01  # of the run's time that probing again may take
@@ -61,8 +63,11 @@ class Errors:
         self._norms: dict[str, float] = {}
 
     def note(self, key: str, flat: Tensor) -> None:
-        part = flat[:_SAMPLE].float().cpu()
-        self._norms[key] = float(part.double().square().sum())
+        part = _sample(flat)
+        norm = float(part.double().square().sum())
+        if not math.isfinite(norm):
+            return
+        self._norms[key] = norm
         for name, one in self._codecs.items():
             error = self._kept.get((name, key))
             if error is None or error.numel() != part.numel():
@@ -163,10 +168,6 @@ class Chooser:
         return max(one[0] for one in every), min(one[1] for one in every)
 
     def _first(self, step_s: float, waited_s: float) -> None:
-        assert self._errors is not None
-        errors = groups.gather_objects(self._errors.found())
-        self._errors = None
-        self._owed = {name: _ratio([one[name] for one in errors]) for name in CANDIDATES}
         self._plain = Plain(step_s, waited_s, 0.0)
         self._choose(step_s)
 
@@ -178,6 +179,10 @@ class Chooser:
 
     def _choose(self, step_s: float) -> None:
         """Probes, predicts, decides, switches; says when to look next."""
+        if self._errors is not None:
+            errors = groups.gather_objects(self._errors.found())
+            self._owed = {name: _ratio([one[name] for one in errors]) for name in CANDIDATES}
+            self._errors = self._looks()
         if not self._speeds:
             self._speeds = codec_speeds((*CANDIDATES, "bf16"), self._routing.device)
         began = time.perf_counter()
@@ -204,6 +209,10 @@ class Chooser:
         self._judge = self.codec != PLAIN
         self._due = self._step + (REALISED + 1 if self._judge else wait)
         self._wait = wait
+
+    def _looks(self) -> Errors | None:
+        """Whether the errors of codecs are still to be measured, and with what."""
+        return None if any(owed is not None for owed in self._owed.values()) else Errors()
 
     def _with_gathers(self, way: Way, chosen: str) -> dict[str, float]:
         """Seconds that a step with codec `chosen` would take with each codec of parameters."""
@@ -270,11 +279,11 @@ class Chooser:
         figures = old.candidates.get(PLAIN, {})
         if self._routing.coded is None or old.chosen not in CANDIDATES or _WIRE not in figures:
             return
-        self._errors = None
         self._plain = Plain(*(_number(figures[key]) for key in ("s", _WAITED, _WIRE)))
         for name in CANDIDATES:
             owed = old.candidates.get(name, {}).get(_OWED)
             self._owed[name] = None if owed is None else _number(owed)
+        self._errors = self._looks()
         if old.chosen != self.codec:
             self._use(old.chosen)
 
@@ -321,7 +330,16 @@ def _settle(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def _sample(flat: Tensor) -> Tensor:
+    """Up to `_SAMPLE` elements of `flat`, spread over all of it, in fp32 on the CPU."""
+    if flat.numel() > _SAMPLE:
+        pieces = _SAMPLE // _PIECE
+        apart = (flat.numel() - _PIECE) // (pieces - 1)
+        flat = flat.unfold(0, _PIECE, apart)[:pieces].flatten()
+    return flat.float().cpu()
+
+
 def _ratio(squares: list[list[float]]) -> float | None:
-    """The error of the ranks' gradients together; None where all were zero."""
+    """The error of the ranks' gradients together; None where all were zero or not finite."""
     owed, total = sum(one[0] for one in squares), sum(one[1] for one in squares)
     return (owed / total) ** 0.5 if total else None

@@ -55,6 +55,12 @@ def test_errors_that_are_no_number_are_refused() -> None:
     assert choose(SLOW, [broken], budget=10.0).codec == PLAIN
 
 
+def test_errors_that_were_not_measured_are_refused() -> None:
+    made = choose(SLOW, [Candidate("sign:256", 0.3, 0.05, None)], budget=10.0)
+    assert made.codec == PLAIN
+    assert "not measured" in made.refused["sign:256"]
+
+
 def test_steps_on_another_wire_hide_as_much() -> None:
     faster = SLOW.moved(0.9)
     assert faster == Plain(pytest.approx(10 - 8 + 0.5), pytest.approx(0.5), 0.9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lezero.comm import chooser
-from lezero.comm.chooser import MEASURED, REALISED, WARM, Chooser
+from lezero.comm.chooser import CANDIDATES, MEASURED, REALISED, WARM, Chooser, Errors
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
 from lezero.comm.probe import Level, Topology
@@ -30,6 +30,24 @@ def steps(link: Link, count: int) -> list[str]:
         used.append(link.codec)
         link.step_done()
     return used
+
+
+def test_what_is_looked_at_is_spread_over_the_buffer() -> None:
+    """An embedding whose first rows are of tokens that no batch has, but for a few elements."""
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(1 << 18, generator=generator)
+    whole, part, bad = Errors(), Errors(), Errors()
+    whole.note("x", flat[: 1 << 14])
+    flat[: 1 << 16] = 0
+    flat[:100] = 1
+    part.note("x", flat)
+    bad.note("x", flat)
+    bad.note("x", torch.where(flat == 0, torch.inf, flat))  # a step that will be skipped
+    bad.note("y", torch.full((100,), torch.nan))
+    for name in CANDIDATES:
+        (seen, of), (owed, total) = whole.found()[name], part.found()[name]
+        assert owed / total == pytest.approx(seen / of, rel=0.1), name
+        assert bad.found()[name] == part.found()[name]
 
 
 def slow_network(monkeypatch: pytest.MonkeyPatch, step_s: list[float]) -> None:
@@ -85,6 +103,28 @@ def test_a_codec_that_saves_nothing_is_taken_back(ranks: RankPool) -> None:
     assert "int4:64 saved nothing" in one["record"][0]["reason"]
     assert one["bytes"] == [4 * NUMEL, 4 * NUMEL]
     assert one["sum"] == [6.0, 6.0]  # what was owed went out in the step before
+
+
+def silent() -> list[Any]:
+    """Gradients that are zero at first, on a network where every codec would pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chooser, "EVERY", MEASURED + 1)
+        slow_network(patch, [20.0, 20.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            for _ in range(WARM + MEASURED):
+                link.all_reduce(torch.zeros(NUMEL), key="x").wait()
+                link.step_done()
+            first = link.chooser.decisions.records["wire.s"]
+            used = steps(link, MEASURED + 2)
+    return [first.chosen, first.candidates["int4:64"]["note"], used[-2:]]
+
+
+def test_errors_are_measured_once_there_are_gradients(ranks: RankPool) -> None:
+    for made, note, used in ranks(2, silent):
+        assert made == "none"
+        assert "not measured" in note
+        assert used == ["none", "int4:64"]
 
 
 def owed() -> list[float]:
