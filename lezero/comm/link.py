@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -211,7 +212,7 @@ class Link:
         mine["mesh"] = ", ".join(f"{name}: {size}" for name, size in mesh.axes.items())
         mine |= {f"wire.{key}": value for key, value in self.wire.to_dict().items()}
         given = None if hosts is None else [list(host) for host in hosts]
-        every = groups.gather_objects({"all": mine, "hosts": given})
+        every: list[dict[str, Any]] = groups.gather_objects({"all": mine, "hosts": given})
         for rank, other in enumerate(one["all"] for one in every):
             for key in sorted({*mine, *other}):
                 _same(key, rank, other.get(key), groups.rank(), mine.get(key))
