@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lezero as lz
-from lezero.compress.quantize import speed, work
+from lezero.compress.quantize import speed, spill, work
 from tests.compress.test_quantize import small, tokens
 
 
@@ -144,6 +146,40 @@ def test_a_failure_in_the_middle_undoes_everything(method, monkeypatch):
     with unchanged(model), pytest.raises(KeyboardInterrupt):
         lz.quantize_(model, lz.Int4Weight(group=32, method=method), data=data, objective="size")
     assert len(done) == 9
+
+
+SAVING = {
+    "awq": lz.Int4Weight(group=32, method="awq", scales="minmax"),
+    "gptq": lz.Int4Weight(group=32, method="gptq"),
+    "smooth": lz.Int8WeightActivation(smooth=0.5),
+}
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "interrupted"])
+@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize("nth", [1, 2, 6, 12])
+def test_an_original_that_was_not_saved_is_still_there(nth, name, full, monkeypatch):
+    """A norm, a weight that is scaled with it, and some that quantized ones take the place of."""
+    model, real, saved = small(), spill.Spill.put, itertools.count(1)
+    for layer in model.layers:
+        layer.input_layernorm.weight.data.normal_().exp_()
+
+    def on_a_full_disk(path: Any, mode: str, **more: Any) -> Any:
+        return open("/dev/full" if mode == "wb" else path, mode, **more)
+
+    def failing(self, key, tree):
+        if key[0] == "original" and next(saved) == nth:
+            if not full:
+                raise KeyboardInterrupt
+            monkeypatch.setattr(spill, "open", on_a_full_disk, raising=False)
+        real(self, key, tree)
+
+    monkeypatch.setattr(spill.Spill, "put", failing)
+    error = lz.CapacityError if full else KeyboardInterrupt
+    words = "No space left on device.*LEZERO_CACHE" if full else None
+    with unchanged(model), pytest.raises(error, match=words):
+        lz.quantize_(model, SAVING[name], data=tokens(), objective="size")
+    assert next(saved) == nth + 1
 
 
 def test_a_budget_names_the_layer_to_blame():

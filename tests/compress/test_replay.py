@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,16 @@ def test_what_is_spilled_comes_back_bit_for_bit():
         assert "x" not in spill
         with pytest.raises(lz.CapacityError, match="LEZERO_CACHE"):
             spill.need(1 << 62, "this")
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_full_disk_is_told_of(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Any, mode: str, **more: Any) -> Any:
+        return open("/dev/full", mode, **more)
+
+    monkeypatch.setattr("lezero.compress.quantize.spill.open", full, raising=False)
+    with Spill() as spill, pytest.raises(lz.CapacityError, match=r"No space left.*LEZERO_CACHE"):
+        spill.put("x", torch.ones(size))
 
 
 def test_what_a_killed_process_has_spilled_goes_with_the_next_one(monkeypatch, tmp_path) -> None:

@@ -43,8 +43,8 @@ class Journal:
     def save_values(self, parameter: nn.Parameter) -> None:
         """As `keep_values`, to the disk: for weights."""
         if id(parameter) not in self._released:
-            self._released[id(parameter)] = parameter
             self._spill.put(("original", id(parameter)), parameter.data)
+            self._released[id(parameter)] = parameter  # now that there is something to give back
 
     def release(self, parameter: nn.Parameter) -> None:
         """Frees the memory of `parameter`, which no module uses any more."""

@@ -61,21 +61,29 @@ class Spill:
         return key in self._held
 
     def put(self, key: Hashable, tree: Any) -> None:
-        """Writes the tensors of `tree`; an older one under `key` is dropped."""
+        """Writes the tensors of `tree`; an older one under `key` is dropped. Raises `CapacityError`
+        when the disk does not take them."""
         assert self._folder is not None
         self.drop(key)
         leaves, shape = pytree.tree_flatten(tree)
         path = self._folder / str(self._count)
         self._count += 1
         kept: list[Any] = []
-        with open(path, "wb", buffering=0) as file:
-            for leaf in leaves:
-                if isinstance(leaf, Tensor):
-                    flat = leaf.detach().contiguous().flatten()
-                    flat.view(torch.uint8).cpu().numpy().tofile(file)
-                    kept.append((tuple(leaf.shape), leaf.dtype, leaf.device))
-                else:
-                    kept.append(leaf)
+        try:
+            # Not by numpy's tofile, which says nothing of a full disk at the end of a file.
+            with open(path, "wb") as file:
+                for leaf in leaves:
+                    if isinstance(leaf, Tensor):
+                        flat = leaf.detach().contiguous().flatten()
+                        file.write(flat.view(torch.uint8).cpu().numpy().data)
+                        kept.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+                    else:
+                        kept.append(leaf)
+        except OSError as error:
+            raise CapacityError(
+                f"the disk under {cache_folder()} did not take what waits there until all is done "
+                f"({error.strerror}); make room, or set LEZERO_CACHE to a folder on another disk"
+            ) from error
         self._held[key] = (
             path,
             [(isinstance(x, Tensor), k) for x, k in zip(leaves, kept, strict=True)],
