@@ -247,6 +247,29 @@ def test_a_convolution_that_shares_its_weight_takes_no_batch_norm() -> None:
         assert difference(made(-x), model(-x)) < 0.02
 
 
+class TwoNorms(nn.Module):
+    """Two batch norms read one convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.one, self.two = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.one.running_var.fill_(4.0)
+        self.two.running_var.fill_(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.one(y) + self.two(y)
+
+
+def test_a_convolution_with_two_batch_norms_takes_neither() -> None:
+    model, x = TwoNorms().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), x)
+        assert type(made.one) is type(made.two) is nn.BatchNorm2d
+        assert difference(made.conv.weight.decode(), model.conv.weight) < 0.01
+        assert difference(made(x), model(x)) < 0.02
+
+
 @dataclass
 class Held:
     """What torch's pytree does not look into."""

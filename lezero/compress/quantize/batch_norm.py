@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -97,7 +98,9 @@ def _pairs(model: nn.Module, batch: Batch) -> list[tuple[Any, Any]]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(pairs.values())
+    # A convolution can take one batch norm in; where two read it, neither reads it alone.
+    readers = Counter(id(conv) for conv, _ in pairs.values())
+    return [pair for pair in pairs.values() if readers[id(pair[0])] == 1]
 
 
 def _is_foldable(module: nn.Module) -> bool:
