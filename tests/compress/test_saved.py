@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import QuantizedLinear
-from lezero.files import seal, unseal
-from lezero.models import Transformer, TransformerConfig
+from lezero.files import seal, unseal, write_generation
+from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.train.writer import open_writer
 from tests.compress.test_quantize import small, tokens
 
@@ -109,6 +110,62 @@ def test_folders_are_replaced_only_where_they_are_ours(copied: Path, tmp_path: P
     with pytest.raises(lz.FileError, match="holds other files"):
         save_quantized(model, tmp_path / "mine")
     assert sorted(x.name for x in tmp_path.iterdir()) == ["mine", "q"]
+    (copied / "notes.md").write_text("which of them was best")
+    with pytest.raises(lz.FileError, match=r"other files \(notes\.md\), which would be lost"):
+        save_quantized(model, copied)
+    assert (copied / "notes.md").is_file()
+
+
+def a_checkpoint(folder: Path) -> None:
+    made = write_generation(folder, 7, tensors={"w": torch.ones(3)}, documents={"model": {}})
+    made.rename(folder / "made")
+
+
+def a_web_page(folder: Path) -> None:
+    (folder / "made").mkdir(parents=True)
+    (folder / "made/manifest.json").write_text("{}")
+    (folder / "made/app.js").write_text("start()")
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "a checkpoint": (a_checkpoint, "lezero compressed-tensors"),
+    "a web page": (a_web_page, "lezero compressed-tensors"),
+    "a float model": (
+        lambda folder: save_hf(small(), folder / "made"),
+        "lezero compressed-tensors",
+    ),
+    "ours": (lambda folder: saved(folder / "made"), "compressed-tensors"),
+    "theirs": (
+        lambda folder: save_quantized(plain(), folder / "made", layout="compressed-tensors"),
+        "lezero",
+    ),
+}
+
+
+def plain() -> Transformer:
+    return lz.quantize_(small(), lz.Int4Weight(group=32, zero_point=False), objective="size")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_others_wrote_is_never_replaced(name: str, tmp_path: Path) -> None:
+    make, layouts = OTHERS[name]
+    make(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    for layout in layouts.split():
+        with pytest.raises(lz.FileError, match=r"holds (other files|a model in the layout)"):
+            save_quantized(plain(), tmp_path / "made", layout=layout)  # type: ignore[arg-type]
+    assert {path: path.read_bytes() for path in (tmp_path / "made").iterdir()} == before
+
+
+def test_a_folder_of_the_same_layout_is_replaced(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        model = lz.quantize_(small(seed=seed), lz.Int8Weight(), objective="size")
+        for layout in ("lezero", "compressed-tensors"):
+            save_quantized(model, tmp_path / layout, layout=layout)  # type: ignore[arg-type]
+    assert torch.equal(logits(load_quantized(tmp_path / "lezero")), logits(model))
+    weights = load_file(tmp_path / "compressed-tensors/model.safetensors")
+    embedding = model.embed_tokens.weight.decode()
+    assert torch.equal(weights["model.embed_tokens.weight"], embedding)
 
 
 def test_a_type_that_no_file_holds_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -27,10 +29,19 @@ from lezero.compress.quantize.modules import SCALES, QuantizedLayer, check_modul
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, OrderError
-from lezero.files import Form, Generation, commit_parts, read_generation, step_of, write_part
+from lezero.files import (
+    Form,
+    Generation,
+    commit_parts,
+    read_documents,
+    read_generation,
+    step_of,
+    write_part,
+)
 from lezero.files.folder import aside, cannot_write
 from lezero.models import Transformer, TransformerConfig, special_tokens, tokenizer_files
 from lezero.models.hf_config import to_hf
+from lezero.models.huggingface import read_json
 
 Model = TypeVar("Model", bound=nn.Module)
 FORMAT = 1
@@ -51,9 +62,10 @@ def save_quantized(
 
     layout: "lezero" keeps every bit and is what `lz.load_quantized` reads; "compressed-tensors" is
     for other servers (`lezero.compress.quantize.exported` says what it can hold). Files of a
-    tokenizer are copied from `tokenizer_folder`. A folder that was written by this is replaced; any
-    other that holds something is refused. Raises `OrderError` when no layer is quantized,
-    `ConfigError` for what a layout cannot hold, and `FileError`.
+    tokenizer are copied from `tokenizer_folder`. A folder that was written by this in the same
+    layout is replaced; any other that holds something, and one to which files were added, is
+    refused. Raises `OrderError` when no layer is quantized, `ConfigError` for what a layout cannot
+    hold, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
     layers = describe(model)
@@ -61,10 +73,10 @@ def save_quantized(
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
-    if layout == "compressed-tensors":
-        return export_compressed_tensors(model, folder, tokenizer_folder)
     root = Path(folder).absolute()
-    _check_target(root)
+    _check_target(root, layout)
+    if layout == "compressed-tensors":
+        return export_compressed_tensors(model, root, tokenizer_folder)
     copies = tokenizer_files(tokenizer_folder)
     documents: dict[str, Any] = {
         _DOCUMENT: {"format": FORMAT, "readable_from": READABLE_FROM, "layers": layers}
@@ -151,13 +163,41 @@ def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
     return isinstance(data, dict) and data.get("quantization_config") is not None
 
 
-def _check_target(root: Path) -> None:
+def _check_target(root: Path, layout: str) -> None:
+    """Raises `FileError` where something would be lost that this did not write."""
     if not root.exists():
         return
     if not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
-    if any(root.iterdir()) and not (root / _MANIFEST).is_file():
-        raise FileError(f"{root}: holds other files; name a new folder")
+    there = {path.name for path in root.iterdir()}
+    if not there:
+        return
+    found = _layout_of(root)
+    if found != layout:
+        what = "other files" if found is None else f"a model in the layout '{found}'"
+        raise FileError(f"{root}: holds {what}; name a new folder")
+    if layout == "lezero":  # the other leaves alone what it does not know
+        ours = {_MANIFEST, "config.json", "decisions.json"}
+        with suppress(FileError):
+            ours |= {path.name for path in tokenizer_files(root)}
+        strange = sorted(x for x in there - ours if not fnmatchcase(x, "tensors-*.safetensors"))
+        if strange:
+            raise FileError(
+                f"{root}: holds other files ({', '.join(strange[:_SHOWN])}), which would be lost; "
+                "move them, or name a new folder"
+            )
+
+
+def _layout_of(root: Path) -> str | None:
+    """Of what layout the quantized model in a folder is; None where there is none."""
+    try:
+        if (root / _MANIFEST).is_file():
+            return "lezero" if _DOCUMENT in read_documents(root) else None
+        about = read_json(root / "config.json").get("quantization_config")
+    except FileError:
+        return None
+    method = about.get("quant_method") if isinstance(about, dict) else None
+    return method if method == "compressed-tensors" else None
 
 
 def _config_json(model: nn.Module) -> dict[str, Any]:
