@@ -191,3 +191,77 @@ def test_inputs_that_change_in_between_are_others(inference: bool) -> None:
     x = x.detach()
     for layer, wanted in ((model.one, x.abs().max()), (model.two, x.max())):
         assert float(layer.input_scale * 127) == pytest.approx(float(wanted))
+
+
+class Mixture(nn.Module):
+    """The first number of a token says which of three experts gets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mine = x[:, 0] == index
+            out[mine] = expert(x[mine])
+        return out
+
+
+STATIC = lz.Int8WeightActivation(activations="tensor")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        lz.Int4Weight(),
+        lz.Int4Weight(method="gptq"),
+        lz.Int4Weight(method="awq"),
+        lz.Int8Weight(bias_correction=True, scales="mse"),
+        lz.Int8WeightActivation(scales="mse", observer="kl"),
+        STATIC,
+    ],
+    ids=["mse", "gptq", "awq", "bias", "a8", "static"],
+)
+def test_an_expert_without_tokens_was_not_reached(scheme: Any) -> None:
+    torch.manual_seed(0)
+    model, data = Mixture(), [X.clone(), X.clone()]
+    data[0][:, 0] = 0
+    data[1][:, 0] = torch.arange(16) % 2
+    with torch.no_grad():
+        wanted = model(data[1])
+        lz.quantize_(model, scheme, data=data, objective="size")
+        assert difference(model(data[1]), wanted) < 0.2
+    one, two, three = lz.quantization_report(model).layers
+    assert 0 < (one.error or 0) < 0.2
+    assert 0 < (two.error or 0) < 0.2
+    said = str(lz.quantization_report(model))
+    if scheme is STATIC:
+        assert "needs calibration data, and none came through it" in three.reason
+        most = data[1][1::2].abs().max()
+        assert float(model.experts[1].input_scale * 127) == pytest.approx(float(most))
+    else:
+        assert three.quantized
+        assert "no data was seen to come through experts.2: quantized without it" in said
+
+
+class Heads(nn.Module):
+    """An output head and a value head over the same hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(128, 64), nn.Linear(64, 64)
+        self.head, self.value = nn.Linear(64, 128, bias=False), nn.Linear(64, 32)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(self.words(ids))
+        return self.head(hidden), self.value(hidden)
+
+
+def test_a_head_shares_its_inputs_with_a_layer_of_static_activations() -> None:
+    model, ids = Heads(), torch.arange(24).view(2, 12)
+    hidden = model.body(model.words(ids))
+    scheme = lz.Int8WeightActivation(activations="tensor", smooth=None)
+    lz.quantize_(model, scheme, data=ids, objective="size")
+    assert model.head.input_scale is None
+    assert float(model.value.input_scale * 127) == pytest.approx(float(hidden.abs().max()), rel=0.1)

@@ -52,6 +52,8 @@ class Capture:
     def _hook(self, user: User) -> Callable[..., None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else next(iter(kwargs.values()))
+            if not x.numel():
+                return  # an expert that gets no token: nothing came through the layer
             known = self.inputs.get(user.name)
             image = user.kind == "conv"
             version = _version(x)
@@ -85,16 +87,16 @@ def _version(x: Tensor) -> int:
 def record_for(
     targets: dict[str, tuple[Site, Target]], recipe: Recipe, hessian: bool
 ) -> Callable[[User], Inputs]:
-    """What `Capture` makes a record with: a Hessian and an observer where the layer needs one."""
+    """What `Capture` makes a record with: a Hessian and an observer where a layer of this kind
+    needs one, since any other of them may be given the same tensor and share the record."""
+    static = {site.kind for site, target in targets.values() if target.activations == "tensor"}
 
     def make(user: User) -> Inputs:
-        _, target = targets[user.name]
-        static = target.activations == "tensor" and user.kind != "embedding"
         return Inputs(
             user.name,
             image=user.kind == "conv",
             hessian=hessian and user.kind == "linear",
-            observer=observers.get(recipe.observer)() if static else None,
+            observer=observers.get(recipe.observer)() if user.kind in static else None,
         )
 
     return make

@@ -37,7 +37,8 @@ class Inputs:
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
-        """Takes one call's input in. Raises `NumericsError` where it is not finite."""
+        """Takes one call's input in, which is not empty. Raises `NumericsError` where it is not
+        finite."""
         if not x.is_floating_point():
             self.first = x.detach().clone() if self.first is None else self.first
             self.count += x.numel()
@@ -54,8 +55,6 @@ class Inputs:
         if self.observer is not None:
             self.observer.observe(arranged(x.detach(), "tensor"))
         x_MK = self.rows(x).float()
-        if not len(x_MK):
-            return
         total = self.count + len(x_MK)
         share = len(x_MK) / total
         if not self.count:

@@ -39,6 +39,7 @@ from lezero.nn.blocks import blocks
 
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
+_SHOWN = 5
 
 
 class Work:
@@ -60,6 +61,7 @@ class Work:
         self.private = _in_one_place(request.model)
         self.rescaled = False
         """Whether weights of layers were changed before they were quantized."""
+        self._unreached: list[str] = []
 
     def run(self) -> None:
         if self.batches is None:
@@ -80,6 +82,13 @@ class Work:
             self.report.notes.append(
                 f"'{self.recipe.method}' scaled no channels: it needs a repeated block in which a "
                 "layer before another can take the division, so all was rounded to nearest"
+            )
+        if self._unreached:
+            more = len(self._unreached) - _SHOWN
+            self.report.notes.append(
+                f"no data was seen to come through {', '.join(self._unreached[:_SHOWN])}"
+                + (f" and {more} more" if more > 0 else "")
+                + ": quantized without it, and the error is that of the weight"
             )
         self.rounding.decide(self.report, speed=self.objective == "speed")
 
@@ -237,6 +246,8 @@ class Work:
         adopt(site, layers, self.journal)
         if site.nbytes > _LARGE:
             give_back_free_blocks()
+        if self.batches is not None and not seen:
+            self._unreached.append(site.name)
         self._add(site, target.label, size, **figures)
 
     def _measure(
