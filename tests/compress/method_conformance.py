@@ -14,6 +14,8 @@ GRIDS = [
     Grid("int4", 32),
     Grid("int8"),
     Grid("int8", 32, True),
+    Grid("int8", "tensor"),
+    Grid("int8", "tensor", True),
     Grid("nf4", 32),
 ]
 

@@ -55,6 +55,7 @@ SCHEMES = {
     "int4": (lz.Int4Weight(group=32), 0.12),
     "int4-a8": (lz.Int4Weight(activations="token", zero_point=False), 0.15),
     "gptq": (lz.Int4Weight(group=32, method="gptq"), 0.12),
+    "gptq-tensor": (lz.Int8Weight(group="tensor", method="gptq"), 0.05),
     "awq": (lz.Int4Weight(group=32, method="awq"), 0.12),
     "hqq": (lz.Int4Weight(group=32, method="hqq"), 0.12),
     "fp8": (lz.Fp8(), 0.06),

@@ -41,6 +41,9 @@ class GPTQ(Method):
         assert inputs is not None
         K = w_NK.shape[1]
         scale, zero = weight_scale(w_NK, grid, rule, inputs.mean_square)
+        # One scale for the whole weight is that of each row.
+        each = (len(w_NK), scale.shape[1])
+        scale_NG, zero_NG = scale.expand(each), None if zero is None else zero.expand(each)
         if inputs.factor is None:
             assert inputs.hessian is not None
             inputs.factor, inputs.hessian = _factored(inputs.hessian), None
@@ -56,7 +59,7 @@ class GPTQ(Method):
             wrong = torch.empty_like(block)
             for k in range(last - first):
                 own = group_K[first + k]
-                s, z = scale[:, own, None], None if zero is None else zero[:, own, None]
+                s, z = scale_NG[:, own, None], None if zero_NG is None else zero_NG[:, own, None]
                 made = quantize(block[:, k, None], _single(grid), scale=s, zero=z)
                 codes_NK[:, first + k] = made.codes[:, 0]
                 left = (block[:, k] - dequantize(*made, _single(grid))[:, 0]) / U[k, k]
