@@ -71,10 +71,42 @@ def test_weights_are_packed_again_when_they_change() -> None:
     torch.testing.assert_close(conv_int8(**given), -first)
 
 
+def test_tensors_of_inference_mode_are_taken() -> None:
+    with torch.inference_mode():
+        given = layer((1, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+        found = [conv_int8(**given) for _ in range(2)]
+    wanted = conv_int8(**layer((1, 4, 6, 6), (5, 4, 3, 3), torch.float32))
+    assert torch.equal(found[0], wanted)
+    assert torch.equal(found[1], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("x_shape", "w_shape", "options"), CASES)
+def test_gradients_are_those_of_the_dequantized_weight(
+    x_shape: Any, w_shape: Any, options: Any, dtype: torch.dtype
+) -> None:
+    given = layer(x_shape, w_shape, dtype)
+    x, bias = given["x"].requires_grad_(), given["bias"].requires_grad_()
+    out = conv_int8(**given, **options)
+    out.float().square().sum().backward()
+    convolve = torch.nn.functional.conv1d if x.dim() == 3 else torch.nn.functional.conv2d
+    wide = given["weight"] * given["scale"].view(-1, *[1] * (x.dim() - 1))
+    twin = x.detach().float().requires_grad_()
+    convolve(twin, wide, **options).backward(2 * out.detach().float())
+    near = 1e-4 if dtype == torch.float32 else 2e-2
+    assert x.grad is not None
+    assert twin.grad is not None
+    torch.testing.assert_close(x.grad.float(), twin.grad, rtol=near, atol=near * 100)
+    places = [0, *range(2, out.dim())]
+    torch.testing.assert_close(bias.grad, 2 * out.detach().float().sum(places), rtol=near, atol=0.1)
+
+
 def test_torch_knows_the_op() -> None:
     given = layer((2, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+    given["x"].requires_grad_()
+    given["bias"].requires_grad_()
     rest = ([1, 1], [0, 0], [1, 1], 1)
-    tests = ("test_schema", "test_faketensor")
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     op = torch.ops.lezero.conv_int8.default
     torch.library.opcheck(op, (*given.values(), *rest), test_utils=tests)
 

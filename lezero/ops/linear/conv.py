@@ -11,16 +11,19 @@ fit: 255 · 127 · 2 is twice too large. Its result would be wrong without a wor
 
 [Note: packed once]
 oneDNN wants weights in a layout of its own, which is opaque and cannot be saved. The op takes plain
-int8 weights and keeps oneDNN's copy as long as the weight tensor lives and is not written to.
+int8 weights and keeps oneDNN's copy as long as the weight tensor lives and is not written to. Of a
+tensor made in inference mode torch does not count the writes; it is taken to stay as it is.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.grad import conv1d_input, conv2d_input
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lezero.core.errors import ConfigError
@@ -53,7 +56,8 @@ def conv_int8(
     `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
     `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. With two
     dims, y lies channels last in memory. A sample with a NaN or an infinity gives NaN.
-    Raises `ConfigError` for shapes and dtypes that do not fit.
+    Differentiable in x and bias, as if x had not been rounded. Raises `ConfigError` for shapes and
+    dtypes that do not fit.
     """
     dims = weight.dim() - 2
     shapes = x.dim() == weight.dim() and tuple(scale.shape) == weight.shape[:1] and dims in (1, 2)
@@ -114,7 +118,8 @@ def _marked(out: Tensor, bad_B: Tensor) -> Tensor:
 
 
 def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Tensor:
-    key = (weight._version, *map(tuple, lists), groups)
+    version = -1 if weight.is_inference() else weight._version
+    key = (version, *map(tuple, lists), groups)
     found = _packed.get(weight)
     if found is None or found[0] != key:
         ones = torch.ones(len(weight))
@@ -193,5 +198,22 @@ def _fake(
     return out.to(memory_format=torch.channels_last) if out.dim() == 4 else out
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, scale, bias, _, _, *ctx.places = inputs
+    ctx.shape, ctx.bias = x.shape, None if bias is None else bias.dtype
+    ctx.save_for_backward(weight, scale)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight, scale = ctx.saved_tensors
+    wide = (weight.float() * scale.view(-1, *[1] * (weight.dim() - 1))).to(grad.dtype)
+    into = conv1d_input if weight.dim() == 3 else conv2d_input
+    bias = None if ctx.bias is None else grad.float().transpose(0, 1).flatten(1).sum(1).to(ctx.bias)
+    return (into(ctx.shape, wide, grad, *ctx.places), None, None, bias, *[None] * 6)
+
+
 _library.impl("conv_int8", _conv, "CompositeExplicitAutograd")
 torch.library.register_fake("lezero::conv_int8", _fake, lib=_library)
+torch.library.register_autograd(
+    "lezero::conv_int8", _differentiate, setup_context=_save, lib=_library
+)
