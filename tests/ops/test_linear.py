@@ -24,7 +24,9 @@ from lezero.ops.linear import (
     unpack_bf16,
 )
 from lezero.ops.quantize import Grid, dequantize, quantize
+from lezero.profiler import MemorySampler
 from tests.ops.conformance import Args, OpConformance
+from tests.ranks import RankPool
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REAL = [(576, 1536), (576, 576), (192, 576), (384, 1536), (768, 768), (3072, 768)]
@@ -195,6 +197,23 @@ def test_embedding_reads_the_rows_of_the_weight(bits: int, group: int, zero: boo
     assert embedding_int(ids[:0], weight, **sizes).shape == (0, 2, 70)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="from -1"):
         embedding_int(ids - 1, weight, **sizes)  # type: ignore[arg-type]
+
+
+def looked_up(bits: int) -> int:
+    """In a process of its own: bytes that looking up 4096 rows of 2048 takes."""
+    torch.set_num_threads(1)
+    weight, ids = packed(1024, 2048, bits, 64, True, torch.float16), torch.arange(4096) % 1024
+    sizes = {"in_features": 2048, "bits": bits, "group": 64}
+    embedding_int(ids[:8], weight, **sizes)  # type: ignore[arg-type]
+    with MemorySampler() as memory:
+        embedding_int(ids, weight, **sizes)  # type: ignore[arg-type]
+    return memory.above
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embedding_reads_no_other_rows(bits: int, ranks: RankPool) -> None:
+    (above,) = ranks(1, looked_up, bits)
+    assert above < 6 * 4096 * 2048 * 4, above / 2**20
 
 
 def test_leading_dims_and_strides() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lezero.ops.linear.layout import Packed, eights, unpack, unpack_bf16
+from lezero.ops.linear.layout import Packed, unpack, unpack_bf16
 from lezero.ops.quantize.tokens import fixed_point, quantize_tokens
 
 
@@ -103,9 +103,10 @@ def embedding(
 ) -> Tensor:
     """Rows `ids` (flat) of the weight that `packed` stands for: (len(ids), K)."""
     panel, row = ids // 16, ids % 16
-    lines = packed.weight[panel]
-    lines = eights(lines) if bits == 4 else lines
-    codes = lines[torch.arange(len(ids), device=ids.device), :, row].flatten(1)[:, :in_features]
+    lines = packed.weight[panel, :, row]
+    if bits == 4:  # as `eights`, of these rows alone
+        lines = torch.stack([lines & 15, lines >> 4], 2).flatten(1, 2)
+    codes = lines.flatten(1)[:, :in_features]
 
     def per_input(x: Tensor) -> Tensor:
         found = x[panel, :, row].float()
