@@ -51,7 +51,7 @@ SCHEMES = {
     "w8a8": (lz.Int8WeightActivation(), 0.03),
     "w8a8-group": (lz.Int8WeightActivation(group=32), 0.03),
     "w8a8-vocabulary": (lz.Int8WeightActivation(vocabulary="int8_activations"), 0.03),
-    "w8a8-static": (lz.Int8WeightActivation(activations="tensor", smooth=0.5), 0.06),
+    "w8a8-static": (lz.Int8WeightActivation(activations="tensor", smooth=0.5), 0.03),
     "int4": (lz.Int4Weight(group=32), 0.12),
     "int4-a8": (lz.Int4Weight(activations="token", zero_point=False), 0.15),
     "gptq": (lz.Int4Weight(group=32, method="gptq"), 0.12),
@@ -217,19 +217,41 @@ def test_gptq_and_awq_are_better_than_rounding():
     assert error("awq") < 0.9 * plain
 
 
-def test_smoothing_moves_outliers_into_the_weights():
+@pytest.mark.parametrize("activations", ["token", "tensor"])
+def test_smoothing_moves_outliers_into_the_weights(activations):
     def error(smooth):
         torch.manual_seed(0)
         model = normed_blocks(64, outlier(64, 60.0))
         lz.quantize_(
             model,
-            lz.Int8WeightActivation(smooth=smooth),
+            lz.Int8WeightActivation(activations=activations, smooth=smooth),
             data=torch.randn(64, 64),
             objective="size",
         )
         return lz.quantization_report(model).quality_after
 
     assert error("auto") < 0.5 * error(None)
+
+
+@pytest.mark.parametrize("method", ["nearest", "awq"])
+def test_static_scales_are_those_of_the_scaled_inputs(method):
+    torch.manual_seed(0)
+    model, data = normed_blocks(64, outlier(64, 60.0)), [torch.randn(64, 64) for _ in range(2)]
+    scheme = lz.Int8WeightActivation(activations="tensor", smooth=0.5, method=method)
+    lz.quantize_(model, scheme, data=data, objective="size")
+    most = {}
+
+    def look(layer, args):
+        most[layer] = max(most.get(layer, 0.0), float(args[0].abs().max()))
+
+    for layer in quantized_layers(model).values():
+        layer.register_forward_pre_hook(look)
+    with torch.no_grad():
+        for batch in data:
+            model(batch)
+    assert len(most) == 2
+    for layer, found in most.items():
+        assert float(layer.input_scale * 127) == pytest.approx(found, rel=0.02)
 
 
 def test_groups_confine_what_smoothing_moves_into_the_weights():

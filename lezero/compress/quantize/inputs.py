@@ -80,8 +80,10 @@ class Inputs:
 
     @torch.no_grad()
     def divide(self, s_K: Tensor) -> None:
-        """The inputs are divided by `s_K` from now on: all statistics follow."""
+        """The inputs are divided by `s_K` from now on: all statistics follow but what the observer
+        saw, which is lost; observe again."""
         assert self.first is not None
+        self.observer = None
         self.first = (self.first.float() / s_K).to(self.first.dtype)
         for channels in (self.absmax, self.mean, self.mean_size):
             channels.div_(s_K)

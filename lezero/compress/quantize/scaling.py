@@ -28,8 +28,9 @@ AWQ_ALPHAS = tuple(step / 20 for step in range(1, 21))
 
 def smooth(
     fold: Fold, target: Target, rule: str, alpha: float | Literal["auto"], journal: Journal
-) -> None:
-    """SmoothQuant: what is hard to round in activations goes into the weights.
+) -> bool:
+    """SmoothQuant: what is hard to round in activations goes into the weights. Whether it does:
+    not scaling may be best.
 
     Xiao et al., 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
     Language Models", arXiv:2211.10438, equation 4: s_j = max|X_j|^α / max|W_j|^(1-α). "auto": the
@@ -43,15 +44,15 @@ def smooth(
             most_x = fold.inputs.absmax.clamp(min=1e-5)
             yield most_x.pow(power) / most_w.clamp(min=1e-5).pow(1 - power)
 
-    _apply_best(fold, target, rule, candidates(), journal, forced=alpha != "auto")
+    return _apply_best(fold, target, rule, candidates(), journal, forced=alpha != "auto")
 
 
-def scale_for_weights(fold: Fold, target: Target, rule: str, journal: Journal) -> None:
-    """AWQ: what matters in weights is made larger; see `methods/awq.py`."""
+def scale_for_weights(fold: Fold, target: Target, rule: str, journal: Journal) -> bool:
+    """AWQ: what matters in weights is made larger; see `methods/awq.py`. Whether anything is."""
     size = fold.inputs.mean_size.clamp(min=1e-8)
     powers = (size.pow(alpha) for alpha in AWQ_ALPHAS)
     centred = (s / (s.max() * s.min()).sqrt() for s in powers)
-    _apply_best(fold, target, rule, centred, journal, forced=False)
+    return _apply_best(fold, target, rule, centred, journal, forced=False)
 
 
 def _apply_best(
@@ -62,7 +63,7 @@ def _apply_best(
     journal: Journal,
     *,
     forced: bool,
-) -> None:
+) -> bool:
     x_MK = _sample(fold)
     wanted = [x_MK @ w.float().T for site in fold.sites for w in _parts(site)]
     ones = torch.ones(x_MK.shape[1], device=x_MK.device)
@@ -75,6 +76,7 @@ def _apply_best(
             best_s, best = s_K, error
     if best_s is not None:
         _multiply_in(fold, best_s, journal)
+    return best_s is not None
 
 
 def _sample(fold: Fold) -> Tensor:

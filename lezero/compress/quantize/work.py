@@ -139,7 +139,7 @@ class Work:
 
             for batch in range(len(replay.batches)):
                 replay.run(batch, index, look, store=False)
-            self._rescale(folds)
+            self._observe_again(self._rescale(folds), replay, index, block)
             for site, target in sites:
                 self._finish(site, target, capture.inputs)
             del capture
@@ -198,16 +198,39 @@ class Work:
                 shared[id(seen)].append(site)
         return [(capture.inputs[group[0].name], tuple(group)) for group in shared.values()]
 
-    def _rescale(self, folds: list[Fold]) -> None:
-        """SmoothQuant or AWQ, before codes are found."""
+    def _rescale(self, folds: list[Fold]) -> list[Fold]:
+        """SmoothQuant or AWQ, before codes are found; those that were scaled."""
+        scaled = []
         for fold in folds:
             target = self.targets[fold.sites[0].name][1]
             rule, self.rescaled = self.recipe.scales, True
             if self.method.scales_channels:
-                scale_for_weights(fold, target, rule, self.journal)
+                done = scale_for_weights(fold, target, rule, self.journal)
             else:
                 assert self.recipe.smooth is not None
-                smooth(fold, target, rule, self.recipe.smooth, self.journal)
+                done = smooth(fold, target, rule, self.recipe.smooth, self.journal)
+            scaled += [fold] if done else []
+        return scaled
+
+    def _observe_again(
+        self, scaled: list[Fold], replay: Replay, index: int, block: nn.Module
+    ) -> None:
+        """Static activations have the ranges of the inputs as they are once they were scaled."""
+        static = [f for f in scaled if self.targets[f.sites[0].name][1].activations == "tensor"]
+        if not static:
+            return
+        users = [user for fold in static for site in fold.sites for user in site.users]
+        capture = Capture(users, record_for(self.targets, self.recipe, False))
+        forward = block.forward
+
+        def look(*args: Any, **kwargs: Any) -> Any:
+            with capture.watching(block):
+                return forward(*args, **kwargs)
+
+        for batch in range(len(replay.batches)):
+            replay.run(batch, index, look, store=False)
+        for fold in static:
+            fold.inputs.observer = capture.inputs[fold.sites[0].name].observer
 
     @torch.no_grad()
     def _finish(self, site: Site, target: Target, inputs: dict[str, Inputs]) -> None:
