@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import speed
+from lezero.compress.quantize import speed, verb
+from lezero.core import groups
+from tests.ranks import RankPool
 
 
 class Parallel(nn.Module):
@@ -84,6 +86,33 @@ def test_for_speed_only_what_is_faster_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert decision.chosen == "8 bits"
     assert "not every layer is faster" in decision.reason
     assert {layer.form for layer in report.layers} == {"int8 × int8"}
+
+
+def test_what_was_decided_before_is_replayed() -> None:
+    first = lz.quantization_report(quantized()).decisions.to_json()
+    (topic,) = (one for one in first["decisions"] if one["topic"] == "inputs of third")
+    topic["chosen"] = "8 bits"
+    first["decisions"].append({**topic, "topic": "inputs of first", "chosen": "16 bits"})
+    model, x = build()
+    scheme, again = lz.Int8WeightActivation(smooth=None), lz.Decisions.from_json(first)
+    lz.quantize_(model, scheme, data=x, objective="size", decisions=again)
+    assert bits(model) == {"left": 8, "right": 8, "first": 16, "second": 8, "third": 8}
+
+
+def bits_of_a_rank() -> dict[str, int]:
+    """In a rank that finds other times than the other one."""
+    torch.set_num_threads(1)
+    verb._RUNS, verb._WHOLE_MARGIN = 1, 1e9
+    times = (1.0, 2.0) if groups.rank() else (1.0, 0.5)
+    speed.LayerSpeed.measure = lambda *_: times  # type: ignore[method-assign]
+    model, x = build()
+    lz.quantize_(model, lz.Int8WeightActivation(smooth=None), data=x)
+    return bits(model)
+
+
+def test_ranks_decide_alike(ranks: RankPool) -> None:
+    one, two = ranks(2, bits_of_a_rank)
+    assert one == two == {"left": 8, "right": 8, "first": 8, "second": 8, "third": 16}
 
 
 def test_what_was_kept_is_undone_saved_and_loaded(tmp_path: Any) -> None:

@@ -30,6 +30,7 @@ from lezero.compress.quantize.report import QuantizationReport
 from lezero.compress.quantize.scheme import Target
 from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.speed import LayerSpeed
+from lezero.core import groups
 from lezero.report.units import percent
 
 _AT_ONCE = 1 << 20  # outputs that are compared together
@@ -87,11 +88,16 @@ class InputRounding:
         `speed` only those that are faster so than before."""
         if not self._measured:
             return
-        usual = statistics.median(one.cost for one in self._measured.values())
-        groups: dict[str, list[_Measured]] = defaultdict(list)
-        for one in self._measured.values():
-            groups[one.shared].append(one)
-        exact = [group for group in groups.values() if self._is_exact(group, usual, report, speed)]
+        # Rank 0's figures count on every rank: a decision that only some come to would hang them.
+        measured = groups.broadcast_object(
+            [(one.cost, one.error, one.seconds) for one in self._measured.values()]
+        )
+        together: dict[str, list[_Measured]] = defaultdict(list)
+        for one, (cost, error, seconds) in zip(self._measured.values(), measured, strict=True):
+            main = replace(one, cost=cost, error=error, seconds=(seconds[0], seconds[1]))
+            together[main.shared].append(main)
+        usual = statistics.median(cost for cost, _, _ in measured)
+        exact = [own for own in together.values() if self._is_exact(own, usual, report, speed)]
         places = {layer.name: place for place, layer in enumerate(report.layers)}
         for one in (one for group in exact for one in group):
             _set_bits([user.module for user in one.site.users], 16)
@@ -108,8 +114,10 @@ class InputRounding:
         self, group: list[_Measured], usual: float, report: QuantizationReport, speed: bool
     ) -> bool:
         """Whether these layers' inputs stay in 16 bits, recorded where they are out of line."""
+        topic = f"inputs of {', '.join(one.site.name for one in group)}"
         cost = statistics.mean(one.cost for one in group)
-        if cost <= self.exact_above * usual:
+        usually = cost <= self.exact_above * usual
+        if usually and topic not in report.decisions.replay:
             return False
         slow = speed and not all(self.speed.is_faster(*one.seconds) for one in group)
         why = (
@@ -118,9 +126,8 @@ class InputRounding:
         )
         if slow:
             why += "; but with 16 bits not every layer is faster than before"
-        names = ", ".join(one.site.name for one in group)
-        report.decisions.record(f"inputs of {names}", "8 bits" if slow else "16 bits", reason=why)
-        return not slow
+        chosen = "8 bits" if slow or usually else "16 bits"
+        return report.decisions.record(topic, chosen, reason=why) == "16 bits"
 
 
 def _rounds(layer: object) -> bool:

@@ -74,6 +74,9 @@ def quantize_(
         optimizer: one that holds quantized parameters is refused: they leave the model.
         decisions: the record of the run that the choices go into.
 
+    In a process group every rank calls it, with the same model and data: what rank 0 measures
+    counts for all.
+
     Errors: `ConfigError` (a value, data that the model does not take, no layer that fits, a group
     that does not divide), `OrderError` (quantized or sharded already, an optimizer that holds the
     weights), `NumericsError` (NaN in weights or activations with the layer's name, a budget that is
