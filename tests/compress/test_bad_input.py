@@ -196,6 +196,31 @@ def test_a_budget_names_the_layer_to_blame():
     lz.quantize_(model, config, data=x, objective="size", filter=["0", "2"], budget=0.35)
 
 
+def test_a_budget_names_the_convolution_whose_batch_norm_was_folded():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8),
+    ).eval()  # fmt: skip
+    for norm in (model[1], model[4], model[7]):
+        norm.running_var.fill_(0.04)
+    model[3].weight.data[:, 0] *= 400  # int8 has no codes for the rest
+    model[0].weight.data[0] = 0
+    model[0].bias.data[0] = 0
+    x, config = torch.randn(4, 3, 8, 8), lz.Int8WeightActivation(exact_above=None)
+    with unchanged(model), pytest.raises(lz.NumericsError, match=r"leaving out '3' would meet it"):
+        lz.quantize_(model, config, data=x, objective="size", budget=0.2)
+    calls = iter([1.0, 5.0])
+    with unchanged(model), pytest.raises(lz.NumericsError, match="metric is 5"):
+        lz.quantize_(
+            *(model, config),
+            data=x,
+            objective="size",
+            metric=lambda m: next(calls, float("nan")),
+            budget=0.2,
+        )
+
+
 def test_a_metric_is_compared_with_what_it_was():
     model, x = small(), tokens(1)[0]
     figures = iter([2.0, 2.1, 2.0, 2.1])

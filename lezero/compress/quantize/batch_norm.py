@@ -29,8 +29,8 @@ def fold_batch_norms_(
     private: Collection[int],
     journal: Journal,
     spill: Spill,
-) -> list[tuple[str, str]]:
-    """Folds every batch norm that alone reads a convolution's outputs; their names, in pairs.
+) -> list[tuple[nn.Module, nn.Module]]:
+    """Folds every batch norm that alone reads a convolution's outputs; both modules, in pairs.
 
     private: ids of the parameters that are in one place of the model only; a convolution that
     shares one with another keeps it.
@@ -41,7 +41,6 @@ def fold_batch_norms_(
     found by watching which tensor goes where in the first batch, and each is kept only if the
     outputs of all batches stay.
     """
-    names = {id(module): name for name, module in model.named_modules()}
     pairs = [
         (conv, norm)
         for conv, norm in _pairs(model, batches[0])
@@ -71,7 +70,7 @@ def fold_batch_norms_(
     done = pairs if not pairs or folded(pairs) else [pair for pair in pairs if folded([pair])]
     for index in range(len(batches)):
         spill.drop(("before folding", index))
-    return [(names[id(conv)], names[id(norm)]) for conv, norm in done]
+    return done
 
 
 def _pairs(model: nn.Module, batch: Batch) -> list[tuple[Any, Any]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import relative_error
@@ -22,13 +22,19 @@ def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float:
 
 
 def check_budget(
-    request: Request, measure: Callable[[], float], journal: Journal, *, rescaled: bool
+    request: Request,
+    measure: Callable[[], float],
+    journal: Journal,
+    *,
+    rescaled: bool,
+    folded: Mapping[int, nn.Module],
 ) -> None:
     """Raises `NumericsError` when the quality is worse than the budget, if there is one, allows.
 
     To say which layers are to blame, those with the largest errors become what they were, one after
     the other, until the budget is met: the caller undoes the rest. rescaled: whether weights were
-    changed before they were quantized; then none is tried.
+    changed before they were quantized; then none is tried. folded: batch norms by the ids of the
+    convolutions that took them in, with which they come back.
     """
     report, budget = request.report, request.budget
     if budget is None:
@@ -45,7 +51,13 @@ def check_budget(
     for count, layer in enumerate([] if rescaled else worst, 1):
         for user in request.targets[layer.name][0].users:
             journal.restore(user.module)
-        if measure() <= limit:
+            if id(user.module) in folded:
+                journal.restore(folded[id(user.module)])
+        try:
+            met = measure() <= limit
+        except NumericsError:  # this much of it quantized gives NaN
+            met = False
+        if met:
             kept = ", ".join(f"'{x.name}'" for x in worst[:count])
             remedy = f"leaving out {kept} would meet it (filter=)"
             break

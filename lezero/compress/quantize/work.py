@@ -61,6 +61,8 @@ class Work:
         self.private = _in_one_place(request.model)
         self.rescaled = False
         """Whether weights of layers were changed before they were quantized."""
+        self.folded: dict[int, nn.Module] = {}
+        """Batch norms, by the ids of the convolutions that they are part of now."""
         self._unreached: list[str] = []
 
     def run(self) -> None:
@@ -72,6 +74,7 @@ class Work:
             folded = fold_batch_norms_(
                 self.model, self.batches, self.private, self.journal, self.spill
             )
+            self.folded = {id(conv): norm for conv, norm in folded}
             if folded:
                 self.report.notes.append(
                     f"{len(folded)} batch norms are part of the convolutions before them now"
