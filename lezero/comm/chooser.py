@@ -50,6 +50,7 @@ WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
 _SAMPLE = 1 << 14  # elements of each buffer that are encoded to see the error; five errors stay
 _PIECE = 1 << 10  # of which so many lie together, since codecs work in blocks
 _TIMED = 1 << 20  # elements on which codecs are timed
+_FLUSHES = 3  # steps, at most, that add what is owed: one, and more where one was not finite
 _WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
 _SHARE = 0.01  # of the run's time that probing again may take
 
@@ -104,7 +105,7 @@ class Chooser:
         self._began = self._waited = self._own = 0.0
         self._step, self._due = 0, WARM + MEASURED
         self._plain: Plain | None = None
-        self._flushing = self._judge = False
+        self._flushing, self._judge = 0, False
         self._wait = EVERY
         self._owed: dict[str, float | None] = {}
         self._speeds: dict[str, Speed] = {}
@@ -132,10 +133,18 @@ class Chooser:
         self._last_traffic, self._traffic = self._traffic, Counter()
         self._step += 1
         if self._flushing:
-            self._use(PLAIN, feedback=False)
+            self._flushed()
         if self._step == self._due:
             self._decide()
         self._began, self._waited, self._own = time.perf_counter(), self._queue.waited_s, 0.0
+
+    def _flushed(self) -> None:
+        """A step has added what was owed; where a rank still owes, another one does."""
+        assert self._routing.feedback is not None
+        owing = any(groups.gather_objects(self._routing.feedback.settle()))
+        self._flushing -= 1
+        if not owing or not self._flushing:
+            self._use(PLAIN, feedback=False)
 
     def _decide(self) -> None:
         if self._routing.coded is None or not self._possible():
@@ -264,18 +273,19 @@ class Chooser:
 
     def _use(self, name: str, feedback: bool = True) -> None:
         """Going back to no codec, one more step adds the errors that are still owed, exactly."""
-        self._flushing = name == PLAIN and feedback
+        self._flushing = _FLUSHES if name == PLAIN and feedback else 0
         self._routing.use(name, "both" if feedback else "none")
         self.codec = name
 
     def _replay(self) -> None:
-        """A resumed run begins with what it had chosen."""
+        """A resumed run begins with what it had chosen, or with what a codec still owed."""
         old = self.decisions.replay[self.topic]
         self.decisions.record(self.topic, old.chosen)
         del self.decisions.replay[self.topic]
         self._due, self._judge = self._step + EVERY, False
-        if old.chosen == PLAIN and self.codec != PLAIN:
-            self._use(PLAIN, feedback=False)
+        if old.chosen == PLAIN and self._routing.coded is not None:
+            assert self._routing.feedback is not None
+            self._use(PLAIN, feedback=any(groups.gather_objects(self._routing.feedback.holds())))
         figures = old.candidates.get(PLAIN, {})
         if self._routing.coded is None or old.chosen not in CANDIDATES or _WIRE not in figures:
             return

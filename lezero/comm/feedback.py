@@ -120,6 +120,18 @@ class Feedback:
         """Bytes held for errors."""
         return sum(kept.data.nbytes for kept in self._kept.values())
 
+    def holds(self) -> bool:
+        """Whether anything is held, be it zeros."""
+        return bool(self._kept) or any(self._loaded.values()) or any(self._spare.values())
+
+    def settle(self) -> bool:
+        """Gives the memory back if nothing is owed any more; returns whether something is."""
+        if self._kept and not any(bool(self._wide(kept).any()) for kept in self._kept.values()):
+            self._kept.clear()
+            self._spare.clear()
+            self._scratch.clear()
+        return self.holds()
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """This rank's errors, fp32, flat: `side:share:size/name/start` → elements from `start`;
         `side:share:size:spare/name/start` what is spare (see the note).

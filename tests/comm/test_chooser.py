@@ -127,25 +127,73 @@ def test_errors_are_measured_once_there_are_gradients(ranks: RankPool) -> None:
         assert used == ["none", "int4:64"]
 
 
-def owed() -> list[float]:
-    """Sums over all steps, with a codec in the middle: in the end nothing is missing."""
+def exchange(link: Link, values: torch.Tensor) -> torch.Tensor:
+    """The sum of `values`, one row a rank."""
+    flat = values[groups.rank()].clone()
+    link.all_reduce(flat, key="x").wait()
+    link.step_done()
+    return flat
+
+
+def owed(skipped: int) -> float:
+    """How far sums over all steps are off, with a codec in the middle; the first `skipped` steps
+    after it are not finite, and not counted."""
     with pytest.MonkeyPatch.context() as patch:
         slow_network(patch, [20.0, 21.0])
         with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
-            total, wanted = torch.zeros(NUMEL), torch.zeros(NUMEL)
+            assert link.feedback is not None
+            off = torch.zeros(NUMEL)
             generator = torch.Generator().manual_seed(0)
-            for _ in range(WARM + MEASURED + REALISED + 4):
+            for _ in range(WARM + MEASURED + REALISED + 1):
                 values = torch.randn(2, NUMEL, generator=generator)
-                wanted += values.sum(0)
-                flat = values[groups.rank()].clone()
-                link.all_reduce(flat, key="x").wait()
-                total += flat
-                link.step_done()
-    return [float((total - wanted).abs().max())]
+                off += exchange(link, values) - values.sum(0)
+            assert off.abs().max() > 0.01
+            for _ in range(skipped):
+                assert exchange(link, torch.full((2, NUMEL), torch.nan)).isnan().all()
+            values = torch.randn(2, NUMEL, generator=generator)
+            off += exchange(link, values) - values.sum(0)
+            assert not link.feedback.holds(), "its memory was given back"
+            values = torch.ones(2, NUMEL)
+            assert torch.equal(exchange(link, values), values.sum(0))
+            assert not link.feedback.holds()
+    return float(off.abs().max())
 
 
-def test_going_back_adds_what_is_still_owed(ranks: RankPool) -> None:
-    assert max(ranks(2, owed))[0] < 1e-4
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_going_back_adds_what_is_still_owed(ranks: RankPool, skipped: int) -> None:
+    assert max(ranks(2, owed, skipped)) < 1e-4
+
+
+def interrupted() -> float:
+    """A codec is taken back, a checkpoint follows, and another process goes on from it."""
+    off, generator = torch.zeros(NUMEL), torch.Generator().manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0, 21.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            assert link.feedback is not None
+            for _ in range(WARM + MEASURED + REALISED + 1):
+                values = torch.randn(2, NUMEL, generator=generator)
+                off += exchange(link, values) - values.sum(0)
+            assert link.codec == "none"
+            record = link.chooser.decisions.to_json()
+            states: list[dict[str, torch.Tensor]] = [{}, {}]
+            states[link.rank] = link.feedback.state_dict()
+    with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+        assert link.chooser is not None
+        assert link.feedback is not None
+        link.feedback.load_state_dict(states)
+        link.chooser.decisions = Decisions.from_json(record)
+        for _ in range(2):
+            values = torch.randn(2, NUMEL, generator=generator)
+            off += exchange(link, values) - values.sum(0)
+        assert link.codec == "none"
+        assert not link.feedback.holds()
+    return float(off.abs().max())
+
+
+def test_what_is_owed_goes_out_after_a_resume_too(ranks: RankPool) -> None:
+    assert max(ranks(2, interrupted)) < 1e-4
 
 
 def gathered(gather: str) -> dict[str, Any]:
