@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import nn
 
 import lezero as lz
 from lezero.compress.quantize import speed, spill, work
+from lezero.core import facts
 from tests.compress.test_quantize import small, tokens
 
 
@@ -313,6 +315,18 @@ def test_a_later_batch_that_the_model_does_not_take_is_named():
     with pytest.raises(lz.ConfigError, match="does not take batch 1"):
         lz.quantize_(model, lz.Int8WeightActivation(), data=data, objective="size")
     assert model[0].weight is before
+
+
+def test_data_without_an_end_is_refused(monkeypatch):
+    model = nn.Sequential(nn.Linear(64, 64))
+    endless = itertools.repeat(torch.zeros(2, 64))
+    with pytest.raises(lz.ConfigError, match=r"gave 4,097 batches \(.*islice\(data, 64\)"):
+        lz.quantize_(model, lz.Int8Weight(), data=endless, objective="size")
+    room = dataclasses.replace(facts.memory(), available=4096)
+    monkeypatch.setattr("lezero.compress.quantize.batches.memory", lambda: room)
+    with pytest.raises(lz.ConfigError, match="gave 5 batches"):
+        lz.quantize_(model, lz.Int8Weight(), data=endless, objective="size")
+    lz.quantize_(model, lz.Int8Weight(), data=[torch.zeros(2, 64)] * 9, objective="size")
 
 
 @pytest.mark.parametrize("figure", ["high", torch.ones(2), float("inf")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lezero.core.errors import ConfigError, LeZeroError
+from lezero.core.facts import memory
+from lezero.report.units import size
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
+_MOST = 4096  # batches of data that does not say how many it has
 
 
 def read_batches(data: Any) -> list[Batch]:
@@ -21,13 +25,12 @@ def read_batches(data: Any) -> list[Batch]:
 
     A tensor, a tuple of arguments or a mapping of keyword arguments is one batch; any other
     iterable gives batches of these kinds, where a list of arguments (a `DataLoader`'s) counts as a
-    tuple. Raises `ConfigError` for anything else, and where there
-    is nothing in it.
+    tuple. Raises `ConfigError` for anything else, and where there is nothing in it, or no end.
     """
     if _is_batch(data):
         batches = [data]
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes):
-        batches = [tuple(batch) if isinstance(batch, list) else batch for batch in data]
+        batches = _drawn(data)
     else:
         raise ConfigError(f"data: got {type(data).__name__}, allowed are batches: {_ALLOWED}")
     if not batches:
@@ -37,7 +40,7 @@ def read_batches(data: Any) -> list[Batch]:
             raise ConfigError(
                 f"data: batch {index} is a {type(batch).__name__}, allowed is {_ALLOWED}"
             )
-        tensors = [leaf for leaf in pytree.tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
+        tensors = _tensors(batch)
         if not tensors or any(tensor.numel() == 0 for tensor in tensors):
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ConfigError(f"data: batch {index} is empty (tensors of {shapes})")
@@ -45,6 +48,34 @@ def read_batches(data: Any) -> list[Batch]:
 
 
 _ALLOWED = "a tensor, a tuple or list of arguments, or a mapping of keyword arguments"
+
+
+def _drawn(data: Iterable[Any]) -> list[Any]:
+    """All that `data` gives. A training loader never ends."""
+    batches: list[Any] = []
+    ends, taken = _says_its_length(data), 0
+    room = memory().available // 2 or math.inf
+    for batch in data:
+        batches.append(tuple(batch) if isinstance(batch, list) else batch)
+        taken += sum(tensor.nbytes for tensor in _tensors(batch))
+        if not ends and (len(batches) > _MOST or taken > room):
+            raise ConfigError(
+                f"data: gave {len(batches):,} batches ({size(taken)}) and has no end yet; some "
+                "hundred sequences are enough: give itertools.islice(data, 64)"
+            )
+    return batches
+
+
+def _says_its_length(data: Any) -> bool:
+    try:
+        len(data)
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream has a len() that raises
+        return False
+    return True
+
+
+def _tensors(batch: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
