@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lezero as lz
 from lezero.compress.quantize.observers import (
     KLDivergence,
     MeanSquaredError,
@@ -15,7 +16,9 @@ from lezero.compress.quantize.observers import (
     weight_scale,
 )
 from lezero.ops.quantize import Grid, dequantize, find_scale, quantize
+from lezero.profiler import MemorySampler
 from tests.compress.observer_conformance import ObserverConformance
+from tests.ranks import RankPool
 
 
 class TestMinMax(ObserverConformance):
@@ -64,6 +67,36 @@ def test_mse_has_the_least_error():
         return float((torch.round(x / step).clamp(-127, 127) * step - x).square().mean())
 
     assert error("mse") <= min(error(name) for name in ("minmax", "kl")) * 1.02
+
+
+def test_values_of_one_sign_have_half_of_the_codes_of_a_linear_layer() -> None:
+    made = torch.Generator().manual_seed(0)
+    x, layer = torch.randn(400, 64, generator=made).relu() ** 2, torch.nn.Linear(64, 64)
+    model = torch.nn.Sequential(layer)
+    scheme = lz.Int8WeightActivation(activations="tensor", observer="mse", smooth=None)
+    lz.quantize_(model, scheme, data=x, objective="size")
+
+    def error(step: float) -> float:
+        return float((torch.round(x / step).clamp(-127, 127) * step - x).square().mean())
+
+    best = min(error(float(x.max()) / 127 * share / 200) for share in range(20, 201))
+    assert error(float(layer.input_scale)) <= 1.02 * best
+
+
+def observed(name: str) -> int:
+    """In a process of its own: bytes that an observer takes for 64 MiB of values."""
+    torch.set_num_threads(1)
+    x, observer = torch.randn(1, 1 << 24), observers.get(name)()
+    observer.observe(x[:, :1000])
+    with MemorySampler() as memory:
+        observer.observe(x)
+    return memory.above
+
+
+@pytest.mark.parametrize("name", ["percentile", "kl"])
+def test_an_observer_takes_little_memory(name: str, ranks: RankPool) -> None:
+    (above,) = ranks(1, observed, name)
+    assert above < 1.5 * (64 << 20), above / 2**20
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ def _static_scale(inputs: Inputs | None, with_zero: bool) -> tuple[Tensor, Tenso
     low, high = inputs.observer.range(256)
     least = torch.finfo(torch.float32).tiny
     if not with_zero:
+        if bool((low == 0) | (high == 0)):  # half of the codes stand for what never comes
+            low, high = inputs.observer.range(128)
         return (torch.maximum(high, -low) / 127).clamp(min=least).float(), None
     scale = ((high - low) / 255).clamp(min=least).float()
     return scale, torch.round(-low / scale).clamp(0, 255).to(torch.int32)

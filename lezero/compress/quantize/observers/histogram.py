@@ -14,6 +14,7 @@ from lezero.compress.quantize.observers.observer import Observer, observers
 BINS = 2048
 _CANDIDATES = 128
 _LEAST = 4
+_AT_ONCE = 1 << 16
 
 
 class Histogram(Observer):
@@ -31,12 +32,15 @@ class Histogram(Observer):
 
     def observe(self, x_CN: Tensor) -> None:
         self._extremes.observe(x_CN)
-        size_CN = x_CN.detach().abs().float().cpu()
-        self._widen(size_CN.amax(1))
+        low_C, high_C = (x.float().cpu() for x in x_CN.detach().aminmax(dim=1))
+        self._widen(torch.maximum(high_C, -low_C))
         # Channels of zeros (or of values whose inverse overflows) have one bin.
         per_unit_C = torch.where(self.top_C > 1e-30, BINS / self.top_C, 0.0)
-        bin_CN = (size_CN * per_unit_C[:, None]).long().clamp(max=BINS - 1)
-        self.counts_CB.scatter_add_(1, bin_CN, torch.ones_like(bin_CN, dtype=torch.float64))
+        # Some at a time: bins and counts take eight times the memory of 16-bit values.
+        for part in x_CN.detach().split(max(1, _AT_ONCE // self.channels), dim=1):
+            size_CN = part.abs().float().cpu()
+            bin_CN = (size_CN * per_unit_C[:, None]).long().clamp(max=BINS - 1)
+            self.counts_CB.scatter_add_(1, bin_CN, torch.ones_like(bin_CN, dtype=torch.float64))
 
     def range(self, levels: int) -> tuple[Tensor, Tensor]:
         low, high = self._extremes.range(levels)

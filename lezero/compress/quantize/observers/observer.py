@@ -2,9 +2,10 @@
 
 Who calls what when: a calibration makes one observer for the input of each layer that needs a
 static scale (`channels` = 1: one for the whole tensor), calls `observe` with the values of each
-batch, arranged as (channels, values), and in the end `range` once. Values beyond the range will
-saturate. Built in: "minmax", "percentile", "kl", "mse"; a plug-in's: entry point group
-`lezero.plugins`, name `observer.<name>`.
+batch, arranged as (channels, values), and in the end `range`, again with fewer levels where all
+values have one sign but the codes have two. Values beyond the range will saturate. Built in:
+"minmax", "percentile", "kl", "mse"; a plug-in's: entry point group `lezero.plugins`, name
+`observer.<name>`.
 
 `tests/compress/observer_conformance.py` holds a test class that a new observer's tests inherit.
 """
