@@ -118,6 +118,14 @@ def test_imported_folders_give_the_logits_of_their_float_model(name: str, tmp_pa
         assert torch.equal(again(tokens()[0]), found(tokens()[0]))
 
 
+def test_inputs_of_another_width_are_refused(tmp_path: Path) -> None:
+    folder(tmp_path, FORMS["gptq act-order"])
+    layer = load_quantized(tmp_path).layers[0].mlp.up_proj
+    for width in (63, 65, 80):
+        with pytest.raises(lz.ConfigError, match=r"allowed is \(…, 64\)"):
+            layer(torch.randn(2, width))
+
+
 def test_it_opens_in_a_module_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     wanted = folder(tmp_path, FORMS["awq"], tied=True)

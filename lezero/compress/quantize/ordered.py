@@ -39,6 +39,7 @@ class OrderedWeight(PackedWeight):
         return found[:, torch.argsort(self.order)]
 
     def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+        self.check_inputs(x)
         return super().linear(x[..., self.order], bias, x_bits, x_scale)
 
     def rows(self, ids: Tensor) -> Tensor:

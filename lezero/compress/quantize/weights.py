@@ -142,9 +142,7 @@ class PackedWeight(QuantizedWeight):
         return dequantize(codes, scale, zero, grid, dtype or self.dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
-        N, K = self.full_shape
-        if x.shape[-1:] != (K,):  # the kernel would take fewer: weights are padded
-            raise ConfigError(f"input: got {tuple(x.shape)}, allowed is (…, {K}) for {N} × {K}")
+        self.check_inputs(x)
         return linear_int(
             x,
             self.parts(),
@@ -155,6 +153,12 @@ class PackedWeight(QuantizedWeight):
             x_bits=x_bits,
             x_scale=x_scale,
         )
+
+    def check_inputs(self, x: Tensor) -> None:
+        """Raises `ConfigError` where `x` is not (…, K)."""
+        N, K = self.full_shape
+        if x.shape[-1:] != (K,):  # the kernel would take fewer: weights are padded
+            raise ConfigError(f"input: got {tuple(x.shape)}, allowed is (…, {K}) for {N} × {K}")
 
     def rows(self, ids: Tensor) -> Tensor:
         N, K = self.full_shape
