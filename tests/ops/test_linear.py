@@ -304,6 +304,15 @@ def test_what_does_not_fit_is_named(x: Tensor, weight: Packed, sizes: Any, said:
         linear_int(x, weight, **{"out_features": 20, "bits": 4, "group": 32, **sizes})
 
 
+def test_a_weight_without_inputs_is_refused() -> None:
+    weight = Packed(torch.zeros(1, 0, 16, 4, dtype=torch.uint8), torch.ones(1, 1, 16), None)
+    with pytest.raises(ConfigError, match=r"linear_int: x is"):
+        linear_int(torch.zeros(2, 0), weight, out_features=16, bits=8)
+    empty = torch.zeros(1, 0, 16, 2, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"linear_bf16: x is"):
+        linear_bf16(torch.zeros(2, 0), empty, out_features=16)
+
+
 def test_packing_refuses_what_it_cannot_keep() -> None:
     codes, scale = torch.zeros(4, 8, dtype=torch.int8), torch.ones(4, 1)
     with pytest.raises(ConfigError, match="codes of 4 bits"):

@@ -135,7 +135,7 @@ def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: in
 
 def _check_x(what: str, x: Tensor, padded: int, depth: int) -> None:
     K = x.shape[-1] if x.dim() else 0
-    if x.dtype not in FLOATS or not padded - depth < K <= padded or K > MOST_INPUTS:
+    if x.dtype not in FLOATS or not max(0, padded - depth) < K <= min(padded, MOST_INPUTS):
         raise ConfigError(
             f"{what}: x is {x.dtype} {tuple(x.shape)}; allowed are fp32, bf16 and fp16 of (…, K), "
             f"K of the weight at most {padded}, and at most {MOST_INPUTS}"
