@@ -15,6 +15,7 @@ from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.spill import Spill
 
+FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d)
 # A batch norm comes soon after its convolution.
 _WAITING = 4
 
@@ -104,7 +105,7 @@ def _pairs(model: nn.Module, batch: Batch) -> list[tuple[Any, Any]]:
 
 def _is_foldable(module: nn.Module) -> bool:
     """A batch norm of the plain kind, with statistics."""
-    plain = type(module) in (nn.BatchNorm1d, nn.BatchNorm2d) and "forward" not in module.__dict__
+    plain = type(module) in FOLDABLE and "forward" not in module.__dict__
     return plain and module.running_mean is not None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from lezero.compress.quantize.batch_norm import FOLDABLE, FoldedBatchNorm
 from lezero.compress.quantize.modules import (
     QuantizedConv,
     QuantizedEmbedding,
@@ -167,6 +167,10 @@ def _check(name: str, about: Mapping[str, Any], module: nn.Module | None) -> Non
     if module is None:
         raise FileError(f"the quantized layer '{name}' is none of the model's")
     if about["kind"] == "folded":
+        if type(module) not in FOLDABLE:
+            raise FileError(
+                f"'{name}' is a {type(module).__name__}, which no convolution can take in"
+            )
         return
     weight = module._parameters.get("weight")
     kind = kind_of(module)
