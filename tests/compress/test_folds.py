@@ -270,6 +270,27 @@ def test_a_convolution_with_two_batch_norms_takes_neither() -> None:
         assert difference(made(x), model(x)) < 0.02
 
 
+class Unused(nn.Module):
+    """Two branches; the second has no inputs but zeros until it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.one(x) + self.two(y)
+
+
+def test_inputs_of_zeros_have_no_scale() -> None:
+    model, x = Unused().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), (x, torch.zeros_like(x)))
+        assert type(made.two) is nn.Conv2d
+        assert type(made.one) is not nn.Conv2d
+        assert difference(made(x, x), model(x, x)) < 0.02
+    assert "nothing but zeros" in str(lz.quantization_report(made))
+
+
 @dataclass
 class Held:
     """What torch's pytree does not look into."""

@@ -245,6 +245,9 @@ class Work:
         if target.activations == "tensor" and any(user.name not in inputs for user in users):
             self._leave(site, "its inputs' scale needs calibration data, and none came through it")
             return
+        if target.activations == "tensor" and any(not inputs[x.name].absmax.any() for x in users):
+            self._leave(site, "the calibration data gave it nothing but zeros, which have no scale")
+            return
         layers = build(site, target, self.recipe, self.method, inputs)
         size = quantized_bytes(layers, site.users)
         measured = self._measure(site, target, layers, inputs)
