@@ -14,9 +14,11 @@ from torch import Tensor
 import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import quantized_layers
-from lezero.models import Transformer, save_hf
+from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.nn.meta import parameters_on_meta
+from lezero.profiler import MemorySampler
 from tests.compress.test_quantize import small, tokens
+from tests.ranks import RankPool
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -147,6 +149,40 @@ def test_it_opens_in_a_module_of_transformers(tmp_path: Path) -> None:
             )
 
 
+def of_zeros(root: Path, layers: int) -> int:
+    """Writes a checkpoint of 4.2 million weights a layer; the bytes of its file."""
+    shape = {"dim": 512, "layers": layers, "heads": 4, "kv_heads": 4, "ffn": 2048}
+    save_hf(Transformer(TransformerConfig(**shape, vocab=64, context=64)), root)
+    config = json.loads((root / "config.json").read_text())
+    form = {**GPTQ, "sym": True, "group_size": 128}
+    (root / "config.json").write_text(json.dumps({**config, "quantization_config": form}))
+    tensors = load_file(root / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        layer, (N, K) = name.removesuffix("weight"), tensors.pop(name).shape
+        tensors[layer + "qweight"] = torch.zeros(K // 8, N, dtype=torch.int32)
+        tensors[layer + "qzeros"] = torch.full((K // 128, N // 8), 0x77777777, dtype=torch.int32)
+        tensors[layer + "scales"] = torch.full((K // 128, N), 0.01, dtype=torch.float16)
+    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    return (root / "model.safetensors").stat().st_size
+
+
+def opening(root: str) -> int:
+    """In a process of its own: bytes above what was there that opening a folder takes."""
+    torch.set_num_threads(1)
+    load_quantized(f"{root}/small")  # what every process holds once
+    with MemorySampler() as memory:
+        model = load_quantized(f"{root}/large")
+    assert len(quantized_layers(model)) == 7 * 16
+    return memory.above
+
+
+def test_no_more_than_a_layer_is_held_unpacked(tmp_path: Path, ranks: RankPool) -> None:
+    of_zeros(tmp_path / "small", 1)
+    size = of_zeros(tmp_path / "large", 16)
+    (above,) = ranks(1, opening, str(tmp_path))
+    assert above < 3 * size, above / size  # the file, which is mapped, what was packed, a layer
+
+
 def test_gptq_of_a_model_with_transposed_weights(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "vocab_size": 128}
@@ -215,6 +251,9 @@ def test_tensors_that_do_not_fit_are_named(gptq: Path, tmp_path: Path) -> None:
     scales = tensors[f"{layer}.scales"]
     assert "scales is missing" in said(scales=None)
     assert "scales is (1," in said(scales=scales[:1].contiguous())
+    spoiled = scales.clone()
+    spoiled[1, 5] = torch.nan
+    assert "layer 'layers.0.mlp.up_proj': scales holds values that are NaN" in said(scales=spoiled)
     assert "no groups of 32" in said(g_idx=torch.zeros(64, dtype=torch.int32))
     assert "unexpected layers.0.mlp.up_proj.bias" in said(bias=torch.ones(128))
     (tmp_path / "model.safetensors").write_bytes(b"\x08" + bytes(20))

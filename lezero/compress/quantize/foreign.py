@@ -94,6 +94,8 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
         whole = torch.int32 if name != "scales" else None
         if (tensors[name].dtype != whole) if whole else (tensors[name].dtype not in _SCALES):
             raise ValueError(f"{name} holds {tensors[name].dtype}")
+    if not torch.isfinite(tensors["scales"]).all():
+        raise ValueError("scales holds values that are NaN or infinite")
     if gptq:
         codes = unpack_int32(tensors["qweight"], bits, 0)[:K].T
         packed = tensors["qzeros"]

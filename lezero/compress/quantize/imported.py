@@ -19,12 +19,16 @@ from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.models.hf_config import from_hf
 from lezero.models.huggingface import read_json, weight_files
+from lezero.ops.quantize.grid import SCALE_DTYPES
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _SHOWN = 5
+# Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
+_LARGE = 1 << 20
 
 
 def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
@@ -43,8 +47,8 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
         layers = _layers(model, stored, about, root)
         floats = _floats(model, stored, set(layers), root)
     device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
-    for name, layer in layers.items():
-        _become(model.get_submodule(name), layer, floats.get(f"{name}.bias"))
+    for name, weight in layers.items():
+        _become(model.get_submodule(name), weight, floats.get(f"{name}.bias"))
     state = {name: value.to(device) for name, value in floats.items()}
     assign_(model, state, strict=False)
     if device.type != "cpu":
@@ -104,21 +108,26 @@ def _open(files: list[Path], stack: ExitStack, own: bool) -> _Stored:
     return found
 
 
-def _layers(model: nn.Module, stored: _Stored, about: Foreign, root: Path) -> dict[str, Layer]:
-    found: dict[str, Layer] = {}
+def _layers(
+    model: nn.Module, stored: _Stored, about: Foreign, root: Path
+) -> dict[str, PackedWeight]:
+    """Each layer's weight, packed as it is read: codes take a byte each before."""
+    found: dict[str, PackedWeight] = {}
     modules = dict(model.named_modules())
     for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
         module = modules.get(name)
         if module is None or kind_of(module) != "linear":
             raise FileError(f"{root}: '{name}' is quantized, but is no linear layer of the model")
         parts = {part: stored[f"{name}.{part}"][1] for part in _PARTS if f"{name}.{part}" in stored}
-        held = tuple(module.get_parameter("weight").shape)
-        shape = held[::-1] if type(module).__name__ == "Conv1D" else held
+        held = module.get_parameter("weight").shape
+        shape = torch.Size(held[::-1]) if type(module).__name__ == "Conv1D" else held
         try:
             read = {part: load() for part, load in parts.items()}
-            found[name] = read_layer(read, (shape[0], shape[1]), about)
+            found[name] = _packed(read_layer(read, (shape[0], shape[1]), about))
         except ValueError as error:
             raise FileError(f"{root}: layer '{name}': {error}") from None
+        if 4 * shape.numel() > _LARGE:  # codes as they are unpacked
+            give_back_free_blocks()
     if not found:
         raise FileError(f"{root}: config.json says {about.quant_method}, but no layer is quantized")
     return found
@@ -173,13 +182,13 @@ def _needless(name: str, read: Callable[[], Tensor], stored: _Stored, quantized:
     return False
 
 
-def _become(module: nn.Module, layer: Layer, bias: Tensor | None) -> None:
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    kept = dtype[layer.grid.scale_dtype]
-    weight: PackedWeight
+def _packed(layer: Layer) -> PackedWeight:
+    kept = SCALE_DTYPES[layer.grid.scale_dtype]
     if layer.order is None:
-        weight = PackedWeight.of(layer.made, layer.grid, kept)
-    else:
-        weight = OrderedWeight.ordered(layer.made, layer.order, layer.grid, kept)
+        return PackedWeight.of(layer.made, layer.grid, kept)
+    return OrderedWeight.ordered(layer.made, layer.order, layer.grid, kept)
+
+
+def _become(module: nn.Module, weight: PackedWeight, bias: Tensor | None) -> None:
     given = None if bias is None else nn.Parameter(bias)
     QuantizedLinear(module, weight, given, None, 16).take_over(module)
