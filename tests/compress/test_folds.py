@@ -270,6 +270,21 @@ def test_a_convolution_with_two_batch_norms_takes_neither() -> None:
         assert difference(made(x), model(x)) < 0.02
 
 
+class Faint(Block):
+    """The norm has a second reader, whose part is small beside one massive token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + torch.tanh(self.one(h)) + 1e-4 * h
+
+
+@pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
+def test_a_massive_token_does_not_hide_the_others(scheme: Any) -> None:
+    model, x = Two(Faint).eval(), torch.randn(32, 64)
+    x[0, 0] = 1e4
+    assert not scaled(model, quantized(model, scheme, x))
+
+
 class Unused(nn.Module):
     """Two branches; the second has no inputs but zeros until it is asked for."""
 

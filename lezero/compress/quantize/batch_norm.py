@@ -55,7 +55,8 @@ def fold_batch_norms_(
         after = comparable(call(model, batches[index]))
         if not before or len(before) != len(after):
             return False
-        return all(near(*two, tolerance) for two in zip(before, after, strict=True))
+        pairs = zip(before, after, strict=True)
+        return all(near(*pair, tolerance, per_sample=True) for pair in pairs)
 
     def folded(some: list[tuple[Any, Any]]) -> bool:
         kept = [_fold(conv, norm, journal) for conv, norm in some]

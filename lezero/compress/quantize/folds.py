@@ -139,9 +139,15 @@ def _same(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(near(one, two) for one, two in zip(before, after, strict=True))
 
 
-def near(one: Tensor, two: Tensor, tolerance: float = _TOLERANCE) -> bool:
-    """Whether no element differs by more than `tolerance` times the largest."""
+def near(
+    one: Tensor, two: Tensor, tolerance: float = _TOLERANCE, *, per_sample: bool = False
+) -> bool:
+    """Whether no element differs by more than `tolerance` times the largest of its token (along the
+    last dim) or sample (index of dim 0). Tokens with massive values would hide all others."""
     if one.shape != two.shape:
         return False
-    most = float(one.abs().max()) if one.numel() else 0.0
+    if not one.numel():
+        return True
+    dims = tuple(range(1, one.dim())) if per_sample else (-1,)
+    most = one.abs().amax(dims, keepdim=True)
     return bool(((one - two).abs() <= tolerance * most).all())
