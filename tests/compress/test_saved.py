@@ -15,6 +15,7 @@ from torch import nn
 import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import QuantizedLinear
+from lezero.compress.quantize.speed import LayerSpeed
 from lezero.files import seal, unseal, write_generation
 from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.train.writer import open_writer
@@ -76,7 +77,9 @@ def test_what_comes_back_is_bitwise_the_same(name: str, tmp_path: Path) -> None:
         lz.quantize_(found, lz.Int8Weight())
 
 
-def test_any_module_is_loaded_into_the_float_one(tmp_path: Path) -> None:
+def test_any_module_is_loaded_into_the_float_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(
@@ -85,11 +88,19 @@ def test_any_module_is_loaded_into_the_float_one(tmp_path: Path) -> None:
         )  # fmt: skip
 
     model, x = build().eval(), torch.randn(4, 3, 6, 6)
-    for kept in ("*", "[!0]"):  # without the convolution, a batch norm may be folded all the same
-        made = lz.quantize_(build().eval(), lz.Int8WeightActivation(), data=[x], objective="size",
-                            filter=kept)  # fmt: skip
-        save_quantized(made, tmp_path / kept.strip("[]!*"))
-        found = load_quantized(tmp_path / kept.strip("[]!*"), build())
+    filtered = lz.quantize_(
+        *(build().eval(), lz.Int8WeightActivation()), data=[x], objective="size", filter="[!0]"
+    )
+    assert torch.equal(filtered[0].weight, model[0].weight)
+    assert type(filtered[1]) is nn.BatchNorm2d
+    monkeypatch.setattr(LayerSpeed, "keeps", lambda self, name, *_: name != "0")
+    monkeypatch.setattr("lezero.compress.quantize.verb._WHOLE_MARGIN", 1e9)
+    for objective in ("size", "speed"):  # the convolution stays, with its batch norm folded
+        made = lz.quantize_(build().eval(), lz.Int8WeightActivation(), data=[x],
+                            objective=objective)  # fmt: skip
+        assert (type(made[0]) is nn.Conv2d) == (objective == "speed")
+        save_quantized(made, tmp_path / objective)
+        found = load_quantized(tmp_path / objective, build())
         assert torch.equal(made(x), found(x))
     save_quantized(made, tmp_path / "m")
     with pytest.raises(lz.FileError, match="build it"):

@@ -27,14 +27,16 @@ class FoldedBatchNorm(nn.Identity):
 def fold_batch_norms_(
     model: nn.Module,
     batches: list[Batch],
+    chosen: Collection[int],
     private: Collection[int],
     journal: Journal,
     spill: Spill,
 ) -> list[tuple[nn.Module, nn.Module]]:
     """Folds every batch norm that alone reads a convolution's outputs; both modules, in pairs.
 
-    private: ids of the parameters that are in one place of the model only; a convolution that
-    shares one with another keeps it.
+    chosen: ids of the convolutions that are to be quantized; others stay as they are. private: ids
+    of the parameters that are in one place of the model only; a convolution that shares one with
+    another keeps it.
 
     In eval mode a batch norm multiplies each channel by a = γ / √(σ² + ε) and adds β - a μ (Jacob
     et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
@@ -45,7 +47,7 @@ def fold_batch_norms_(
     pairs = [
         (conv, norm)
         for conv, norm in _pairs(model, batches[0])
-        if all(id(parameter) in private for parameter in conv.parameters())
+        if id(conv) in chosen and all(id(parameter) in private for parameter in conv.parameters())
     ]
     for index, batch in enumerate(batches if pairs else []):
         spill.put(("before folding", index), comparable(first_call(model, batch, index)))

@@ -71,8 +71,9 @@ class Work:
                 self._finish(site, target, {})
             return
         if self.recipe.fold_batch_norm:
+            chosen = {id(user.module) for site, _ in self.sites for user in site.users}
             folded = fold_batch_norms_(
-                self.model, self.batches, self.private, self.journal, self.spill
+                self.model, self.batches, chosen, self.private, self.journal, self.spill
             )
             self.folded = {id(conv): norm for conv, norm in folded}
             if folded:
