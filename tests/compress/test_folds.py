@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from lezero.compress.quantize.modules import quantized_layers
+from lezero.compress.quantize.speed import LayerSpeed
 from tests.compress.test_quantize import difference, small, tokens
 
 AWQ = lz.Int4Weight(group=32, method="awq", scales="minmax")
@@ -283,6 +285,26 @@ def test_a_massive_token_does_not_hide_the_others(scheme: Any) -> None:
     model, x = Two(Faint).eval(), torch.randn(32, 64)
     x[0, 0] = 1e4
     assert not scaled(model, quantized(model, scheme, x))
+
+
+@pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
+def test_layers_that_stay_as_they_were_are_not_scaled(
+    scheme: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Two(Block).bfloat16().eval(), torch.randn(32, 64).bfloat16()
+    first, second = (copy.deepcopy(block.state_dict()) for block in model.blocks)
+    slower = [*model.blocks[0].modules()]
+
+    def measured(self: Any, label: str, before: Any, *rest: Any) -> tuple[float, float]:
+        return (1.0, 2.0 if before[0] in slower else 0.5)
+
+    monkeypatch.setattr(LayerSpeed, "measure", measured)
+    monkeypatch.setattr("lezero.compress.quantize.verb._WHOLE_MARGIN", 1e9)
+    lz.quantize_(model, scheme, data=x)
+    for name, value in model.blocks[0].state_dict().items():
+        assert torch.equal(value, first[name]), name
+    assert list(quantized_layers(model)) == ["blocks.1.one", "blocks.1.two"]
+    assert not torch.equal(model.blocks[1].norm.weight, second["norm.weight"])
 
 
 class Unused(nn.Module):

@@ -7,6 +7,7 @@ its class, its parameters (the same objects, with the same values), buffers and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -50,6 +51,13 @@ class Journal:
         """Frees the memory of `parameter`, which no module uses any more."""
         self.save_values(parameter)
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+    def take_back(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Saved parameters, none of them released, have their values from before again."""
+        for parameter in parameters:
+            self._give_back(id(parameter))
+            del self._released[id(parameter)]
+            self._spill.drop(("original", id(parameter)))
 
     def restore(self, module: nn.Module) -> None:
         """Gives one remembered module back; its parameters get their values from before."""

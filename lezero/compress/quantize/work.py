@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
 from lezero.compress.quantize.capture import Capture, record_for
-from lezero.compress.quantize.folds import Fold, copied, find_folds, still_holding
+from lezero.compress.quantize.folds import (
+    Fold,
+    copied,
+    find_folds,
+    producer_parameters,
+    still_holding,
+)
 from lezero.compress.quantize.input_rounding import InputRounding
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import Journal
@@ -64,6 +70,7 @@ class Work:
         self.folded: dict[int, nn.Module] = {}
         """Batch norms, by the ids of the convolutions that they are part of now."""
         self._unreached: list[str] = []
+        self._kept_scaled: list[str] = []
 
     def run(self) -> None:
         if self.batches is None:
@@ -88,11 +95,14 @@ class Work:
                 "layer before another can take the division, so all was rounded to nearest"
             )
         if self._unreached:
-            more = len(self._unreached) - _SHOWN
             self.report.notes.append(
-                f"no data was seen to come through {', '.join(self._unreached[:_SHOWN])}"
-                + (f" and {more} more" if more > 0 else "")
-                + ": quantized without it, and the error is that of the weight"
+                f"no data was seen to come through {_shown(self._unreached)}: quantized without "
+                "it, and the error is that of the weight"
+            )
+        if self._kept_scaled:
+            self.report.notes.append(
+                "their channels are scaled all the same, as layers beside them are quantized: "
+                + _shown(self._kept_scaled)
             )
         self.rounding.decide(self.report, speed=self.objective == "speed")
 
@@ -143,9 +153,11 @@ class Work:
 
             for batch in range(len(replay.batches)):
                 replay.run(batch, index, look, store=False)
-            self._observe_again(self._rescale(folds), replay, index, block)
+            scaled = self._rescale(folds)
+            self._observe_again(scaled, replay, index, block)
             for site, target in sites:
                 self._finish(site, target, capture.inputs)
+            self._scale_back(scaled)
             del capture
         if hand_on and replay.is_chain:
             for batch in range(len(replay.batches)):
@@ -215,6 +227,26 @@ class Work:
                 done = smooth(fold, target, rule, self.recipe.smooth, self.journal)
             scaled += [fold] if done else []
         return scaled
+
+    def _scale_back(self, scaled: list[Fold]) -> None:
+        """What was scaled for layers that stay as they were, all of them, gets its values back. A
+        layer may be scaled in one fold and be the producer of another: they go together."""
+        together: list[dict[int, nn.Parameter]] = []
+        for fold in scaled:
+            own = [*producer_parameters(fold.producer), *(site.parameter for site in fold.sites)]
+            mine = {id(parameter): parameter for parameter in own}
+            linked = [other for other in together if other.keys() & mine.keys()]
+            together = [other for other in together if not other.keys() & mine.keys()]
+            for other in linked:
+                mine |= other
+            together.append(mine)
+        for parameters in together:
+            if all(parameter.numel() for parameter in parameters.values()):  # none was released
+                self.journal.take_back(parameters.values())
+                continue
+            for site in (site for fold in scaled for site in fold.sites):
+                if id(site.parameter) in parameters and site.parameter.numel():
+                    self._kept_scaled.append(site.name)
 
     def _observe_again(
         self, scaled: list[Fold], replay: Replay, index: int, block: nn.Module
@@ -331,6 +363,11 @@ class Work:
                 **more,
             )
         )
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _in_one_place(model: nn.Module) -> set[int]:
