@@ -3,26 +3,30 @@
     python benchmarks/kernels.py [--quick]
 
 M is the number of tokens. At M = 1 a layer reads its weight once, so the limit is what memory
-gives: torch.sum and torch.dot over 1 GiB in the same rounds. Bytes are those of the packed weight
-with its scales. At M = 256 the limit is the processor's multipliers; torch's bf16 linear is the
-measure. Weights take turns over at least 1 GiB, so that no cache helps. Last, layers of random
-shapes are held to the reference, every bit of int8 and int4 layers. The last line is one JSON
-object.
+gives: torch.sum and torch.dot over 1 GiB, before each way in the same rounds, which also takes from
+the cache what the way before left there. Bytes are those of the packed weight with its scales. At
+M = 256 the limit is the processor's multipliers; torch's bf16 linear is the measure. Weights and
+their scales take turns over at least 1 GiB, so that no cache helps. Last, layers of random shapes
+are held to the reference by every kernel that this processor runs, every bit of int8 and int4
+layers. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from _table import arguments, columns, finish
 from torch import Tensor
 from torch.nn.functional import linear
 
+from lezero.ops.build import BuildError
 from lezero.ops.linear import Packed, linear_bf16, linear_int, native, pack, pack_bf16, reference
 from lezero.ops.quantize import Grid, quantize
 
@@ -48,6 +52,7 @@ class Layers:
     def __init__(self, pool: Tensor, N: int, K: int, M: int) -> None:
         self.pool, self.N, self.K = pool, N, K
         self.x = torch.randn(M, K).bfloat16()
+        self.made: dict[tuple[int, int], Tensor] = {}
 
     def cut(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -57,16 +62,23 @@ class Layers:
     def ints(self, bits: int, group: int, x_bits: int) -> Way:
         N, K = self.N, self.K
         weights = self.cut(torch.uint8, N // 16, K // 64 * bits * 2, 16, 4)
-        scale = torch.rand(N // 16, K // group if group else 1, 16) / 100
-        scale = scale.half() if bits == 4 else scale
+        scales = self.scales(len(weights), bits, group)
 
         def work(i: int) -> Tensor:
-            packed = Packed(weights[i], scale, None)
+            packed = Packed(weights[i], scales[i], None)
             options = {"bits": bits, "group": group, "x_bits": x_bits}
             return linear_int(self.x, packed, out_features=N, **options)
 
         name = f"W{bits}A{x_bits}" + (f" g{group}" if group else "")
-        return Way(name, work, len(weights), weights[0].nbytes + scale.nbytes)
+        return Way(name, work, len(weights), weights[0].nbytes + scales[0].nbytes)
+
+    def scales(self, copies: int, bits: int, group: int) -> Tensor:
+        """Of each copy, as they are read with it; those of A8 and A16 are the same."""
+        if (bits, group) not in self.made:
+            shape = (copies, self.N // 16, self.K // group if group else 1, 16)
+            dtype = torch.float16 if bits == 4 else torch.float32
+            self.made[bits, group] = torch.rand(shape, dtype=dtype).div_(100)
+        return self.made[bits, group]
 
     def bf16(self) -> Way:
         weights = self.cut(torch.bfloat16, self.N // 16, self.K // 2, 16, 2)
@@ -141,16 +153,26 @@ def bench(
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     reads = []
     for number in range(rounds):
-        reads.append(read_speed(pool))
         for way in ways if number % 2 == 0 else ways[::-1]:
+            reads.append(read_speed(pool))
             times[way.name].append(seconds(way, calls))
     medians = {name: statistics.median(found) for name, found in times.items()}
     return medians, {way.name: way.bytes for way in ways}, statistics.median(reads)
 
 
-def fuzz(count: int) -> tuple[int, int]:
-    """How many random layers were tried, and how many differ from the reference."""
-    draw, failures = random.Random(0), 0
+def kernels() -> dict[str, Any]:
+    """The ops of every kernel that this processor runs, by name."""
+    found = {}
+    for kernel in native.NATIVE.suited():
+        with contextlib.suppress(BuildError):
+            found[kernel.name] = native.NATIVE.load(kernel)
+    return found
+
+
+def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
+    """How many random layers were tried, by `every` kernel, and how many differ from the
+    reference."""
+    draw, tries, failures = random.Random(0), 0, 0
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         M, N, K = (draw.randint(1, 300) for _ in range(3))
@@ -161,17 +183,16 @@ def fuzz(count: int) -> tuple[int, int]:
         bias = torch.randn(N, generator=generator) if draw.random() < 0.5 else None
         grid = Grid("int4" if bits == 4 else "int8", group or "row", draw.random() < 0.5)
         packed = pack(*quantize(weight, grid), bits=bits)
-        found = linear_int(x, packed, bias, out_features=N, bits=bits, group=group, x_bits=x_bits)
         wanted = reference.linear_int(x, packed, bias, None, N, bits, group, x_bits)
-        failures += not torch.equal(found, wanted)
-        plain = pack_bf16(weight)
-        one, other = (
-            linear_bf16(x, plain, bias, out_features=N),
-            reference.linear_bf16(x, plain, bias, N),
-        )
-        near = 1e-4 if dtype == torch.float32 else 2e-2
-        failures += not torch.allclose(one.float(), other.float(), rtol=near, atol=near)
-    return count, failures
+        plain, near = pack_bf16(weight), 1e-4 if dtype == torch.float32 else 2e-2
+        other = reference.linear_bf16(x, plain, bias, N).float()
+        for ops in every.values():
+            found = ops.linear_int(x, *packed, bias, None, N, bits, group, x_bits)
+            one = ops.linear_bf16(x, plain, bias, N).float()
+            failures += not torch.equal(found, wanted)
+            failures += not torch.allclose(one, other, rtol=near, atol=near)
+            tries += 1
+    return tries, failures
 
 
 def main() -> None:
@@ -199,13 +220,16 @@ def main() -> None:
                          f"{gops:.0f}", f"{ratio:.2f}"]
                     )  # fmt: skip
                 tables.append(f"{columns(rows)}\nmemory reads at {read:.1f} GB/s\n")
-    tries, failures = fuzz(40 if quick else 400)
+    every = kernels()
+    tries, failures = fuzz(40 if quick else 400, every)
 
     def least(table: dict[tuple[int, int, str], float], M: int, name: str) -> float:
         return min(table[N, M, name] for N, _ in shapes)
 
     finish(
-        f"kernel {native.kernel_name()}, {options.threads} threads\n\n" + "\n".join(tables),
+        f"kernel {native.kernel_name()}, {options.threads} threads\n\n"
+        + "\n".join(tables)
+        + f"\nrandom shapes by {', '.join(every)}",
         {
             "int8_gemv_bandwidth_share": least(shares, 1, "W8A16"),
             "int4_gemv_bandwidth_share": least(shares, 1, "W4A16 g64"),

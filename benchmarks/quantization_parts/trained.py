@@ -154,6 +154,7 @@ def _ours(quick: bool) -> tuple[_Load, _Methods]:
 
     methods: _Methods = {
         "nearest": (4.5, method(method="nearest", scales="minmax")),
+        "nearest mse": (4.5, method(method="nearest")),
         "gptq": (4.5, method(method="gptq")),
         "awq": (4.5, method(method="awq")),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +89,14 @@ class TestInt(OpConformance):
                 args = case(6, 20, 80, bits, 0, 8, x=spoiled(6, 80, bad), x_scale=x_scale)
                 yield f"random static {bits} {bad}", args
         yield "random, more tokens than are prepared at a time", case(300, 40, 64, 8, 0, 8)
+        draw = random.Random(0)
+        for _ in range(40):
+            M, N, K = (draw.randint(1, 300) for _ in range(3))
+            bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 128])
+            x_bits = draw.choice([8, 16])
+            more = {"dtype": draw.choice(FLOATS), "zero": draw.random() < 0.5, "bias": M % 2 == 0}
+            args = case(M, N, K, bits, group, x_bits, **more)
+            yield f"ragged {M} {N} {K} {bits} {group} {x_bits} {more}", args
 
     def expected(self, x: Tensor, w: Tensor, s: Tensor, z: Tensor | None, *rest: Any) -> Any:
         return (reference.linear_int(x, Packed(w, s, z), *rest),)
