@@ -141,10 +141,7 @@ def a_web_page(folder: Path) -> None:
 OTHERS: dict[str, tuple[Any, str]] = {
     "a checkpoint": (a_checkpoint, "lezero compressed-tensors"),
     "a web page": (a_web_page, "lezero compressed-tensors"),
-    "a float model": (
-        lambda folder: save_hf(small(), folder / "made"),
-        "lezero compressed-tensors",
-    ),
+    "a float model": (lambda f: save_hf(small(), f / "made"), "lezero compressed-tensors"),
     "ours": (lambda folder: saved(folder / "made"), "compressed-tensors"),
     "theirs": (
         lambda folder: save_quantized(plain(), folder / "made", layout="compressed-tensors"),
