@@ -87,6 +87,10 @@ def _materialize(
         _seed(seed, paths[id(module)])
         init(module)
         _check_inside(inner, paths[id(module)])
+    for module in _homes(unit, sharding):
+        _seed(seed, f"{paths[id(module)]}, what it shares")
+        with _out_of_reach(module, unit, sharding):
+            init(module)
     for held in unit.helds:
         if whole[held].isnan().any():
             raise ConfigError(f"materialize_: parameter '{held.name}' got no value; {_REMEDY}")
@@ -142,6 +146,37 @@ def _modules(unit: Unit, sharding: Sharding) -> Iterator[nn.Module]:
         yield module
 
     yield from visit(unit.module)
+
+
+def _homes(unit: Unit, sharding: Sharding) -> list[nn.Module]:
+    """A module for each parameter of `unit` that only modules of other units have: the weight that
+    blocks share belongs to the root."""
+    own = {id(module) for module in _modules(unit, sharding)}
+    homes = [
+        held.places[0][0]
+        for held in unit.helds
+        if not any(id(module) in own for module, _ in held.places)
+    ]
+    return list({id(module): module for module in homes}.values())
+
+
+@contextlib.contextmanager
+def _out_of_reach(module: nn.Module, unit: Unit, sharding: Sharding) -> Iterator[None]:
+    """What `module` has of other units is without memory inside: it has its values already."""
+    inside = {id(part) for part in module.modules()}
+    others = [
+        held
+        for held in sharding.parameters.values()
+        if held.segment.unit is not unit and any(id(home) in inside for home, _ in held.places)
+    ]
+    for held in others:
+        empty = torch.empty(held.rows.shape, dtype=held.dtype, device="meta")
+        held.show(nn.Parameter(empty, requires_grad=held.sharded.requires_grad))
+    try:
+        yield
+    finally:
+        for held in others:
+            held.show(held.sharded)
 
 
 def _meta_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

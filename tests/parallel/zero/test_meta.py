@@ -31,14 +31,22 @@ class Drawn(Tiny):
         self.seen.zero_()
 
 
+class SharedInBlocks(Drawn):
+    """A weight that modules of blocks alone have."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
 def on_meta(kind=Drawn):
     with torch.device("meta"):
         return kind()
 
 
-def values(stage):
+def values(stage, kind=Drawn):
     before = torch.random.get_rng_state()
-    model = shard_(on_meta(), Zero(stage=stage))
+    model = shard_(on_meta(kind), Zero(stage=stage))
     assert all(p.is_meta for p in model.parameters())
     materialize_(model, seed=3)
     assert torch.equal(before, torch.random.get_rng_state())
@@ -59,6 +67,19 @@ def test_the_same_values_for_any_split(ranks):
         for found, seen in ranks(world, several)[-1]:
             assert seen == [0, 0, 0]
             assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def shared_by_blocks():
+    return [values(stage, SharedInBlocks)[0] for stage in (0, 3)]
+
+
+def test_a_weight_that_only_blocks_share_gets_its_values_too(ranks):
+    apart, expected = values(2)[0], values(2, SharedInBlocks)[0]
+    assert expected["blocks.0.up.weight"].std() > 0.1
+    for name in ("embed.weight", "blocks.0.down.weight", "blocks.2.norm.weight"):
+        assert torch.equal(expected[name], apart[name]), name
+    for found in ranks(2, shared_by_blocks)[-1]:
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def largest_piece():
@@ -102,9 +123,7 @@ def forgotten():
     with pytest.raises(ConfigError, match="'scale' got no value"):
         materialize_(model)
     for stage in (0, 1, 3):
-        with pytest.raises(
-            ConfigError, match=r"of 'the model' changed .*'blocks.0.up.weight'"
-        ):
+        with pytest.raises(ConfigError, match=r"of 'the model' changed .*'blocks.0.up.weight'"):
             materialize_(shard_(on_meta(Reaching), Zero(stage=stage)))
     with pytest.raises(OrderError, match="not sharded"):
         materialize_(on_meta())
