@@ -71,7 +71,11 @@ class FsdpSharding:
         return before
 
     def close(self) -> None:
-        self.mesh.close()
+        """Nothing is given back: all groups are the mesh's, and they outlive the model.
+
+        The mesh may be the user's; and torch remembers what operations on DTensors give by meshes
+        that compare equal, so that the next model would look for the ended groups of this one.
+        """
 
 
 def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:

@@ -95,3 +95,22 @@ def choices():
 
 def test_when_it_is_used(ranks):
     assert ranks(2, choices) == [[True, False, False, False, False, False]] * 2
+
+
+def one_after_the_other(given):
+    fsdp.fits = lambda *_: True
+    found = []
+    for _ in range(2):
+        mesh = Mesh({"shard": 2}) if given else None
+        model = shard_(make(Vectors), Zero(stage=3), mesh=mesh)
+        found.append(whole(model)["embed.weight"])
+        sharding_of(model).close()
+        if mesh is not None:
+            torch.distributed.all_reduce(torch.ones(1), group=mesh.group("shard"))
+    return found
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_closed_model_leaves_the_next_one_its_groups(ranks, given):
+    for first, second in ranks(2, one_after_the_other, given):
+        assert torch.equal(first, second)
