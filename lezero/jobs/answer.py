@@ -70,7 +70,8 @@ def answer_file(
     """Answers each line of `source` into `target` (the terminal without one), and says how fast.
 
     Raises `FileError` for files that cannot be read or written, `ConfigError` for parameters. What
-    is wrong with one line is told in its answer.
+    is wrong with one line is told in its answer. What `target` held before is there until the model
+    is open.
     """
     asked = SamplingParams.parse(params)
     _check(source, target)
@@ -80,6 +81,8 @@ def answer_file(
         forecast = llm.forecast
         for line in forecast.lines():
             print(line, file=sys.stderr)
+        if target is not None and target.is_file():  # a device or a pipe has nothing to empty
+            found.truncate(0)
         began, lines, errors, tokens = time.perf_counter(), 0, 0, 0
         for answer in answer_lines(llm, given, asked):
             found.write(json.dumps(answer, ensure_ascii=False) + "\n")
@@ -96,13 +99,16 @@ def answer_file(
 
 @contextmanager
 def _opened(source: Path, target: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
-    """Both files, before a model is loaded in vain. Bytes that are no UTF-8 pass as such."""
+    """Both files, before a model is loaded in vain. Bytes that are no UTF-8 pass as such.
+
+    What `target` holds is still there.
+    """
     try:
         with source.open(encoding="utf-8-sig", errors="surrogateescape") as given:
             if target is None:
                 yield given, sys.stdout
                 return
-            with target.open("w", encoding="utf-8") as found:
+            with target.open("a", encoding="utf-8") as found:
                 yield given, found
     except OSError as error:
         raise FileError(f"{error.filename or source}: {error.strerror}") from None
@@ -111,5 +117,5 @@ def _opened(source: Path, target: Path | None) -> Iterator[tuple[TextIO, TextIO]
 def _check(source: Path, target: Path | None) -> None:
     if not source.is_file():
         raise FileError(f"{source}: no such file")
-    if target is not None and target.resolve() == source.resolve():
+    if target is not None and target.exists() and target.samefile(source):
         raise FileError(f"{target}: is the file of prompts; name another one for the answers")

@@ -76,6 +76,25 @@ def test_files_are_opened_before_the_model(
     assert "weights" not in error
 
 
+def test_what_the_files_hold_is_there_until_there_are_answers(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, link = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "link.jsonl"))
+    source.write_text('{"prompt": "abc"}\n')
+    target.write_text("of yesterday\n" * 99)
+    words = ["--input", str(source), "-n", "4", "--output"]
+    assert main(["generate", f"{folder}-typo", *words, str(target)]) == 1
+    assert "typo" in capsys.readouterr().err
+    assert target.read_text() == "of yesterday\n" * 99
+    assert main(["generate", str(folder), *words, str(target)]) == 0
+    assert [json.loads(line)["line"] for line in target.read_text().splitlines()] == [1]
+    link.hardlink_to(source)
+    for same in (source, link):
+        assert main(["generate", str(folder), *words, str(same)]) == 1
+        assert f"{same}: is the file of prompts" in capsys.readouterr().err
+        assert source.read_text() == '{"prompt": "abc"}\n'
+
+
 @pytest.mark.parametrize(
     ("words", "options"),
     [
