@@ -164,6 +164,8 @@ def _help() -> str:
 
 def _explain(error: BaseException) -> int:
     """Writes one message about `error` to stderr and returns the exit status that belongs to it."""
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        error = error.__context__  # of which typer makes a status of 1
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, BrokenPipeError):

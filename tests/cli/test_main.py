@@ -17,6 +17,7 @@ from lezero.cli import main as cli
 from lezero.cli.main import COMMANDS, Entry, main
 
 FAILING = '''
+import errno
 import os
 from typing import Annotated
 import typer
@@ -46,7 +47,7 @@ def fail(
     if how == "memory":
         raise MemoryError("could not allocate")
     if how == "pipe":
-        raise BrokenPipeError
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     if how == "status":
         return number
     if how == "words":
