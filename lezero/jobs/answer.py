@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -82,11 +82,11 @@ def answer_file(
         for line in forecast.lines():
             print(line, file=sys.stderr)
         if target is not None and target.is_file():  # a device or a pipe has nothing to empty
-            found.truncate(0)
+            with _named(target):
+                found.truncate(0)
         began, lines, errors, tokens = time.perf_counter(), 0, 0, 0
         for answer in answer_lines(llm, given, asked):
-            found.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            found.flush()
+            _write(answer, found, target)
             lines, errors = lines + 1, errors + ("error" in answer)
             tokens += answer.get("tokens", 0)
         took = time.perf_counter() - began
@@ -98,20 +98,50 @@ def answer_file(
 
 
 @contextmanager
-def _opened(source: Path, target: Path | None) -> Iterator[tuple[TextIO, TextIO]]:
-    """Both files, before a model is loaded in vain. Bytes that are no UTF-8 pass as such.
+def _opened(source: Path, target: Path | None) -> Iterator[tuple[Iterator[str], TextIO]]:
+    """The lines of `source` and the other file, before a model is loaded in vain. Bytes that are no
+    UTF-8 pass as such.
 
     What `target` holds is still there.
     """
+    with _named(source):
+        given = source.open(encoding="utf-8-sig", errors="surrogateescape")
+    with given:
+        if target is None:
+            yield _lines(given, source), sys.stdout
+            return
+        with _named(target):
+            found = target.open("a", encoding="utf-8")
+        try:
+            yield _lines(given, source), found
+        except BaseException:
+            with suppress(OSError):  # it would try again to write what it could not
+                found.close()
+            raise
+        with _named(target):
+            found.close()
+
+
+def _lines(given: TextIO, source: Path) -> Iterator[str]:
+    with _named(source):
+        yield from given
+
+
+def _write(answer: dict[str, Any], found: TextIO, target: Path | None) -> None:
+    with _named(target or "stdout"):
+        found.write(json.dumps(answer, ensure_ascii=False) + "\n")
+        found.flush()
+
+
+@contextmanager
+def _named(file: Path | str) -> Iterator[None]:
+    """Turns what the system says against `file` into a `FileError`."""
     try:
-        with source.open(encoding="utf-8-sig", errors="surrogateescape") as given:
-            if target is None:
-                yield given, sys.stdout
-                return
-            with target.open("a", encoding="utf-8") as found:
-                yield given, found
+        yield
+    except BrokenPipeError:  # whoever read it has left, and needs no message
+        raise
     except OSError as error:
-        raise FileError(f"{error.filename or source}: {error.strerror}") from None
+        raise FileError(f"{file}: {error.strerror}") from None
 
 
 def _check(source: Path, target: Path | None) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +96,33 @@ def test_what_the_files_hold_is_there_until_there_are_answers(
         assert main(["generate", str(folder), *words, str(same)]) == 1
         assert f"{same}: is the file of prompts" in capsys.readouterr().err
         assert source.read_text() == '{"prompt": "abc"}\n'
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_errors_name_the_file_that_they_are_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "abc"}\n' * 3)
+    words = ["generate", str(folder), "-n", "4", "--input"]
+    assert main([*words, str(source), "--output", "/dev/full"]) == 1
+    assert "error: /dev/full: No space left on device" in capsys.readouterr().err
+    assert main([*words, "/proc/self/mem", "--output", str(tmp_path / "out.jsonl")]) == 1
+    assert "error: /proc/self/mem: Input/output error" in capsys.readouterr().err
+
+
+def test_a_reader_of_the_answers_that_goes_away_is_quiet(folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "abc"}\n' * 3)
+    words = ["generate", str(folder), "--input", str(source), "-n", "4"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as gone:
+        done = subprocess.run(
+            [sys.executable, "-m", "lezero", *words], stdout=gone, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 141
+    assert "error:" not in done.stderr
 
 
 @pytest.mark.parametrize(
