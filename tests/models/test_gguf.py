@@ -1,3 +1,4 @@
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from lezero.models import (
     load_gguf,
     packaged_gguf,
 )
-from lezero.models.gguf import read_gguf_header
+from lezero.models.gguf_header import read_gguf_header
 from lezero.models.hf_config import to_hf
 
 gguf = pytest.importorskip("gguf")
@@ -32,12 +33,15 @@ NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+OTHERS = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
 def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -52,9 +56,24 @@ def permuted(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows[order]
 
 
-def write(path: Path, model: Transformer, kind: str = "F32", **metadata: Any) -> Path:
+def name_there(name: str) -> str:
+    name, _, suffix = name.rpartition(".")
+    if name in OTHERS:
+        return f"{OTHERS[name]}.{suffix}"
+    _, layer, inner = name.split(".", 2)
+    return f"blk.{layer}.{NAMES[inner]}.{suffix}"
+
+
+def write(
+    path: Path,
+    model: Transformer,
+    kind: str = "F32",
+    arch: str = "llama",
+    rope_freqs: torch.Tensor | None = None,
+    **metadata: Any,
+) -> Path:
     config = model.config
-    writer = gguf.GGUFWriter(path, metadata.pop("arch", "llama"))
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_embedding_length(config.dim)
     writer.add_block_count(config.layers)
     writer.add_head_count(config.heads)
@@ -63,23 +82,24 @@ def write(path: Path, model: Transformer, kind: str = "F32", **metadata: Any) ->
     writer.add_context_length(config.context)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_rope_dimension_count(config.head_dim)
+    if arch == "llama":
+        writer.add_rope_dimension_count(config.head_dim)
+    if arch == "qwen3":
+        writer.add_key_length(config.head_dim)
     for key, value in metadata.items():
         writer.add_string(key.replace("__", "."), value)
     writer.add_token_list([f"token {i}" for i in range(2000)])
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
     for name, parameter in model.named_parameters():
-        _, _, rest = name.partition("layers.")
-        layer, _, inner = rest.partition(".")
-        stem = {"embed_tokens.weight": "token_embd", "norm.weight": "output_norm"}.get(name)
-        stem = stem or f"blk.{layer}.{NAMES[inner.removesuffix('.weight')]}"
-        rows = parameter.detach()
-        if "attn_q." in f"{stem}.":
+        stored, rows = name_there(name), parameter.detach()
+        if arch == "llama" and ".attn_q." in stored:
             rows = permuted(rows, config.heads)
-        if "attn_k." in f"{stem}.":
+        if arch == "llama" and ".attn_k." in stored:
             rows = permuted(rows, config.kv_heads)
         kind_here = gguf.GGMLQuantizationType[kind if rows.dim() == 2 else "F32"]
         data = gguf.quants.quantize(rows.numpy(), kind_here)
-        writer.add_tensor(f"{stem}.weight", data, raw_dtype=kind_here)
+        writer.add_tensor(stored, data, raw_dtype=kind_here)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -113,6 +133,68 @@ def test_a_file_gives_the_model_back(kind: str, model: Transformer, tmp_path: Pa
         assert torch.equal(again.get_parameter(name), parameter.to(dtype).float())
     if kind == "F32":
         assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+QWEN: dict[str, dict[str, Any]] = {
+    "qwen2": {"attention_bias": "qkv", "tied": False},
+    "qwen3": {"qk_norm": True, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("arch", QWEN)
+def test_a_file_of_qwen_gives_the_model_back(arch: str, tmp_path: Path) -> None:
+    """Its heads lie in halves there too, as transformers' own reader takes them."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    model = scattered(Transformer(CONFIG.model_copy(update=QWEN[arch]), seed=0))
+    file = write(tmp_path / "a.gguf", model, arch=arch)
+    again = load_gguf(file)
+    assert again.config == model.config
+    assert torch.equal(again(TOKENS), model(TOKENS))
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**to_hf(model.config, "float32"))
+        names = transformers.AutoModelForCausalLM.from_config(config)
+    theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=names)["tensors"]
+    for name, parameter in again.named_parameters():
+        there = name if name.startswith("lm_head") else f"model.{name}"
+        assert torch.equal(theirs[there], parameter), name
+
+
+def scattered(model: Transformer) -> Transformer:
+    """With biases and norms that differ from number to number."""
+    drawn = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.add_(torch.rand(parameter.shape, generator=drawn))
+    return model
+
+
+def divisors(config: TransformerConfig, factor: float) -> torch.Tensor:
+    """As llama.cpp's converter writes them for Llama 3."""
+    found = []
+    for pair in range(config.head_dim // 2):
+        wavelength = 2 * math.pi * config.rope_theta ** (2 * pair / config.head_dim)
+        smooth = (8192 / wavelength - 1) / (4 - 1)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1.0 if smooth > 1 else factor if smooth < 0 else between)
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_scaling_of_llama_3_is_known_by_its_divisors(factor: float, tmp_path: Path) -> None:
+    scaling = {"kind": "llama3", "factor": factor, "original_context": 8192}
+    shape = {**CONFIG.to_dict(), "rope_scaling": {**scaling, "low_freq_factor": 1.0}}
+    shape["rope_scaling"]["high_freq_factor"] = 4.0
+    model = Transformer(TransformerConfig.parse(shape), seed=0)
+    divisor_P = divisors(CONFIG, factor)
+    assert len(set(divisor_P.tolist())) == 3  # 1, the factor, and one between them
+    again = load_gguf(write(tmp_path / "a.gguf", model, rope_freqs=divisor_P))
+    assert again.config == model.config
+    assert torch.equal(again(TOKENS), model(TOKENS))
+    for other in (divisor_P * 1.001, divisor_P[1:], divisor_P * 0):
+        with pytest.raises(FileError, match=r"rope_freqs\.weight holds other divisors"):
+            load_gguf(write(tmp_path / "b.gguf", model, rope_freqs=other))
 
 
 def test_quantized_blocks_become_numbers(model: Transformer, tmp_path: Path) -> None:
