@@ -3,6 +3,7 @@
 A step of so little work waits for the host, which launches hundreds of kernels. A graph launches
 all of them at once, but always with the same shapes and addresses: so there is one for each number
 of sequences and of blocks a sequence, both rounded up to a power of two, made when first needed.
+Where one cannot be made, for want of memory, steps of its size run as the plain program runs them.
 Rows and blocks that are too many point at a block that belongs to nobody.
 
 Shapes: B sequences, W blocks of the longest, S = W · 16 places, H heads, E numbers of a head.
@@ -18,11 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lezero.core import device
+from lezero.core.log import logger
 from lezero.models import Transformer
 from lezero.serve.plain import PlainProgram, projected
 from lezero.serve.program import Fed
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+_LOG = logger("serve")
 _MOST = 64
 """Sequences of a replayed step at most."""
 
@@ -34,7 +37,7 @@ class CapturedProgram(PlainProgram):
         super().__init__(model)
         self.description += ", single tokens from captured graphs"
         self._capture, self._nobody = capture, 0
-        self._steps: dict[tuple[int, int], _Step] = {}
+        self._steps: dict[tuple[int, int], _Step | None] = {}
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -57,14 +60,25 @@ class CapturedProgram(PlainProgram):
             return super().run(fed)
         width = max(one.position for one in fed) // self.block_size + 1
         sizes = _up(len(fed)), _up(width)
-        step = self._steps.get(sizes)
+        if sizes not in self._steps:
+            self._steps[sizes] = self._made(sizes)
+        step = self._steps[sizes]
         if step is None:
-            step = self._steps[sizes] = _Step(*sizes, self.place)
-            step.fill([], self._nobody)
-            step.replay, step.logits_BV = self._capture(lambda: self._decode(step))
+            return super().run(fed)
         step.fill(fed, self._nobody)
         step.replay()
         return step.logits_BV[: len(fed)].clone()
+
+    def _made(self, sizes: tuple[int, int]) -> _Step | None:
+        """The step of so many sequences and blocks, or None where it cannot be captured."""
+        try:
+            step = _Step(*sizes, self.place)
+            step.fill([], self._nobody)
+            step.replay, step.logits_BV = self._capture(lambda: self._decode(step))
+        except RuntimeError as error:  # too little memory is one
+            _LOG.warning("steps of %d sequences, %d blocks run without a graph: %s", *sizes, error)
+            return None
+        return step
 
     def _decode(self, step: _Step) -> Tensor:
         """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""

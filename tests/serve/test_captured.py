@@ -66,6 +66,20 @@ def test_logits_are_those_of_the_plain_program() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
+    tried: list[int] = []
+
+    def full(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        tried.append(len(run()))
+        raise torch.OutOfMemoryError("out of memory")
+
+    model = small().double()
+    captured = CapturedProgram(model, full)
+    assert answers(captured, 16) == answers(PlainProgram(model), 16)
+    assert 1 in tried
+    assert len(tried) == len(captured._steps)  # once for each size
+
+
 @pytest.mark.skipif(device.accelerator() != "cuda", reason="no CUDA device")
 def test_graphs_give_what_the_plain_program_gives() -> None:
     model = small().to(device.device())
