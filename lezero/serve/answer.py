@@ -69,6 +69,8 @@ class Answer:
         if self._text is not None and self._stops.found is None:
             self.text += self._stops.add(self._text.finish())
             self.text += self._stops.finish()
+            if self._stops.found is not None and request.reason == "length":
+                request.reason = "stop"  # half a character behind it held it back
         first = request.first_token_s
         return Completion(
             *(self.text, request.answer, request.reason, len(request.prompt), request.cached),

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import Speculator
-from tests.serve.server.running import small_llm
+from tests.serve.models import small
+from tests.serve.server.running import serving, small_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True)
 PROMPT = "abc" * 20
@@ -56,3 +58,27 @@ def test_a_stop_string_in_the_last_token_counts(plain) -> None:
     found = plain.generate(PROMPT, ends)[0]
     assert found.reason == "stop"
     assert text.startswith(found.text)
+
+
+class _Halves:
+    """Each token is a space and the beginning of a character."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return (b" \xe2" * len(tokens)).decode(errors="replace")
+
+
+def test_a_stop_string_before_half_a_character_counts() -> None:
+    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(_Halves(), frozenset()))
+    params = SamplingParams(max_tokens=3)
+    whole = llm.generate([1, 2], params)[0]
+    assert (whole.text, whole.reason) == (" \ufffd" * 3, "length")
+    stops = params.model_copy(update={"stop": (" ",)})
+    found = llm.generate([1, 2], stops)[0]
+    assert (found.text, found.reason) == ("", "stop")
+    assert list(llm.stream([1, 2], stops))[-1].reason == "stop"
+    with serving(llm) as client:
+        (choice,) = client.complete([1, 2], max_tokens=3, stop=" ").json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
