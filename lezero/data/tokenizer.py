@@ -220,7 +220,7 @@ def _settings(folder: Path) -> dict[str, Any]:
             continue
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise FileError(f"{path}: cannot be read ({error})") from None
         if isinstance(data, dict):
             found |= data

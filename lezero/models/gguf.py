@@ -77,6 +77,8 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
 
     Do not call its `save_pretrained`: for byte-level vocabularies, what transformers then loads
     again splits text wrongly. Pass `save_to` instead, which writes a folder that loads right.
+
+    Raises `FileError` where the file holds none that can be read.
     """
     file = Path(path).absolute()
     read_gguf_header(file)
@@ -85,7 +87,13 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
         from transformers import AutoTokenizer
     except ImportError:
         raise need_extra("hf", "transformers", "reading a GGUF tokenizer") from None
-    tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as error:  # of any kind, where keys are missing
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise FileError(
+            f"{file}: its tokenizer cannot be read ({first}); take the model's Hugging Face folder"
+        ) from None
     if save_to is not None:
         _save_tokenizer(tokenizer, Path(save_to))
     return tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.data import load_tokenizer
 from lezero.data.tokenizer import start_of
 from lezero.models import gguf_tokenizer, stop_tokens
+from lezero.models.huggingface import read_json
 from lezero.serve.template import render
 
 Message = Mapping[str, Any]
@@ -68,9 +68,8 @@ def open_coder(place: str | Path, folder: Path | None) -> Coder:
         found = gguf_tokenizer(str(place))
         end = found.eos_token_id
         ends = frozenset([end]) if isinstance(end, int) else frozenset[int]()
-        specials = {
-            f"{kind}_token": str(getattr(found, f"{kind}_token")) for kind in ("bos", "eos")
-        }
+        named = {f"{kind}_token": getattr(found, f"{kind}_token") for kind in ("bos", "eos")}
+        specials = {name: str(text) for name, text in named.items() if text is not None}
         inner = _WithoutSpecials(found)
         start = start_of(inner.encode("a"), found.encode("a"))
         return Coder(inner, ends, found.chat_template, specials, start)
@@ -99,14 +98,14 @@ class _WithoutSpecials:
 def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     """The chat template and the special tokens that it may name."""
     path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    settings = read_json(path) if path.is_file() else {}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         text = own.read_text(encoding="utf-8") if own.is_file() else settings.get("chat_template")
     except (OSError, ValueError) as error:
-        raise FileError(f"{path}: cannot be read ({error})") from None
+        raise FileError(f"{own}: cannot be read ({error})") from None
     if isinstance(text, list):  # several by name
-        named = {x.get("name"): x.get("template") for x in text if isinstance(x, dict)}
-        text = named.get("default")
+        named = [x for x in text if isinstance(x, dict) and x.get("name") == "default"]
+        text = named[0].get("template") if named else None
     specials = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = settings.get(name)

@@ -269,6 +269,14 @@ def test_infinite_scales_are_named(model: Transformer, tmp_path: Path) -> None:
         load_gguf(file)
 
 
+def test_a_file_without_a_tokenizer_is_told_so(good: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "a.gguf"
+    file.write_bytes(good)
+    with pytest.raises(FileError, match=r"a\.gguf: its tokenizer cannot be read"):
+        gguf_tokenizer(file)
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'lezero\[hf\]'"):

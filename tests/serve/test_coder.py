@@ -137,3 +137,36 @@ def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert open_coder("", tmp_path).prompt(HELLO) == "hi {{ 7 * 7 }}!"
+
+
+@pytest.mark.parametrize("settings", ["[]", '"text"', "[" * 10**5, "{"], ids=lambda x: x[:9])
+def test_settings_that_are_no_object_are_refused(tmp_path, settings):
+    train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(FileError, match=r"tokenizer_config\.json"):
+        open_coder("", tmp_path)
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path):
+    bytes_tokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    named = [{"name": [], "template": "x"}, {"name": "default", "template": "own"}]
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named}))
+    assert open_coder("", tmp_path).prompt(HELLO) == "own"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": named[:1]}))
+    assert open_coder("", tmp_path).template is None
+
+
+class _Unnamed:
+    """A tokenizer of a GGUF file that names no first token."""
+
+    bos_token, eos_token, eos_token_id = None, "</s>", 2
+    chat_template = "{{ bos_token }}x{{ eos_token }}"
+
+    def encode(self, text, add_special_tokens=True):
+        return [5]
+
+
+def test_a_special_token_that_a_gguf_file_does_not_name_has_no_text(monkeypatch):
+    monkeypatch.setattr("lezero.serve.coder.gguf_tokenizer", lambda place: _Unnamed())
+    assert open_coder("a.gguf", None).prompt(HELLO) == "x</s>"
