@@ -1,14 +1,14 @@
 """Which tokens the next pass through the model feeds; plain Python, no tensors.
 
 [Note: who goes first] A step has room for `max_tokens` tokens. Running requests that decode come
-first, one token each, and drafts where room is left. Then prompts that are partly in, then waiting
-requests, both in turn (priority, arrival), cut into chunks where they do not fit. The first in
-turn that cannot start holds back all behind it, so that a long prompt is never overtaken by short
-ones for ever. When a running request needs a block and none is free, the running request that is
-last in turn is preempted: it gives its blocks back and waits in its turn, that is before those of
-its priority that have not run, to be computed again; most of its blocks are usually still found by
-name. The first in turn is never preempted for another, and `add` refuses what could not run alone,
-so each request ends.
+first, one token each, and drafts where room and blocks are left. Then prompts that are partly in,
+then waiting requests, both in turn (priority, arrival), cut into chunks where they do not fit. The
+first in turn that cannot start holds back all behind it, so that a long prompt is never overtaken
+by short ones for ever. When a running request needs a block and none is free, the running request
+that is last in turn is preempted: it gives its blocks back and waits in its turn, that is before
+those of its priority that have not run, to be computed again; most of its blocks are usually still
+found by name. The first in turn is never preempted for another, and `add` refuses what could not
+run alone, so each request ends.
 
 [Note: equal prompts at once] A request that would compute a block that another computes in the same
 step waits for that step, and shares the block then.
@@ -155,8 +155,8 @@ class Scheduler:
         prompts = [request for request in self.running if request.pending > 1]
         others = len(self.running)
         for request in decodes:
-            others -= 1  # drafts leave at least a token for each of them
-            self._extend(step, request, step.left - others)
+            others -= 1  # drafts leave at least a token and a block for each of them
+            self._extend(step, request, step.left - others, spared=others)
         for request in prompts:
             self._extend(step, request, step.left)
         if not step.preempts:
@@ -193,8 +193,9 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             assert queue == sorted(queue, key=_turn), "a queue is out of turn"
 
-    def _extend(self, step: Step, request: Request, room: int) -> None:
-        """Feeds the request's next tokens, at most `room`, into blocks that it holds or gets."""
+    def _extend(self, step: Step, request: Request, room: int, spared: int = 0) -> None:
+        """Feeds the request's next tokens, at most `room`, into blocks that it holds or gets; its
+        drafts leave `spared` blocks."""
         if request.state is not State.RUNNING or room < 1:
             return
         while (space := self._space(request)) < 1:
@@ -204,17 +205,22 @@ class Scheduler:
                 return
         known = min(request.pending, room, space)
         samples = known == request.pending
+        self._hold(request, known)
         # The token after the last draft is drawn too, so more drafts than this are never used.
-        most = min(room - known, space - known, request.wanted - 1) if samples else 0
-        drafts = tuple(request.drafts[:most])
+        most = min(room - known, self._space(request, spared) - known, request.wanted - 1)
+        drafts = tuple(request.drafts[:most]) if samples else ()
         count = known + len(drafts)
-        missing = self.pool.blocks_for(request.computed + count) - len(request.blocks)
-        request.blocks += self.pool.allocate(max(0, missing))
+        self._hold(request, count)
         step.feed(Chunk(request, request.computed, count, drafts, samples))
 
-    def _space(self, request: Request) -> int:
-        """Tokens that fit into the rest of its blocks and into all that are free."""
-        blocks = len(request.blocks) + self.pool.free_count
+    def _hold(self, request: Request, count: int) -> None:
+        """Gives the request the blocks of its next `count` tokens."""
+        missing = self.pool.blocks_for(request.computed + count) - len(request.blocks)
+        request.blocks += self.pool.allocate(max(0, missing))
+
+    def _space(self, request: Request, spared: int = 0) -> int:
+        """Tokens that fit into the rest of its blocks and into all that are free but `spared`."""
+        blocks = len(request.blocks) + max(0, self.pool.free_count - spared)
         return blocks * self.pool.block_size - request.computed
 
     def _admit(self, step: Step) -> None:

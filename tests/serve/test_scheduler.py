@@ -173,6 +173,22 @@ def test_drafts_leave_every_running_request_a_token_and_end_with_the_answer() ->
     assert fed(plan.schedule()) == [("a", 2, 4)]  # 4 tokens are still wanted
 
 
+@pytest.mark.parametrize(
+    ("blocks", "expected"), [(4, [("a", 4, 4), ("b", 4, 1)]), (3, [("a", 4, 4)])]
+)
+def test_drafts_take_no_block_that_a_known_token_needs(
+    blocks: int, expected: list[tuple[str, int, int]]
+) -> None:
+    plan = scheduler(blocks=blocks, size=4, requests=2)
+    a, b = request("a", 4, new=9), request("b", 4, new=9)
+    plan.add(a)
+    plan.add(b)
+    run(plan)  # both are at the end of a block
+    a.drafts = [2] * 6
+    assert run(plan) == expected
+    assert b.preemptions == (blocks == 3)
+
+
 def test_tokens_after_the_end_are_dropped() -> None:
     plan = scheduler(size=2)
     one = Request("a", [7, 7], SamplingParams(max_tokens=9), end_tokens=frozenset({END}))
