@@ -144,6 +144,8 @@ def _place() -> tuple[str, str]:
 
 
 def _run_side(options: argparse.Namespace) -> None:
+    import quantization_parts  # noqa: F401  (found now, its modules are later)
+
     name, quick, place = options.side, options.quick, options.place
     # Or transformers would take kernels.py of this folder for the package of that name.
     sys.path.remove(str(FOLDER))
