@@ -258,9 +258,8 @@ class LLM:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise ConfigError(f"prompt: holds {token!r}, allowed are text or whole numbers")
             if not 0 <= token < self.program.vocab:
-                raise ConfigError(
-                    f"prompt: holds token {token}, allowed is 0 to {self.program.vocab - 1}"
-                )
+                held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
+                raise ConfigError(f"prompt: holds {held}, allowed is 0 to {self.program.vocab - 1}")
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample)
 

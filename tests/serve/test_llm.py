@@ -128,6 +128,9 @@ def test_the_cache_and_the_prompt_are_checked():
         llm.generate([1, 2, 3])
     with pytest.raises(ConfigError, match=f"prompt: holds token {VOCAB}, allowed is 0 to"):
         llm.generate([1, VOCAB], GREEDY)
+    for long in (10**30, -(10**5000)):  # Python does not even write the second
+        with pytest.raises(ConfigError, match="prompt: holds a token of more than 30 digits"):
+            llm.generate([1, long], GREEDY)
     with pytest.raises(ConfigError, match="this model has no tokenizer"):
         llm.generate("hello", GREEDY)
     with pytest.raises(ConfigError, match="weights: got 'int3'"):
