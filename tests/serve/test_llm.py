@@ -100,6 +100,43 @@ def test_answers_are_bitwise_the_same_alone_in_a_batch_and_after_preemption(weig
         assert llm.engine.pool.used_count == 0
 
 
+@pytest.mark.parametrize("weights", FORMS)
+def test_answers_are_bitwise_the_same_with_two_threads(weights):
+    given = prompts(8, longest=200)
+    sampled = SamplingParams(max_tokens=12, seed=3, top_p=0.9, logprobs=2)
+    found = []
+    for threads in (1, 2):
+        llm = LLM(small(dim=256, ffn=384, vocab=2003), weights=weights)
+        torch.set_num_threads(threads)
+        answers = llm.generate(given, GREEDY) + llm.generate(given, sampled)
+        torch.set_num_threads(1)
+        found.append([(answer.tokens, answer.logprobs) for answer in answers])
+    assert found[0] == found[1]
+
+
+def test_several_answers_to_one_prompt_are_the_same_after_preemption():
+    params = SamplingParams(max_tokens=40, seed=3, logprobs=0)
+
+    def answers(llm: LLM, samples: range) -> list[object]:
+        asked = [llm.request([4, 5, 6] * 13, params, sample) for sample in samples]
+        begun = [llm.begin(request) for request in asked]
+        while llm.engine.busy:
+            llm.advance()
+        for answer in begun:
+            llm.end(answer)
+        llm.engine.scheduler.check()
+        assert llm.engine.pool.used_count == 0
+        return [(request.answer, request.logprobs, request.reason) for request in asked]
+
+    roomy = LLM(small(), weights="bf16")
+    tight = LLM(small(), weights="bf16", cache_bytes=9 * roomy.program.block_bytes)
+    alone = [answers(roomy, range(n, n + 1))[0] for n in range(4)]
+    assert len({str(answer) for answer in alone}) == 4
+    assert answers(LLM(small(), weights="bf16"), range(4)) == alone
+    assert answers(tight, range(4)) == alone
+    assert tight.engine.totals.preempted > 0
+
+
 def test_speculation_changes_no_token():
     given = [[5, 6, 7, 8] * 6, *prompts(5)]
     for params in (GREEDY, SamplingParams(max_tokens=40, seed=3, top_k=4)):
