@@ -73,7 +73,8 @@ class Errors:
             error = self._kept.get((name, key))
             if error is None or error.numel() != part.numel():
                 error = self._kept[name, key] = torch.zeros_like(part)
-            one.encode(part, torch.empty(one.bytes(part.numel()), dtype=torch.uint8), error)
+            size = one.bytes(part.numel())
+            one.encode(part, torch.empty(size, dtype=torch.uint8, device="cpu"), error)
 
     def found(self) -> dict[str, list[float]]:
         """For each candidate the squares of what is owed, and of the gradients."""
@@ -310,7 +311,7 @@ def way_of(found: Topology, topology: str, gather: Codec | None) -> Way:
 
 def codec_speeds(names: tuple[str, ...], device: torch.device) -> dict[str, Speed]:
     """Times each codec on this machine, with feedback; the slowest rank counts."""
-    values = torch.randn(_TIMED, device=device)
+    values = torch.randn(_TIMED, dtype=torch.float32, device=device)
     error, out = torch.zeros_like(values), torch.zeros_like(values)
     mine = {}
     for name in names:

@@ -101,7 +101,8 @@ class Feedback:
             return kept.data
         wide = self._scratch.get(numel)
         if wide is None:
-            wide = self._scratch[numel] = torch.empty(numel, device=self._device)
+            wide = torch.empty(numel, dtype=torch.float32, device=self._device)
+            self._scratch[numel] = wide
         self._packed.decode(kept.data, wide)
         return wide
 
@@ -169,7 +170,7 @@ class Feedback:
 
     def _arrange(self, side: str, key: str, numel: int, spans: Spans) -> _Kept:
         """Lays the errors of a buffer out: what was loaded, or lay in buffers laid out before."""
-        error = torch.zeros(numel, device=self._device)
+        error = torch.zeros(numel, dtype=torch.float32, device=self._device)
         for (other_side, other), kept in list(self._kept.items()):
             if other_side == side and (other == key or _overlap(kept.spans, spans)):
                 self._unload(side, other, kept)
@@ -206,7 +207,7 @@ class Feedback:
     def _wide(self, kept: _Kept) -> torch.Tensor:
         if self._packed is None:
             return kept.data.float()
-        wide = torch.empty(kept.numel, device=self._device)
+        wide = torch.empty(kept.numel, dtype=torch.float32, device=self._device)
         self._packed.decode(kept.data, wide)
         return wide
 
@@ -280,8 +281,9 @@ def _mean(states: Sequence[Sequence[_Stored]], side: str, times: int) -> _Pieces
                 named.setdefault(one.name, []).append(one)
     found = {}
     for name in sorted(named):
-        total = torch.zeros(max(one.piece.stop for one in named[name]), dtype=torch.float64)
-        claimed = torch.zeros(len(total), dtype=torch.bool)
+        length = max(one.piece.stop for one in named[name])
+        total = torch.zeros(length, dtype=torch.float64, device="cpu")
+        claimed = torch.zeros(length, dtype=torch.bool, device="cpu")
         for one in named[name]:
             if not one.spare:
                 total[one.piece.start : one.piece.stop] += one.piece.data.double().cpu()

@@ -25,7 +25,7 @@ def steps(link: Link, count: int) -> list[str]:
     """The codec that each step used; sums of ones are checked as far as the codec is exact."""
     used = []
     for _ in range(count):
-        flat = torch.linspace(-1, 1, NUMEL)
+        flat = torch.linspace(-1, 1, NUMEL, dtype=torch.float32)
         link.all_reduce(flat, key="x").wait()
         used.append(link.codec)
         link.step_done()
@@ -48,6 +48,13 @@ def test_what_is_looked_at_is_spread_over_the_buffer() -> None:
         (seen, of), (owed, total) = whole.found()[name], part.found()[name]
         assert owed / total == pytest.approx(seen / of, rel=0.1), name
         assert bad.found()[name] == part.found()[name]
+
+
+def test_a_default_device_does_not_matter() -> None:
+    errors, flat = Errors(), torch.randn(100)
+    with torch.device("meta"):
+        errors.note("x", flat)
+    assert all(owed >= 0 and total > 0 for owed, total in errors.found().values())
 
 
 def slow_network(monkeypatch: pytest.MonkeyPatch, step_s: list[float]) -> None:
@@ -264,7 +271,8 @@ def test_nothing_pays_on_one_host(ranks: RankPool) -> None:
         assert "fp64" in reason
 
 
-def really_measured() -> list[Any]:
+def really_measured(default: torch.dtype) -> list[Any]:
+    torch.set_default_dtype(default)
     with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
         assert link.chooser is not None
         steps(link, WARM + MEASURED)
@@ -272,8 +280,9 @@ def really_measured() -> list[Any]:
         return [made.chosen, {name: dict(f) for name, f in made.candidates.items()}]
 
 
-def test_all_is_measured_on_a_real_wire(ranks: RankPool) -> None:
-    one, two = ranks(2, really_measured)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=str)
+def test_all_is_measured_on_a_real_wire(ranks: RankPool, default: torch.dtype) -> None:
+    one, two = ranks(2, really_measured, default)
     assert one == two
     assert set(one[1]) == {"none", *chooser.CANDIDATES}
     assert all(figures["s"] > 0 for figures in one[1].values())

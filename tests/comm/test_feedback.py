@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -42,12 +44,22 @@ def test_spans_are_cut_where_a_chunk_ends() -> None:
     assert cut(spans, 0, 10, 50) == (Span("a.weight", 0, 10, 50),)
 
 
+@pytest.fixture(params=[torch.float32, torch.float64, torch.bfloat16], ids=str)
+def default(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The type of which the process makes tensors where none is named."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("default")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
 def test_other_buffers_find_the_same_errors(dtype: str) -> None:
     kept = Feedback(0, 2, dtype, CPU)
     spans = spans_of(["a.weight", "b/odd.bias"])
     error = kept.error(WORKER, "bucket", NUMEL, spans)
-    error.copy_(torch.randn(NUMEL).to(error.dtype))
+    error.copy_(torch.randn(NUMEL, dtype=torch.float32).to(error.dtype))
     kept.keep(WORKER, "bucket", error)
     before = by_name(kept.error(WORKER, "bucket", NUMEL, spans).float(), spans)
     other = spans_of(["b/odd.bias", "a.weight"])
@@ -66,6 +78,11 @@ def test_other_buffers_find_the_same_errors(dtype: str) -> None:
             assert torch.equal(after[name], before[name])
             assert torch.equal(parts[name], before[name])
     assert len(kept.state_dict()) == 4
+    again = Feedback(0, 2, dtype, CPU)
+    again.load_state_dict([kept.state_dict(), {}])
+    for name in LENGTHS:
+        found = again.error(WORKER, name, LENGTHS[name], (Span(name, 0, LENGTHS[name], 0),))
+        assert torch.allclose(found.float(), parts[name], atol=0.1 if dtype == "int8" else 0)
     assert kept.fresh(WORKER, "own a.weight")
     assert not kept.fresh(WORKER, "own a.weight")
 
