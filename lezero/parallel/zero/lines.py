@@ -9,6 +9,7 @@ import torch
 from lezero.comm import link as links
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
+from lezero.comm.watch import Watch
 from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.errors import ConfigError
@@ -43,11 +44,13 @@ class Lines:
     """How the ranks of a sharded model meet: `shard` splits the state, `replicate` repeats it.
 
     A link is None where its axis has one rank, and `mesh` (for DTensor) where nothing is split.
+    Starts the watch, so that a rank that is lost or does something else is named.
     """
 
     def __init__(self, mesh: Mesh, wire: Wire, place: torch.device) -> None:
         self.arranged, self.wire, self.place = mesh, wire, place
         self.world = groups.world_size()
+        Watch.start()
         sizes = {axis: mesh.size(axis) if axis in mesh.names() else 1 for axis in AXES}
         self.ranks, self.replicas = sizes["shard"], sizes["replicate"]
         self.rank = mesh.index("shard") if self.ranks > 1 else 0

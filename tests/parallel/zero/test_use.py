@@ -10,7 +10,7 @@ from torch import nn
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core import groups
-from lezero.core.errors import OrderError
+from lezero.core.errors import DistributedError, OrderError
 from lezero.parallel.zero import (
     Zero,
     clip_grad_norm_,
@@ -265,3 +265,23 @@ def frozen_norm():
 
 def test_names_stay(ranks):
     assert ranks(2, frozen_norm) == [["Tiny", True, 0.0]] * 2
+
+
+def failing():
+    """A loop of one's own, which one rank leaves with an error."""
+    model = shard_(make(), Zero(stage=2), wire=Wire(topology="flat"))
+    try:
+        for number, tokens in enumerate(batches(3, 2, groups.rank())):
+            if number == 2 and groups.rank() == 1:
+                raise ValueError("row 7 is bad")
+            loss_of(model, tokens).backward()
+    except ValueError:
+        groups.leave()
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_in_a_bare_loop_is_named(ranks):
+    told, _ = ranks(2, failing)
+    assert "rank 1 failed: ValueError: row 7 is bad" in told
