@@ -22,6 +22,7 @@ from lezero.serve.batching.model import BatchedModel
 
 _LOG = logger("serve")
 _RECENT = 1024
+_ENDED = "the server's loop of batches has failed"
 
 
 class FailedError(LeZeroError):
@@ -76,6 +77,8 @@ class Runner:
         self._plans = batcher.plans
         self.active = 0
         """Requests that were submitted and have not ended."""
+        self.broken: str | None = None
+        """Why no request can be answered any more."""
         self._wake = threading.Condition()
         self._jobs: set[Ask] = set()
         self._stopping = False
@@ -94,13 +97,16 @@ class Runner:
         self._thread.join()
 
     def submit(self, items: Sequence[Any], tell: Tell) -> Ask:
-        """Lets a request of at least one item wait for its turn; `FullError` where it cannot.
+        """Lets a request of at least one item wait for its turn; `FullError` where it cannot, and
+        `FailedError` where no request can.
 
         All items are of one kind.
         """
         works = [self.model.work(item) for item in items]
         ask = Ask(works, self.model.kind(items[0]), _Job(items, tell))
         with self._wake:
+            if self.broken is not None:
+                raise FailedError(_ENDED)
             self.batcher.add(ask, time.monotonic())
             self._jobs.add(ask)
             self.active += 1
@@ -127,23 +133,38 @@ class Runner:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # a thread begins with as many as there are cores
-        while (batch := self._next()) is not None:
-            began = self._began = time.monotonic()
-            answers = self._answers(batch)
-            with self._wake:
-                for (ask, item), answer in zip(batch.items, answers, strict=True):
-                    self._take(ask, item, answer)
-                took = time.monotonic() - began
-                self._began = None
-                failed = any(isinstance(x, Exception) for x in answers)
-                self.batcher.done(batch, took, learn=not failed)
-                self.counts.steps += 1
-                self.counts.busy_s += took
-                self.counts.sizes.append(len(batch.items))
-            if self._plans != self.batcher.plans:
-                self._plans = self.batcher.plans
-                self._tell_plan()
+        try:
+            while (batch := self._next()) is not None:
+                self._step(batch)
+        except BaseException as error:  # not of the model: nobody may wait for ever
+            _LOG.error("the loop of batches failed", exc_info=error)
+            self._break(error)
         self.cancel_all()
+
+    def _step(self, batch: Batch) -> None:
+        began = self._began = time.monotonic()
+        answers = self._answers(batch)
+        with self._wake:
+            for (ask, item), answer in zip(batch.items, answers, strict=True):
+                self._take(ask, item, answer)
+            took = time.monotonic() - began
+            self._began = None
+            failed = any(isinstance(x, Exception) for x in answers)
+            self.batcher.done(batch, took, learn=not failed)
+            self.counts.steps += 1
+            self.counts.busy_s += took
+            self.counts.sizes.append(len(batch.items))
+        if self._plans != self.batcher.plans:
+            self._plans = self.batcher.plans
+            self._tell_plan()
+
+    def _break(self, error: BaseException) -> None:
+        """Ends all requests, and those that come."""
+        with self._wake:
+            self.broken, self._began = f"{type(error).__name__}: {error}", None
+            for ask in list(self._jobs):
+                self.batcher.cancel(ask)
+                self._finish(ask, "failed", FailedError(_ENDED))
 
     def _next(self) -> Batch | None:
         """The next step, as soon as there is one; None: it is over."""
@@ -163,7 +184,7 @@ class Runner:
             found = list(self.model.run(items))
             assert len(found) == len(items), "an answer for each item"
             return [self._checked(answer) for answer in found]
-        except Exception as error:
+        except BaseException as error:  # whatever a module does, SystemExit too
             self.counts.failed_steps += 1
             _LOG.error("a step of %d items failed", len(items), exc_info=error)
             if len(items) == 1:
@@ -173,7 +194,7 @@ class Runner:
     def _alone(self, item: Any) -> Any:
         try:
             return self._checked(self.model.run([item])[0])
-        except Exception as error:
+        except BaseException as error:
             _LOG.error("an item failed by itself", exc_info=error)
             return FailedError("the model failed on this request")
 

@@ -9,6 +9,7 @@ of no use.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,9 @@ class App:
             await self._answer(exchange)
         except ClientGoneError:
             exchange.status = exchange.status or 499
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a panic of tokenizers is no Exception
             _LOG.error("a bug in LeZero while answering %s", exchange.path, exc_info=error)
             if exchange.status is None:
                 await exchange.fail(Problem(500, "a bug in LeZero; its log tells more"))

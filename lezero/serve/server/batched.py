@@ -46,7 +46,7 @@ class BatchFace(Face):
 
     @property
     def broken(self) -> str | None:
-        return None
+        return self.runner.broken
 
     def stalled_s(self) -> float:
         return self.runner.stalled_s()

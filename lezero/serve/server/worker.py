@@ -127,14 +127,14 @@ class Worker:
 
     def submit(self, requests: Sequence[Request], events: Events) -> None:
         """Lets requests wait for their turn; raises `BusyError` where there is no room for all."""
-        with self._wake:
-            if self.active + len(requests) > self.room:
-                raise BusyError
-            self.active += len(requests)
         jobs = [
             _Job(request, Answer(request, self._llm.coder), index, events)
             for index, request in enumerate(requests)
         ]
+        with self._wake:
+            if self.active + len(requests) > self.room:
+                raise BusyError
+            self.active += len(requests)
         self._order(lambda: self._add(jobs))
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -187,7 +187,7 @@ class Worker:
         while not self._stopping:
             try:
                 self._work()
-            except Exception as error:  # not of a step: nobody may wait for ever
+            except BaseException as error:  # not of a step: nobody may wait for ever
                 _LOG.error("the engine's loop failed", exc_info=error)
                 self._break(error)
                 self._send()
@@ -296,7 +296,7 @@ class Worker:
         if not self._works():
             self._break(error)
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: BaseException) -> None:
         """Ends all requests, and those that come."""
         self.broken = f"{type(error).__name__}: {error}"
         scheduler = self.engine.scheduler
@@ -332,7 +332,7 @@ class Worker:
             self._count(job, len(tokens))
             if request.reason is not None:
                 job.answer.completion()
-        except Exception as error:
+        except BaseException as error:  # a panic of tokenizers is no Exception
             _LOG.error("the text of a request failed", exc_info=error)
             self.engine.scheduler.finish(request, "error", "its tokens do not become text")
             self._end(job, Event(job.index, reason="error", error=request.error or str(error)))

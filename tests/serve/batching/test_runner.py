@@ -40,6 +40,15 @@ class Doubling(BatchedModel):
         yield [1]
 
 
+class Leaving(Doubling):
+    """Ends the program for 14."""
+
+    def run(self, items: Sequence[Any]) -> Sequence[Any]:
+        if 14 in items:
+            raise SystemExit(3)
+        return super().run(items)
+
+
 class Unsure(Doubling):
     """Does not even know whether 14 is a number."""
 
@@ -101,6 +110,35 @@ def test_an_answer_that_cannot_be_judged_harms_no_other() -> None:
         assert isinstance(asked[0].wait(), FailedError)
         assert asked[1].wait() == [4]
         assert Asked(runner, 3).wait() == [6]
+
+
+def test_a_model_that_ends_the_program_harms_no_other() -> None:
+    for runner in running(Leaving()):
+        asked = [Asked(runner, number) for number in (1, 14, 2)]
+        assert asked[0].wait() == [2]
+        assert isinstance(asked[1].wait(), FailedError)
+        assert asked[2].wait() == [4]
+        assert Asked(runner, 3).wait() == [6]
+        assert runner.broken is None
+
+
+def test_a_loop_that_fails_tells_those_who_wait(runner, model, monkeypatch, caplog) -> None:
+    def fails(*given: Any, **options: Any) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(runner.batcher, "done", fails)
+    model.gate.clear()
+    asked = [Asked(runner, *range(1, 8))]
+    assert model.begun.wait(20)
+    asked.append(Asked(runner, 9))
+    model.gate.set()
+    for one in asked:
+        assert isinstance(one.wait(), FailedError)
+    assert runner.broken == "KeyError: 'a bug'"
+    assert runner.stalled_s() == 0
+    assert runner.active == 0
+    with pytest.raises(FailedError, match="has failed"):
+        Asked(runner, 1)
 
 
 def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:

@@ -1,15 +1,12 @@
-"""Encoders and modules over HTTP: OpenAI's client, tensors, limits, metrics, the page, the end."""
+"""Encoders and modules over HTTP: OpenAI's client, tensors, keys, metrics, the page."""
 
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import struct
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
@@ -23,7 +20,7 @@ from lezero.serve.server.inference import TENSORS
 from lezero.serve.server.keys import new_key
 from tests.serve.server.batch_running import Net, serving_batches, tiny_encoder
 from tests.serve.server.browser import Browser
-from tests.serve.server.running import Client, head, read_all, until
+from tests.serve.server.running import Client
 from tests.serve.server.test_run import parse_metrics
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -56,24 +53,6 @@ def client(server: Client) -> Iterator[openai.OpenAI]:
 def infer() -> Iterator[Client]:
     with serving_batches(InferModule(Net(), torch.zeros(1, 4))) as client:
         yield client
-
-
-class Slow(Net):
-    """Waits for its gate."""
-
-    gate = threading.Event()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.gate.wait(20)
-        return super().forward(x)
-
-
-@pytest.fixture
-def slow() -> Iterator[Slow]:
-    made = Slow()
-    made.gate.set()
-    yield made
-    made.gate.set()
 
 
 def close(found: Sequence[float], wanted: torch.Tensor) -> None:
@@ -248,88 +227,6 @@ def test_broken_safetensors_are_refused(infer) -> None:
     wrong = save({"input": torch.zeros(2, 4, dtype=torch.float64)})
     assert infer.ask("/v1/infer", wrong, content_type=TENSORS).status == 400
     assert infer.ask("/v1/infer", b"x" * (2 << 20), content_type=TENSORS).status == 413
-
-
-@torch.no_grad()
-def test_a_poisoned_request_harms_no_other(slow: Slow) -> None:
-    rows = [[1.0, 2, 3, 4], [666.0, 0, 0, 0], [777.0, 0, 0, 0], [4.0, 3, 2, 1]]
-    with serving_batches(InferModule(slow, torch.zeros(1, 4)), Plan(64)) as client:
-        slow.gate.clear()
-        found: dict[int, Any] = {}
-
-        def ask(i: int) -> None:
-            found[i] = client.ask("/v1/infer", {"inputs": rows[i % 4]})
-
-        threads = [threading.Thread(target=ask, args=(i,)) for i in range(9)]
-        for thread in threads:
-            thread.start()
-        until(lambda: client.server.batches.runner.active == 9)
-        slow.gate.set()
-        for thread in threads:
-            thread.join()
-    for i, answer in found.items():
-        if i % 4 in (1, 2):
-            assert answer.status == 500
-            assert answer.error["code"] == "model_error"
-        else:
-            close(answer.json["outputs"]["output"], Net()(torch.tensor([rows[i % 4]]))[0])
-
-
-def test_more_than_may_wait_are_told_to_come_again(slow: Slow) -> None:
-    with serving_batches(InferModule(slow, torch.zeros(1, 4)), Plan(1), queue=2) as client:
-        slow.gate.clear()
-        asked = {"inputs": [0, 0, 0, 0]}
-        open_ones = [client.begin(asked, "/v1/infer")]
-        runner = client.server.batches.runner
-        until(lambda: runner.active == 1 and runner.batcher.waiting == 0)
-        open_ones += [client.begin(asked, "/v1/infer") for _ in range(2)]
-        until(lambda: runner.active == 3)
-        refused = client.ask("/v1/infer", asked)
-        assert refused.status == 429
-        assert refused.error["code"] == "queue_full"
-        assert int(refused.headers["retry-after"]) >= 1
-        open_ones.pop().close()
-        until(lambda: runner.active == 2)
-        slow.gate.set()
-        for connection in open_ones:
-            with connection:
-                assert b" 200 " in connection.recv(4096)
-
-
-def test_too_slow_an_answer_is_504(slow: Slow) -> None:
-    with serving_batches(InferModule(slow, torch.zeros(1, 4)), request_s=0.1) as client:
-        slow.gate.clear()
-        assert client.ask("/v1/infer", {"inputs": [0, 0, 0, 0]}).status == 504
-        slow.gate.set()
-
-
-def test_the_end_waits_for_what_runs(slow: Slow) -> None:
-    with serving_batches(InferModule(slow, torch.zeros(1, 4))) as client:
-        slow.gate.clear()
-        connection = client.connect()
-        body = json.dumps({"inputs": [0, 0, 0, 0]}).encode()
-        connection.sendall(head("/v1/infer", len(body), "connection: close") + body)
-        until(lambda: client.server.batches.runner.active == 1)
-        client.server.stop()
-        until(lambda: client.server.app.draining)
-        assert client.ask("/ready").status == 503
-        assert client.ask("/v1/infer", {"inputs": [0, 0, 0, 0]}).status == 503
-        slow.gate.set()
-        with connection:
-            assert b" 200 " in read_all(connection)
-
-
-def test_what_does_not_end_is_told_so(slow: Slow) -> None:
-    with serving_batches(InferModule(slow, torch.zeros(1, 4)), drain_s=0.05) as client:
-        slow.gate.clear()
-        connection = client.begin({"inputs": [0, 0, 0, 0]}, "/v1/infer")
-        until(lambda: client.server.batches.runner.active == 1)
-        client.server.stop()
-        with connection:
-            told = connection.recv(4096)
-            slow.gate.set()
-            assert b" 503 " in told
-            assert b"shutting down" in told + read_all(connection)
 
 
 def test_keys_guard_these_models_too(encoder, monkeypatch) -> None:

@@ -174,6 +174,43 @@ def test_a_text_that_fails_harms_no_other(caplog) -> None:
     with serving(llm) as client:
         assert client.complete([77, 78], max_tokens=8).status == 500
         assert client.complete([79, 78], max_tokens=8).status == 200
+        until(lambda: client.server.worker.active == 0)
+
+
+class Panic(BaseException):
+    """As tokenizers raises it, which is no Exception."""
+
+
+@pytest.mark.parametrize("where", ["of the prompt", "of the answer", "of the text"])
+def test_a_panic_of_a_tokenizer_harms_no_other(where: str, caplog) -> None:
+    llm, raised = small_llm(), threading.Event()
+    assert llm.coder is not None
+    inner = llm.coder._inner
+
+    class Panics:
+        def encode(self, text: str) -> list[int]:
+            if where == "of the text" and text == "bad":
+                raise Panic("of Rust")
+            return inner.encode(text)
+
+        def decode(self, tokens: list[int]) -> str:
+            long = len(tokens) > 3 if where == "of the answer" else len(tokens) == 3
+            if tokens[:3] == list(b"bad") and long and where != "of the text":
+                raised.set()
+                raise Panic("of Rust")
+            return inner.decode(tokens)
+
+    llm.coder._inner = Panics()
+    with serving(llm) as client:
+        worker = client.server.worker
+        for _ in range(2):
+            found = client.complete("bad", max_tokens=8)
+            assert found.status == 500
+            assert found.error["type"] == "server_error"
+        assert raised.is_set() == (where != "of the text")
+        until(lambda: worker.active == 0)
+        assert client.complete("good", max_tokens=8).status == 200
+        assert client.ask("/health").status == 200
 
 
 @pytest.mark.parametrize("seconds", [8.0])
