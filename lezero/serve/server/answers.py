@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
+from lezero.serve.request import Request
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.coded import Encoder, TokenText
 from lezero.serve.server.exchange import Exchange, as_json
@@ -35,29 +36,46 @@ class Answerer:
                 f"{field}: {asked.count} answers, this server takes {self._worker.room} at once"
             )
             raise Problem(400, problem, param=field)
-        if self._worker.active >= self._worker.room:
-            raise self._busy()
-        requests = await self._encoder.requests(asked, exchange.owner)
-        teller = Teller(asked, self._model, requests, self._text)
-        events: Events = asyncio.Queue()
         try:
-            self._worker.submit(requests, events)
+            self._worker.reserve(asked.count)
         except BusyError:
             raise self._busy() from None
-        leaving = asyncio.create_task(_tell_when_gone(exchange, events))
+        requests: list[Request] = []
+        events: Events = asyncio.Queue()
         try:
             async with asyncio.timeout(self._seconds):
-                if asked.stream:
-                    await self._stream(exchange, asked, teller, events)
-                else:
-                    async for event in _until_ended(events, len(requests)):
-                        teller.choices[event.index].take(event)
-                    await exchange.reply_json(200, teller.whole())
+                requests = await self._begin(exchange, asked, events)
+                await self._tell(exchange, asked, requests, events)
         except TimeoutError:
             await _fail(exchange, Problem(504, f"not ended within {self._seconds:g} s"))
         finally:
-            leaving.cancel()
             self._worker.cancel(requests)
+
+    async def _begin(self, exchange: Exchange, asked: Asked, events: Events) -> list[Request]:
+        """Encodes the prompts and submits their requests, or gives their places back."""
+        try:
+            encoding = self._encoder.requests(asked, exchange.owner)
+            requests = await exchange.unless_gone(encoding)
+            self._worker.submit(requests, events)
+        except BaseException:
+            self._worker.release(asked.count)
+            raise
+        return requests
+
+    async def _tell(
+        self, exchange: Exchange, asked: Asked, requests: list[Request], events: Events
+    ) -> None:
+        teller = Teller(asked, self._model, requests, self._text)
+        leaving = asyncio.create_task(_tell_when_gone(exchange, events))
+        try:
+            if asked.stream:
+                await self._stream(exchange, asked, teller, events)
+            else:
+                async for event in _until_ended(events, len(requests)):
+                    teller.choices[event.index].take(event)
+                await exchange.reply_json(200, teller.whole())
+        finally:
+            leaving.cancel()
 
     async def _stream(
         self, exchange: Exchange, asked: Asked, teller: Teller, events: Events

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +18,11 @@ from lezero.serve.batching.runner import FailedError, Runner, StoppedError
 from lezero.serve.server.batch_metrics import BatchMetrics
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.embedding import read_embeddings, told_embeddings
-from lezero.serve.server.exchange import JSON, Exchange, parse
+from lezero.serve.server.exchange import JSON, Exchange, Value, parse, within
 from lezero.serve.server.face import Face, Handler, settle
 from lezero.serve.server.host import Host
 from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs, told_outputs
+from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
 from lezero.serve.server.record import Record
 
@@ -76,12 +76,12 @@ class BatchFace(Face):
             )
 
     def start(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lezero-bodies")
+        self._lanes = Lanes("lezero-bodies")
         self.runner.start()
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.runner.stop)
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._lanes.close()
 
     def cancel_all(self) -> None:
         self.runner.cancel_all()
@@ -124,10 +124,12 @@ class BatchFace(Face):
                 model.check(one)
             return found
 
-        items = await self._beside(tokens)
-        vectors = await self._answers(exchange, items)
-        used = sum(map(len, items))
-        told = await self._beside(lambda: told_embeddings(vectors, asked, self.name, used))
+        async with within(self._config.request_s):
+            items = await self._items(exchange, len(body), tokens)
+            vectors = await self._answers(exchange, items)
+            used = sum(map(len, items))
+            lane = self._lanes.of(len(vectors) * model.dim)
+            told = await lane.run(lambda: told_embeddings(vectors, asked, self.name, used))
         await exchange.reply_json(200, told)
 
     async def _infer(self, exchange: Exchange) -> None:
@@ -136,15 +138,23 @@ class BatchFace(Face):
         kind = exchange.header("content-type").partition(";")[0].strip().lower()
         wanted = answer_kind(exchange.header("accept"), kind)
         body = await exchange.read(self._config.body_bytes, self._config.read_s)
-        rows, is_single = await self._beside(lambda: read_inputs(body, kind, model))
-        answers = await self._answers(exchange, rows)
-        told = await self._beside(lambda: told_outputs(answers, is_single, wanted))
+        async with within(self._config.request_s):
+            rows, is_single = await self._items(
+                exchange, len(body), lambda: read_inputs(body, kind, model)
+            )
+            answers = await self._answers(exchange, rows)
+            lane = self._lanes.of(sum(x.numel() for row in answers for x in row.values()))
+            told = await lane.run(lambda: told_outputs(answers, is_single, wanted))
         await exchange.reply(200, told, wanted)
 
-    async def _beside(self, work: Callable[[], Any]) -> Any:
-        """Does what takes long for a long body in a thread, so that the event loop goes on."""
+    async def _items(self, exchange: Exchange, length: int, work: Callable[[], Value]) -> Value:
+        """What `work` makes of a body of so many bytes; as many bodies wait for it as requests."""
+        lane = self._lanes.of(length)
+        if lane.active > self._config.queue:
+            problem = f"too busy: {lane.active} requests are being read; try again later"
+            raise Problem(429, problem, code="queue_full", retry_s=1)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await exchange.unless_gone(lane.run(work))
         except ConfigError as error:
             raise refused(error) from None
 
@@ -162,11 +172,7 @@ class BatchFace(Face):
             leaving = asyncio.ensure_future(exchange.gone())
             leaving.add_done_callback(lambda _: settle(future, ClientGoneError()))
             try:
-                async with asyncio.timeout(self._config.request_s):
-                    return await future
-            except TimeoutError:
-                problem = f"not ended within {self._config.request_s:g} s"
-                raise Problem(504, problem) from None
+                return await future
             finally:
                 leaving.cancel()
                 self.runner.cancel(ask)

@@ -1,14 +1,11 @@
-"""Prompts to requests, in a thread of its own; and the text of single tokens.
+"""Prompts to requests, beside the event loop; and the text of single tokens.
 
-Rendering a chat and finding the tokens of a megabyte of text takes a second, in which the event
-loop must go on. One thread does it, since tokenizers need not bear two.
+Tokenizers bear several threads at once: two that encode (`lanes.py`), and the engine's.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from lezero.core.errors import ConfigError
 from lezero.serve.coder import Coder
@@ -17,15 +14,15 @@ from lezero.serve.llm import LLM, Prompt
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.asked import Asked
+from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import Problem, refused
 
 
 class Encoder:
     """Makes the engine's requests of what clients ask for."""
 
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lezero-encoder")
+    def __init__(self, llm: LLM, lanes: Lanes) -> None:
+        self._llm, self._lanes = llm, lanes
 
     async def requests(self, asked: Asked, owner: str) -> list[Request]:
         """n requests for each prompt. Raises `Problem` (400) for what the model does not take.
@@ -33,16 +30,16 @@ class Encoder:
         owner: the requests share blocks with those of the same owner alone, since what was found in
         the cache, which the answer and its time tell, shows what others have asked.
         """
-        loop = asyncio.get_running_loop()
+        letters = sum(map(len, asked.prompts)) + sum(len(x["content"]) for x in asked.messages)
         try:
-            return await loop.run_in_executor(self._pool, self._make, asked, owner)
+            return await self._lanes.of(letters).run(lambda: self._make(asked, owner))
         except ConfigError as error:
             raise refused(error) from None
 
     async def prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
         """Tokens of what is to be embedded, cut off where asked. Raises `ConfigError`."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._prompts, texts, truncate)
+        lane = self._lanes.of(sum(map(len, texts)))
+        return await lane.run(lambda: self._prompts(texts, truncate))
 
     def _prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
         params, engine = SamplingParams(), self._llm.engine
@@ -56,9 +53,6 @@ class Encoder:
                 raise ConfigError(f"input[{number}]: {what}") from None
         check_prompts(engine, found, "input")
         return found
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _make(self, asked: Asked, owner: str) -> list[Request]:
         prompts: list[Prompt] = list(asked.prompts)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
-from typing import Any, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, NoReturn, TypeVar
 
 from lezero.serve.server.problem import ClientGoneError, Problem
 
@@ -18,6 +18,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Sequence[tuple[str, str]]
+Value = TypeVar("Value")
 
 JSON = "application/json"
 _DEEPEST = 32
@@ -79,6 +80,18 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    async def unless_gone(self, work: Awaitable[Value]) -> Value:
+        """What `work` gives; cancels it and raises `ClientGoneError` when the client leaves."""
+        going, leaving = asyncio.ensure_future(work), asyncio.ensure_future(self.gone())
+        try:
+            await asyncio.wait((going, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if not going.done():
+                raise ClientGoneError
+            return going.result()
+        finally:
+            going.cancel()
+            leaving.cancel()
+
     async def reply(self, status: int, body: bytes, kind: str, headers: Headers = ()) -> None:
         """Answers, and closes the connection where the client still sends its body."""
         extra = [*headers, ("content-length", str(len(body)))]
@@ -119,6 +132,16 @@ class Exchange:
         pairs = [("content-type", kind), *_ALWAYS, *headers]
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+@asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """Raises `Problem` (504) for what takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise Problem(504, f"not ended within {seconds:g} s") from None
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

@@ -16,6 +16,7 @@ from lezero.serve.server.embedded import answer_embeddings
 from lezero.serve.server.embedding import read_embeddings
 from lezero.serve.server.exchange import Exchange, parse
 from lezero.serve.server.face import Face, Handler
+from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.metrics import Metrics
 from lezero.serve.server.stats import gauges, stats
 from lezero.serve.server.worker import Worker
@@ -45,7 +46,8 @@ class LanguageFace(Face):
             raise LeZeroError(f"the model does not give even one token: {answer.error}")
 
     def start(self) -> None:
-        self._encoder = Encoder(self.llm)
+        self._lanes = Lanes("lezero-encoder")
+        self._encoder = Encoder(self.llm, self._lanes)
         self._answerer = Answerer(
             *(self.worker, self._encoder, TokenText(self.llm.coder)),
             *(self.name, self._config.request_s),
@@ -54,7 +56,7 @@ class LanguageFace(Face):
 
     async def stop(self) -> None:
         await self.worker.stop()
-        self._encoder.close()
+        self._lanes.close()
 
     def cancel_all(self) -> None:
         self.worker.cancel_all()

@@ -100,7 +100,7 @@ class Worker:
         self.broken: str | None = None
         """Why no request can be answered any more."""
         self.active = 0
-        """Requests that were submitted and have not ended."""
+        """Requests that have a place, those too whose prompts are still encoded."""
         self.alone, self.filling = Pace(), Pace()
         """Of steps in which one request alone decoded, and of those that prompts filled."""
         self._inbox: deque[Callable[[], None]] = deque()
@@ -125,27 +125,31 @@ class Worker:
         while self._thread.is_alive():
             await asyncio.sleep(0.005)
 
+    def reserve(self, count: int) -> None:
+        """Takes places for requests to come; raises `BusyError` where there is no room for all."""
+        with self._wake:
+            if self.active + count > self.room:
+                raise BusyError
+            self.active += count
+
+    def release(self, count: int) -> None:
+        """Gives places back that no request was submitted to."""
+        with self._wake:
+            self.active -= count
+
     def submit(self, requests: Sequence[Request], events: Events) -> None:
-        """Lets requests wait for their turn; raises `BusyError` where there is no room for all."""
+        """Lets requests wait for their turn, in places of theirs, which they give back."""
         jobs = [
             _Job(request, Answer(request, self._llm.coder), index, events)
             for index, request in enumerate(requests)
         ]
-        with self._wake:
-            if self.active + len(requests) > self.room:
-                raise BusyError
-            self.active += len(requests)
         self._order(lambda: self._add(jobs))
 
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Embeddings, made between steps; cancelling the call gives its place up.
+        """Embeddings, made between steps, in a place that stays the caller's.
 
-        Raises `BusyError`, `NumericsError`, and `EngineError` for what is not the prompts' fault.
+        Raises `NumericsError`, and `EngineError` for what is not the prompts' fault.
         """
-        with self._wake:
-            if self.active >= self.room:
-                raise BusyError
-            self.active += 1
         future: asyncio.Future[list[list[float]]] = self._loop.create_future()
 
         def told(outcome: Outcome) -> None:
@@ -157,7 +161,7 @@ class Worker:
         try:
             return await future
         finally:
-            self._order(lambda: self._end_embedding(asked))
+            self._order(lambda: self._embedder.drop(asked))
 
     def cancel(self, requests: Iterable[Request]) -> None:
         """Ends requests; nothing happens to those that have ended."""
@@ -221,11 +225,6 @@ class Worker:
             asked.told(EngineError(_ENDS, ended=self._stopping))
         else:
             self._embedder.add(asked)
-
-    def _end_embedding(self, asked: Embedding) -> None:
-        self._embedder.drop(asked)
-        with self._wake:
-            self.active -= 1
 
     def _embed(self) -> None:
         self._step_began = time.monotonic()
@@ -365,8 +364,7 @@ class Worker:
         if job.last_s is not None and job.request.arrived_s is not None:
             self._took_s += 0.1 * (job.last_s - job.request.arrived_s - self._took_s)
         self.metrics.ended["refused" if event.refused else str(event.reason)] += 1
-        with self._wake:
-            self.active -= 1
+        self.release(1)
         self._out.append((job.events, event))
 
     def _is_time(self) -> bool:

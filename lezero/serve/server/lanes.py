@@ -1,0 +1,61 @@
+"""Threads for what takes long, so that the event loop goes on and short texts pass long ones.
+
+Finding the tokens of a megabyte of text takes a second, and so does writing a long answer as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+Value = TypeVar("Value")
+_LONG = 1 << 14
+
+
+class Lane:
+    """One thread, which takes one piece of work after another."""
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self.active = 0
+        """Pieces of work that somebody waits for."""
+
+    def run(self, work: Callable[[], Value]) -> asyncio.Future[Value]:
+        """What `work` gives. Cancelling it before its turn gives the turn up."""
+        self.active += 1
+        going = asyncio.get_running_loop().run_in_executor(self._pool, _run, work)
+        going.add_done_callback(self._ended)
+        return going
+
+    def _ended(self, going: object) -> None:
+        self.active -= 1
+
+    def close(self) -> None:
+        """Forgets what waits, and ends the thread after what runs."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Lanes:
+    """One lane for short work and one for long. name: of the threads."""
+
+    def __init__(self, name: str) -> None:
+        self._short, self._long = Lane(f"{name}-short"), Lane(f"{name}-long")
+
+    def of(self, length: int) -> Lane:
+        """The lane of work on so many letters, tokens, rows or bytes."""
+        return self._short if length < _LONG else self._long
+
+    def close(self) -> None:
+        self._short.close()
+        self._long.close()
+
+
+def _run(work: Callable[[], Value]) -> Value:
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as error:  # a panic of tokenizers, or SystemExit, would end the event loop
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,149 @@
+"""Prompts that take long to encode: what others, limits and leaving notice of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.serve.batching.module import InferModule
+from lezero.serve.server.batched import BatchFace
+from tests.serve.server.batch_running import Net, serving_batches
+from tests.serve.server.running import Client, serving, small_llm, until
+
+LONG = "x" * 20_000
+
+
+class Slow:
+    """A tokenizer that waits for its gate where a text is long, and counts such texts."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.gate, self.begun = inner, threading.Event(), 0
+
+    def encode(self, text: str) -> list[int]:
+        if len(text) > 1000:
+            self.begun += 1
+            assert self.gate.wait(20)
+        return self._inner.encode(text)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._inner.decode(tokens)
+
+
+def slowed(**options: Any) -> tuple[Any, Slow]:
+    llm = small_llm(**options)
+    assert llm.coder is not None
+    slow = llm.coder._inner = Slow(llm.coder._inner)
+    return llm, slow
+
+
+PATHS = {"/v1/completions": "prompt", "/v1/embeddings": "input"}
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def begin(client: Client, path: str) -> Any:
+    return client.begin({PATHS[path]: LONG}, path)
+
+
+def ask(client: Client, path: str) -> Any:
+    return client.ask(path, {PATHS[path]: "abc"})
+
+
+def test_short_texts_pass_long_ones(path: str) -> None:
+    llm, slow = slowed()
+    with serving(llm) as client:
+        waiting = [begin(client, path) for _ in range(5)]
+        until(lambda: client.server.worker.active == 5)
+        until(lambda: slow.begun == 1)
+        assert ask(client, path).status == 200
+        assert slow.begun == 1
+        slow.gate.set()
+        for connection in waiting:
+            with connection:
+                assert b" 400 " in connection.recv(4096)
+        until(lambda: client.server.worker.active == 0)
+
+
+def test_texts_that_are_encoded_have_places(path: str) -> None:
+    llm, slow = slowed(max_requests=1)
+    with serving(llm, queue=0) as client, begin(client, path) as first:
+        until(lambda: slow.begun == 1)
+        found = ask(client, path)
+        assert found.status == 429
+        assert found.error["code"] == "queue_full"
+        slow.gate.set()
+        assert b" 400 " in first.recv(4096)
+        assert ask(client, path).status == 200
+
+
+def test_those_who_leave_before_their_turn_are_not_encoded(path: str) -> None:
+    llm, slow = slowed()
+    with serving(llm) as client, begin(client, path):
+        until(lambda: slow.begun == 1)
+        for connection in [begin(client, path) for _ in range(4)]:
+            until(lambda: client.server.worker.active > 1)
+            connection.close()
+        until(lambda: client.server.worker.active == 1)
+        slow.gate.set()
+        until(lambda: client.server.worker.active == 0)
+        assert slow.begun == 1
+
+
+def test_encoding_counts_as_time_of_the_request(path: str) -> None:
+    llm, slow = slowed()
+    with serving(llm, request_s=0.3) as client, begin(client, path) as connection:
+        assert b" 504 " in connection.recv(4096)
+        assert slow.begun == 1
+        assert client.server.worker.active == 0
+        slow.gate.set()
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Holds the reading of bodies back that have more than 100 rows."""
+    from lezero.serve.server import batched
+
+    gate, read = threading.Event(), batched.read_inputs
+
+    def slow(body: bytes, *rest: Any) -> Any:
+        assert len(body) < 1000 or gate.wait(20)
+        return read(body, *rest)
+
+    monkeypatch.setattr(batched, "read_inputs", slow)
+    yield gate
+    gate.set()
+
+
+def test_bodies_of_modules_wait_in_a_bounded_queue_of_their_own(reading: threading.Event) -> None:
+    short, long = {"inputs": [0, 0, 0, 0]}, {"inputs": [[0.0, 0, 0, 0]] * 1500}
+    with serving_batches(InferModule(Net(), torch.zeros(1, 4)), queue=1) as client:
+        face = client.server.face
+        assert isinstance(face, BatchFace)
+        lane = face._lanes.of(1 << 20)
+        waiting = [client.begin(long, "/v1/infer") for _ in range(2)]
+        until(lambda: lane.active == 2)
+        refused = client.ask("/v1/infer", long)
+        assert refused.status == 429
+        assert refused.error["code"] == "queue_full"
+        assert client.ask("/v1/infer", short).status == 200
+        waiting.pop().close()
+        until(lambda: lane.active == 1)
+        reading.set()
+        with waiting[0] as connection:
+            assert b" 200 " in connection.recv(4096)
+
+
+def test_what_is_read_of_a_body_counts_as_time_of_the_request(reading: threading.Event) -> None:
+    with serving_batches(InferModule(Net(), torch.zeros(1, 4)), request_s=0.3) as client:
+        began = time.monotonic()
+        assert client.ask("/v1/infer", {"inputs": [[0.0, 0, 0, 0]] * 1500}).status == 504
+        assert time.monotonic() - began < 15
+        reading.set()
