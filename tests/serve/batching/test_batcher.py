@@ -65,6 +65,19 @@ def test_a_refusal_says_when_to_come_again() -> None:
         small.add(Ask([1.0]), 0.0)
 
 
+def test_where_none_may_wait_one_runs() -> None:
+    made = batcher(waiting=0)
+    for _ in range(2):
+        made.add(Ask([1.0]), 0.0)
+        with pytest.raises(FullError, match="1 requests wait"):
+            made.add(Ask([1.0]), 0.0)
+        step = made.next(0.0)
+        assert isinstance(step, Batch)
+        with pytest.raises(FullError, match="0 requests wait"):
+            made.add(Ask([1.0]), 0.0)
+        made.done(step, 0.003)
+
+
 def test_a_machine_that_slows_down_in_mid_run() -> None:
     made = batcher()
     slow = lambda work, now: linear(work, now) * (1 if now < 5 else 3)  # noqa: E731

@@ -108,6 +108,19 @@ def test_more_than_may_wait_are_told_to_come_again(slow: Slow) -> None:
                 assert b" 200 " in connection.recv(4096)
 
 
+def test_where_none_may_wait_one_is_answered(slow: Slow) -> None:
+    with serving_batches(InferModule(slow, torch.zeros(1, 4)), queue=0) as client:
+        asked = {"inputs": [0, 0, 0, 0]}
+        assert client.ask("/v1/infer", asked).status == 200
+        slow.gate.clear()
+        with client.begin(asked, "/v1/infer") as first:
+            until(lambda: client.server.batches.runner.active == 1)
+            assert client.ask("/v1/infer", asked).status == 429
+            slow.gate.set()
+            assert b" 200 " in first.recv(4096)
+        assert client.ask("/v1/infer", asked).status == 200
+
+
 def test_too_slow_an_answer_is_504(slow: Slow) -> None:
     with serving_batches(InferModule(slow, torch.zeros(1, 4)), request_s=0.1) as client:
         slow.gate.clear()
