@@ -69,9 +69,9 @@ class Batcher:
     """Queue and plan of one model.
 
     curve: seconds of a step. target_s: in which 99% of the requests are to be answered. waiting:
-    requests that may wait while a step runs. mix: work of usual requests, until there are real
-    ones. plan: one that is kept as it is; without it plans are rehearsed, and again when the curve
-    or the mix changes.
+    requests that may wait while a step runs, of short and of long ones each. mix: work of usual
+    requests, until there are real ones. plan: one that is kept as it is; without it plans are
+    rehearsed, and again when the curve or the mix changes.
     """
 
     def __init__(
@@ -122,11 +122,12 @@ class Batcher:
         ask.arrived_s = now
         own = self.curve.seconds(ask.work)
         ask.is_long = own > self.target_s / (1 if len(ask.works) == 1 else 2)
+        queue = self._back if ask.is_long else self._front
         is_busy = self.waiting > 0 or self._busy_until is not None
-        if is_busy and self.waiting >= self.most_waiting:
-            rest = sum(x.work for x in self._back)
+        if is_busy and len(queue) >= self.most_waiting:
+            rest = sum(x.work for x in self._back) if ask.is_long else 0.0
             seconds = self._wait_s(now) + rest / self._full_work * self.full_step_s
-            raise FullError(f"{self.waiting} requests wait, as many as may", seconds)
+            raise FullError(f"{len(queue)} requests wait, as many as may", seconds)
         if ask.is_long:
             self._back.append(ask)
             return

@@ -86,7 +86,7 @@ def _gauges(runner: Runner) -> dict[str, tuple[str, str, float]]:
     return {
         "requests_running": ("gauge", "Requests that run.", max(0, runner.active - waiting)),
         "requests_waiting": ("gauge", "Requests that wait.", waiting),
-        "room": ("gauge", "Requests that may wait.", batcher.most_waiting),
+        "room": ("gauge", "Short requests that may wait, or long ones.", batcher.most_waiting),
         "items_total": ("counter", "Texts or rows answered.", counts.items),
         "steps_total": ("counter", "Passes through the model.", counts.steps),
         "failed_steps_total": ("counter", "Steps that raised an error.", counts.failed_steps),

@@ -134,6 +134,23 @@ def test_long_requests_let_others_pass() -> None:
     assert max(told.latencies) > 0.5
 
 
+def test_long_requests_that_wait_leave_the_queue_to_others() -> None:
+    made = batcher(waiting=2)
+    for _ in range(2):
+        made.add(Ask([1.0] * 400), 0.0)
+    with pytest.raises(FullError, match="2 requests wait") as long:
+        made.add(Ask([1.0] * 400), 0.0)
+    short = [Ask([1.0]) for _ in range(2)]
+    for ask in short:
+        made.add(ask, 0.0)
+    with pytest.raises(FullError, match="2 requests wait") as found:
+        made.add(Ask([1.0]), 0.0)
+    assert found.value.retry_s < TARGET < long.value.retry_s
+    step = made.next(0.0)
+    assert isinstance(step, Batch)
+    assert [ask for ask, _ in step.items] == short
+
+
 def test_texts_too_long_for_the_target_are_answered_when_others_do_not_wait() -> None:
     works = [1.0] * 49 + [40.0]
     told = drive(batcher(), stream(40, 1500, works), linear)
