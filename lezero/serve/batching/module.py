@@ -23,6 +23,8 @@ from lezero.serve.batching.model import COUNTS, BatchedModel
 Row = dict[str, Tensor]
 """Tensors by name, each without the batch dim."""
 _FORM = "PACKAGE.MODULE:FUNCTION"
+_MOST_ROWS = 2048
+"""Of a request: each of them takes memory of its own, however short it is."""
 
 
 class InferModule(BatchedModel):
@@ -58,7 +60,8 @@ class InferModule(BatchedModel):
     def rows(self, inputs: Mapping[str, Tensor]) -> tuple[list[Row], bool]:
         """The rows of a request, and whether it was one row without a batch dim.
 
-        Raises `ConfigError` that names the input whose type or shape is not the example's.
+        Raises `ConfigError` that names the input whose type or shape is not the example's, and for
+        more than 2,048 rows.
         """
         if set(inputs) != set(self.example):
             wanted = ", ".join(self.example)
@@ -71,13 +74,15 @@ class InferModule(BatchedModel):
         counts = {len(x) for x in whole.values()}
         if len(counts) != 1 or 0 in counts:
             raise ConfigError(f"inputs: have {sorted(counts)} rows, allowed is one number above 0")
+        count = counts.pop()
+        if count > _MOST_ROWS:
+            raise ConfigError(f"inputs: got {count} rows, allowed are 1 to {_MOST_ROWS} a request")
         for name, x in whole.items():
             small, large = self.example[name].shape[1:], self.largest[name].shape[1:]
             sizes = zip(x.shape[1:], small, large, strict=True)
             fits = all(n == a or (a != b and 1 <= n <= b) for n, a, b in sizes)
             if not fits or x.dtype != self.example[name].dtype:
                 raise ConfigError(self._wrong({name: inputs[name]}))
-        count = counts.pop()
         return [{name: x[i] for name, x in whole.items()} for i in range(count)], is_single
 
     def _wrong(self, inputs: Mapping[str, Tensor]) -> str:

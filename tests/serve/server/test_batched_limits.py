@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from lezero.serve.batching.module import InferModule
 from lezero.serve.batching.plan import Plan
+from lezero.serve.server.inference import TENSORS
 from tests.serve.server.batch_running import Net, serving_batches
 from tests.serve.server.running import head, read_all, until
 
@@ -106,6 +108,27 @@ def test_more_than_may_wait_are_told_to_come_again(slow: Slow) -> None:
         for connection in open_ones:
             with connection:
                 assert b" 200 " in connection.recv(4096)
+
+
+class _Sum(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_rows_of_a_request_are_bounded(shape: tuple[int, ...]) -> None:
+    with serving_batches(InferModule(_Sum(), torch.zeros(shape))) as client:
+        rows = torch.zeros(2049, *shape[1:])
+        for body in (
+            {"data": {"inputs": rows.tolist()}},
+            {"data": save({"input": rows}), "content_type": TENSORS},
+        ):
+            refused = client.ask("/v1/infer", **body)
+            assert refused.status == 400
+            assert "got 2049 rows, allowed are 1 to 2048" in refused.error["message"]
+            assert refused.error["param"] == "inputs"
+        found = client.ask("/v1/infer", {"inputs": rows[1:].tolist()})
+        assert len(found.json["outputs"]["output"]) == 2048
 
 
 def test_where_none_may_wait_one_is_answered(slow: Slow) -> None:
