@@ -106,11 +106,14 @@ class Layout:
         return self.ranks == 1 or (len(self.places) == 1 and bool(self.places[0].rows.shape))
 
     def spans(self) -> tuple[Span, ...]:
-        """Which element of which parameter lies where in the segment."""
+        """Which element of which parameter lies where in the segment.
+
+        A parameter without dims counts as one element for each rank, as the chunks have it.
+        """
         found = []
         for place in self.places:
             for rank in range(self.ranks):
-                start, stop = place.rows.flat_range(rank)
+                start, stop = place.rows.flat_range(rank) if place.rows.shape else (rank, rank + 1)
                 if stop > start:
                     found.append(Span(place.name, start, stop, rank * self.chunk + place.at))
         return tuple(found)
