@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import replace
-from statistics import median
+from statistics import median, median_low
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from lezero.comm.choice import (
     Exchange,
     Plain,
     Speed,
+    Traffic,
     Way,
     choose,
     predict,
@@ -100,7 +102,7 @@ class Chooser:
         # Where nothing can be encoded, nothing is looked at: `Errors` would raise the peak.
         self._errors = Errors() if routing.coded is not None else None
         self._traffic: Counter[Exchange] = Counter()
-        self._last_traffic: Counter[Exchange] = Counter()
+        self._traffics: deque[Counter[Exchange]] = deque(maxlen=REALISED)
         self._encodable = True
         self._times: deque[tuple[float, float]] = deque(maxlen=REALISED)
         self._began = self._waited = self._own = 0.0
@@ -131,7 +133,8 @@ class Chooser:
         now, waited = time.perf_counter(), self._queue.waited_s
         if self._step >= WARM:
             self._times.append((now - self._began - self._own, waited - self._waited))
-        self._last_traffic, self._traffic = self._traffic, Counter()
+            self._traffics.append(self._traffic)
+        self._traffic = Counter()
         self._step += 1
         if self._flushing:
             self._flushed()
@@ -199,21 +202,22 @@ class Chooser:
         way = way_of(probe(self._mesh, self._axis), self._routing.topology, self._routing.gather)
         took = max(groups.gather_objects(time.perf_counter() - began))
         assert self._plain is not None
-        wire_s = way.seconds(self._last_traffic, None)
+        traffic = _usual(self._traffics)
+        wire_s = way.seconds(traffic, None)
         before = self._plain if self._plain.wire_s else replace(self._plain, wire_s=wire_s)
         self._plain = before.moved(wire_s)
         candidates = [
             Candidate(
                 name,
-                way.seconds(self._last_traffic, codec(name)),
-                self._speeds[name].seconds(self._last_traffic, way.size, way.partners),
+                way.seconds(traffic, codec(name)),
+                self._speeds[name].seconds(traffic, way.size, way.partners),
                 self._owed[name],
             )
             for name in CANDIDATES
             if name not in self._failed
         ]
         self.choice = choose(self._plain, candidates, self._budget)
-        self._gathers = self._with_gathers(way, self.choice.codec)
+        self._gathers = self._with_gathers(way, traffic, self.choice.codec)
         self._switch(self.choice, self.choice.codec, self.choice.reason)
         wait = max(EVERY, int(took / max(_SHARE * step_s, 1e-9)))
         self._judge = self.codec != PLAIN
@@ -224,10 +228,9 @@ class Chooser:
         """Whether the errors of codecs are still to be measured, and with what."""
         return None if any(owed is not None for owed in self._owed.values()) else Errors()
 
-    def _with_gathers(self, way: Way, chosen: str) -> dict[str, float]:
+    def _with_gathers(self, way: Way, traffic: Traffic, chosen: str) -> dict[str, float]:
         """Seconds that a step with codec `chosen` would take with each codec of parameters."""
         assert self._plain is not None
-        traffic = self._last_traffic
         moved = any(exchange.operation == "all_gather" for exchange in traffic)
         if way.gather is not None or not moved:
             return {}
@@ -339,6 +342,13 @@ def _number(value: float | str | None) -> float:
 def _settle(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def _usual(traffics: Collection[Counter[Exchange]]) -> Traffic:
+    """The median of the last steps: before one of them an evaluation may have gathered, too."""
+    kinds = dict.fromkeys(kind for one in traffics for kind in one)  # in one order on every rank
+    usual = {kind: median_low(one[kind] for one in traffics) for kind in kinds}
+    return {kind: times for kind, times in usual.items() if times}
 
 
 def _sample(flat: Tensor) -> Tensor:

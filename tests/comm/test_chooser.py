@@ -229,6 +229,24 @@ def test_it_tells_what_encoded_parameters_would_save(ranks: RankPool) -> None:
     assert not any(name.startswith("gather") for name in record["candidates"])
 
 
+def evaluated(gathers: int) -> list[Any]:
+    """The figures of a decision before whose last step parameters were gathered so often."""
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            steps(link, WARM + MEASURED - 1)
+            for _ in range(gathers):
+                link.all_gather(torch.empty(NUMEL // 2), torch.empty(NUMEL), key="x").wait()
+            steps(link, 1)
+            made = link.chooser.decisions.records["wire.s"]
+    return [made.candidates["none"]["wire s"], sorted(made.candidates)]
+
+
+def test_an_evaluation_between_steps_does_not_count(ranks: RankPool) -> None:
+    assert ranks(2, evaluated, 50) == ranks(2, evaluated, 0)
+
+
 def replayed() -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         slow_network(patch, [20.0, 3.0])
