@@ -96,8 +96,12 @@ class Backward:
         self._next, self.active = 0, False
 
     def _launch_ready(self) -> None:
-        while self._next < len(self.order) and self.order[self._next].ready:
-            self.order[self._next].launch()
+        while self._next < len(self.order):
+            bucket = self.order[self._next]
+            if bucket.trainable:  # frozen ones have no gradients to sum
+                if not bucket.ready:
+                    break
+                bucket.launch()
             self._next += 1
 
     @torch.no_grad()

@@ -76,6 +76,7 @@ class Bucket:
         self._wide = wide(segment.compute)
         self._spans = segment.layout.spans()
         self._grads: list[torch.Tensor] = []
+        self._totals: dict[Held, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
         # Their gradients get the same strides, as autograd's have: fused optimizers rely on that.
         self._strided = segment.link is None and not all(
             held.sharded.is_contiguous() for held in segment.helds
@@ -144,9 +145,7 @@ class Bucket:
         if not self._direct:
             self._add()
         self.summed = True
-        for tensor in {id(t): t for t in (self.flat, self._sum)}.values():
-            if tensor is not self._own:
-                lent.give(tensor)
+        self._give_back()
         self.reset()
 
     def deposit(self, used: set[Held]) -> None:
@@ -193,8 +192,14 @@ class Bucket:
         """Forgets what was collected, after a backward that failed."""
         if self._pending is not None:
             self._pending.wait()
+        self._give_back()
         self.reset()
         self.summed = False
+
+    def _give_back(self) -> None:
+        for tensor in {id(t): t for t in (self.flat, self._sum) if t is not None}.values():
+            if tensor is not self._own:
+                self.lent.give(tensor)
 
     def _take(self, keep: bool) -> torch.Tensor:
         if self.flat is not None:
@@ -258,9 +263,20 @@ class Bucket:
         for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
             new = self.segment.layout.shard(self._sum, held.place, self.segment.rank)
             there = held.local_grad()
-            if there is not None:
-                there.add_(new)
-            elif self.summed:
-                local(mine).add_(new)
-            else:
+            if there is None and not self.summed:
                 local(mine).copy_(new)
+                continue
+            there = local(mine) if there is None else there
+            if there.dtype == new.dtype:
+                there.add_(new)
+            else:
+                self._add_wide(held, there, new)
+
+    def _add_wide(self, held: Held, there: torch.Tensor, new: torch.Tensor) -> None:
+        """Beside a gradient of 16 bits stays what it was rounded from, as long as it adds up."""
+        total, known, version = self._totals.get(held) or (torch.empty_like(new), None, -1)
+        if known is not there or version != there._version:
+            total.copy_(there)
+        total.add_(new)
+        there.copy_(total)
+        self._totals[held] = total, there, there._version

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.parallel.zero import Zero, no_sync, shard_, sharding_of
 from lezero.parallel.zero import shard as shard_module
@@ -263,6 +264,74 @@ def compare(solo, stages):
                 ]
             sharding_of(model).close()
     return wrong
+
+
+def sent(stage):
+    """Bytes that this rank sent for gradients, those of what is trained, and what was kept."""
+    model = shard_(make(Frozen), Zero(stage=stage), wire=Wire(topology="flat"))
+    sharding = sharding_of(model)
+    link = sharding.lines.shard or sharding.lines.replicate
+    operation = "reduce_scatter" if stage else "all_reduce"
+    trained = [bucket for bucket in sharding.backward.order if bucket.trainable]
+    lengths = [bucket.segment.ranks * bucket._length for bucket in trained]
+    each = [link.sent_bytes(operation, length, torch.float32) for length in lengths]
+    found = []
+    for tokens in batches(2, 2, groups.rank()):
+        link.account.take()
+        backward(model, tokens)
+        found.append((link.account.take()[operation], sum(each)))
+    frozen = [bucket for bucket in sharding.backward.order if not bucket.trainable]
+    assert len(frozen) == 3
+    return found, [bucket._own for bucket in frozen]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_frozen_parameters_cost_neither_bytes_nor_memory(ranks, stage):
+    for found, kept in ranks(2, sent, stage):
+        assert all(bytes_ == expected > 0 for bytes_, expected in found)
+        assert kept == [None] * len(kept)
+
+
+def failing_often(stage):
+    """How many gradient buffers there are after each of several backwards that failed."""
+
+    def fail(*_):
+        raise KeyError("on purpose")
+
+    model = shard_(make(), Zero(stage=stage))
+    model.blocks[0].register_forward_hook(lambda *a: a[2].register_hook(fail) and None)
+    counts = []
+    for tokens in batches(4, 2, groups.rank()):
+        loss = loss_of(model, tokens)
+        counts.append(sum(sharding_of(model).lent._made.values()))
+        with pytest.raises(KeyError):
+            loss.backward()
+    return counts
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_failed_backward_gives_its_buffers_back(ranks, stage):
+    for counts in ranks(2, failing_often, stage):
+        assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
+
+
+def added_up(stage):
+    """Gradients in bf16 of one backward, and of many small ones that add up to it."""
+    found = []
+    for parts in (1, 64):
+        model = shard_(make(dtype=torch.bfloat16), Zero(stage=stage))
+        for _ in range(parts):
+            (loss_of(model, next(batches(1))).float() / parts).backward()
+        found.append(gradients_of(model))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_many_small_gradients_in_bf16_are_not_lost(ranks, stage):
+    for once, often in ranks(2, added_up, stage):
+        for name, gradient in once.items():
+            assert gradient.dtype == torch.bfloat16
+            torch.testing.assert_close(often[name], gradient, rtol=2**-7, atol=0, msg=name)
 
 
 def differences(found, expected):
