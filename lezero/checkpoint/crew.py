@@ -59,9 +59,10 @@ class Crew:
                 if problem:
                     raise FileError(problem)
                 made = stack.enter_context(folder.aside(root, target.name)) if not self.rank else ""
-                return {"folder": str(made), "bytes": tensor_bytes(tensors)}
+                return {"step": step, "folder": str(made), "bytes": tensor_bytes(tensors)}
 
             begun = self._agree(begin, target)
+            _check_steps([one["step"] for one in begun])
             made = Path(begun[0]["folder"])
             label = f"{self.rank:05d}-" if self.size > 1 else ""
 
@@ -121,6 +122,16 @@ class Crew:
             ) from error
         pairs = zip(bodies, lengths, strict=True)
         return [json.loads(bytes(body[:n].numpy().tobytes())) for body, n in pairs]
+
+
+def _check_steps(steps: list[int]) -> None:
+    """Raises `FileError` where ranks are at different saves: rows of two steps never mix."""
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise FileError(
+                f"rank 0 saves step {steps[0]}, but rank {rank} step {step}; call save on every "
+                "rank at the same steps"
+            )
 
 
 def _told(error: Exception, target: Path) -> str:

@@ -21,6 +21,7 @@ from lezero.core.log import logger
 from lezero.files import Slice, check_json, discard, list_generations, step_of
 
 _log = logger("checkpoint")
+_Parts = tuple[dict[str, Tensor], dict[str, Slice], dict[str, Any]]
 
 
 class Saver:
@@ -93,7 +94,8 @@ class Saver:
         Of `tensors`, which every rank gives alike, a rank copies and writes its rows of DTensors,
         and rank 0 the rest; `own` are tensors that no other rank has, under names of their own.
         `documents` are rank 0's. Returns False when it was skipped (see `busy`) or when the copy
-        does not fit in memory. Raises `FileError` for tensors or documents that cannot be stored.
+        does not fit in memory. Raises `FileError` for tensors or documents that cannot be stored;
+        ranks that save together all hear of it, as of a write that failed.
         """
         began = time.perf_counter()
         try:
@@ -101,20 +103,17 @@ class Saver:
                 _log.warning(f"generation {step} skipped: the one before is still being written")
                 return False
             self.wait()
-            check_json(documents, "documents")
-            copied_documents = json.loads(json.dumps(documents))
-            mine, places = slices(tensors, self.leads)
-            copied, problem = self._copied({**mine, **(own or {})})
-            if problem is not None and self._crew.size == 1:
+            parts, problem = self._copied(tensors, documents, own or {})
+            if problem is None or self._crew.size > 1:  # who saves together hears of a problem
+                self._writing = step
+                self._thread = threading.Thread(
+                    target=self._write, args=(step, *parts, problem), name="lezero-save"
+                )
+                self._thread.start()
+            elif not isinstance(problem, LeZeroError):
                 self._failed(step, problem)
-                return False
-            self._writing = step
-            self._thread = threading.Thread(
-                target=self._write,
-                args=(step, copied, places, copied_documents, problem),
-                name="lezero-save",
-            )
-            self._thread.start()
+            if isinstance(problem, LeZeroError):
+                raise problem
             return problem is None
         finally:
             self.stall_seconds = time.perf_counter() - began
@@ -181,14 +180,17 @@ class Saver:
         mine = self._thread is not None and self._thread.is_alive()
         return any(groups.gather_objects(mine)) if self._crew.size > 1 else mine
 
-    def _copied(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Exception | None]:
-        """The copies, or why there are none: ranks that save together all hear of it."""
+    def _copied(
+        self, tensors: Mapping[str, Tensor], documents: Mapping[str, Any], own: Mapping[str, Tensor]
+    ) -> tuple[_Parts, Exception | None]:
+        """What this rank writes, as it is now, or why there is nothing."""
         try:
-            return self._buffers.copy(tensors), None
-        except (MemoryError, OSError, RuntimeError) as error:
-            if isinstance(error, LeZeroError):
-                raise
-            return {}, error
+            check_json(documents, "documents")
+            mine, places = slices(tensors, self.leads)
+            copied = self._buffers.copy({**mine, **own})
+            return (copied, places, json.loads(json.dumps(documents))), None
+        except (LeZeroError, MemoryError, OSError, RuntimeError) as error:
+            return ({}, {}, {}), error
 
     def _write(
         self,
@@ -200,7 +202,7 @@ class Saver:
     ) -> None:
         began = time.perf_counter()
         try:
-            told = f"{type(problem).__name__}: {problem}" if problem else ""
+            told = _text(problem) if problem else ""
             self._crew.write(self.root, step, tensors, places, documents, told)
             self.error = self._lost = None
         except Exception as error:  # whatever it is, training goes on
@@ -241,5 +243,8 @@ class Saver:
     def _tell(self, step: int, error: Exception) -> None:
         stands = list_generations(self.root)
         newest = f"the newest one is {stands[-1].name}" if stands else "there is none yet"
-        text = str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"
-        _log.error(f"generation {step} was not saved, training goes on; {newest}. {text}")
+        _log.error(f"generation {step} was not saved, training goes on; {newest}. {_text(error)}")
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, FileError) else f"{type(error).__name__}: {error}"

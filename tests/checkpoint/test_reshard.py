@@ -18,8 +18,9 @@ from torch.nn import functional as F
 
 from lezero import checkpoint
 from lezero.checkpoint import crew
+from lezero.comm.mesh import Mesh
 from lezero.core import groups
-from lezero.core.errors import CorruptError, LeZeroError
+from lezero.core.errors import CorruptError, FileError, LeZeroError
 from lezero.files import list_generations
 from lezero.ops.adamw import masters
 from lezero.optim import AdamW, AdamW8bit
@@ -87,14 +88,17 @@ def whole(tensor):
     return torch.cat(every).view(tensor.dtype)[: tensor.shape[0]]
 
 
+def pieces(made):
+    """(name, tensor) of everything that training goes on from, as this rank has it."""
+    for name, parameter in made.model.named_parameters():
+        yield f"model/{name}", parameter.detach()
+        for key, value in made.optimizer.state[parameter].items():
+            yield f"optimizer/{name}/{key}", value
+
+
 def contents(made):
     """Everything that training goes on from, whole, by name; collective."""
-    found = {}
-    for name, parameter in made.model.named_parameters():
-        found[f"model/{name}"] = whole(parameter)
-        for key, value in made.optimizer.state[parameter].items():
-            found[f"optimizer/{name}/{key}"] = whole(value)
-    return found
+    return {name: whole(value) for name, value in pieces(made)}
 
 
 def save(folder):
@@ -241,3 +245,68 @@ def test_a_rank_that_dies_in_the_middle_leaves_no_half_generation(ranks, tmp_pat
         ranks(3, full_disk, tmp_path, True)
     assert [path.name for path in list_generations(tmp_path)] == ["step-00000001"]
     checkpoint.load(tmp_path)
+
+
+def one_cannot(folder):
+    """Rank 0 gives a document that cannot be stored, and later the ranks are at unlike steps."""
+    told, rank = [], groups.rank()
+
+    def tell(step, error):
+        told.append((step, str(error)))
+
+    with checkpoint.Saver(folder, together=True, on_error=tell) as saver:
+        for step in (1, 2, 3, 4):
+            own = {f"own/{rank}": torch.full((3,), float(step))}
+            documents = {"state": {1} if step == 1 and rank == 0 else step}
+            try:
+                saver.save(step + 10 * (rank if step == 3 else 0), {}, documents, own)
+            except FileError as error:
+                told.append(str(error))
+            saver.wait()
+    return told
+
+
+def test_a_rank_that_cannot_save_is_told_of_and_steps_never_mix(ranks, tmp_path):
+    first, second = ranks(2, one_cannot, tmp_path)
+    unlike = "rank 0 saves step 3, but rank 1 step 13; call save on every rank at the same steps"
+    why = "documents.state: set cannot be written as JSON"
+    assert sorted(first, key=str) == sorted([why, (1, f"rank 0: {why}"), (3, unlike)], key=str)
+    assert second == [(1, f"rank 0: {why}"), (13, unlike)]
+    assert [path.name for path in list_generations(tmp_path)] == ["step-00000002", "step-00000004"]
+    for step in (2, 4):
+        loaded = checkpoint.load(tmp_path / f"step-0000000{step}")
+        assert loaded.documents == {"state": step}
+        assert all((loaded.tensors[f"own/{rank}"] == step).all() for rank in range(2))
+
+
+def hybrid(folder):
+    """Two copies, each split over two neighbours."""
+    saved = {}
+    for stage in (1, 3):
+        made = engine("adamw", stage, seed=1, mesh=Mesh({"replicate": 2, "shard": 2}))
+        train(made, 2)
+        made.save(folder / str(stage))
+        saved[stage] = {
+            name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+            for name, value in pieces(made)
+        }
+        sharding_of(made.model).close()
+    return saved
+
+
+def from_hybrid(folder, expected):
+    wrong = []
+    for stage, values in expected.items():
+        made = engine("adamw", 4 - stage, seed=2)
+        made.load(folder / str(stage))
+        found = contents(made)
+        assert found.keys() == values.keys()
+        wrong += [name for name, value in values.items() if not torch.equal(found[name], value)]
+        sharding_of(made.model).close()
+    return wrong
+
+
+def test_what_a_mesh_of_two_axes_saved_loads_with_any_number_of_ranks(ranks, tmp_path):
+    saved = ranks(4, hybrid, tmp_path)[3]
+    for count in (1, 3):
+        assert ranks(count, from_hybrid, tmp_path, saved) == [[]] * count
