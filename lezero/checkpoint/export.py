@@ -39,8 +39,8 @@ def export_weights(
 
     Tensors are named as in the model, or what `names` makes of that; floating-point ones become
     fp32 (bf16 parameters with masters: the exact masters), others stay. Two names of one tensor are
-    both written. Returns the names. Raises `FileError` when there is no model in it, and
-    `CorruptError` for damage; then no file is written.
+    both written. Returns the names. Raises `FileError` when there is no model in it, or two tensors
+    would get one name, and `CorruptError` for damage; then no file is written.
     """
     return _newest(Path(source), lambda path: _export(path, Path(file), names or str))
 
@@ -89,7 +89,14 @@ def _export(path: Path, file: Path, names: Callable[[str], str]) -> list[str]:
     }
     if not found:
         raise FileError(f"{path}: holds no model weights (no tensor is called model/…)")
-    called = {names(name): name for name in found}
+    called: dict[str, str] = {}
+    for name in found:
+        other = called.setdefault(names(name), name)
+        if other != name:
+            raise FileError(
+                f"names: calls both '{other}' and '{name}' '{names(name)}'; give each tensor a "
+                "name of its own"
+            )
     listed = {}
     for new, name in called.items():
         dtype, shape = found[name]

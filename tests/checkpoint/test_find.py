@@ -83,3 +83,11 @@ def test_export_as_fp32_by_parameter_name(tmp_path):
     empty = write_generation(tmp_path / "e", 1, tensors={}, documents={})
     with pytest.raises(FileError, match="no model weights"):
         export_weights(empty, tmp_path / "none.safetensors")
+
+
+def test_two_tensors_never_get_one_name(tmp_path):
+    tensors = {"model/a": torch.ones(2), "model/b": torch.zeros(2)}
+    path = write_generation(tmp_path / "r", 1, tensors=tensors, documents={})
+    with pytest.raises(FileError, match=r"names: calls both 'a' and 'b' 'x'; give each"):
+        export_weights(path, tmp_path / "x.safetensors", lambda name: "x")
+    assert not (tmp_path / "x.safetensors").exists()
