@@ -62,6 +62,11 @@ class WeightOptimizer(Optimizer):
     def check_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for state of a file that cannot belong to `parameter`."""
         coded = "exp_avg_scale" in state
+        if coded and not self._eight_bit:
+            raise ConfigError(
+                f"the state holds moments of 8 bits, which {type(self).__name__} does not update; "
+                "build an AdamW8bit"
+            )
         for key, value in state.items():
             if key == "step" or not isinstance(value, Tensor):
                 continue
@@ -80,6 +85,11 @@ class WeightOptimizer(Optimizer):
                 allowed = (torch.uint8,) if key in _MOMENTS else (torch.float32,)
             right = value.dtype if value.dtype in allowed else allowed[0]
             check_state(key, value, shape, right)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What `copy.deepcopy` and pickle take; torch knows of the rest alone."""
+        own = {"_masters": self._masters, "_eight_bit": self._eight_bit}
+        return {**super().__getstate__(), **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the types that it was saved with."""

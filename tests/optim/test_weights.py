@@ -229,3 +229,23 @@ def test_shards_give_the_same_bits_as_one_rank(ranks: RankPool, kind: str) -> No
     for world in (2, 4):
         for found in ranks(world, shards, world, kind, "remainder"):
             assert same(found, alone)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+def test_a_copy_goes_on_alike(kind: Any) -> None:
+    made = model()
+    optimizer = kind(made, lr=1e-3, masters="remainder")
+    train(made, optimizer, 3)
+    other, again = copy.deepcopy((made, optimizer))
+    train(made, optimizer, 3, begin=3)
+    train(other, again, 3, begin=3)
+    assert same(dict(made.state_dict()), dict(other.state_dict()))
+    assert same(optimizer.masters(made), again.masters(other))
+
+
+def test_moments_of_8_bits_are_refused_where_nothing_updates_them() -> None:
+    made = model()
+    eight = AdamW8bit(made, masters="remainder")
+    train(made, eight, 1)
+    with pytest.raises(ConfigError, match="moments of 8 bits, which AdamW does not update"):
+        AdamW(made, masters="remainder").load_state_dict(eight.state_dict())
