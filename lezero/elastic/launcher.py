@@ -34,6 +34,8 @@ from lezero.core.facts import usable_cores
 from lezero.elastic.worker import ERROR_FILE, python_command
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_MARK = "LEZERO_LAUNCH"
+"""In the environment of every process of one launch: which one. Run ids are for all machines."""
 _RANK_KEYS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE"),
     *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -119,13 +121,14 @@ def launch(
     groups.need_interface()  # the ranks meet over one, and would look for it for minutes
     threads = _threads(config, env or {})
     endpoint = _endpoint(config)
+    mark = uuid.uuid4().hex
     job = {
         **config.to_dict(),
         "nodes": config.node_range(),
         "command": resolved,
         "endpoint": endpoint,
         "parent": os.getpid(),
-        "id": f"lezero-{uuid.uuid4().hex}" if config.node_range()[1] == 1 else "lezero",
+        "id": f"lezero-{mark}" if config.node_range()[1] == 1 else "lezero",
     }
     if not config.quiet:
         many = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
@@ -133,7 +136,7 @@ def launch(
         print(f"lezero: {many}, {each} each (OMP_NUM_THREADS)", file=sys.stderr, flush=True)
     process = subprocess.Popen(
         [*python_command("agent"), json.dumps(job)],
-        env=_environment(config, env or {}, threads),
+        env={**_environment(config, env or {}, threads), _MARK: mark},
         cwd=cwd,
         start_new_session=True,  # Ctrl-C reaches the ranks through us, once
     )
@@ -145,7 +148,7 @@ def launch(
             process.kill()
             process.wait()
     if status < 0:
-        _sweep(str(job["id"]))
+        _sweep(mark)
         return 128 - status
     return status
 
@@ -262,9 +265,9 @@ def _forwarding(process: subprocess.Popen[Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _sweep(run_id: str) -> None:
-    """Kills what a killed agent left behind: every process that carries this job's id."""
+def _sweep(mark: str) -> None:
+    """Kills what a killed agent left behind: every process that carries this launch's mark."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("TORCHELASTIC_RUN_ID") == run_id:
+            if process.environ().get(_MARK) == mark:
                 process.kill()

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -282,3 +283,38 @@ def test_restarts_reads_the_environment(monkeypatch):
     assert restarts() == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert restarts() == 2
+
+
+def test_a_killed_agent_takes_its_own_processes_along_and_nobody_elses(tmp_path):
+    script = write(
+        tmp_path,
+        "import pathlib, subprocess\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "subprocess.Popen(['sleep', '600s'], start_new_session=True)\n"
+        "(folder / 'new').write_text(os.environ['TORCHELASTIC_RUN_ID'])\n"
+        "(folder / 'new').rename(folder / 'id')\n"
+        "while not (folder / 'go').exists():\n"
+        "    time.sleep(0.01)\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\n"
+        "time.sleep(600)\n",
+    )
+    ended: list[int] = []
+    config, env = LaunchConfig(ranks=1, quiet=True), {"TMPDIR": str(tmp_path)}
+    job = threading.Thread(
+        target=lambda: ended.append(launch(config, [script, str(tmp_path)], env=env))
+    )
+    job.start()
+    while not (tmp_path / "id").exists():
+        time.sleep(0.01)
+    # As of another job: all launches over several machines have one run id.
+    other = {**os.environ, "TORCHELASTIC_RUN_ID": (tmp_path / "id").read_text()}
+    bystander = subprocess.Popen(["sleep", "601"], env=other)
+    try:
+        (tmp_path / "go").touch()
+        job.join(60)
+        assert ended == [128 + signal.SIGKILL]
+        assert bystander.poll() is None
+        assert not left("600s")
+    finally:
+        bystander.kill()
+        bystander.wait()
