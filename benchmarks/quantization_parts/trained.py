@@ -70,7 +70,9 @@ def fixture(quick: bool) -> Path:
     if not quick:
         settings["data"] = {**_RUN["data"], "train": sources()}
     config = RunConfig.parse(settings)
-    Trainer(config).run()
+    status = Trainer(config).run().exit_status
+    if status:  # asked to stop: what there is, is no fixture
+        raise SystemExit(status)
     export_hf(root / "run", root / "hf", root / "run" / "tokenizer")
     data = prepare(config.data)
     assert data.validation is not None
