@@ -79,6 +79,7 @@ class Lines:
                 link.step_done()
 
     def close(self) -> None:
+        """Ends the links. The mesh stays, as under FSDP2 (`FsdpSharding.close`)."""
         for link in (self.shard, self.replicate):
             if link is not None:
                 link.close()
