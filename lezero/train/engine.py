@@ -29,7 +29,7 @@ from lezero.core.log import logger
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter
-from lezero.train.engine_arguments import check_model, check_numbers
+from lezero.train.engine_arguments import agree_on_arguments, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
 from lezero.train.loss import (
     LossFunction,
@@ -78,6 +78,7 @@ class Engine:
     if not given); "off"; "blocks"; "step". attention: whose kernel computes it: "auto" measures,
     "torch" or "lezero". pool: keep host memory blocks between steps.
     max_skipped: non-finite steps in a row before `NumericsError` ends the run.
+    Every rank gives the same, and an optimizer with the same options: `DistributedError` if not.
     """
 
     def __init__(
@@ -105,6 +106,12 @@ class Engine:
         )  # fmt: skip
         check_model(model, optimizer)
         speed.check_asked(model, compile, attention)
+        agree_on_arguments(
+            optimizer, counted=counted if isinstance(counted, str) else "a function",
+            precision=precision, accumulate=accumulate, clip=clip, schedule=schedule,
+            total_steps=total_steps, compile=compile, attention=attention, max_skipped=max_skipped,
+            seed=seed,
+        )  # fmt: skip
         self.model, self.optimizer = model, optimizer
         self.loss = loss or model_loss
         self.count = Counter(counted)
@@ -176,16 +183,18 @@ class Engine:
 
     def _evaluate(self, batches: Iterable[Batch]) -> float | None:
         sums = torch.zeros(3, dtype=torch.float64)
+        # A forward pass gathers then, so that every rank runs all of them.
+        together = isinstance(self.gradients, Sharded) and self.gradients.stage == 3
         with evaluating(self.model):
             for batch, new in in_step(batches, self.model, lambda: self._stop):
                 check_token_ids(self.model, batch)
                 batch = to_device(batch, self.place)
                 self._find_shift([batch])
                 count = self.count(batch)
-                if count:
+                if count or together:
                     with self.precision.autocast():
                         loss = scalar(self.loss(self.model, batch), trained=False)
-                    if new:
+                    if count and new:
                         sums += torch.tensor([float(loss) * count, count, 0], dtype=torch.float64)
         sums[2] = self._stop
         groups.all_reduce_sum(sums, "evaluation loss")

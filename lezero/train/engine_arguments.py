@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lezero.core import groups
+from lezero.core.config import Config
 from lezero.core.errors import ConfigError, OrderError
 from lezero.optim import Schedule
+from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.guard import check_optimizer
 
 
@@ -74,6 +77,32 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if any(p.is_meta for p in model.parameters()):
         raise OrderError("the model has parameters on meta: load or initialise them first")
+
+
+def agree_on_arguments(optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
+    """Raises `DistributedError` on every rank, naming the first that ranks have unlike; these and
+    the options of the optimizer's groups."""
+    if groups.world_size() == 1:
+        return
+    options = {
+        f"option {key} of group {number} of the optimizer": value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in sorted(group.items())
+        if key != "params"
+    }
+    mine = {**arguments, "optimizer": type(optimizer).__name__, **options}
+    agree("lz.Engine", {key: _plain(value) for key, value in mine.items()})
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, as far as it goes; of anything else, what kind it is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Config):
+        return value.to_dict()
+    return value if value is None or isinstance(value, str | int | float) else type(value).__name__
 
 
 def _whole(value: object) -> bool:

@@ -127,13 +127,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def in_step(
     batches: Iterable[Batch], model: nn.Module, stopped: Callable[[], bool]
 ) -> Iterator[tuple[Batch, bool]]:
-    """(batch, whether it is new) of `batches` until `stopped`; where a forward pass gathers
-    parameters, ranks that have fewer batches repeat their last one until all are through.
+    """(batch, whether it is new) of `batches` until `stopped`. Sharded parameters are gathered
+    first; where every forward pass gathers them (stage 3), ranks that have fewer batches repeat
+    their last one until all are through.
 
     Raises `ConfigError` on every rank when one of them has no batch at all and others do.
     """
     sharding = sharding_of(model)
     if sharding is None or sharding.stage < 3 or groups.world_size() == 1:
+        if sharding is not None:
+            sharding.gather()
         going_on = itertools.takewhile(lambda _: not stopped(), batches)
         yield from ((batch, True) for batch in going_on)
         return

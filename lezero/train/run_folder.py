@@ -126,7 +126,7 @@ class RunFolder:
     @staticmethod
     def changes(saved: dict[str, Any], now: RunConfig) -> list[str]:
         """What differs from the checkpoint's config and can change what is trained."""
-        old, new = _flat(saved), _flat(now.to_dict())
+        old, new = flat(saved), flat(now.to_dict())
         return [
             f"{key}: {old.get(key)!r} → {new.get(key)!r}"
             for key in sorted(old.keys() | new.keys())
@@ -137,10 +137,11 @@ class RunFolder:
 _HARMLESS = ("run", "checkpoint", "report", "validation")
 
 
-def _flat(data: Any, prefix: str = "") -> dict[str, Any]:
+def flat(data: Any, prefix: str = "") -> dict[str, Any]:
+    """The leaves of nested dicts, by their keys joined with dots."""
     if not isinstance(data, dict):
         return {prefix.rstrip("."): data}
-    return {k: v for key in data for k, v in _flat(data[key], f"{prefix}{key}.").items()}
+    return {k: v for key in data for k, v in flat(data[key], f"{prefix}{key}.").items()}
 
 
 def write_aside(path: Path, text: str) -> None:

@@ -19,14 +19,21 @@ from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
 from lezero.models import Transformer
 from lezero.parallel.zero import sharding_of
+from lezero.parallel.zero.agreement import agree
 from lezero.train import engine_state, recipe
 from lezero.train.callbacks import Callback
 from lezero.train.config import RunConfig
 from lezero.train.engine import Engine, StepResult
 from lezero.train.prospect import Prospect, foresee
-from lezero.train.run_folder import RunFolder
+from lezero.train.run_folder import RunFolder, flat
 from lezero.train.run_log import RunLog
 from lezero.train.signals import StopRequest, graceful_stop
+
+_OWN = {
+    *("run", "model.folder", "data.train", "data.validation", "data.tokenizer.folder"),
+    "report.tensorboard",
+}
+"""What may differ between ranks: paths, of which rank 0's count, and what rank 0 alone does."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +89,9 @@ class Trainer:
     def run(self) -> TrainResult:
         """Trains to `train.steps` (or a signal) and returns how it ended.
 
-        Raises `LeZeroError` subclasses: bad data or config, a model too large for this machine,
-        checkpoints that are all damaged, too many non-finite steps in a row, a last checkpoint
-        that could not be written.
+        Raises `LeZeroError` subclasses: bad data or config, one that differs between ranks, a model
+        too large for this machine, checkpoints that are all damaged, too many non-finite steps in a
+        row, a last checkpoint that could not be written.
         """
         groups.join()
         try:
@@ -118,6 +125,7 @@ class Trainer:
 
     def _prepare(self) -> None:
         config = self.config
+        agree("lz train", {k: v for k, v in flat(config.to_dict()).items() if k not in _OWN})
         recipe.check(config)
         self.folder.create()
         self.log.open()
@@ -319,9 +327,13 @@ class Trainer:
     # after the last step -----------------------------------------------------------------------
 
     def _finish(self, result: TrainResult) -> None:
+        if result.exit_status != 0:
+            return
         sharding = sharding_of(self.model)
-        gathers = sharding is not None and sharding.stage == 3  # every rank runs the model then
-        if (groups.is_main() or gathers) and result.exit_status == 0:
+        together = sharding is not None and sharding.stage == 3  # a forward pass gathers then
+        if sharding is not None and not together:
+            sharding.gather()
+        if groups.is_main() or together:
             self._try_to_write("sample.json", self._write_samples)
 
     def _write_decisions(self) -> None:

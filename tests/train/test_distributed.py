@@ -10,10 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from lezero.core import groups
+from lezero.core.errors import DistributedError
 from lezero.data import Loader
-from lezero.optim import AdamW
+from lezero.optim import AdamW, Schedule
+from lezero.train import Trainer
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
+from tests.train.runs import config, filled_cache, settings
+
+__all__ = ["filled_cache"]
 
 VOCAB, ROWS, LENGTH, STEPS = 19, 12, 6, 20
 
@@ -255,3 +260,40 @@ def save_and_load(folder):
 def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(ranks, tmp_path):
     for on, again in ranks(2, save_and_load, tmp_path):
         assert on == again
+
+
+def unlike(folder):
+    one = 1 + groups.rank()
+    for options, told in (
+        ({"accumulate": one}, "'accumulate' is 1 on rank 0 but 2 on rank 1"),
+        ({"clip": 1.0 / one}, "'clip' is 1.0 on rank 0 but 0.5 on rank 1"),
+        (
+            {"schedule": Schedule(kind="constant", warmup=one)},
+            r"'schedule' is \{.*'warmup': 1.*\} on rank 0 but \{.*'warmup': 2",
+        ),
+    ):
+        with pytest.raises(DistributedError, match=f"lz.Engine: {told}"):
+            make(**options)
+    model = Tiny()
+    told = "'option lr of group 0 of the optimizer' is 0.01 on rank 0 but 0.02 on rank 1"
+    with pytest.raises(DistributedError, match=told):
+        Engine(model, AdamW(model, lr=0.01 * one))
+    with pytest.raises(DistributedError, match=r"lz train: 'train.lr' is 0.01 on rank 0 but 0.02"):
+        Trainer(config(folder, train__lr=0.01 * one)).run()
+
+
+def test_ranks_that_were_given_other_options_are_told_which(ranks, tmp_path):
+    settings(tmp_path)
+    ranks(2, unlike, tmp_path)
+
+
+def elsewhere(folder):
+    data = settings(folder)["data"]
+    if groups.rank():
+        data["train"] = ["its/own/path.txt"]
+    return Trainer(config(folder, data=data, train__steps=2)).run().step
+
+
+def test_ranks_may_know_the_data_by_other_paths(ranks, filled_cache, tmp_path):
+    settings(tmp_path)
+    assert ranks(2, elsewhere, tmp_path, env={"LEZERO_CACHE": str(filled_cache)}) == [2, 2]

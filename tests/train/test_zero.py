@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -18,8 +20,9 @@ from lezero.train import Trainer
 from lezero.train.engine import Engine
 from lezero.train.gradients import wires
 from lezero.train.loss import next_token_loss
-from tests.train.runs import config, filled_cache
+from tests.train.runs import TEXT, config, filled_cache, settings
 from tests.train.test_distributed import (
+    ROWS,
     STEPS,
     Poisoned,
     Tiny,
@@ -37,7 +40,8 @@ STAGES = (0, 1, 2, 3)
 def make(stage, dtype=torch.float64, wire=None, zero=None, model=None, **options):
     torch.manual_seed(0)
     model = model or Tiny(options.pop("dropout", 0.0)).to(dtype)
-    shard_(model, zero or Zero(stage=stage), wire=wire)
+    if stage is not None:
+        shard_(model, zero or Zero(stage=stage), wire=wire)
     options = {"compile": "off", "attention": "torch", "loss": next_token_loss, **options}
     return Engine(model, AdamW(model, lr=1e-2), **options)
 
@@ -143,6 +147,39 @@ def test_evaluation_under_stage_3_over_uneven_numbers_of_batches(ranks):
     for value, empty in ranks(2, uneven):
         assert abs(value - expected) < 1e-12
         assert empty != empty
+
+
+def evaluated(stage, folder):
+    """Right after a step, after a load and in inference mode: rank 1 has nothing that counts."""
+    engine = make(stage)
+    batches = [mine(batch) for batch in global_batches(4)]
+    nothing = {**batches[0], "targets": torch.full_like(batches[0]["targets"], -100)}
+    own = batches[1:3] if groups.rank() == 0 else [nothing, nothing]
+    without = own if groups.rank() == 0 or stage == 3 else []  # which stage 3 does not allow
+    with torch.inference_mode():
+        values = [engine.evaluate(own)]
+    engine.train_step(batches[3])
+    values += [engine.evaluate(own), engine.evaluate(without)]
+    engine.save(folder / str(stage))
+    engine.load(folder / str(stage))
+    values.append(engine.evaluate(without))
+    engine.train_step(batches[3])
+    values.append(engine.evaluate(without))
+    return values
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_where_nothing_counts_on_one_rank(ranks, tmp_path, stage):
+    engine = make(None)
+    *_, last = batches = list(global_batches(4))
+    counted = [{k: v[: ROWS // 2] for k, v in batch.items()} for batch in batches[1:3]]
+    before = engine.evaluate(counted)
+    engine.train_step(last)
+    once = engine.evaluate(counted)
+    engine.train_step(last)
+    expected = [before, *[once] * 3, engine.evaluate(counted)]
+    for values in ranks(2, evaluated, stage, tmp_path):
+        assert values == pytest.approx(expected, abs=1e-10)
 
 
 def losses_of(stage, accumulate):
@@ -259,3 +296,44 @@ def test_a_run_goes_on_with_other_ranks_at_another_stage(ranks, filled_cache, tm
     ranks(2, run, tmp_path, 5, 3, env=env)
     for loss in ranks(4, run, tmp_path, 9, 1, env=env):
         assert loss == pytest.approx(alone, rel=1e-5)
+
+
+def unvalidated(folder, stage):
+    made = config(folder, train__steps=3, zero={"stage": stage}, validation={"every": 0})
+    return Trainer(made).run().step
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_ends_with_its_samples_also_when_it_was_complete(
+    ranks, filled_cache, tmp_path, stage
+):
+    settings(tmp_path)
+    env = {"LEZERO_CACHE": str(filled_cache)}
+    sample = tmp_path / "run/sample.json"
+    for _ in range(2):
+        assert ranks(2, unvalidated, tmp_path, stage, env=env) == [3, 3]
+        assert [one["prompt"] for one in json.loads(sample.read_text())] == ["The "]
+        sample.unlink()
+
+
+def validated(folder, stage):
+    """A run whose last batch to validate on has rows for rank 0 only."""
+    data = {**settings(folder)["data"], "validation": [str(folder / "held.txt")]}
+    made = config(
+        folder, run=str(folder / f"run-{stage}"), data=data, train__steps=2, zero={"stage": stage},
+        validation={"every": 1}, model__layers=3,  # more than stage 3 holds whole at a time
+    )  # fmt: skip
+    trainer = Trainer(made)
+    loss = trainer.run().validation_loss
+    assert len(trainer.validation.rows) == 11
+    return loss
+
+
+def test_a_run_validates_on_rows_that_do_not_reach_every_rank(ranks, filled_cache, tmp_path):
+    settings(tmp_path)
+    (tmp_path / "held.txt").write_text(TEXT[:351], encoding="utf-8")
+    env = {"LEZERO_CACHE": str(filled_cache)}
+    alone = ranks(1, validated, tmp_path, 0, env=env)[0]
+    for stage in (1, 3):
+        for loss in ranks(2, validated, tmp_path, stage, env=env):
+            assert loss == pytest.approx(alone, rel=1e-5)

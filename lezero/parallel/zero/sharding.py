@@ -85,6 +85,20 @@ class Sharding:
             give_back_free_blocks()  # what the first step needed beside the optimizer's state
         self._stepped = True
 
+    def gather(self) -> None:
+        """Makes the copies whole that last from step to step (stages 1 and 2); on every rank.
+
+        A forward pass does it by itself, the first one after a step or a load: where only some
+        ranks are about to run one, all of them call this before.
+        """
+        lasting = [unit for unit in self.units if unit.slots is None]
+        with torch.inference_mode(False), torch.no_grad():  # the copies live on into training
+            for unit in lasting:
+                unit.check()
+                unit.start()
+            for unit in lasting:
+                unit.finish()
+
     def account(self) -> dict[str, Any]:
         """Bytes that this rank sent, by axis, as the links count them."""
         found = {"shard": self.lines.shard, "replicate": self.lines.replicate}
