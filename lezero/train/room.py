@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from lezero.core.errors import CapacityError, ConfigError
 from lezero.models import TransformerConfig, count_parameters
+from lezero.parallel.zero import Zero
 from lezero.plan import StepSpec
 from lezero.plan.forecast import free_bytes, size
 from lezero.train.config import ModelConfig, RunConfig
@@ -19,22 +20,29 @@ _FOR_ACTIVATIONS = 0.75
 Shape = Callable[[ModelConfig], TransformerConfig]
 
 
-def state_bytes(config: RunConfig, ranks: int) -> float:
+def state_bytes(config: RunConfig, ranks: int, zero: Zero | None) -> float:
     """Bytes a parameter of weights, gradients and optimizer state on one of `ranks` ranks, at
-    least: fp32, or bf16 weights and gradients with a master, and two moments."""
-    train, stage = config.train, config.zero.stage if config.zero is not None else 0
+    least: fp32, or bf16 weights and gradients with a master, and two moments.
+
+    `zero`: the config's, with the type that parameters compute in. docs/zero.md has the table.
+    """
+    train, stage = config.train, zero.stage if zero is not None and ranks > 1 else 0
     weight = 4 if train.masters == "none" else 2
     moments = 8 if train.optimizer == "adamw" else 2
     optimizer = moments + {"none": 0, "fp32": 4, "remainder": 2}[train.masters]
-    parts = (optimizer, weight, weight)  # in the order in which the stages split them
-    return sum(part / ranks if stage > at else part for at, part in enumerate(parts))
+    if stage == 0:
+        return weight + weight + optimizer
+    split = (weight + weight + optimizer) / ranks
+    computes = 2 if zero is not None and zero.compute == "bf16" else weight
+    own = weight / ranks if computes == weight else 0  # a shard is a view of the whole copy
+    return split + {1: 2 * computes - own, 2: computes - own, 3: 0}[stage]
 
 
 def require_room(config: RunConfig, shape: Shape, spec: StepSpec) -> None:
     """Raises `CapacityError` with what would fit, when weights, gradients and optimizer state of
     one rank are more than the memory that is free for it. `shape` completes a model's config."""
     limit, model = free_bytes(spec), config.model
-    count, each = count_parameters(shape(model)), state_bytes(config, spec.ranks)
+    count, each = count_parameters(shape(model)), state_bytes(config, spec.ranks, spec.zero)
     if count * each <= limit:
         return
     fit = _what_would_fit(model, shape, int(limit * _FOR_ACTIVATIONS / each))

@@ -1,0 +1,20 @@
+"""What a run's state takes at least, before anything is traced."""
+
+from __future__ import annotations
+
+import pytest
+
+from lezero.parallel.zero import Zero
+from lezero.train.room import state_bytes
+from tests.train.runs import config
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [("fp32", (16, 4 + 4 + 1.5, 4 + 1.5, 2)), ("bf16", (16, 4 + 2, 4, 2))],
+)
+def test_the_table_of_the_docs(tmp_path, compute, expected):
+    made = config(tmp_path)
+    zeros = [Zero(stage=stage, compute=compute) for stage in range(4)]
+    assert [state_bytes(made, 8, zero) for zero in zeros] == list(expected)
+    assert [state_bytes(made, 1, zero) for zero in (None, *zeros)] == [16] * 5
