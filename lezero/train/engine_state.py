@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logger("train")
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
+_DOCUMENTS = "state", "optimizer", "random", "decisions", "environment"
 
 
 def names_of(engine: Engine) -> dict[str, torch.nn.Parameter]:
@@ -95,6 +96,12 @@ def find(engine: Engine, path: Path) -> checkpoint.Loaded:
         return None if like is None else checkpoint.rows_of(name, like)
 
     def want(documents: Mapping[str, Any]) -> checkpoint.Wanted:
+        missing = [name for name in _DOCUMENTS if name not in documents]
+        if missing:
+            raise FileError(
+                f"{path} was not written by an Engine: it has no document '{missing[0]}'; load its "
+                "tensors with lezero.checkpoint.load"
+            )
         random = _random_prefix() if _same_ranks(documents) else "-"
         pending = feedback.prefixes(engine.model, documents)
         prefixes = (_MODEL, _OPTIMIZER, random, *pending)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from lezero import checkpoint
 from lezero.core.decisions import Decisions
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, FileError
 from lezero.optim import AdamW, Schedule
 from lezero.train import RunConfig, Trainer
 from lezero.train.engine import Engine
@@ -190,3 +191,14 @@ def test_a_save_of_a_new_run_stays_beside_later_steps_of_an_earlier_one(tmp_path
     again = make()
     again.load(tmp_path)
     assert again.step == 1
+
+
+def test_a_generation_that_no_engine_wrote_is_refused(tmp_path):
+    with checkpoint.Saver(tmp_path) as saver:
+        saver.save(7, {"model/w": torch.ones(2)}, {"state": {"step": 7}})
+    engine = make()
+    with pytest.raises(
+        FileError, match=r"not written by an Engine: .* document 'optimizer'"
+    ):
+        engine.load(tmp_path)
+    assert engine.step == 0
