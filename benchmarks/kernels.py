@@ -190,7 +190,7 @@ def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
             found = ops.linear_int(x, *packed, bias, None, N, bits, group, x_bits)
             one = ops.linear_bf16(x, plain, bias, N).float()
             failures += not torch.equal(found, wanted)
-            # AVX2 takes fp32 as it is, of which the reference keeps 16 bits: sums of K of them differ.
+            # AVX2 takes fp32 as it is; the reference keeps 16 bits of it.
             failures += not torch.allclose(one, other, rtol=near, atol=near * K**0.5)
             tries += 1
     return tries, failures
