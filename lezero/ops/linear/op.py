@@ -5,14 +5,13 @@ Letters: M tokens (all leading dims), N output features, K input features, G gro
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lezero.core.errors import ConfigError
-from lezero.ops.linear import native, reference
+from lezero.ops.linear import accelerator, native, reference
 from lezero.ops.linear.layout import (
     BITS,
     PANEL,
@@ -190,22 +189,8 @@ def _int(
         found: Tensor = native.NATIVE.ops.linear_int(x, weight, scale, zero, *vectors, *sizes)
         return found
     flat, packed = x.view(-1, x.shape[-1]), Packed(weight, scale, zero)
-    if x.device.type != "cpu" and sizes[3] == 16:
-        return _on_accelerator(flat, packed, bias, *sizes[:3]).view(*x.shape[:-1], sizes[0])
-    return reference.linear_int(flat, packed, bias, x_scale, *sizes).view(*x.shape[:-1], sizes[0])
-
-
-def _on_accelerator(
-    x_MK: Tensor, packed: Packed, bias: Tensor | None, N: int, bits: int, group: int
-) -> Tensor:
-    """Weight-only: few tokens by Triton where there is one, many by a dense product."""
-    if x_MK.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from lezero.ops.linear import triton_kernel
-
-        if len(x_MK) <= triton_kernel.MOST_TOKENS:
-            return triton_kernel.linear_int(x_MK, packed, bias, N, bits, group)
-    wide = reference.dequantize_packed(packed, N, x_MK.shape[1], bits, group).to(x_MK.dtype)
-    return torch.nn.functional.linear(x_MK, wide, None if bias is None else bias.to(x_MK.dtype))
+    work = (reference if x.device.type == "cpu" else accelerator).linear_int
+    return work(flat, packed, bias, x_scale, *sizes).view(*x.shape[:-1], sizes[0])
 
 
 def _embedding(

@@ -60,7 +60,7 @@ def linear_int(
         a_MK, token_M = quantize_tokens(x_MK, x_scale)
         if not group and bits == 8 and zero_NG is None:
             total = (a_MK.double() @ codes_NK.double().T).float()
-            return _finish(total, token_M[:, None] * scale_NG.T, bias, x_MK.dtype)
+            return finish(total, token_M[:, None] * scale_NG.T, bias, x_MK.dtype)
     else:
         a_MK, token_MB = fixed_point(x_MK, block_of(group))
     size = block_of(group)
@@ -77,7 +77,7 @@ def linear_int(
             scale = scale * token_MB[:, block, None]
         out = _fused(scale, total, out)
     ones = torch.ones((), device=out.device)
-    return _finish(out, token_M[:, None] if x_bits == 8 else ones, bias, x_MK.dtype)
+    return finish(out, token_M[:, None] if x_bits == 8 else ones, bias, x_MK.dtype)
 
 
 def dequantize_packed(
@@ -122,6 +122,7 @@ def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (a.double() * b.double() + c.double()).float()
 
 
-def _finish(out: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def finish(out: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """out · factor + bias, each rounded in fp32, in `dtype`."""
     out = out * factor
     return (out if bias is None else out + bias.float()).to(dtype)
