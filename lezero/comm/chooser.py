@@ -38,7 +38,7 @@ from lezero.comm.pending import Queue
 from lezero.comm.probe import Topology, probe
 from lezero.comm.routing import Routing
 from lezero.core import groups
-from lezero.core.decisions import Decisions
+from lezero.core.decisions import Decision, Decisions
 from lezero.core.log import logger
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ _PIECE = 1 << 10  # of which so many lie together, since codecs work in blocks
 _TIMED = 1 << 20  # elements on which codecs are timed
 _FLUSHES = 3  # steps, at most, that add what is owed: one, and more where one was not finite
 _WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
+_PLACE = "measured with"
 _SHARE = 0.01  # of the run's time that probing again may take
 
 
@@ -99,6 +100,8 @@ class Chooser:
         self.choice: Choice | None = None
         self._mesh, self._axis, self._routing, self._queue = mesh, axis, routing, queue
         self._budget = budget
+        hosts = f" on {len(routing.hosts.ranks)} hosts" if routing.hosts.ranks else ""
+        self._place = f"{mesh.size(axis)} ranks{hosts}, {routing.topology}"
         # Where nothing can be encoded, nothing is looked at: `Errors` would raise the peak.
         self._errors = Errors() if routing.coded is not None else None
         self._traffic: Counter[Exchange] = Counter()
@@ -267,7 +270,8 @@ class Chooser:
                 figures[each][_OWED] = owed
         for each, seconds in self._gathers.items():
             figures[each] = {"s": seconds, "note": "for you to choose: wire.gather"}
-        figures[PLAIN] |= {_WAITED: self._plain.waited_s, _WIRE: self._plain.wire_s}
+        plain = self._plain
+        figures[PLAIN] |= {_WAITED: plain.waited_s, _WIRE: plain.wire_s, _PLACE: self._place}
         if realised_s is not None:
             figures[self.codec]["realised s"] = realised_s
         name = self.decisions.record(self.topic, name, figures, reason, unit="s", step=self._step)
@@ -282,17 +286,38 @@ class Chooser:
         self.codec = name
 
     def _replay(self) -> None:
-        """A resumed run begins with what it had chosen, or with what a codec still owed."""
+        """A resumed run begins with what it had chosen, and with what a codec still owed. Where the
+        ranks and hosts are others, it measures anew."""
         old = self.decisions.replay[self.topic]
-        self.decisions.record(self.topic, old.chosen)
-        del self.decisions.replay[self.topic]
+        was = old.candidates.get(PLAIN, {}).get(_PLACE, self._place)
+        held = self._routing.feedback is not None and self._routing.feedback.holds()
+        every = groups.gather_objects([was == self._place, held])
+        same, owing = all(one[0] for one in every), any(one[1] for one in every)
         self._due, self._judge = self._step + EVERY, False
-        if old.chosen == PLAIN and self._routing.coded is not None:
-            assert self._routing.feedback is not None
-            self._use(PLAIN, feedback=any(groups.gather_objects(self._routing.feedback.holds())))
-        figures = old.candidates.get(PLAIN, {})
-        if self._routing.coded is None or old.chosen not in CANDIDATES or _WIRE not in figures:
-            return
+        if same:
+            self.decisions.record(self.topic, old.chosen)
+        del self.decisions.replay[self.topic]
+        if not same:
+            reason = f"measured anew: {old.chosen} was chosen with {was}, not {self._place}"
+            self.decisions.record(self.topic, PLAIN, reason=reason, step=self._step)
+            self._forget()
+        if self._routing.coded is not None:
+            if same and old.chosen in CANDIDATES:
+                self._go_on(old)
+            else:
+                self._use(PLAIN, feedback=owing)
+
+    def _forget(self) -> None:
+        """The next steps are measured as those of a new run."""
+        self._due = self._step + WARM + MEASURED
+        self._plain, self._errors = None, Errors() if self._routing.coded is not None else None
+        self._times.clear()
+        self._traffics.clear()
+        self._failed.clear()
+
+    def _go_on(self, old: Decision) -> None:
+        """With the codec of an old decision, held to what was measured then."""
+        figures = old.candidates[PLAIN]
         self._plain = Plain(*(_number(figures[key]) for key in ("s", _WAITED, _WIRE)))
         for name in CANDIDATES:
             owed = old.candidates.get(name, {}).get(_OWED)

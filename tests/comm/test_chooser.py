@@ -269,6 +269,46 @@ def test_a_resumed_run_begins_with_what_it_had_chosen(ranks: RankPool) -> None:
     assert ranks(2, replayed) == [[["int4:64"] * 3, True, "int4:64"]] * 2
 
 
+def elsewhere() -> list[Any]:
+    """A run whose codec was chosen with four ranks, and that two go on with."""
+    off, used, generator = torch.zeros(NUMEL), [], torch.Generator().manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0, 10.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            assert link.feedback is not None
+            for _ in range(WARM + MEASURED + 2):
+                values = torch.randn(2, NUMEL, generator=generator)
+                off += exchange(link, values) - values.sum(0)
+            assert link.codec == "int4:64"
+            record = link.chooser.decisions.to_json()
+            states: list[dict[str, torch.Tensor]] = [{}, {}]
+            states[link.rank] = link.feedback.state_dict()
+        figures = record["decisions"][0]["candidates"]["none"]
+        assert figures["measured with"] == "2 ranks, flat"
+        figures["measured with"] = "4 ranks, flat"
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            assert link.feedback is not None
+            link.feedback.load_state_dict(states)
+            link.chooser.decisions = Decisions.from_json(record)
+            for _ in range(WARM + MEASURED):
+                values = torch.randn(2, NUMEL, generator=generator)
+                off += exchange(link, values) - values.sum(0)
+                made = link.chooser.decisions.records["wire.s"]
+                used.append((made.chosen, made.reason, made.candidates.get("none")))
+    return [float(off.abs().max()), used]
+
+
+def test_other_ranks_measure_anew(ranks: RankPool) -> None:
+    for off, used in ranks(2, elsewhere):
+        assert off < 1e-4, "what the codec owed has gone out"
+        told = "measured anew: int4:64 was chosen with 4 ranks, flat, not 2 ranks, flat"
+        assert used[:-1] == [("none", told, None)] * (WARM + MEASURED - 1)
+        assert used[-1][0] == "int4:64"
+        assert used[-1][2]["s"] == 10.0
+
+
 def at_home(topology: str, dtype: str) -> list[Any]:
     wire = Wire.parse({"codec": "auto", "topology": topology})
     with Link(wire, Mesh({"s": 2}), "s") as link:
