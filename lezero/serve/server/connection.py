@@ -1,6 +1,10 @@
 """Connections that do not last for ever: uvicorn's, with limits on slow senders and readers.
 
 uvicorn waits without end for the headers of a request, and for a client to read its answer.
+
+[Note: too many] Where more connections are open than are taken, those that have asked nothing for a
+while give way, beginning with those that have been silent for the longest. Where there are none, as
+at a burst of questions, `App` tells those who ask that there are too many.
 """
 
 from __future__ import annotations
@@ -12,10 +16,18 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
-def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
+_SILENT_S = 1.0
+"""For a client to ask whole; after that it gives way."""
+
+
+def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
     """uvicorn's protocol, which drops a client that takes `read_s` seconds for its headers, or
-    `write_s` seconds to make room for more of its answer."""
+    `write_s` seconds to make room for more of its answer. most: connections; see
+    [Note: too many]."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    # Connections with no whole question, and since when; those that are silent the longest first.
+    silent: dict[H11Protocol, float] = {}
 
     class Connection(H11Protocol):
         """See `protocol`."""
@@ -26,6 +38,10 @@ def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._reading = self.loop.call_later(read_s, transport.abort)
+            self._note_silence()
+            for other in list(silent)[: max(0, len(self.connections) - most)]:
+                if silent[other] <= self.loop.time() - _SILENT_S:
+                    other.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             if self._between() and self._reading is None:
@@ -33,8 +49,14 @@ def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
             super().data_received(data)
             if not self._between():
                 self._stop_reading()
+            self._note_silence()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()  # which may begin with the next question
+            self._note_silence()
 
         def connection_lost(self, exc: Exception | None) -> None:
+            silent.pop(self, None)
             self._stop_reading()
             self._stop_writing()
             super().connection_lost(exc)
@@ -62,6 +84,13 @@ def protocol(read_s: float, write_s: float) -> type[H11Protocol]:
             if self._writing is not None:
                 self._writing.cancel()
                 self._writing = None
+
+        def _note_silence(self) -> None:
+            """Notes since when there is no whole question, or that there is one."""
+            if self._between() or self.cycle.more_body:
+                silent.setdefault(self, self.loop.time())
+            else:
+                silent.pop(self, None)
 
         def _between(self) -> bool:
             """Whether no request is being answered, so that what comes are headers."""

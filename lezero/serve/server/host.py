@@ -17,15 +17,18 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
 from lezero.core.errors import ConfigError, need_extra
+from lezero.core.log import logger
 from lezero.serve.server.app import App
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.connection import protocol
 from lezero.serve.server.face import Face
 from lezero.serve.server.keys import read_keys
+from lezero.serve.server.open_files import room_for_connections
 
 if TYPE_CHECKING:
     import uvicorn
 
+_LOG = logger("serve")
 _HEADER_BYTES = 1 << 16
 _TICK_S = 0.02
 _FAREWELL_S = 1.0
@@ -59,7 +62,9 @@ class Host:
         """Serves until a signal comes or `stop` is called. ready: called once it answers."""
         try:
             self.face.rehearse()
-            asyncio.run(self._serve(ready))
+            with room_for_connections(self.config.connections) as most:
+                self._take(most)
+                asyncio.run(self._serve(ready))
         finally:
             self._socket.close()
 
@@ -69,6 +74,16 @@ class Host:
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 loop.call_soon_threadsafe(self._stop)
+
+    def _take(self, connections: int) -> None:
+        """Takes no more connections than the system allows."""
+        if connections < self.config.connections:
+            _LOG.warning(
+                "at most %d connections are taken, not %d: the system's limit of open files "
+                "(ulimit -Hn) allows no more",
+                *(connections, self.config.connections),
+            )
+            self.config = self.config.model_copy(update={"connections": connections})
 
     def _stop(self) -> None:
         """Hears the first signal, and the second."""
@@ -158,7 +173,8 @@ def _inner(app: App, config: ServeConfig) -> uvicorn.Server:
     return Inner(
         uvicorn.Config(
             app,
-            http=protocol(config.read_s, config.write_s),
+            http=protocol(config.read_s, config.write_s, config.connections),
+            backlog=config.connections,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -216,12 +217,34 @@ def test_a_reader_that_does_not_read_is_cut_off() -> None:
 
 
 def test_more_connections_than_are_taken_are_told_in_the_usual_shape() -> None:
-    with serving(small_llm(), connections=2) as client:
-        address = ("127.0.0.1", client.port)
-        with socket.create_connection(address), socket.create_connection(address):
-            until(lambda: client.ask("/health").status == 503)
+    with serving(small_llm(longest=8192), connections=2) as client:
+        asked = {**LONG, "max_tokens": 8000, "stream": True}
+        with client.begin(asked), client.begin(asked):
+            until(lambda: client.server.worker.active == 2)
+            assert client.ask("/health").status == 503
             found = client.complete("abc", max_tokens=2)
             assert found.status == 503
             assert found.error["code"] == "overloaded"
             assert found.headers["retry-after"] == "1"
         until(lambda: client.complete("abc", max_tokens=2).status == 200)
+
+
+def test_silent_connections_give_way_to_those_who_ask(monkeypatch) -> None:
+    limit = "lezero.serve.server.connection._SILENT_S"
+    monkeypatch.setattr(limit, 60)
+    with serving(small_llm(longest=8192), connections=4) as client, ExitStack() as stack:
+        running = stack.enter_context(client.begin({**LONG, "max_tokens": 8000, "stream": True}))
+        until(lambda: client.server.worker.active == 1)
+        for sent in (b"", b"POST /v1", head("/v1/completions", 1000)):
+            stack.enter_context(client.connect()).sendall(sent)
+        until(lambda: client.server.app.active == 2)
+        for _ in range(3):
+            stack.enter_context(client.connect())
+        until(lambda: client.server.app.connections() == 7)
+        assert client.ask("/health").status == 503, "they may still ask"
+        monkeypatch.setattr(limit, 0)
+        assert client.complete("abc", max_tokens=2).status == 200
+        assert client.server.app.connections() <= 4
+        assert client.ask("/health").status == 200
+        assert running.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert client.server.worker.active == 1, "who asked before is still answered"

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -96,22 +97,27 @@ def parse_metrics(text: str) -> dict[str, float]:
     return values
 
 
-def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
-    folder = tmp_path / "tiny"
+def started(folder: Path, *before: str) -> tuple[subprocess.Popen[str], list[str], str]:
+    """`lz serve` of a small model after the words `before`, what it said, and its address."""
     tokenizer = bytes_tokenizer()
-    tokenizer.save(tmp_path / "tokenizer")
-    save_hf(small(vocab=tokenizer.vocab_size), folder, tmp_path / "tokenizer")
-    words = ["serve", str(folder), "--port", "0", "--context", "256", "--cache-mib", "8"]
+    tokenizer.save(folder / "tokenizer")
+    save_hf(small(vocab=tokenizer.vocab_size), folder / "tiny", folder / "tokenizer")
+    words = ["serve", str(folder / "tiny"), "--port", "0", "--context", "256", "--cache-mib", "8"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "lezero", *words], stdout=subprocess.PIPE, text=True
+        [*before, sys.executable, "-m", "lezero", *words], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
+    lines: list[str] = []
+    while not lines or not lines[-1].startswith("serving"):
+        lines.append(process.stdout.readline())
+        assert lines[-1], "it ended before it served"
+    return process, lines, re.findall(r"http://\S+:\d+", lines[-1])[0]
+
+
+def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
+    process, lines, url = started(tmp_path)
+    assert process.stdout is not None
     with process.stdout:
-        lines = []
-        while not lines or not lines[-1].startswith("serving"):
-            lines.append(process.stdout.readline())
-            assert lines[-1], "it ended before it served"
-        url = re.findall(r"http://\S+:\d+", lines[-1])[0]
         answer = ask(url, {"prompt": "abc", "max_tokens": 40, "ignore_eos": True})
         assert answer["model"] == "tiny"
         assert answer["usage"]["completion_tokens"] == 40
@@ -123,13 +129,30 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
     assert "tokens/s for one request alone" in rest
 
 
-def ask(url: str, data: dict[str, object]) -> dict:
+def test_a_low_limit_of_open_files_leaves_room_for_those_who_ask(tmp_path: Path) -> None:
+    process, _, url = started(tmp_path, "sh", "-c", 'ulimit -n 128; exec "$0" "$@"')
+    assert process.stdout is not None
+    with process.stdout, ExitStack() as stack:
+        for _ in range(150):
+            stack.enter_context(client_of(url).connect())
+        until(lambda: client_of(url).ask("/health").status == 200, 20)
+        assert ask(url, {"prompt": "abc", "max_tokens": 4})["model"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        process.stdout.read()
+    assert process.wait(20) == 0
+
+
+def client_of(url: str) -> Client:
     class Found:
         pass
 
     server = Found()
     server.url = url  # type: ignore[attr-defined]
-    return json.loads(Client(server).ask("/v1/completions", data).body)  # type: ignore[arg-type]
+    return Client(server)  # type: ignore[arg-type]
+
+
+def ask(url: str, data: dict[str, object]) -> dict:
+    return json.loads(client_of(url).ask("/v1/completions", data).body)
 
 
 def test_the_command_makes_keys(capsys) -> None:
