@@ -49,6 +49,7 @@ class Host:
         need_uvicorn()
         self._socket = _listen(self.config)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._early, self._starting = 0, threading.Lock()
         self._end = asyncio.Event()
         self._at_once = False
 
@@ -69,11 +70,14 @@ class Host:
             self._socket.close()
 
     def stop(self) -> None:
-        """Begins the end, as SIGTERM does; from any thread. The second time does not wait."""
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended already
-                loop.call_soon_threadsafe(self._stop)
+        """Begins the end, as SIGTERM does; from any thread, also before `run` serves. The second
+        time does not wait."""
+        with self._starting:
+            if self._loop is None:
+                self._early += 1
+                return
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._stop)
 
     def _take(self, connections: int) -> None:
         """Takes no more connections than the system allows."""
@@ -91,7 +95,10 @@ class Host:
         self._end.set()
 
     async def _serve(self, ready: Callable[[Self], None]) -> None:
-        self._loop = asyncio.get_running_loop()
+        with self._starting:
+            self._loop = asyncio.get_running_loop()
+        for _ in range(self._early):
+            self._stop()
         self.face.start()
         self.app = App(self.face, self.config, self._keys)
         inner = _inner(self.app, self.config)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import pytest
 from lezero.cli.main import main
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import save_hf
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.run import Server
 from tests.serve.models import small
 from tests.serve.server.running import Client, read_all, serving, small_llm, until
 
@@ -53,6 +56,33 @@ def test_what_does_not_end_is_told_so(again: bool) -> None:
             told = read_all(running)
     assert b"the server is shutting down" in told
     assert b"[DONE]" not in told
+
+
+@pytest.mark.parametrize("when", ["before it runs", "while it rehearses"])
+def test_a_server_that_is_stopped_before_it_serves_ends(when: str, monkeypatch) -> None:
+    server = Server(small_llm(), ServeConfig(port=0))
+    begun, gate, rehearse = threading.Event(), threading.Event(), server.face.rehearse
+
+    def slow() -> None:
+        begun.set()
+        assert gate.wait(20)
+        rehearse()
+
+    monkeypatch.setattr(server.face, "rehearse", slow)
+    thread = threading.Thread(target=server.run)
+    if when == "before it runs":
+        server.stop()
+        gate.set()
+    thread.start()
+    assert begun.wait(20)
+    if when == "while it rehearses":
+        server.stop()
+        gate.set()
+    thread.join(20)
+    ended = not thread.is_alive()
+    server.stop()
+    thread.join(20)
+    assert ended
 
 
 def test_metrics() -> None:
