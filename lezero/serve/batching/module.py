@@ -70,7 +70,8 @@ class InferModule(BatchedModel):
         if set(ranks.values()) not in ({0}, {-1}):
             raise ConfigError(self._wrong(inputs))
         is_single = -1 in ranks.values()
-        whole = {name: x[None] if is_single else x for name, x in inputs.items()}
+        # In the example's order, whatever the client's was: rows of one kind have equal shapes.
+        whole = {x: inputs[x][None] if is_single else inputs[x] for x in self.example}
         counts = {len(x) for x in whole.values()}
         if len(counts) != 1 or 0 in counts:
             raise ConfigError(f"inputs: have {sorted(counts)} rows, allowed is one number above 0")

@@ -142,6 +142,7 @@ class Runner:
         self.cancel_all()
 
     def _step(self, batch: Batch) -> None:
+        failed = self.counts.failed_steps
         began = self._began = time.monotonic()
         answers = self._answers(batch)
         with self._wake:
@@ -149,8 +150,10 @@ class Runner:
                 self._take(ask, item, answer)
             took = time.monotonic() - began
             self._began = None
-            failed = any(isinstance(x, Exception) for x in answers)
-            self.batcher.done(batch, took, learn=not failed)
+            # One that ran again item by item tells nothing of how long a step takes.
+            whole = failed == self.counts.failed_steps
+            sound = not any(isinstance(x, Exception) for x in answers)
+            self.batcher.done(batch, took, learn=whole and sound)
             self.counts.steps += 1
             self.counts.busy_s += took
             self.counts.sizes.append(len(batch.items))

@@ -60,6 +60,26 @@ def test_inputs_and_outputs_have_names_and_free_dims() -> None:
     assert "int64 (1–8)" in model.description
 
 
+class Two(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.sum(1) + 10 * b.sum(1)
+
+
+def test_the_order_of_a_clients_inputs_does_not_matter() -> None:
+    names = ("a", "b")
+    least, most = ({name: torch.ones(1, n) for name in names} for n in (2, 8))
+    model = InferModule(Two(), least, most)
+
+    def row(order: tuple[str, ...], **lengths: int) -> dict[str, torch.Tensor]:
+        given = {name: torch.ones(lengths[name]) for name in order}
+        return model.rows(given)[0][0]
+
+    alike = [row(order, a=3, b=5) for order in (names, names[::-1])]
+    assert model.kind(alike[0]) == model.kind(alike[1])
+    assert [float(x["output"]) for x in model.run(alike)] == [53, 53]
+    assert model.kind(alike[0]) != model.kind(row(names[::-1], b=3, a=5))
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

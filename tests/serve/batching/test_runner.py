@@ -157,6 +157,24 @@ def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:
     assert Asked(runner, 5).wait() == [10]
 
 
+def test_a_step_that_ran_again_teaches_nothing(runner, model, monkeypatch) -> None:
+    learnt: list[float] = []
+    monkeypatch.setattr(runner.batcher.curve, "learn", lambda work, seconds: learnt.append(work))
+    run, failures = model.run, [RuntimeError("only once")]
+
+    def sometimes(items: Sequence[Any]) -> Sequence[Any]:
+        if len(items) > 1 and failures:
+            raise failures.pop()
+        return run(items)
+
+    monkeypatch.setattr(model, "run", sometimes)
+    assert Asked(runner, 1, 2).wait() == [2, 4]
+    assert Asked(runner, 3).wait() == [6]
+    assert not failures
+    runner.stop()
+    assert learnt == [1.0]
+
+
 def test_the_queue_is_bounded_and_cancelled_requests_make_room(runner, model) -> None:
     model.gate.clear()
     first = Asked(runner, 1)
