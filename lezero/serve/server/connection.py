@@ -12,6 +12,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from lezero.serve.server.exchange import JSON, as_json
+from lezero.serve.server.problem import Problem
+
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,6 +27,7 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
     """uvicorn's protocol, which drops a client that takes `read_s` seconds for its headers, or
     `write_s` seconds to make room for more of its answer. most: connections; see
     [Note: too many]."""
+    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     # Connections with no whole question, and since when; those that are silent the longest first.
@@ -70,10 +74,13 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             self._stop_writing()
 
         def send_400_response(self, msg: str) -> None:
-            if _answered(self.cycle):
-                self.transport.close()
-            else:
-                super().send_400_response(msg)
+            if not _answered(self.cycle):
+                body = as_json(Problem(400, msg).body())
+                kind = [("content-type", JSON), ("content-length", str(len(body)))]
+                head = h11.Response(status_code=400, headers=[*kind, ("connection", "close")])
+                for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event))
+            self.transport.close()
 
         def _stop_reading(self) -> None:
             if self._reading is not None:
