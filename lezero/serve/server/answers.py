@@ -13,7 +13,8 @@ from contextlib import suppress
 from lezero.serve.request import Request
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.coded import Encoder, TokenText
-from lezero.serve.server.exchange import Exchange, as_json
+from lezero.serve.server.exchange import JSON, Exchange, as_json, as_json_in_parts
+from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
 from lezero.serve.server.told import Teller
 from lezero.serve.server.worker import BusyError, Event, Events, Worker
@@ -23,9 +24,15 @@ class Answerer:
     """Answers questions over one worker. seconds: that one may take. model: its public name."""
 
     def __init__(
-        self, worker: Worker, encoder: Encoder, text: TokenText, model: str, seconds: float
+        self,
+        worker: Worker,
+        encoder: Encoder,
+        lanes: Lanes,
+        text: TokenText,
+        model: str,
+        seconds: float,
     ) -> None:
-        self._worker, self._encoder, self._text = worker, encoder, text
+        self._worker, self._encoder, self._lanes, self._text = worker, encoder, lanes, text
         self._model, self._seconds = model, seconds
 
     async def answer(self, exchange: Exchange, asked: Asked) -> None:
@@ -73,7 +80,10 @@ class Answerer:
             else:
                 async for event in _until_ended(events, len(requests)):
                     teller.choices[event.index].take(event)
-                await exchange.reply_json(200, teller.whole())
+                length = sum(len(choice.tokens) + len(choice.text) for choice in teller.choices)
+                length *= 1 + (asked.params.logprobs or 0)
+                told = await self._lanes.write(length, lambda: as_json_in_parts(teller.whole()))
+                await exchange.reply(200, told, JSON)
         finally:
             leaving.cancel()
 

@@ -17,7 +17,7 @@ from lezero.serve.batching.plan import Plan
 from lezero.serve.batching.runner import FailedError, Runner, StoppedError
 from lezero.serve.server.batch_metrics import BatchMetrics
 from lezero.serve.server.config import ServeConfig
-from lezero.serve.server.embedding import read_embeddings, told_embeddings
+from lezero.serve.server.embedding import Embeddings, read_embeddings, told_embeddings
 from lezero.serve.server.exchange import JSON, Exchange, Value, parse, within
 from lezero.serve.server.face import Face, Handler, settle
 from lezero.serve.server.host import Host
@@ -114,23 +114,24 @@ class BatchFace(Face):
         model = self.model
         assert isinstance(model, SentenceEncoder)
         body = await exchange.read(self._config.body_bytes, self._config.read_s)
-        asked = read_embeddings(parse(body), self.name, model.dim)
 
-        def tokens() -> list[list[int]]:
+        def read() -> tuple[Embeddings, list[list[int]]]:
+            asked = read_embeddings(parse(body), self.name, model.dim)
             found = [model.tokens(x) if isinstance(x, str) else list(x) for x in asked.inputs]
             if asked.truncate:
                 found = [x if len(x) <= model.longest else _cut(x, model.longest) for x in found]
             for one in found:
                 model.check(one)
-            return found
+            return asked, found
 
         async with within(self._config.request_s):
-            items = await self._items(exchange, len(body), tokens)
+            asked, items = await self._items(exchange, len(body), read)
             vectors = await self._answers(exchange, items)
             used = sum(map(len, items))
-            lane = self._lanes.of(len(vectors) * model.dim)
-            told = await lane.run(lambda: told_embeddings(vectors, asked, self.name, used))
-        await exchange.reply_json(200, told)
+            told = await self._lanes.write(
+                len(vectors) * model.dim, lambda: told_embeddings(vectors, asked, self.name, used)
+            )
+        await exchange.reply(200, told, JSON)
 
     async def _infer(self, exchange: Exchange) -> None:
         model = self.model
@@ -143,16 +144,14 @@ class BatchFace(Face):
                 exchange, len(body), lambda: read_inputs(body, kind, model)
             )
             answers = await self._answers(exchange, rows)
-            lane = self._lanes.of(sum(x.numel() for row in answers for x in row.values()))
-            told = await lane.run(lambda: told_outputs(answers, is_single, wanted))
+            count = sum(x.numel() for row in answers for x in row.values())
+            told = await self._lanes.write(count, lambda: told_outputs(answers, is_single, wanted))
         await exchange.reply(200, told, wanted)
 
     async def _items(self, exchange: Exchange, length: int, work: Callable[[], Value]) -> Value:
         """What `work` makes of a body of so many bytes; as many bodies wait for it as requests."""
         lane = self._lanes.of(length)
-        if lane.active > self._config.queue:
-            problem = f"too busy: {lane.active} requests are being read; try again later"
-            raise Problem(429, problem, code="queue_full", retry_s=1)
+        lane.refuse_beyond(self._config.queue)
         try:
             return await exchange.unless_gone(lane.run(work))
         except ConfigError as error:

@@ -82,9 +82,14 @@ class TokenText:
     def __init__(self, coder: Coder | None) -> None:
         self._coder = coder
         self._letter = [] if coder is None else coder.encode("a")[-1:]
+        self._before = 0 if coder is None else len(coder.decode(self._letter))
+        self._known: dict[int, str] = {}
 
     def of(self, token: int) -> str:
         if self._coder is None:
             return f"token {token}"
-        before = self._coder.decode(self._letter)
-        return self._coder.decode([*self._letter, token])[len(before) :]
+        name = self._known.get(token)
+        if name is None:
+            name = self._coder.decode([*self._letter, token])[self._before :]
+            self._known[token] = name
+        return name

@@ -8,7 +8,8 @@ from lezero.core.errors import ConfigError, NumericsError
 from lezero.serve.server.coded import Encoder
 from lezero.serve.server.embedder import EngineError
 from lezero.serve.server.embedding import Embeddings, told_embeddings
-from lezero.serve.server.exchange import Exchange, within
+from lezero.serve.server.exchange import JSON, Exchange, within
+from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import Problem, refused
 from lezero.serve.server.worker import BusyError, Worker
 
@@ -19,6 +20,7 @@ async def answer_embeddings(
     *,
     worker: Worker,
     encoder: Encoder,
+    lanes: Lanes,
     model: str,
     seconds: float,
 ) -> None:
@@ -33,8 +35,11 @@ async def answer_embeddings(
             found, used = await exchange.unless_gone(_embedded(asked, worker, encoder))
     finally:
         worker.release(1)
-    vectors = [torch.tensor(vector) for vector in found]
-    await exchange.reply_json(200, told_embeddings(vectors, asked, model, used))
+
+    def told() -> bytes:
+        return told_embeddings([torch.tensor(x) for x in found], asked, model, used)
+
+    await exchange.reply(200, await lanes.write(sum(map(len, found)), told), JSON)
 
 
 async def _embedded(

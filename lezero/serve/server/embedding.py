@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lezero.serve.server.asked import is_whole, shown, truth, wrong
+from lezero.serve.server.exchange import as_json_in_parts
 from lezero.serve.server.problem import Problem
 
 _KNOWN = {"model", "input", "encoding_format", "dimensions", "truncate", "user"}
@@ -67,26 +67,26 @@ def _inputs(value: Any) -> list[str | list[int]]:
     return value
 
 
-def told_embeddings(
-    vectors: Sequence[Tensor], asked: Embeddings, model: str, tokens: int
-) -> dict[str, Any]:
+def told_embeddings(vectors: Sequence[Tensor], asked: Embeddings, model: str, tokens: int) -> bytes:
     """The answer's JSON. vectors: (D,) each, in the order of the inputs.
 
     Raises `Problem` for vectors of another length than was asked for.
     """
     if asked.dimensions not in (None, len(vectors[0])):
         raise _of_length(asked.dimensions, len(vectors[0]))
-    listed = (_bytes if asked.base64 else _floats)(torch.stack(list(vectors)))
-    data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(listed)]
+    form = _bytes if asked.base64 else _floats
+    data = [
+        {"object": "embedding", "index": i, "embedding": form(x)} for i, x in enumerate(vectors)
+    ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": data, "model": model, "usage": usage}
+    found = {"object": "list", "data": data, "model": model, "usage": usage}
+    return as_json_in_parts(found)
 
 
-def _floats(x_BD: Tensor) -> list[Any]:
-    found: list[Any] = x_BD.tolist()
+def _floats(x_D: Tensor) -> list[float]:
+    found: list[float] = x_D.tolist()
     return found
 
 
-def _bytes(x_BD: Tensor) -> list[str]:
-    rows = x_BD.float().numpy().astype("<f4")
-    return [base64.b64encode(row.tobytes()).decode() for row in rows]
+def _bytes(x_D: Tensor) -> str:
+    return base64.b64encode(x_D.float().numpy().astype("<f4").tobytes()).decode()

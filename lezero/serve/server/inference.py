@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.module import InferModule, Row
-from lezero.serve.server.exchange import JSON, as_json, parse
+from lezero.serve.server.exchange import JSON, as_json_in_parts, parse
 from lezero.serve.server.problem import Problem
 
 TENSORS = "application/vnd.safetensors"
@@ -63,7 +63,11 @@ def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:
     found = {name: x.double() if x.is_floating_point() else x for name, x in found.items()}
     if not all(bool(x.isfinite().all()) for x in found.values()):
         raise _not_in_json("infinite values", "not_finite")
-    return as_json({"outputs": {name: x.tolist() for name, x in found.items()}})
+    return as_json_in_parts({"outputs": {name: _listed(x) for name, x in found.items()}})
+
+
+def _listed(x: Tensor) -> Any:
+    return [row.tolist() for row in x] if x.dim() else x.item()
 
 
 def _not_in_json(what: str, code: str) -> Problem:

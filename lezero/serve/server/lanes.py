@@ -10,8 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from lezero.serve.server.problem import Problem
+
 Value = TypeVar("Value")
-_LONG = 1 << 14
+_BRIEF, _LONG = 1 << 12, 1 << 14
+"""Lengths below which the event loop waits, and from which on short work does not."""
 
 
 class Lane:
@@ -29,12 +32,18 @@ class Lane:
         going.add_done_callback(self._ended)
         return going
 
-    def _ended(self, going: object) -> None:
-        self.active -= 1
+    def refuse_beyond(self, most: int) -> None:
+        """Raises `Problem` (429) where so many wait behind the one that runs."""
+        if self.active > most:
+            problem = f"too busy: {self.active} requests are being read; try again later"
+            raise Problem(429, problem, code="queue_full", retry_s=1)
 
     def close(self) -> None:
         """Forgets what waits, and ends the thread after what runs."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ended(self, going: object) -> None:
+        self.active -= 1
 
 
 class Lanes:
@@ -44,8 +53,13 @@ class Lanes:
         self._short, self._long = Lane(f"{name}-short"), Lane(f"{name}-long")
 
     def of(self, length: int) -> Lane:
-        """The lane of work on so many letters, tokens, rows or bytes."""
+        """The lane of work on so many letters, tokens, numbers or bytes."""
         return self._short if length < _LONG else self._long
+
+    async def write(self, length: int, work: Callable[[], Value]) -> Value:
+        """What `work` gives for an answer of so many letters, tokens or numbers; at once where it
+        is so short that another thread would take longer."""
+        return work() if length < _BRIEF else await self.of(length).run(work)
 
     def close(self) -> None:
         self._short.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lezero.core.errors import LeZeroError
@@ -14,12 +14,15 @@ from lezero.serve.server.coded import Encoder, TokenText
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.embedded import answer_embeddings
 from lezero.serve.server.embedding import read_embeddings
-from lezero.serve.server.exchange import Exchange, parse
+from lezero.serve.server.exchange import Exchange, Value, parse, within
 from lezero.serve.server.face import Face, Handler
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.metrics import Metrics
 from lezero.serve.server.stats import gauges, stats
 from lezero.serve.server.worker import Worker
+
+_LONG_BODY = 1 << 16
+"""Bytes from which on reading it takes milliseconds."""
 
 
 class LanguageFace(Face):
@@ -49,7 +52,7 @@ class LanguageFace(Face):
         self._lanes = Lanes("lezero-encoder")
         self._encoder = Encoder(self.llm, self._lanes)
         self._answerer = Answerer(
-            *(self.worker, self._encoder, TokenText(self.llm.coder)),
+            *(self.worker, self._encoder, self._lanes, TokenText(self.llm.coder)),
             *(self.name, self._config.request_s),
         )
         self.worker.start()
@@ -78,17 +81,27 @@ class LanguageFace(Face):
         return stats(self.llm, self.worker, self.name)
 
     async def _question(self, exchange: Exchange, form: Form) -> None:
-        config = self._config
-        data = parse(await exchange.read(config.body_bytes, config.read_s))
-        await self._answerer.answer(exchange, read_asked(form, data, self.name))
+        asked = await self._read(exchange, lambda data: read_asked(form, data, self.name))
+        await self._answerer.answer(exchange, asked)
 
     async def _embed(self, exchange: Exchange) -> None:
-        config = self._config
-        data = parse(await exchange.read(config.body_bytes, config.read_s))
+        asked = await self._read(exchange, lambda data: read_embeddings(data, self.name, None))
         await answer_embeddings(
-            *(exchange, read_embeddings(data, self.name, None)),
+            *(exchange, asked),
             worker=self.worker,
             encoder=self._encoder,
+            lanes=self._lanes,
             model=self.name,
-            seconds=config.request_s,
+            seconds=self._config.request_s,
         )
+
+    async def _read(self, exchange: Exchange, read: Callable[[dict[str, Any]], Value]) -> Value:
+        """What is asked in a body, which is read beside the event loop where it is long."""
+        config = self._config
+        body = await exchange.read(config.body_bytes, config.read_s)
+        if len(body) < _LONG_BODY:
+            return read(parse(body))
+        lane = self._lanes.of(len(body))
+        lane.refuse_beyond(self.worker.room)
+        async with within(config.request_s):
+            return await exchange.unless_gone(lane.run(lambda: read(parse(body))))

@@ -12,6 +12,7 @@ import torch
 
 from lezero.serve.batching.module import InferModule
 from lezero.serve.server.batched import BatchFace
+from lezero.serve.server.exchange import as_json, as_json_in_parts
 from tests.serve.server.batch_running import Net, serving_batches
 from tests.serve.server.running import Client, serving, small_llm, until
 
@@ -147,3 +148,54 @@ def test_what_is_read_of_a_body_counts_as_time_of_the_request(reading: threading
         assert client.ask("/v1/infer", {"inputs": [[0.0, 0, 0, 0]] * 1500}).status == 504
         assert time.monotonic() - began < 15
         reading.set()
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the threads in which long bodies are read and written."""
+    from lezero.serve.server import answers, embedding, inference, language
+
+    found: set[str] = set()
+
+    def heard(work: Any) -> Any:
+        def run(*given: Any) -> Any:
+            found.add(threading.current_thread().name.rpartition("_")[0])
+            return work(*given)
+
+        return run
+
+    for place in (answers, embedding, inference):
+        told = heard(place.as_json_in_parts)
+        monkeypatch.setattr(place, "as_json_in_parts", told)
+    monkeypatch.setattr(language, "parse", heard(language.parse))
+    return found
+
+
+def test_long_answers_are_written_beside_the_event_loop(threads: set[str]) -> None:
+    many = {"max_tokens": 80, "n": 5, "logprobs": 20, "ignore_eos": True}
+    with serving(small_llm()) as client:
+        choices = client.complete("abc", **many).json["choices"]
+        assert len(choices) == 5
+        assert all(len(x["logprobs"]["tokens"]) == 80 for x in choices)
+        assert client.ask("/v1/embeddings", {"input": ["abc"] * 100}).status == 200
+    assert threads - {""} == {"lezero-encoder-short", "lezero-encoder-long"}
+
+
+def test_long_bodies_are_read_beside_the_event_loop(threads: set[str]) -> None:
+    with serving(small_llm()) as client:
+        assert client.complete([1, 2], max_tokens=1).status == 200
+        assert threads == {""}, "a short one is read at once"
+        long = [1] * 40_000
+        for path, name in PATHS.items():
+            assert client.ask(path, {name: long}).status == 400
+            assert "lezero-encoder-long" in threads
+            threads.clear()
+
+
+def test_json_in_parts_is_the_same() -> None:
+    for value in (
+        *(1.5, "ü", None, [], {}, [1, 2], {"a": {}, "b": []}),
+        {"data": [{"x": [0.1, 0.2], "y": "é"}, {"x": []}], "n": 3},
+        [[[[[[[{"deep": [1, {"er": 2}]}]]]]]], [["a"]]],
+    ):
+        assert as_json_in_parts(value) == as_json(value)

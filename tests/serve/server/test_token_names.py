@@ -48,6 +48,20 @@ def test_a_name_keeps_the_space_of_its_piece(coder: Coder) -> None:
     assert TokenText(None).of(5) == "token 5"
 
 
+def test_a_name_is_looked_up_once(coder: Coder, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, asked = TokenText(coder), list[list[int]]()
+    decode = coder.decode
+
+    def counted(tokens: list[int]) -> str:
+        asked.append(tokens)
+        return decode(tokens)
+
+    monkeypatch.setattr(coder, "decode", counted)
+    names = [text.of(token) for token in (260, 261, 260, 261, 260)]
+    assert names == [" cat", "cat", " cat", "cat", " cat"]
+    assert len(asked) == 2
+
+
 def test_names_together_are_the_text_and_the_likeliest_of_a_name_stays(coder: Coder) -> None:
     llm = LLM(small(vocab=266), coder=coder, weights="bf16")
     words = {"temperature": 0, "repetition_penalty": 1.5, "max_tokens": 40, "logprobs": 20}
