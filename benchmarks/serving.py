@@ -4,8 +4,10 @@ SmolLM2-135M, every side in a process of its own, rounds interleaved. One reques
 after a prompt of 32; a prompt of 512 is filled in; 16 requests decode at once; 16 requests share a
 prefix of 256 tokens before suffixes of 32, with and without sharing; text that repeats is continued
 with and without guesses looked up in it; what it costs that bits do not depend on neighbours is the
-time of products over torch's own. Beside LeZero's bf16, int8 and int4, from .peers:
-transformers in bf16, eager; llama.cpp and OpenVINO GenAI on the GGUF file as it is (Q4_1).
+time of products over torch's own; what int8 and int4 cost in quality is perplexity over bf16's,
+and the best of them is the faster one that stays within the bars of quantization. Beside LeZero's
+bf16, int8 and int4, from .peers: transformers in bf16, eager; llama.cpp and OpenVINO GenAI on the
+GGUF file as it is (Q4_1).
 
 Then, each in processes of its own: what HTTP adds to a token, dynamic batching beside the best
 fixed batch, and a soak in which every answer is checked.
@@ -38,6 +40,8 @@ OF_PARTS = {
     "dynamic": ("dynamic_batch_vs_best_fixed",),
     "soak": ("soak_requests", "soak_wrong", "soak_leaked_blocks"),
 }
+WORST = {"int8": 1.005, "int4": 1.02}
+"""Perplexity over bf16's at most: the bars of quantization to 8 and to 4 bits."""
 SOAK_S = 600.0
 FOLDER = Path(__file__).resolve().parent
 
@@ -58,7 +62,7 @@ def main() -> None:
     figures = dict.fromkeys(_figures(Result({}, dict.fromkeys(OURS, ""))))
     if "engine" in wanted:
         result = _engine(options, place, missing)
-        keys = ["decode", "prefill", "together", "ready_s", "bytes_token"]
+        keys = ["decode", "prefill", "together", "ready_s", "bytes_token", "perplexity"]
         keys += [f"invariance_{rows}" for rows in INVARIANCE]
         print(result.table(keys), end="\n\n", flush=True)
         figures |= _figures(result)
@@ -106,21 +110,24 @@ def _said(value: Any) -> str:
 
 def _figures(result: Result) -> dict[str, Any]:
     def ratio(key: str, one: str, other: str) -> float | None:
-        if one in result.failed or result.figures.get(other, []) == []:
-            return None
-        return result.ratio(key, one, other)
+        top, bottom = of(one, key), of(other, key)
+        return None if top is None or bottom is None else top / bottom
 
     def of(name: str, key: str) -> float | None:
-        known = name not in result.failed and key in result.figures[name][0]
-        return result.median(name, key) if known else None
+        rows = [] if name in result.failed else result.figures.get(name, [])
+        return result.median(name, key) if rows and key in rows[0] else None
 
-    best = max(("int8", "int4"), key=lambda name: of(name, "decode") or 0.0)
+    quality = {name: ratio("perplexity", name, "bf16") for name in WORST}
+    good = [name for name, found in quality.items() if found is not None and found <= WORST[name]]
+    best = max(good, key=lambda name: of(name, "decode") or 0.0, default="")
     share = of(best, "bandwidth_share")
     ran = [name for name in PEERS if result.figures.get(name)]
     fastest = max(ran, key=lambda name: result.median(name, "decode"), default="")
     return {
         "decode_vs_best_peer": ratio("decode", best, fastest),
         "best_peer": fastest or None,
+        "weights": best or None,
+        **{f"quality_{name}": found for name, found in quality.items()},
         "decode_bandwidth_share": share,
         "bf16_vs_transformers": ratio("decode", "bf16", "transformers"),
         "prefill_vs_transformers": ratio("prefill", best, "transformers"),
@@ -176,6 +183,8 @@ def _run_part(name: str, quick: bool, place: str, soak_seconds: float) -> dict[s
 
 
 def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
+    from serving_parts.quality import text_perplexity
+
     from lezero.serve.llm import LLM
 
     began = time.perf_counter()
@@ -199,6 +208,7 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
         "ready_s": ready,
         "bytes_token": llm.program.read_bytes,
         "bandwidth_share": one * llm.program.read_bytes / read,
+        "perplexity": text_perplexity(llm, quick),
         **_invariance(llm),
         "prefix_ttft": _first_tokens(llm, vocab, shared=True) / _first_tokens(llm, vocab, False),
         "speculation": _speculation(place, weights, quick, vocab),
