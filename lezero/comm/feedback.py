@@ -87,10 +87,11 @@ class Feedback:
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._loaded: _Pieces = {}
         self._spare: _Pieces = {}
-        self._scratch: dict[int, torch.Tensor] = {}
+        self._scratch: torch.Tensor | None = None  # for packed errors, as large as the largest
 
     def error(self, side: str, key: str, numel: int, spans: Spans) -> torch.Tensor:
-        """The error (numel,) of buffer `key`, to be changed in place and given back to `keep`.
+        """The error (numel,) of buffer `key`, to be changed in place and given to `keep` before
+        the next one is asked for.
 
         Elements that no span covers (padding) start from zero each time the spans change.
         """
@@ -99,10 +100,9 @@ class Feedback:
             kept = self._arrange(side, key, numel, spans)
         if self._packed is None:
             return kept.data
-        wide = self._scratch.get(numel)
-        if wide is None:
-            wide = torch.empty(numel, dtype=torch.float32, device=self._device)
-            self._scratch[numel] = wide
+        if self._scratch is None or self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel, dtype=torch.float32, device=self._device)
+        wide = self._scratch[:numel]
         self._packed.decode(kept.data, wide)
         return wide
 
@@ -130,7 +130,7 @@ class Feedback:
         if self._kept and not any(bool(self._wide(kept).any()) for kept in self._kept.values()):
             self._kept.clear()
             self._spare.clear()
-            self._scratch.clear()
+            self._scratch = None
         return self.holds()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -92,7 +92,7 @@ class StillLink(Link):
         self._gather = codec(wire.gather) if wire.gather != "none" else None
         self._buffers, self._count = Buffers(torch.device(spec.device)), count
         self._errors: dict[tuple[str, str], torch.Tensor] = {}
-        self._scratch: dict[int, torch.Tensor] = {}
+        self._scratch: torch.Tensor | None = None
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -151,9 +151,9 @@ class StillLink(Link):
         dtype = _FEEDBACK.get(wire.feedback_dtype)
         if dtype is None:
             error = torch.empty(codec("int8").bytes(numel), dtype=torch.uint8)
-            if numel not in self._scratch:  # to decode into, one for each size
-                self._scratch[numel] = torch.empty(numel)
-                self._count(self._scratch[numel], "feedback")
+            if self._scratch is None or self._scratch.numel() < numel:  # to decode into
+                self._scratch = torch.empty(numel)
+                self._count(self._scratch, "feedback")
         else:
             error = torch.empty(numel, dtype=dtype)
         self._errors[side, key] = error

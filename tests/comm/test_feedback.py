@@ -87,6 +87,15 @@ def test_other_buffers_find_the_same_errors(dtype: str) -> None:
     assert not kept.fresh(WORKER, "own a.weight")
 
 
+def test_packed_errors_are_decoded_into_one_buffer() -> None:
+    kept, places = Feedback(0, 2, "int8", CPU), set()
+    for length in (300, 200, 100):
+        error = kept.error(WORKER, f"k{length}", length, (Span(f"k{length}", 0, length, 0),))
+        assert len(error) == length
+        places.add(error.data_ptr())
+    assert len(places) == 1
+
+
 def inputs(rank: int, step: int) -> torch.Tensor:
     flat = values(rank, NUMEL, torch.float32, seed=step)
     flat[157:] = 0

@@ -74,10 +74,9 @@ def test_feedback_keeps_a_value_a_parameter(kept: str, dtype: str, bytes_each: f
     stage = 0 if kept == "both" else 2
     trace = trace_step(build, spec(stage, wire=wire))
     found = state(trace)[kinds.FEEDBACK]
-    if dtype == "int8":  # and one buffer to decode into for each size
-        assert bytes_each < found < 4
-    else:
-        assert found == pytest.approx(bytes_each, rel=0.02)
+    if dtype == "int8":  # and one buffer to decode into, as large as the largest
+        bytes_each += 4 * max(p.numel() for p in build().parameters()) / trace.parameters
+    assert found == pytest.approx(bytes_each, rel=0.02)
     assert not trace.mapped, "encoded gradients go through sockets"
 
 
