@@ -197,8 +197,6 @@ def test_a_generation_that_no_engine_wrote_is_refused(tmp_path):
     with checkpoint.Saver(tmp_path) as saver:
         saver.save(7, {"model/w": torch.ones(2)}, {"state": {"step": 7}})
     engine = make()
-    with pytest.raises(
-        FileError, match=r"not written by an Engine: .* document 'optimizer'"
-    ):
+    with pytest.raises(FileError, match=r"not written by an Engine: .* document 'optimizer'"):
         engine.load(tmp_path)
     assert engine.step == 0
