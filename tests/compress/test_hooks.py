@@ -260,7 +260,7 @@ class Heads(nn.Module):
 
 def test_a_head_shares_its_inputs_with_a_layer_of_static_activations() -> None:
     model, ids = Heads(), torch.arange(24).view(2, 12)
-    hidden = model.body(model.words(ids))
+    hidden = model.body(model.words(ids)).detach()
     scheme = lz.Int8WeightActivation(activations="tensor", smooth=None)
     lz.quantize_(model, scheme, data=ids, objective="size")
     assert model.head.input_scale is None

@@ -15,6 +15,8 @@ import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.models import Transformer, TransformerConfig, save_hf
+from lezero.models.hf_config import to_hf
+from lezero.models.huggingface import name_there
 from lezero.nn.meta import parameters_on_meta
 from lezero.profiler import MemorySampler
 from tests.compress.test_quantize import small, tokens
@@ -152,13 +154,19 @@ def test_it_opens_in_a_module_of_transformers(tmp_path: Path) -> None:
 def of_zeros(root: Path, layers: int) -> int:
     """Writes a checkpoint of 4.2 million weights a layer; the bytes of its file."""
     shape = {"dim": 512, "layers": layers, "heads": 4, "kv_heads": 4, "ffn": 2048}
-    save_hf(Transformer(TransformerConfig(**shape, vocab=64, context=64)), root)
-    config = json.loads((root / "config.json").read_text())
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(**shape, vocab=64, context=64))
     form = {**GPTQ, "sym": True, "group_size": 128}
-    (root / "config.json").write_text(json.dumps({**config, "quantization_config": form}))
-    tensors = load_file(root / "model.safetensors")
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
-        layer, (N, K) = name.removesuffix("weight"), tensors.pop(name).shape
+    config = {**to_hf(model.config, "float32"), "quantization_config": form}
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        layer = name_there(name.removesuffix("weight"))
+        if not name.endswith("_proj.weight"):
+            tensors[layer + "weight"] = torch.ones(parameter.shape)
+            continue
+        N, K = parameter.shape
         tensors[layer + "qweight"] = torch.zeros(K // 8, N, dtype=torch.int32)
         tensors[layer + "qzeros"] = torch.full((K // 128, N // 8), 0x77777777, dtype=torch.int32)
         tensors[layer + "scales"] = torch.full((K // 128, N), 0.01, dtype=torch.float16)
