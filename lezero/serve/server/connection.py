@@ -23,21 +23,52 @@ _SILENT_S = 1.0
 """For a client to ask whole; after that it gives way."""
 
 
+class _Limited:
+    """What `protocol` adds to uvicorn's without regard to other connections."""
+
+    cycle: Any
+    conn: Any
+    transport: Any
+    _reading: asyncio.TimerHandle | None = None
+    _writing: asyncio.TimerHandle | None = None
+
+    def send_400_response(self, msg: str) -> None:
+        import h11
+
+        if not _answered(self.cycle):
+            body = as_json(Problem(400, msg).body())
+            kind = [("content-type", JSON), ("content-length", str(len(body)))]
+            head = h11.Response(status_code=400, headers=[*kind, ("connection", "close")])
+            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _stop_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def _between(self) -> bool:
+        """Whether no request is being answered, so that what comes are headers."""
+        return self.cycle is None or self.cycle.response_complete
+
+
 def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
     """uvicorn's protocol, which drops a client that takes `read_s` seconds for its headers, or
     `write_s` seconds to make room for more of its answer. most: connections; see
     [Note: too many]."""
-    import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     # Connections with no whole question, and since when; those that are silent the longest first.
     silent: dict[H11Protocol, float] = {}
 
-    class Connection(H11Protocol):
+    class Connection(_Limited, H11Protocol):
         """See `protocol`."""
-
-        _reading: asyncio.TimerHandle | None = None
-        _writing: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -73,35 +104,12 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             super().resume_writing()
             self._stop_writing()
 
-        def send_400_response(self, msg: str) -> None:
-            if not _answered(self.cycle):
-                body = as_json(Problem(400, msg).body())
-                kind = [("content-type", JSON), ("content-length", str(len(body)))]
-                head = h11.Response(status_code=400, headers=[*kind, ("connection", "close")])
-                for event in (head, h11.Data(data=body), h11.EndOfMessage()):
-                    self.transport.write(self.conn.send(event))
-            self.transport.close()
-
-        def _stop_reading(self) -> None:
-            if self._reading is not None:
-                self._reading.cancel()
-                self._reading = None
-
-        def _stop_writing(self) -> None:
-            if self._writing is not None:
-                self._writing.cancel()
-                self._writing = None
-
         def _note_silence(self) -> None:
             """Notes since when there is no whole question, or that there is one."""
             if self._between() or self.cycle.more_body:
                 silent.setdefault(self, self.loop.time())
             else:
                 silent.pop(self, None)
-
-        def _between(self) -> bool:
-            """Whether no request is being answered, so that what comes are headers."""
-            return self.cycle is None or self.cycle.response_complete
 
     return Connection
 
