@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
-from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer
 from lezero.models.transformer import TransformerBlock
 from lezero.ops.decoder import (
@@ -25,7 +23,7 @@ from lezero.ops.decoder import (
     Weight,
     block_bytes,
 )
-from lezero.ops.linear import Packed, linear_bf16, linear_int, pack, pack_bf16, unpack
+from lezero.serve.merged import merged, multiply
 from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
 
 
@@ -132,25 +130,6 @@ def weight_bytes(weight: Weight) -> int:
     return sum(x.nbytes for x in weight.packed if x is not None)
 
 
-def merged(parts: Sequence[nn.Module]) -> Weight:
-    """Linear layers (or an embedding) with the same inputs as one matrix, outputs in a row.
-
-    Layers that are not all in the same form of int8 or int4 become bf16.
-    """
-    K = _features(parts[0])[1]
-    N = sum(_features(part)[0] for part in parts)
-    bias = _bias(parts)
-    weights = [part.weight for part in parts]
-    forms = {_form(part) for part in parts}
-    if len(forms) == 1 and None not in forms:
-        first: Any = weights[0]
-        x_bits = getattr(parts[0], "x_bits", 16)
-        packed = _joined([w for w in weights if isinstance(w, PackedWeight)])
-        return Weight(packed, bias, N, K, first.grid.bits, first.group, x_bits)
-    wide = torch.cat([_wide(weight) for weight in weights])
-    return Weight(Packed(pack_bf16(wide), torch.empty(0), None), bias, N, K, 16)
-
-
 def _layer(block: Any) -> LayerWeights:
     assert isinstance(block, TransformerBlock)
     attention, mlp = block.self_attn, block.mlp
@@ -173,71 +152,6 @@ def _matrices(layer: LayerWeights) -> tuple[Weight, ...]:
 def _vector(norm: Any) -> Tensor:
     found: Tensor = norm.weight.detach().float().contiguous()
     return found
-
-
-def _features(part: Any) -> tuple[int, int]:
-    N, K = part.weight.shape
-    return int(N), int(K)
-
-
-def _form(part: nn.Module) -> tuple[Any, ...] | None:
-    """What must be equal for weights to be joined; None: not a form that kernels read."""
-    weight = part.weight
-    quantized = isinstance(part, QuantizedLinear | QuantizedEmbedding)
-    if not quantized or not isinstance(weight, PackedWeight) or part.input_scale is not None:
-        return None
-    return weight.grid, getattr(part, "x_bits", 16)
-
-
-def _joined(weights: Sequence[PackedWeight]) -> Packed:
-    parts = [weight.parts() for weight in weights]
-    if len(parts) == 1:
-        return parts[0]
-    if all(weight.full_shape[0] % 16 == 0 for weight in weights):
-        return _stacked(parts)
-    bits = weights[0].grid.bits
-    return pack(
-        *_stacked([unpack(w.parts(), *w.full_shape, bits=bits) for w in weights]), bits=bits
-    )
-
-
-def _stacked(parts: Sequence[Packed]) -> Packed:
-    zeros = [part.zero for part in parts if part.zero is not None]
-    return Packed(
-        torch.cat([part.weight for part in parts]),
-        torch.cat([part.scale for part in parts]),
-        torch.cat(zeros) if zeros else None,
-    )
-
-
-def _wide(weight: Any) -> Tensor:
-    found: Tensor = weight.decode() if hasattr(weight, "decode") else weight.detach()
-    return found
-
-
-def _bias(parts: Sequence[nn.Module]) -> Tensor | None:
-    found = [getattr(part, "bias", None) for part in parts]
-    if all(bias is None for bias in found):
-        return None
-    return torch.cat(
-        [
-            torch.zeros(_features(part)[0]) if bias is None else bias.detach().float()
-            for part, bias in zip(parts, found, strict=True)
-        ]
-    )
-
-
-def multiply(x: Tensor, weight: Weight) -> Tensor:
-    """Rows (R, K) times a weight: fp32 (R, N), each row's bits the same whatever the others are."""
-    if weight.bits == 16:
-        return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
-    return linear_int(
-        *(x, weight.packed, weight.bias),
-        out_features=weight.out_features,
-        bits=weight.bits,
-        group=weight.group,
-        x_bits=weight.x_bits,
-    )
 
 
 class _PackedRows(nn.Module):

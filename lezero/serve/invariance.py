@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 from lezero.core.facts import cpu
 from lezero.ops.decoder import Weight
-from lezero.serve.fused import FusedProgram, multiply
+from lezero.serve.fused import FusedProgram
+from lezero.serve.merged import multiply
 from lezero.serve.program import Program
 
 ROWS = (1, 16, 256)

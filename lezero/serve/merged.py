@@ -1,0 +1,121 @@
+"""Linear layers with the same inputs as one matrix, and the product with it.
+
+[Note: forms of one matrix] A matrix has one form: bits, group, with zero points or without. Where
+layers that are joined differ, a GGUF file that keeps one of them in 8 bits for example, all get a
+form that holds every code as it is: 8 bits hold those of 4, a smaller group repeats the scale of a
+larger one, and a zero point in the middle is none. So no value changes. Float layers, and GPTQ's
+whose inputs lie in another order, have no codes to join: with them all become bf16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
+from lezero.compress.quantize.weights import PackedWeight
+from lezero.ops.decoder import Weight
+from lezero.ops.linear import Packed, linear_bf16, linear_int, pack, pack_bf16
+
+
+def merged(parts: Sequence[nn.Module]) -> Weight:
+    """Linear layers (or an embedding) with the same inputs as one matrix, outputs in a row.
+
+    See [Note: forms of one matrix].
+    """
+    K = _features(parts[0])[1]
+    N = sum(_features(part)[0] for part in parts)
+    bias = _bias(parts)
+    x_bits = {getattr(part, "x_bits", 16) for part in parts}
+    weights = [part.weight for part in parts if _has_codes(part)]
+    if len(weights) == len(parts) and len(x_bits) == 1:
+        packed, bits, group = _joined([w for w in weights if isinstance(w, PackedWeight)])
+        return Weight(packed, bias, N, K, bits, group, x_bits.pop())
+    wide = torch.cat([_wide(part.weight) for part in parts])
+    return Weight(Packed(pack_bf16(wide), torch.empty(0), None), bias, N, K, 16)
+
+
+def multiply(x: Tensor, weight: Weight) -> Tensor:
+    """Rows (R, K) times a weight: fp32 (R, N), each row's bits the same whatever the others are."""
+    if weight.bits == 16:
+        return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
+    return linear_int(
+        *(x, weight.packed, weight.bias),
+        out_features=weight.out_features,
+        bits=weight.bits,
+        group=weight.group,
+        x_bits=weight.x_bits,
+    )
+
+
+def _features(part: Any) -> tuple[int, int]:
+    N, K = part.weight.shape
+    return int(N), int(K)
+
+
+def _has_codes(part: nn.Module) -> bool:
+    quantized = isinstance(part, QuantizedLinear | QuantizedEmbedding)
+    return quantized and type(part.weight) is PackedWeight and part.input_scale is None
+
+
+def _joined(weights: Sequence[PackedWeight]) -> tuple[Packed, int, int]:
+    """All in one, its bits, and its group (0: a scale a row)."""
+    grids = {weight.grid for weight in weights}
+    bits, group = weights[0].grid.bits, weights[0].group
+    if len(weights) == 1:
+        return weights[0].parts(), bits, group
+    if len(grids) == 1 and all(weight.full_shape[0] % 16 == 0 for weight in weights):
+        return _stacked([weight.parts() for weight in weights]), bits, group
+    parts = [Packed(*weight.unpacked()) for weight in weights]
+    if len(grids) > 1:
+        bits = max(weight.grid.bits for weight in weights)
+        group = math.gcd(*(weight.group for weight in weights))
+        kinds = {part.scale.dtype for part in parts}
+        kept = kinds.pop() if len(kinds) == 1 else torch.float32
+        parts = [_in_form(weight, group, kept) for weight in weights]
+    return pack(*_stacked(parts), bits=bits), bits, group
+
+
+def _in_form(weight: PackedWeight, group: int, kept: torch.dtype) -> Packed:
+    """Its codes counted from 0, with scales and zero points of `group` in `kept`."""
+    codes, scale, zero = weight.unpacked()
+    if zero is None:
+        zero = torch.full_like(scale, 1 << (weight.grid.bits - 1))
+    if codes.dtype == torch.int8:
+        codes = codes.view(torch.uint8) ^ 128
+    if group != weight.group:
+        G = -(-weight.full_shape[1] // group)
+        times = weight.group // group if weight.group else G
+        scale, zero = (x.repeat_interleave(times, 1)[:, :G] for x in (scale, zero))
+    return Packed(codes, scale.to(kept), zero.to(kept))
+
+
+def _stacked(parts: Sequence[Packed]) -> Packed:
+    """Packed weights, or codes and scales in rows, one behind the other."""
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return Packed(
+        torch.cat([part.weight for part in parts]),
+        torch.cat([part.scale for part in parts]),
+        torch.cat(zeros) if zeros else None,
+    )
+
+
+def _wide(weight: Any) -> Tensor:
+    found: Tensor = weight.decode() if hasattr(weight, "decode") else weight.detach()
+    return found
+
+
+def _bias(parts: Sequence[nn.Module]) -> Tensor | None:
+    found = [getattr(part, "bias", None) for part in parts]
+    if all(bias is None for bias in found):
+        return None
+    return torch.cat(
+        [
+            torch.zeros(_features(part)[0]) if bias is None else bias.detach().float()
+            for part, bias in zip(parts, found, strict=True)
+        ]
+    )
