@@ -10,7 +10,7 @@ import functools
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lezero.core.errors import CorruptError, FileError, need_extra
 from lezero.models.config import RopeScaling, TransformerConfig
+from lezero.models.gguf_blocks import BITS, Blocks, read_blocks
 from lezero.models.gguf_header import (
     GGUFHeader,
     Mapped,
@@ -30,6 +31,9 @@ from lezero.models.gguf_header import (
 from lezero.models.huggingface import Stored, fill
 from lezero.models.rope import frequencies
 from lezero.models.transformer import Transformer
+from lezero.ops.quantize import Quantized
+
+Keep = Callable[[str, Blocks], None]
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -54,12 +58,15 @@ _ROPE_FREQS = "rope_freqs.weight"
 _LLAMA3 = {"original_context": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def load_gguf(path: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Transformer:
+def load_gguf(
+    path: str | os.PathLike[str], dtype: torch.dtype | None = None, keep: Keep | None = None
+) -> Transformer:
     """The model in a GGUF file of llama, qwen2 or qwen3, dequantized, on the CPU.
 
-    `dtype` is that of the weights, fp32 when not given. Errors: `FileError` for a missing file,
-    another architecture or tensors that do not fit; `CorruptError` for a torn or damaged file;
-    `MissingExtraError` without the `gguf` package.
+    `dtype` is that of the weights, fp32 when not given. keep: is handed the name and the blocks of
+    each matrix of a type in `gguf_blocks.BITS`, which then stays on meta in the model. Errors:
+    `FileError` for a missing file, another architecture or tensors that do not fit; `CorruptError`
+    for a torn or damaged file; `MissingExtraError` without the `gguf` package.
     """
     file = Path(path)
     quants = _quants()
@@ -68,7 +75,7 @@ def load_gguf(path: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
         config = _config(source)
         with torch.device("meta"):
             model = Transformer(config)
-        fill(model, _tensors(source, config), dtype, str(file))
+        fill(model, _tensors(source, config, keep), dtype, str(file))
     return model
 
 
@@ -229,12 +236,19 @@ def _stretched(config: TransformerConfig, source: _Source) -> TransformerConfig:
     )
 
 
-def _tensors(source: _Source, config: TransformerConfig) -> Iterator[Stored]:
+def _tensors(
+    source: _Source, config: TransformerConfig, keep: Keep | None = None
+) -> Iterator[Stored]:
     """(name here, shape, read) for each weight."""
     for info in source.header.tensors:
-        if info.name != _ROPE_FREQS:
-            read = functools.partial(_weight, info, source, config)
-            yield _name_here(info.name), info.shape, read
+        if info.name == _ROPE_FREQS:
+            continue
+        name = _name_here(info.name)
+        kept = keep is not None and info.kind in BITS and len(info.shape) == 2
+        read = functools.partial(_weight, info, source, config)
+        if keep is not None and kept:
+            read = functools.partial(_kept, info, source, config, functools.partial(keep, name))
+        yield name, info.shape, read
 
 
 def _name_here(name: str) -> str:
@@ -247,8 +261,27 @@ def _name_here(name: str) -> str:
 
 
 def _weight(info: TensorInfo, source: _Source, config: TransformerConfig) -> Tensor:
-    """Its numbers, with a head's rows in halves, as Qwen's are in the file too."""
-    rows = _numbers(info, source)
+    """Its numbers, with a head's rows in halves."""
+    return _in_halves(_numbers(info, source), info, source, config)
+
+
+def _kept(
+    info: TensorInfo, source: _Source, config: TransformerConfig, keep: Callable[[Blocks], None]
+) -> Tensor:
+    """Hands its blocks to `keep`; on meta, what the model holds in their place."""
+    (codes, scale, zero), grid = read_blocks(_bytes(info, source), info.kind)
+    for values in (scale, zero):
+        if values is not None:
+            _check_finite(values, info, source)
+    order = functools.partial(_in_halves, info=info, source=source, config=config)
+    keep(Blocks(Quantized(order(codes), order(scale), zero if zero is None else order(zero)), grid))
+    return torch.empty(info.shape, device="meta")
+
+
+def _in_halves(
+    rows: Tensor, info: TensorInfo, source: _Source, config: TransformerConfig
+) -> Tensor:
+    """With a head's rows in halves, as Qwen's are in the file too."""
     if source.arch == "llama" and ".attn_q." in info.name:
         return _unpermute(rows, config.heads)
     if source.arch == "llama" and ".attn_k." in info.name:
@@ -257,7 +290,26 @@ def _weight(info: TensorInfo, source: _Source, config: TransformerConfig) -> Ten
 
 
 def _numbers(info: TensorInfo, source: _Source) -> Tensor:
-    """A tensor in fp32; its bytes are checked to lie in the file."""
+    """A tensor in fp32."""
+    import numpy as np
+
+    rows, quants = _bytes(info, source), source.quants
+    kind = quants.GGMLQuantizationType(info.kind)
+    if kind.name in ("F32", "F16"):
+        rows = rows.view(np.float32 if kind.name == "F32" else np.float16)
+    try:
+        numbers = np.asarray(quants.dequantize(rows, kind), dtype=np.float32)
+    except NotImplementedError:
+        raise FileError(
+            f"{source.path}: tensor {info.name}: type {kind.name} is not supported"
+        ) from None
+    values = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
+    _check_finite(values, info, source)
+    return values
+
+
+def _bytes(info: TensorInfo, source: _Source) -> Any:
+    """A tensor's rows as bytes, a NumPy array; they are checked to lie in the file."""
     import numpy as np
 
     path, data, quants = source.path, source.data, source.quants
@@ -268,19 +320,13 @@ def _numbers(info: TensorInfo, source: _Source) -> Tensor:
     start = source.header.data_start + info.offset
     if not info.shape or info.shape[-1] % block or start + size > len(data):
         raise CorruptError(f"{path}: tensor {info.name} reaches beyond the end of the file")
-    raw = data[start : start + size]
-    kind = quants.GGMLQuantizationType(info.kind)
-    rows = np.frombuffer(raw, dtype=np.uint8).reshape(*info.shape[:-1], -1)
-    if kind.name in ("F32", "F16"):
-        rows = rows.view(np.float32 if kind.name == "F32" else np.float16)
-    try:
-        numbers = np.asarray(quants.dequantize(rows, kind), dtype=np.float32)
-    except NotImplementedError:
-        raise FileError(f"{path}: tensor {info.name}: type {kind.name} is not supported") from None
-    values = torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy())
+    rows = np.frombuffer(data[start : start + size], dtype=np.uint8)
+    return rows.reshape(*info.shape[:-1], -1)
+
+
+def _check_finite(values: Tensor, info: TensorInfo, source: _Source) -> None:
     if not math.isfinite(values.sum()) and not bool(values.isfinite().all()):
-        raise CorruptError(f"{path}: tensor {info.name} holds NaN or infinity")
-    return values
+        raise CorruptError(f"{source.path}: tensor {info.name} holds NaN or infinity")
 
 
 def _unpermute(rows: Tensor, heads: int) -> Tensor:

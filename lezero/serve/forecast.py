@@ -34,6 +34,8 @@ class Forecast:
     prefill_tokens_s: float | None
     draft_bytes: int = 0
     """Of the model that guesses: weights, and keys and values."""
+    origin: str = ""
+    """Where the codes of the weights come from, where a file holds them."""
     slow: str = ""
     """Why the model is slower than others."""
     kv: str = ""
@@ -52,10 +54,11 @@ class Forecast:
         kv = [f"keys/values {self.kv}"] if self.kv else []
         draft = [f"draft       {mib(self.draft_bytes)}"] if self.draft_bytes else []
         slow = [f"slower      {self.slow}"] if self.slow else []
+        origin = f": {self.origin}" if self.origin else ""
         if self.disturbed:
             slow.append("note        measured beside other programs, so it may be more")
         return [
-            f"weights     {mib(self.weight_bytes)}",
+            f"weights     {mib(self.weight_bytes)}{origin}",
             f"cache       {mib(self.cache_bytes)}: {fits}",
             *kv,
             f"workspace   {mib(self.workspace_bytes)}",
@@ -88,6 +91,7 @@ def foresee(
         None if read is None else read / program.read_bytes,
         None if products is None else products / (2 * program.products),
         0 if draft is None else draft.weight_bytes + blocks * beside,
+        program.origin,
         program.slow,
         f"{program.kv}: {kv}" if program.kv and kv else program.kv,
         ceilings is not None and ceilings.disturbed,

@@ -39,8 +39,11 @@ class LLM:
 
     model: a run, a Hugging Face folder (also a quantized one), a GGUF file, or a `Transformer`,
     which is used up (then prompts are tokens, or `coder` is given).
+    coder: in the place of the model's own tokenizer, which is then not read.
     weights: "auto" keeps a quantized model as it is and runs others in bf16; "int8" and "int4" (HQQ
-    in groups of 64 or 32) quantize now, without data; "fp32" is plain and slow, and exact.
+    in groups of 64 or 32) quantize now, without data; "fp32" is plain and slow, and exact. A GGUF
+    file most of whose weights lie in Q4_0 or Q4_1 keeps them as they are for "int4" (what it has in
+    Q8_0 too, and all else becomes int8) and for "auto", which also keeps a file in Q8_0.
     context: tokens of a request at most, by default the model's. max_requests: at once.
     kv: what keys and values are kept in. "int8" takes a little more than half of the memory of
     "bf16", and rounds. "auto" is bf16, unless a context is given and `max_requests` requests of it
@@ -73,10 +76,10 @@ class LLM:
         check_speculation(speculate, draft)
         check_kv(kv)
         _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
-        self.program, own = open_program(model, weights)
+        self.program, read_coder = open_program(model, weights)
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
+        self.coder = read_coder() if coder is None and read_coder is not None else coder
         give_back_free_blocks()  # of the weights as they were
-        self.coder = coder or own
         longest, most = self.program.longest, self.program.most_tokens
         if max_requests > most:
             raise ConfigError(

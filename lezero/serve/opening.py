@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
+from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core import device
 from lezero.core.errors import ConfigError
+from lezero.core.log import logger
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
 from lezero.models import Transformer
+from lezero.ops import linear
 from lezero.ops.decoder import native
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
@@ -27,19 +32,47 @@ WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
 Speculate = Literal["off", "lookup", "draft"]
 _SPECULATE = ("off", "lookup", "draft")
 _GROUPS = (64, 32)
+_KEPT = {"auto": (4, 8), "int4": (4,)}
+"""Bits of blocks in a GGUF file that are kept as they are, where most of its weights lie so."""
+_LOG = logger("serve")
 
 
-def open_program(model: str | Path | Transformer, weights: Weights) -> tuple[Program, Coder | None]:
-    """The program of a model, and its tokenizer where it is not a `Transformer`."""
+ReadCoder = Callable[[], Coder]
+
+
+def open_program(
+    model: str | Path | Transformer, weights: Weights
+) -> tuple[Program, ReadCoder | None]:
+    """The program of a model, and what reads its tokenizer where it is not a `Transformer`."""
     if weights not in WEIGHTS:
         raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(WEIGHTS)}")
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = str(model)
     if is_foreign(place):
-        return open_foreign(place, weights), open_coder(place, Path(place))
+        return open_foreign(place, weights), partial(open_coder, place, Path(place))
+    kept = _own_blocks(place, weights)
+    if kept is not None:
+        found = program_of(kept.to(device.device()), "auto")
+        found.origin = "the file's own blocks, not rounded again"
+        _LOG.info("%s: weights are %s", place, found.origin)
+        return found, partial(open_coder, place, None)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None)
-    return program_of(opened.to(device.device()), weights), open_coder(place, folder)
+    return program_of(opened.to(device.device()), weights), partial(open_coder, place, folder)
+
+
+def _own_blocks(place: str, weights: Weights) -> Transformer | None:
+    """The model with a GGUF file's blocks as they are, where that is what `weights` asks for.
+
+    "auto" takes them where kernels read them; a reference would be slower than dense weights.
+    """
+    path = Path(place)
+    if weights not in _KEPT or path.suffix != ".gguf" or not path.is_file():
+        return None
+    slow = device.device().type == "cpu" and not linear.available()
+    if (weights == "auto" and slow) or kept_share(path, _KEPT[weights]) < 0.5:
+        return None
+    return load_gguf_blocks(path, others_int8=weights == "int4")
 
 
 def check_speculation(speculate: str, draft: object) -> None:

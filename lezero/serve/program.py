@@ -51,6 +51,9 @@ class Program(ABC):
     """Why it is slower than others, for people."""
     description: str
     """Weights, cache and kernel in a few words, for people."""
+    origin: str = ""
+    """Where the weights' codes come from, for people; "" where the engine made them, or a folder
+    holds them."""
     kv: str = ""
     """What keys and values are kept in: bf16, int8; "" where the model's own code keeps them."""
     kv_forms: tuple[str, ...] = ()

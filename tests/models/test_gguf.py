@@ -1,6 +1,6 @@
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,10 @@ def write(
     kind: str = "F32",
     arch: str = "llama",
     rope_freqs: torch.Tensor | None = None,
+    kinds: Mapping[str, str] | None = None,
     **metadata: Any,
 ) -> Path:
+    """kind: of all matrices, but for those whose stored name has a key of `kinds` in it."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
     writer.add_embedding_length(config.dim)
@@ -97,7 +99,8 @@ def write(
             rows = permuted(rows, config.heads)
         if arch == "llama" and ".attn_k." in stored:
             rows = permuted(rows, config.kv_heads)
-        kind_here = gguf.GGMLQuantizationType[kind if rows.dim() == 2 else "F32"]
+        own = next((k for part, k in (kinds or {}).items() if part in stored), kind)
+        kind_here = gguf.GGMLQuantizationType[own if rows.dim() == 2 else "F32"]
         data = gguf.quants.quantize(rows.numpy(), kind_here)
         writer.add_tensor(stored, data, raw_dtype=kind_here)
     writer.write_header_to_file()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lezero.compress.quantize import Int8Weight, quantize_
-from lezero.core.errors import ConfigError
-from lezero.models import Transformer
+from lezero.core.errors import ConfigError, FileError
+from lezero.models import Transformer, load_gguf
 from lezero.ops.decoder import native
+from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
 from lezero.serve.opening import program_of
 from lezero.serve.plain import PlainProgram
+from lezero.serve.program import Fed, Program
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import small
 
@@ -52,3 +56,91 @@ def test_the_plain_program_says_that_weights_are_quantized() -> None:
 def test_layers_that_groups_do_not_divide_are_named() -> None:
     with pytest.raises(ConfigError, match=r"weights: got 'int4'.*\(60, 64, 96\); take 'int8'"):
         program_of(small(dim=60, head_dim=16), "int4")
+
+
+TOKENS = [5, 1, 60, 33, 7, 0, 12]
+
+
+class _Letters:
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(chr(65 + token) for token in tokens)
+
+
+CODER = Coder(_Letters(), frozenset())
+
+
+def written(path: Path, kind: str, kinds: Any = None, **changes: object) -> Path:
+    write = pytest.importorskip("tests.models.test_gguf").write
+    model = small(**{"vocab": 64, "context": 64, **changes})  # type: ignore[arg-type]
+    made: Path = write(path / "a.gguf", model, kind, kinds=kinds)
+    return made
+
+
+def logits(program: Program) -> Tensor:
+    program.reserve(2)
+    return program.run([Fed(TOKENS, 0, [0], range(len(TOKENS)))])
+
+
+OWN: dict[str, tuple[str, Any]] = {
+    "Q4_0": ("Q4_0", None),
+    "Q4_1": ("Q4_1", None),
+    "both": ("Q4_0", {"attn_v": "Q4_1", "ffn_gate": "Q4_1"}),
+    "8 bits beside 4": ("Q4_1", {"attn_v": "Q8_0", "ffn_up": "F16", "token_embd": "Q8_0"}),
+    "head of its own": ("Q4_1", {"output": "F16"}),
+}
+
+
+@pytest.mark.parametrize("weights", ["int4", "auto"])
+@pytest.mark.parametrize("kinds", OWN.values(), ids=OWN)
+def test_a_files_own_blocks_answer_as_its_dequantized_weights(
+    kinds: tuple[str, Any], weights: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="lezero")
+    path = written(tmp_path, *kinds, tied="output" not in (kinds[1] or {}))
+    exact = logits(PlainProgram(load_gguf(path)))
+    llm = LLM(path, weights=weights, coder=CODER)
+    error = (logits(llm.program) - exact).norm() / exact.norm()
+    near = 0.02 if kinds[1] else 0.005  # others become int8 or bf16
+    assert float(error) < near
+    requantized = float((logits(program_of(load_gguf(path), "int4")) - exact).norm() / exact.norm())
+    assert requantized > 0.05
+    if native.NATIVE.available():
+        assert "int4 in groups of 32" in llm.program.description
+    own = "the file's own blocks, not rounded again"
+    assert llm.forecast.lines()[0].endswith(f" MiB: {own}")
+    assert f"{path}: weights are {own}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights"),
+    [("Q4_1", "bf16"), ("Q4_1", "fp32"), ("Q4_1", "int8"), ("F16", "auto"), ("Q8_0", "int4")],
+)
+def test_other_weights_are_made_from_the_dequantized_ones(
+    kind: str, weights: Any, tmp_path: Path
+) -> None:
+    path = written(tmp_path, kind)
+    program = LLM(path, weights=weights, coder=CODER).program
+    assert not program.origin
+    assert torch.equal(logits(program), logits(program_of(load_gguf(path), weights)))
+
+
+def test_a_file_in_eight_bits_is_kept_too(tmp_path: Path) -> None:
+    path = written(tmp_path, "Q8_0")
+    program = LLM(path, coder=CODER).program
+    exact = logits(PlainProgram(load_gguf(path)))
+    assert float((logits(program) - exact).norm() / exact.norm()) < 0.005
+    assert program.origin
+
+
+def test_without_kernels_auto_stays_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lezero.ops.linear.available", lambda: False)
+    path = written(tmp_path, "Q4_1")
+    assert not LLM(path, coder=CODER).program.origin
+    assert LLM(path, weights="int4", coder=CODER).program.origin
+
+
+def test_a_given_coder_stands_in_for_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "F16")
+    with pytest.raises(FileError, match="its tokenizer cannot be read"):
+        LLM(path)
+    assert len(LLM(path, coder=CODER).generate([1, 2, 3], GREEDY)[0].tokens) == 8

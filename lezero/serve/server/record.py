@@ -51,6 +51,7 @@ class Record:
         program, why = llm.program, llm.forecast.kv.partition(": ")[2]
         self.decisions.replay.clear()
         reason = "as the model is kept, else bf16" if weights == "auto" else "asked for"
+        reason += f"; {program.origin}" if program.origin else ""
         self.decisions.record(
             "weights", program.description, reason=reason, overridden=weights != "auto"
         )
