@@ -13,12 +13,12 @@ an all-reduce is bit for bit a reduce-scatter followed by an all-gather.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any
 
 import torch
 
+from lezero import __version__
 from lezero.comm import legal
 from lezero.comm.account import Account, sent_bytes
 from lezero.comm.chooser import Chooser
@@ -208,7 +208,7 @@ class Link:
 
     def _agree(self, axis: str, mesh: Mesh, hosts: Sequence[Sequence[int]] | None) -> None:
         """Ranks that joined with another wire or another LeZero are told which key differs."""
-        mine = {"lezero": version("lezero"), "axis": axis, "mesh.kind": mesh.kind}
+        mine = {"lezero": __version__, "axis": axis, "mesh.kind": mesh.kind}
         mine["mesh"] = ", ".join(f"{name}: {size}" for name, size in mesh.axes.items())
         mine |= {f"wire.{key}": value for key, value in self.wire.to_dict().items()}
         given = None if hosts is None else [list(host) for host in hosts]

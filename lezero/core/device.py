@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lezero.core.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
@@ -43,6 +45,18 @@ def count() -> int:
     import torch
 
     return torch.accelerator.device_count() if accelerator() else 0
+
+
+def require(ranks: int) -> None:
+    """`ConfigError` for more ranks on this machine than accelerators: NCCL refuses two on one."""
+    kind, found = accelerator(), count()
+    if ranks > found:
+        hide = " (CUDA_VISIBLE_DEVICES='')" if kind == "cuda" else ""
+        raise ConfigError(
+            f"{ranks} ranks were started on this machine, but it has {found} {kind} "
+            f"device{'s' if found != 1 else ''}, and each rank needs its own. Start {found}, or "
+            f"hide the devices{hide}: then the ranks compute on the processor"
+        )
 
 
 def use(place: torch.device) -> None:

@@ -48,7 +48,8 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
     """Joins the group that the environment describes; without one, or twice, does nothing.
 
     Raises `DistributedError` when the ranks cannot meet, with the address they tried, and
-    `ConfigError` for a place among them that cannot be.
+    `ConfigError` for a place among them that cannot be, and for more ranks on this machine than
+    it has accelerators (with a `backend`, that is the caller's business).
     """
     import torch.distributed as dist
 
@@ -59,6 +60,9 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
         return
     kind = device.accelerator()
     if kind is not None:
+        if backend is None:
+            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+            device.require(max(here, local_rank() + 1))
         device.use(device.device())
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     need_interface()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from importlib import metadata
 
 import pytest
 import torch
@@ -227,6 +228,15 @@ def double_over_int8() -> str:
 
 def test_no_codec_carries_fp64(ranks: RankPool) -> None:
     assert ranks(2, double_over_int8) == ["refused"] * 2
+
+
+def test_a_link_needs_no_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata.Distribution, "from_name", missing)  # run from a checkout
+    with Mesh({"shard": 1}) as mesh, Link(Wire(), mesh, "shard") as link:
+        assert link.size == 1
 
 
 def buffers() -> list[int]:

@@ -228,7 +228,7 @@ def test_the_machine_id_is_stable_and_follows_what_figures_depend_on() -> None:
     others = [
         replace(one, cpu=replace(one.cpu, usable=one.cpu.usable + 1)),
         replace(one, cpu=replace(one.cpu, model="another")),
-        replace(one, versions={**one.versions, "torch": "2.11.0"}),
+        replace(one, versions={**one.versions, "torch": "2.0.0"}),
         replace(one, memory=replace(one.memory, limit=GIB)),
         replace(one, accelerators=(gpu,)),
     ]

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lezero.core import groups
+from lezero.core import device, groups
 from lezero.core.errors import ConfigError, DistributedError
 from tests.ranks import RankPool
 
@@ -47,6 +47,16 @@ def test_a_place_that_cannot_be_is_told_at_once(
     for key, value in {**right, **wrong}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=f"^{said}"):
+        groups.join(timeout_s=1)
+
+
+def test_more_ranks_than_accelerators_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in {**place, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(device, "count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 ranks were started .* 1 cuda device, .* Start 1"):
         groups.join(timeout_s=1)
 
 
