@@ -5,9 +5,10 @@ after a prompt of 32; a prompt of 512 is filled in; 16 requests decode at once; 
 prefix of 256 tokens before suffixes of 32, with and without sharing; text that repeats is continued
 with and without guesses looked up in it; what it costs that bits do not depend on neighbours is the
 time of products over torch's own; what int8 and int4 cost in quality is perplexity over bf16's,
-and the best of them is the faster one that stays within the bars of quantization. Beside LeZero's
-bf16, int8 and int4, from .peers: transformers in bf16, eager; llama.cpp and OpenVINO GenAI on the
-GGUF file as it is (Q4_1).
+and the best of them is the faster one that stays within the bars of quantization. int4 opens the
+GGUF file and keeps its own blocks (Q4_1, the head Q8_0); bf16 and int8 open a folder in bf16 that
+was made of it. Beside them, from .peers: transformers in bf16, eager; llama.cpp and OpenVINO GenAI
+on the GGUF file as it is.
 
 Then, each in processes of its own: what HTTP adds to a token, dynamic batching beside the best
 fixed batch, and a soak in which every answer is checked.
@@ -78,14 +79,14 @@ def main() -> None:
 def _engine(options: argparse.Namespace, place: str, missing: str) -> Result:
     """Every engine in turns."""
     extra = ["--threads", str(options.threads), *(["--quick"] if options.quick else [])]
-    ours = ["--place", place, *extra]
-    sides: list[Side] = [side(__file__, name, *ours, missing=missing) for name in OURS]
-    if not options.quick and not missing:
-        from lezero.models import packaged_gguf
-
-        for name, (module, _) in PEERS.items():
-            own = place if name == "transformers" else packaged_gguf()
-            sides.append(peer(__file__, name, module, "--place", own, *extra))
+    real = not options.quick and not missing
+    file = str(_file()) if real else place
+    places = {"bf16": place, "int8": place, "int4": file, "transformers": place}
+    sides: list[Side] = [
+        side(__file__, name, "--place", places[name], *extra, missing=missing) for name in OURS
+    ]
+    for name, (module, _) in PEERS.items() if real else ():
+        sides.append(peer(__file__, name, module, "--place", places.get(name, file), *extra))
     rounds = options.rounds or (1 if options.quick else 3)
     return compare(sides, rounds=rounds, threads=options.threads)
 
@@ -148,6 +149,12 @@ def _place() -> tuple[str, str]:
         return str(fixture()), ""
     except (FileNotFoundError, LeZeroError) as error:
         return "", str(error)
+
+
+def _file() -> Path:
+    from lezero.models import packaged_gguf
+
+    return packaged_gguf()
 
 
 def _run_side(options: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +36,20 @@ def test_the_best_weights_are_the_fastest_within_the_bars(
     assert figures["weights"] == best
     assert figures["decode_vs_best_peer"] == (best and speed[best] / 1.5)
     assert figures["quality_int4"] == perplexity[2] / 8.0
+
+
+def test_int4_opens_the_file_as_its_peers_do(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks would else be rounded to bf16, and then once more to 4 bits."""
+    made: list[Any] = []
+    monkeypatch.setattr(benchmark, "compare", lambda sides, **_: made.extend(sides))
+    monkeypatch.setattr(benchmark, "_file", lambda: Path("a.gguf"))
+    options = argparse.Namespace(threads=2, quick=False, rounds=1)
+    benchmark._engine(options, "folder", "")
+    places = {x.name: x.command[x.command.index("--place") + 1] for x in made if x.command}
+    assert places["bf16"] == places["int8"] == "folder"
+    assert places["int4"] == "a.gguf"
 
 
 def test_perplexity_is_that_of_the_model(benchmark: ModuleType) -> None:
