@@ -38,7 +38,7 @@ class Kernel:
 
 torch.accelerator.device_index = Guard
 codec._encode_dense = codec._encode_sign = codec._encode_sparse = codec._decode = Kernel()
-adamw._step = linear._linear = Kernel()
+adamw._step = adamw._step8bit = linear._linear = Kernel()
 with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     x = torch.empty(1000)
     for form in FORMS:
@@ -48,10 +48,11 @@ with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     param, codes = torch.empty(2, 300), torch.empty(2, 300, dtype=torch.uint8)
     scales = torch.empty(eight_bit.scales_shape(param.shape))
     steps = coefficients(1.0, 1e-3, 0.9, 0.99, 1e-8, 0.0)
+    adamw.adamw(param, None, param, param, param, steps)
     adamw.adamw8bit(param, None, param, codes, scales, codes, scales, steps)
     weight = Packed(torch.empty(2, 16, 64, dtype=torch.uint8), torch.empty(2, 1, 16), None)
     linear.linear_int(torch.empty(3, 64), weight, None, 32, 8, 0)
-assert launched == [1] * (2 * len(FORMS) + 2), launched
+assert launched == [1] * (2 * len(FORMS) + 3), launched
 print("alike")
 """
 

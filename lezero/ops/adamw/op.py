@@ -1,11 +1,13 @@
 """The ops `lezero::adamw_` and `lezero::adamw8bit_`: arguments checked, then the best kernel.
 
-Both work in place on one parameter. The native kernels serve the CPU, Triton serves 8-bit state on
-an accelerator, and the reference everything else.
+Both work in place on one parameter. The native kernels serve the CPU, Triton an accelerator, and
+the reference everything else.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -70,15 +72,20 @@ def _adamw(
     for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_state(name, state, param.shape, torch.float32)
     c = reference.coefficients(step.item(), lr, beta1, beta2, eps, weight_decay)
-    if param.device.type != "cpu" or not NATIVE.available():
-        reference.adamw(param, extra, grad, exp_avg, exp_avg_sq, c)
-        return
     changed = [param, extra, exp_avg, exp_avg_sq]
-    dense = _dense(changed)
-    weight, more, m, v = dense
-    assert weight is not None
-    more = weight if more is None else more
-    NATIVE.ops.adamw(weight, more, grad.contiguous(), m, v, _kind(param, extra), *c)
+    if param.device.type != "cpu" and _has_triton():
+        from lezero.ops.adamw import triton_kernel
+
+        dense = _dense(changed)
+        triton_kernel.adamw(*_with_grad(dense, grad.contiguous(), c))
+    elif param.device.type != "cpu" or not NATIVE.available():
+        reference.adamw(*_with_grad(changed, grad, c))
+        return
+    else:
+        dense = _dense(changed)
+        weight, more, *rest = _with_grad(dense, grad.contiguous())
+        more = weight if more is None else more
+        NATIVE.ops.adamw(weight, more, *rest, _kind(param, extra), *c)
     _give_back(changed, dense)
 
 
@@ -111,20 +118,25 @@ def _adamw8bit(
         return
     c = reference.coefficients(step.item(), lr, beta1, beta2, eps, weight_decay)
     changed = [param, extra, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale]
-    if param.device.type == "cpu":
-        if not NATIVE.available():
-            reference.adamw8bit(*_with_grad(changed, grad, c))
-            return
-        dense = _dense(changed)
-        weight, more, *rest = _with_grad(dense, grad.contiguous())
-        more = weight if more is None else more
-        NATIVE.ops.adamw8bit(weight, more, *rest, eight_bit.tables(), _kind(param, extra), *c)
-    else:
+    if param.device.type != "cpu" and _has_triton():
         from lezero.ops.adamw import triton_kernel
 
         dense = _dense(changed)
         triton_kernel.adamw8bit(*_with_grad(dense, grad.contiguous(), c))
+    elif param.device.type != "cpu" or not NATIVE.available():
+        reference.adamw8bit(*_with_grad(changed, grad, c))
+        return
+    else:
+        dense = _dense(changed)
+        weight, more, *rest = _with_grad(dense, grad.contiguous())
+        more = weight if more is None else more
+        NATIVE.ops.adamw8bit(weight, more, *rest, eight_bit.tables(), _kind(param, extra), *c)
     _give_back(changed, dense)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _with_grad(tensors: list[Tensor | None], grad: Tensor, *more: Any) -> Any:

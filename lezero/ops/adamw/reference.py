@@ -8,6 +8,7 @@ tensor otherwise. Here every element is treated alike, so slicing changes nothin
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import NamedTuple
 
@@ -56,11 +57,11 @@ def adamw(
     weight = read(param, extra)
     grad = grad.float()
     m.copy_(_lerp(m, grad, c.lerp))
-    v.copy_(_fused(grad * _fp32(c.square), grad, v * _fp32(c.beta2)))
+    v.copy_(_fused(grad * rounded(c.square), grad, v * rounded(c.beta2)))
     # sqrt in fp64, since some fp32 libraries do not round it right; this does.
     root = v.double().sqrt().float()
-    denominator = root / torch.full_like(v, c.root) + _fp32(c.eps)
-    write(param, extra, weight * _fp32(c.decay) + (m * _fp32(c.step)) / denominator)
+    denominator = root / torch.full_like(v, c.root) + rounded(c.eps)
+    write(param, extra, weight * rounded(c.decay) + (m * rounded(c.step)) / denominator)
 
 
 def adamw8bit(
@@ -107,8 +108,9 @@ def write(param: Tensor, extra: Tensor | None, value: Tensor) -> None:
         extra.copy_(remainder if extra.dtype == torch.int16 else masters.canonical(value))
 
 
-def _fp32(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float32).item()
+def rounded(x: float) -> float:
+    """`x` to fp32."""
+    return ctypes.c_float(x).value
 
 
 def _fused(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
@@ -131,7 +133,7 @@ def _fused(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
 
 def _lerp(start: Tensor, end: Tensor, weight: float) -> Tensor:
     """As torch.lerp: from the nearer end."""
-    weight = _fp32(weight)
+    weight = rounded(weight)
     if weight < 0.5:
         return _fused(end - start, weight, start)
-    return _fused(end - start, _fp32(weight - 1), end)
+    return _fused(end - start, rounded(weight - 1), end)

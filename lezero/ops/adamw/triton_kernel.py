@@ -1,11 +1,13 @@
-"""AdamW with moments in 8 bits on an accelerator: one Triton program a block of a row.
+"""AdamW on an accelerator: one Triton program a block of a row, or a tile of fp32 moments.
 
 The arithmetic is `reference.py`'s, operation for operation. Weights and gradients in bf16 come as
-their bits. Needs the package triton, which torch's builds for accelerators bring.
+their bits. Options come as arguments, since a tensor of them would have to be copied, and waited
+for, at every launch. Needs the package triton, which torch's builds for accelerators bring.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,11 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lezero.ops.adamw import eight_bit
+from lezero.ops.adamw import eight_bit, reference
 from lezero.ops.adamw.reference import Coefficients
 
 FP32, BF16, MASTER, REMAINDER = (tl.constexpr(kind) for kind in range(4))
 BLOCK = tl.constexpr(eight_bit.BLOCK)
+TILE = tl.constexpr(1024)
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding and subtracting it rounds to an integer
 
 
@@ -92,44 +95,43 @@ def _keep(param, extra, at, mask, value, KIND: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def _step(  # type: ignore[no-untyped-def]
-    param,
-    extra,
-    grad,
-    m_codes,
-    m_scales,
-    v_codes,
-    v_scales,
-    tables,
-    options,
-    columns,
-    in_row,
-    KIND: tl.constexpr,
-    WIDE_GRAD: tl.constexpr,
-    SMALL: tl.constexpr,
-):
+def _gradient(grad, at, mask, WIDE_GRAD: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WIDE_GRAD:
+        return tl.load(grad + at, mask, 0.0)
+    return (tl.load(grad + at, mask, 0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _moments(g, m, v, lerp, beta2, square, SMALL: tl.constexpr):  # type: ignore[no-untyped-def]
+    m = tl.fma(g - m, lerp, m) if SMALL else tl.fma(g - m, lerp, g)
+    return m, tl.fma(square * g, g, v * beta2)
+
+
+@triton.jit
+def _after(before, m, v, decay, step, root, eps):  # type: ignore[no-untyped-def]
+    denominator = tl.math.div_rn(tl.math.sqrt_rn(v), root) + eps
+    return before * decay + tl.math.div_rn(m * step, denominator)
+
+
+@triton.jit
+def _step8bit(  # type: ignore[no-untyped-def]
+    param, extra, grad, m_codes, m_scales, v_codes, v_scales, tables, columns, in_row,
+    decay, lerp, beta2, square, step, root, eps,
+    KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     inside = index % in_row * BLOCK + tl.arange(0, BLOCK)
     mask = inside < columns
     at = index // in_row * columns + inside
-    decay, lerp, beta2 = tl.load(options), tl.load(options + 1), tl.load(options + 2)
-    square, step = tl.load(options + 3), tl.load(options + 4)
-    root, eps = tl.load(options + 5), tl.load(options + 6)
-    if WIDE_GRAD:
-        g = tl.load(grad + at, mask, 0.0)
-    else:
-        g = (tl.load(grad + at, mask, 0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    g = _gradient(grad, at, mask, WIDE_GRAD)
     code = tl.load(m_codes + at, mask, 0).to(tl.int32)
     magnitude = _value(code & 0x7F, tables)
     m = tl.where(code >= 128, -magnitude, magnitude) * tl.load(m_scales + index)
     v = _value(tl.load(v_codes + at, mask, 0).to(tl.int32), tables + 40)
     v = v * tl.load(v_scales + index)
-    m = tl.fma(g - m, lerp, m) if SMALL else tl.fma(g - m, lerp, g)
-    v = tl.fma(square * g, g, v * beta2)
-    denominator = tl.math.div_rn(tl.math.sqrt_rn(v), root) + eps
+    m, v = _moments(g, m, v, lerp, beta2, square, SMALL)
     before = _weight(param, extra, at, mask, KIND)
-    after = before * decay + tl.math.div_rn(m * step, denominator)
-    _keep(param, extra, at, mask, after, KIND)
+    _keep(param, extra, at, mask, _after(before, m, v, decay, step, root, eps), KIND)
     m_scale, m_inverse = _scale(m)
     v_scale, v_inverse = _scale(v)
     tl.store(m_scales + index, m_scale)
@@ -139,6 +141,34 @@ def _step(  # type: ignore[no-untyped-def]
     tl.store(m_codes + at, tl.where(m_inverse > 0, n, 0).to(tl.uint8), mask)
     n = tl.where(v_inverse > 0, _number(v, tables + 40), 0)
     tl.store(v_codes + at, n.to(tl.uint8), mask)
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    param, extra, grad, m_at, v_at, numel,
+    decay, lerp, beta2, square, step, root, eps,
+    KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, SMALL: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = at < numel
+    g = _gradient(grad, at, mask, WIDE_GRAD)
+    m, v = tl.load(m_at + at, mask, 0.0), tl.load(v_at + at, mask, 0.0)
+    m, v = _moments(g, m, v, lerp, beta2, square, SMALL)
+    before = _weight(param, extra, at, mask, KIND)
+    _keep(param, extra, at, mask, _after(before, m, v, decay, step, root, eps), KIND)
+    tl.store(m_at + at, m, mask)
+    tl.store(v_at + at, v, mask)
+
+
+def adamw(
+    param: Tensor, extra: Tensor | None, grad: Tensor, m: Tensor, v: Tensor, c: Coefficients
+) -> None:
+    """As `reference.adamw`, on contiguous tensors of one device."""
+    if not param.numel():
+        return
+    launch: Any = _step[(triton.cdiv(param.numel(), TILE.value),)]
+    with torch.accelerator.device_index(param.device.index):  # Triton takes the current one
+        launch(*_bits(param, extra, grad), m, v, param.numel(), **_options(param, extra, grad, c))
 
 
 def adamw8bit(
@@ -152,28 +182,38 @@ def adamw8bit(
     c: Coefficients,
 ) -> None:
     """As `reference.adamw8bit`, on contiguous tensors of one device."""
-    small = c.lerp < 0.5
-    options = torch.tensor(c._replace(lerp=c.lerp if small else c.lerp - 1), dtype=torch.float32)
-    kind = 0 if param.dtype == torch.float32 else 1
-    if extra is not None:
-        kind = 2 if extra.dtype == torch.float32 else 3
     rows, in_row = m_scales.shape
-    launch: Any = _step[(rows * in_row,)]
-    with torch.accelerator.device_index(param.device.index):  # Triton takes the current one
+    launch: Any = _step8bit[(rows * in_row,)]
+    with torch.accelerator.device_index(param.device.index):
         launch(
-            *(_plain(x) for x in (param, param if extra is None else extra, grad)),
-            *(m_codes, m_scales, v_codes, v_scales),
-            eight_bit.tables().to(param.device),
-            options.to(param.device),
-            param.numel() // rows,
-            in_row,
-            KIND=kind,
-            WIDE_GRAD=grad.dtype == torch.float32,
-            SMALL=small,
-            num_warps=4,
-            enable_fp_fusion=False,  # only the fusions that the formula names
+            *(*_bits(param, extra, grad), m_codes, m_scales, v_codes, v_scales),
+            *(_tables(param.device), param.numel() // rows, in_row),
+            **_options(param, extra, grad, c),
         )
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+def _options(param: Tensor, extra: Tensor | None, grad: Tensor, c: Coefficients) -> dict[str, Any]:
+    lerp = reference.rounded(c.lerp)
+    small = lerp < 0.5
+    kind = 0 if param.dtype == torch.float32 else 1
+    if extra is not None:
+        kind = 2 if extra.dtype == torch.float32 else 3
+    return {
+        **c._replace(lerp=lerp if small else lerp - 1)._asdict(),
+        "KIND": kind,
+        "WIDE_GRAD": grad.dtype == torch.float32,
+        "SMALL": small,
+        "num_warps": 4,
+        "enable_fp_fusion": False,  # only the fusions that the formula names
+    }
+
+
+@cache
+def _tables(place: torch.device) -> Tensor:
+    return eight_bit.tables().to(place)
+
+
+def _bits(param: Tensor, extra: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
+    """Weight, what completes it and gradient, those in bf16 as their bits."""
+    three = (param, param if extra is None else extra, grad)
+    return tuple(x.view(torch.int16) if x.dtype == torch.bfloat16 else x for x in three)
