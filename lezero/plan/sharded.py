@@ -33,7 +33,7 @@ from lezero.parallel.zero.backward import Backward
 from lezero.parallel.zero.call import announce
 from lezero.parallel.zero.held import Held, local
 from lezero.parallel.zero.lines import Lines
-from lezero.parallel.zero.norm import chunk_square
+from lezero.parallel.zero.norm import chunk, squares
 from lezero.parallel.zero.sharding import SHARDING, Sharding
 
 if TYPE_CHECKING:
@@ -227,8 +227,9 @@ def norm(sharding: Sharding) -> None:
     """The operations of `grad_norm` on this rank."""
     lines = sharding.lines
     split = lines.ranks > 1
-    for held in sharding.parameters.values():
-        chunk_square(held, 0, lines.ranks if split else lines.world, split)
+    ranks = lines.ranks if split else lines.world
+    helds = sharding.parameters.values()
+    squares([chunk(held, 0, ranks, split) for held in helds], lines.place)
 
 
 def gradients(sharding: Sharding) -> list[torch.Tensor]:

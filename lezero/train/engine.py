@@ -148,12 +148,12 @@ class Engine:
         if not self.model.training:
             self.model.train()
         self.gradients.begin()
-        micros = split(batch, self.accumulate)
-        for micro in micros:
+        given = split(batch, self.accumulate)
+        for micro in given:
             check_token_ids(self.model, micro)
-        micros = [to_device(micro, self.place) for micro in micros]
+        micros = [to_device(micro, self.place) for micro in given]
         self._find_shift(micros)
-        counts = [self.count(micro) for micro in micros]
+        counts = [self.count(micro) for micro in given]  # on the host, where that waits for nothing
         total, stop = self._agree(sum(counts))
         if total == 0:
             raise ConfigError("nothing in this batch counts: every target is masked, on every rank")
@@ -162,8 +162,9 @@ class Engine:
                 self._forms = self._choose_form(micros[0])
             started = time.perf_counter()
         lr = self._set_lr()
-        loss = self._backward(micros, counts, total)
-        norm = self._gradient_norm()
+        summed = self._backward(micros, counts, total)
+        norm = float(self._gradient_norm())  # the one wait for an accelerator
+        loss = float(summed) / total
         skipped = self._update(micros, loss, norm)
         self.step += 1
         if self.pool is not None:
@@ -188,9 +189,9 @@ class Engine:
         with evaluating(self.model):
             for batch, new in in_step(batches, self.model, lambda: self._stop):
                 check_token_ids(self.model, batch)
-                batch = to_device(batch, self.place)
+                given, batch = batch, to_device(batch, self.place)
                 self._find_shift([batch])
-                count = self.count(batch)
+                count = self.count(given)
                 if count or together:
                     with self.precision.autocast():
                         loss = scalar(self.loss(self.model, batch), trained=False)
@@ -262,8 +263,8 @@ class Engine:
                 group["lr"] = base * factor
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _backward(self, micros: list[Batch], counts: list[int], total: int) -> float:
-        """Gradients of the mean over all `total` units; returns that mean."""
+    def _backward(self, micros: list[Batch], counts: list[int], total: int) -> torch.Tensor:
+        """Gradients of the mean over all `total` units; returns the sum over them."""
         assert self._forms is not None
         world = groups.world_size()
         summed = torch.zeros((), dtype=torch.float64, device=self.place)
@@ -281,9 +282,9 @@ class Engine:
                 self.precision.scaler.scale(scaled).backward()
             if count:
                 summed += loss.detach().double() * count
-        return float(groups.all_reduce_sum(summed, "loss")) / total
+        return groups.all_reduce_sum(summed, "loss")
 
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self) -> torch.Tensor:
         self.precision.scaler.unscale_(self.optimizer)
         if not self._gradients():
             raise OrderError("the loss reached no parameter: nothing has a gradient")

@@ -47,9 +47,9 @@ class Gradients:
         """The gradients there are, as this rank holds them; of sparse ones, the values."""
         return [_values(p) for p in parameters if p.grad is not None]
 
-    def norm(self, parameters: list[torch.Tensor]) -> float:
+    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         """The 2-norm of all gradients, the same on every rank."""
-        return float(nn.utils.get_total_norm(self.of(parameters)))
+        return nn.utils.get_total_norm(self.of(parameters))
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
@@ -148,8 +148,8 @@ class Sharded(Gradients):
         found: list[Any] = super().of(parameters)
         return [g.to_local() if hasattr(g, "to_local") else g for g in found]
 
-    def norm(self, parameters: list[torch.Tensor]) -> float:
-        return float(grad_norm(parameters))
+    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        return grad_norm(parameters)
 
 
 def gradients_of(model: nn.Module, decisions: Decisions) -> Gradients:

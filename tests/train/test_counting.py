@@ -194,6 +194,29 @@ def test_what_a_function_counted_becomes_an_int():
         assert (type(count), count) == (int, 8)
 
 
+def test_a_batch_is_counted_where_it_lay(monkeypatch):
+    """On the host: what is counted on an accelerator makes each step wait for it."""
+    places = []
+
+    def count(batch):
+        places.append(batch["inputs"].device.type)
+        return len(batch["inputs"])
+
+    def moved(batch, place):
+        return {
+            key: SimpleNamespace(device=torch.device("cuda"), data=x) for key, x in batch.items()
+        }
+
+    monkeypatch.setattr("lezero.train.engine.to_device", moved)
+    model = nn.Linear(3, 1)
+    engine = own_engine(
+        model, loss=lambda model, batch: model(batch["inputs"].data).mean(), counted=count
+    )
+    engine.train_step({"inputs": torch.randn(4, 3)})
+    engine.evaluate([{"inputs": torch.randn(4, 3)}])
+    assert places == ["cpu", "cpu"]
+
+
 def test_ranks_ask_together_at_every_stage(ranks):
     alone, shifted = losses_of(None)
     assert shifted

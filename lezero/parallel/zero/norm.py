@@ -9,7 +9,7 @@ exact (`math.fsum`), whatever order they come in.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
     listed = _listed(parameters)
     sharded: dict[int, tuple[Lines, list[Held]]] = {}
     elsewhere: list[DTensor] = []  # FSDP2's
-    squares: list[float] = []
+    plain: list[torch.Tensor] = []
     for parameter in listed:
         held: Held | None = getattr(parameter, HELD, None)
         if held is not None:
@@ -43,11 +43,12 @@ def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
         elif isinstance(parameter.grad, DTensor):
             elsewhere.append(parameter.grad)
         elif parameter.grad is not None:
-            squares.append(float(_square(parameter.grad)))
+            plain.append(parameter.grad)
+    found = squares(plain, plain[0].device).tolist() if plain else []
     for lines, helds in sharded.values():
-        squares += _exchanged(helds, lines)
-    squares += _summed(elsewhere)
-    return torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
+        found += _exchanged(helds, lines)
+    found += _summed(elsewhere)
+    return torch.tensor(math.sqrt(math.fsum(found)), dtype=torch.float64)
 
 
 def clip_grad_norm_(
@@ -71,17 +72,17 @@ def clip_grad_norm_(
 def _summed(gradients: list[DTensor]) -> list[float]:
     """Squares of gradients that LeZero does not hold, over all their shards; those that are split
     alike in one exchange."""
-    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[torch.Tensor]] = {}
+    alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[DTensor]] = {}
     for gradient in gradients:
         cuts = tuple(i for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
-        alike.setdefault((gradient.device_mesh, cuts), []).append(_square(gradient))
+        alike.setdefault((gradient.device_mesh, cuts), []).append(gradient)
     found: list[float] = []
     for (mesh, cuts), mine in alike.items():
-        squares = torch.stack(mine)
+        total = squares(mine, mine[0].device)
         for dim in cuts:
             with groups.naming_lost_ranks():
-                dist.all_reduce(squares, group=mesh.get_group(dim))
-        found += squares.tolist()
+                dist.all_reduce(total, group=mesh.get_group(dim))
+        found += total.tolist()
     return found
 
 
@@ -95,7 +96,7 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
     """Squares of every chunk of every gradient, from the ranks that have them."""
     split = lines.ranks > 1
     ranks, rank = (lines.ranks, lines.rank) if split else (groups.world_size(), groups.rank())
-    mine = torch.stack([chunk_square(held, rank, ranks, split) for held in helds])
+    mine = squares([chunk(held, rank, ranks, split) for held in helds], lines.place)
     if ranks == 1:
         return mine.tolist()
     every = [torch.empty_like(mine) for _ in range(ranks)]
@@ -104,14 +105,33 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
     return torch.stack(every).flatten().tolist()
 
 
-def chunk_square(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor:
+def chunk(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor | None:
+    """The part of a gradient that this rank counts."""
     gradient = held.local_grad()
     if gradient is None or (not held.rows.shape and rank > 0):
-        return torch.zeros((), dtype=torch.float64, device=held.sharded.device)
+        return None
     if not split and held.rows.shape:
         first, last = Rows(held.rows.shape, ranks).range(rank)
         gradient = gradient[first:last]
-    return _square(gradient)
+    return gradient
+
+
+def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
+    """The sum of squares of each in fp64; 0 for None."""
+    if place.type == "cpu":
+        nothing = torch.zeros((), dtype=torch.float64)
+        return torch.stack([nothing if x is None else _square(x) for x in tensors])
+    return at_once(tensors, place)
+
+
+def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
+    """`squares` in a few kernels, where the launch of each costs more than its work."""
+    nothing = torch.zeros((), dtype=torch.float64, device=place)
+    mine = [nothing if x is None else local(x) for x in tensors]
+    there = [x for x in mine if x.numel() and x is not nothing]
+    norms = iter(torch._foreach_norm(there, 2, dtype=torch.float64) if there else ())
+    found = [next(norms) if x.numel() and x is not nothing else nothing for x in mine]
+    return torch.stack(found).square()
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:
