@@ -4,6 +4,12 @@
 requests that raise are alone. They end with an error; what the others are given is what they would
 have got anyway, since chunks of a step do not depend on each other, and feeding tokens again writes
 the same keys and values to the same places.
+
+[Note: running ahead] An accelerator that waits for the host between two tokens stands still. Where
+all requests of a step take the likeliest token and the program `flies`, the step is launched, and
+the next one behind it, fed with tokens that are still on the device; only then are the first one's
+tokens read. Who turns out to have ended with the first is in vain in the second: what it wrote lies
+behind what it had computed, in blocks that it held then, and whoever gets them writes later.
 """
 
 from __future__ import annotations
@@ -13,11 +19,12 @@ from dataclasses import dataclass, field
 
 from lezero.core.log import logger
 from lezero.serve.blocks import BlockPool
+from lezero.serve.flight import Flight
 from lezero.serve.program import Fed, Program
-from lezero.serve.request import Request
-from lezero.serve.sampler import Row, draw
+from lezero.serve.request import Request, State
+from lezero.serve.sampler import Row, draw, no_token
 from lezero.serve.sampling import Drawn
-from lezero.serve.scheduler import Chunk, Scheduler
+from lezero.serve.scheduler import Chunk, Scheduler, Step
 from lezero.serve.speculate import Speculator
 
 _LOG = logger("serve")
@@ -61,6 +68,8 @@ class Engine:
         self.pool = BlockPool(blocks, program.block_size, program.shares)
         self.scheduler = Scheduler(self.pool, program.most_tokens, max_requests, longest)
         self._speculator = speculator
+        self._flies = program.flies
+        self._flying: tuple[Step, Flight] | None = None
         program.reserve(blocks)
 
     def add(self, request: Request) -> None:
@@ -77,13 +86,13 @@ class Engine:
 
     def step(self) -> Progress:
         """One pass through the model; nothing where there is nothing to do."""
-        self._guess()
-        step = self.scheduler.schedule()
+        step, flight = self._flown() or self._planned()
         chunks = step.chunks
         if not chunks:
             return Progress()
+        self._flying = None if flight is None else self._ahead(step, flight)
         failures: dict[Request, Exception] = {}
-        results = self._run_apart(chunks, failures)
+        results = self._landed(chunks, flight, failures)
         lengths = {chunk.request: len(chunk.request.tokens) for chunk in chunks}
         ended = self.scheduler.update(step, results)
         tokens = {r: r.tokens[length:] for r, length in lengths.items() if len(r.tokens) > length}
@@ -98,6 +107,68 @@ class Engine:
             prompts = any(chunk.known - chunk.start > 1 for chunk in chunks)
             self._speculator.checked(sum(map(len, tokens.values())), prompts)
         return Progress(tokens, ended, failures)
+
+    def _flown(self) -> tuple[Step, Flight] | None:
+        """The step that was launched behind the last one, unless nobody wants it any more."""
+        flying, self._flying = self._flying, None
+        if flying is None or not any(_is_wanted(chunk) for chunk in flying[0].chunks):
+            return None
+        return flying
+
+    def _planned(self) -> tuple[Step, Flight | None]:
+        """A new step, launched where it can be."""
+        self._guess()
+        step = self.scheduler.schedule()
+        chunks = step.chunks
+        if not self._flies or not all(c.count == 1 and c.samples for c in chunks) or not chunks:
+            return step, None
+        return step, self._launched(step)
+
+    def _ahead(self, step: Step, flight: Flight) -> tuple[Step, Flight] | None:
+        """The step behind one that flies, launched; see [Note: running ahead]."""
+        following = self.scheduler.ahead(step)
+        if following is None:
+            return None
+        numbers = {chunk.request: number for number, chunk in enumerate(step.chunks)}
+        rows = [numbers[chunk.request] for chunk in following.chunks]
+        launched = self._launched(following, flight, rows)
+        return None if launched is None else (following, launched)
+
+    def _launched(
+        self, step: Step, after: Flight | None = None, rows: Sequence[int] = ()
+    ) -> Flight | None:
+        chunks = step.chunks
+        if self._speculator is not None or not all(chunk.request.greedy for chunk in chunks):
+            return None
+        fed = [
+            Fed([0] if after else chunk.tokens, chunk.start, chunk.request.blocks, (0,))
+            for chunk in chunks
+        ]
+        try:
+            return self.program.launch(fed, after, rows)
+        except Exception as error:
+            _LOG.error("a step was not launched; from here on each is waited for", exc_info=error)
+            self._flies = False
+            return None
+
+    def _landed(
+        self, chunks: Sequence[Chunk], flight: Flight | None, failures: dict[Request, Exception]
+    ) -> list[list[Drawn]]:
+        """What is drawn for each chunk: what the flight brings, or else a run of them."""
+        if flight is None:
+            return self._run_apart(chunks, failures)
+        try:
+            found = flight.tokens()
+        except Exception as error:
+            _LOG.error("a launched step failed; its requests run again", exc_info=error)
+            self._flying = None
+            left = [chunk for chunk in chunks if _is_wanted(chunk)]
+            again = iter(self._run_apart(left, failures) if left else [])
+            return [next(again) if _is_wanted(chunk) else [] for chunk in chunks]
+        return [
+            [Drawn(token, error=None if token >= 0 else no_token(Row.of(chunk.request)))]
+            for token, chunk in zip(found, chunks, strict=True)
+        ]
 
     def _guess(self) -> None:
         if self._speculator is None:
@@ -150,3 +221,8 @@ def _kept(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:
         if found.token != draft:
             return index + 1
     return len(drawn)
+
+
+def _is_wanted(chunk: Chunk) -> bool:
+    """Whether the request still waits for what the chunk brings."""
+    return chunk.request.state is State.RUNNING

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.models import TransformerConfig
+from lezero.serve.flight import Flight
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Program(ABC):
     place: torch.device = torch.device("cpu")
     """Where weights and cache lie."""
     invariant: bool = False
+    flies: bool = False
+    """Whether `launch` can start steps."""
     shares: bool = True
     """Whether sequences that begin with the same tokens may hold the same blocks."""
     slow: str = ""
@@ -79,6 +82,17 @@ class Program(ABC):
     @abstractmethod
     def run(self, fed: Sequence[Fed]) -> Tensor:
         """fp32 logits (R, V) of the wanted rows, in order. Keys and values go into the blocks."""
+
+    def launch(
+        self, fed: Sequence[Fed], after: Flight | None = None, rows: Sequence[int] = ()
+    ) -> Flight | None:
+        """Starts a step of one token a sequence and does not wait for it; None where this one can
+        only be `run`. What is run later sees its keys and values.
+
+        after: the flight launched right before, which may not have finished. Then sequence i takes
+        its token from row `rows[i]` of it, in place of the one that is fed.
+        """
+        return None
 
     @abstractmethod
     def states(self, fed: Sequence[Fed]) -> Tensor:

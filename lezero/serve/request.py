@@ -40,6 +40,8 @@ class Request:
     salt: str = ""
     """Requests share blocks only with those of equal salt."""
 
+    greedy: bool = field(init=False)
+    """Its tokens are the most likely ones, and nothing else is asked of them."""
     number: int = -1
     """Arrival number, given by the scheduler."""
     state: State = State.WAITING
@@ -67,6 +69,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        asked = self.params
+        self.greedy = asked.temperature == 0 and asked.logprobs is None and not asked.penalizes
+        self._last = len(self.prompt) + asked.max_tokens
+        self._ends = frozenset(asked.stop_token_ids)
+        if not asked.ignore_eos:
+            self._ends |= self.end_tokens
 
     @property
     def answer(self) -> list[int]:
@@ -90,15 +98,13 @@ class Request:
     @property
     def wanted(self) -> int:
         """New tokens that it may still get."""
-        return len(self.prompt) + self.params.max_tokens - len(self.tokens)
+        return self._last - len(self.tokens)
 
     def take(self, drawn: Drawn) -> Reason | None:
         """Appends a token; says why the answer ends with it, if it does."""
         self.tokens.append(drawn.token)
         if drawn.logprob is not None:
             self.logprobs.append(drawn.logprob)
-        if drawn.token in self.params.stop_token_ids:
-            return "stop"
-        if drawn.token in self.end_tokens and not self.params.ignore_eos:
+        if drawn.token in self._ends:
             return "stop"
         return "length" if self.wanted == 0 else None

@@ -82,12 +82,13 @@ def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
             tokens[number] = token
     logprobs = _logprobs(logits_RV, rows, tokens)
     return [
-        Drawn(token, logprobs.get(number), None if token >= 0 else _no_token(rows[number]))
+        Drawn(token, logprobs.get(number), None if token >= 0 else no_token(rows[number]))
         for number, token in enumerate(tokens)
     ]
 
 
-def _no_token(row: Row) -> str:
+def no_token(row: Row) -> str:
+    """Why none could be drawn, for people."""
     whose = "the model's logits"
     if row.params.penalizes:
         whose += ", after the penalties that were asked for,"

@@ -83,6 +83,7 @@ class Scheduler:
     above max_tokens, so that each gets a token a step. longest: tokens of a request at most, prompt
     and answer. One thread calls it: `schedule`, run the model, `update`, again; `add`, `finish`,
     `cancel` and `make_room` may come between two steps, and the first three between any of these.
+    In place of `schedule` the next step may be what `ahead` gave before the `update`.
     """
 
     def __init__(
@@ -163,6 +164,29 @@ class Scheduler:
             self._admit(step)
         return step
 
+    def ahead(self, step: Step) -> Step | None:
+        """The step after `step`, one that draws a token for each chunk, before these are known:
+        one more token of each request that does not end with `step` for its length. None where
+        there is none, or where it takes more than that: another request's turn, or blocks.
+
+        A request that ends with `step` nevertheless is in vain in it, and passed over by `update`.
+        """
+        if self._may_admit():
+            return None
+        chunks = [chunk for chunk in step.chunks if chunk.request.state is State.RUNNING]
+        if len(chunks) < len(self.running):
+            return None
+        going = [chunk for chunk in chunks if chunk.request.wanted > 1]
+        held = [(x.request, self.pool.blocks_for(x.end + 1)) for x in going]
+        missing = sum(max(0, blocks - len(request.blocks)) for request, blocks in held)
+        if not going or missing > self.pool.free_count:
+            return None
+        following = Step(self.max_tokens)
+        for chunk, (request, blocks) in zip(going, held, strict=True):
+            request.blocks += self.pool.allocate(blocks - len(request.blocks))
+            following.feed(Chunk(request, chunk.end, 1))
+        return following
+
     def update(self, step: Step, results: Sequence[Sequence[Drawn]]) -> list[Request]:
         """Takes the tokens of a step that was run; returns the requests that ended with it.
 
@@ -223,8 +247,15 @@ class Scheduler:
         blocks = len(request.blocks) + max(0, self.pool.free_count - spared)
         return blocks * self.pool.block_size - request.computed
 
+    def _may_admit(self) -> bool:
+        """False where no waiting request can start, whatever room the step has."""
+        free = len(self.running) < self.max_requests and self.pool.free_count > 0
+        return free and bool(self.waiting)
+
     def _admit(self, step: Step) -> None:
         """Starts waiting requests in turn, until one cannot."""
+        if not self._may_admit():
+            return
         coming = {name for chunk in step.chunks for name in self._completes(chunk)}
         while self.waiting and step.left > 0 and len(self.running) < self.max_requests:
             request = self.waiting[0]
@@ -280,7 +311,8 @@ class Scheduler:
         request.computed = min(chunk.known + accepted, len(request.tokens))
         request.drafts = ()
         self.pool.publish(request)
-        self._give_back(request, self.pool.blocks_for(request.computed))
+        if chunk.drafts:
+            self._give_back(request, self.pool.blocks_for(request.computed))
         return reason
 
     def _give_back(self, request: Request, kept: int) -> None:
