@@ -97,18 +97,30 @@ def reset_peak() -> None:
         torch.accelerator.reset_peak_memory_stats()
 
 
-def memory_total() -> int:
-    """Bytes of memory on this rank's accelerator; 0 on CPU."""
-    import torch
-
-    return torch.accelerator.get_memory_info()[1] if accelerator() else 0
-
-
 def memory_free() -> int:
-    """Bytes of memory that are free on this rank's accelerator; 0 on CPU."""
+    """Bytes that this rank could allocate on its accelerator; 0 on CPU."""
     import torch
 
-    return torch.accelerator.get_memory_info()[0] if accelerator() else 0
+    if not accelerator():
+        return 0
+    kept = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+    return int(torch.accelerator.get_memory_info()[0]) + kept
+
+
+def empty_cache() -> None:
+    """Gives memory that torch keeps, but no tensor holds, back to the accelerator."""
+    import torch
+
+    if accelerator():
+        torch.accelerator.empty_cache()
+
+
+def workspace_bytes() -> int:
+    """What the libraries of matrix products allocate beside tensors, for forward and backward."""
+    version = capability()
+    if version is None:
+        return 0
+    return 2 * ((32 << 20) if version >= (9, 0) else (8 << 20) + (128 << 10))
 
 
 def capability() -> tuple[int, int] | None:

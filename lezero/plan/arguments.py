@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lezero.core import device
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import input_bytes
 
@@ -21,16 +22,17 @@ class _Arena:
     The pattern is of bfloat16; read as float32 or float64 it is small and positive as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: str) -> None:
         pattern = torch.linspace(0.1, 0.9, 64).to(torch.bfloat16)
-        self.halves = pattern.repeat(_ARENA_BYTES // 2 // 64)
+        self.halves = pattern.repeat(_ARENA_BYTES // 2 // 64).to(place)
         self.at = 0
 
     def cut(self, fact: TensorFact) -> torch.Tensor:
         extent = 1 + sum((n - 1) * s for n, s in zip(fact.shape, fact.stride, strict=True))
         extent = max(extent, 1) * fact.dtype.itemsize
         if extent > _ARENA_BYTES:
-            return torch.empty_strided(fact.shape, fact.stride, dtype=fact.dtype).fill_(0.5)
+            kinds = {"dtype": fact.dtype, "device": self.halves.device}
+            return torch.empty_strided(fact.shape, fact.stride, **kinds).fill_(0.5)  # type: ignore[arg-type]
         if self.at + extent > _ARENA_BYTES:
             self.at = 0
         begin, self.at = self.at, self.at + -(-extent // 64) * 64
@@ -40,24 +42,29 @@ class _Arena:
 
 
 @functools.cache
-def _arena() -> _Arena:
-    return _Arena()
+def _arena(place: str) -> _Arena:
+    return _Arena(place)
 
 
 def release() -> None:
     """Gives the arena's memory back, what cycles still hold of it included."""
     _arena.cache_clear()
     gc.collect()
+    device.empty_cache()
 
 
-def argument_sets(call: Call) -> list[tuple[list[Any], dict[str, Any]]]:
-    """Sets of real arguments for the call to take in turn: other memory, the same shapes."""
+def argument_sets(call: Call, place: str = "cpu") -> list[tuple[list[Any], dict[str, Any]]]:
+    """Sets of real arguments for the call to take in turn: other memory, the same shapes.
+
+    `place`: the kind of device that they are on.
+    """
     bytes_of_one = max(1, input_bytes(call))
-    bound, arena = _index_bound(call), _arena()
+    bound, arena = _index_bound(call), _arena(place)
 
     def make(value: Any) -> Any:
         if isinstance(value, TensorFact):
-            return arena.cut(value) if value.dtype.is_floating_point else _indices(value, bound)
+            floating = value.dtype.is_floating_point
+            return arena.cut(value) if floating else _indices(value, bound).to(place)
         if isinstance(value, tuple):
             return [make(item) for item in value]
         return value

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from lezero.core import facts
+from lezero.core import device, facts
 from lezero.memory import HostPool
 from lezero.plan.arguments import argument_sets, release
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
-from lezero.plan.work import roughly, shrink, small_enough, work_bytes
+from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
 
 FORMAT = 2
 _EACH_SECONDS = 0.06
@@ -43,11 +43,11 @@ class OpTimes:
     """Measured seconds of operations, kept in a file of the cache folder.
 
     identity: what the figures depend on (processor, torch, threads). path: the file, or None to
-    keep nothing.
+    keep nothing. place: the kind of device that operations run on.
     """
 
-    def __init__(self, identity: str, path: Path | None) -> None:
-        self.identity, self.path = identity, path
+    def __init__(self, identity: str, path: Path | None, place: str = "cpu") -> None:
+        self.identity, self.path, self.place = identity, path, place
         self.seconds: dict[str, float] = {}
         self.measured = 0
         if path is not None and path.is_file():
@@ -61,7 +61,7 @@ class OpTimes:
         """Figures of this machine for a step's threads and host pool, in the cache folder."""
         identity = f"{_machine_id()} threads {threads_of(spec)} pool {spec.pool} {spec.device}"
         name = hashlib.sha1(identity.encode()).hexdigest()[:12]
-        return cls(identity, facts.cache_folder() / f"operations-{name}.json")
+        return cls(identity, facts.cache_folder() / f"operations-{name}.json", spec.device)
 
     def measure(
         self, calls: Iterable[Call], *, neighbours: int = 1, budget_s: float = 8.0
@@ -85,7 +85,8 @@ class OpTimes:
         for _ in range(_PASSES):
             disturbed = []
             for call in waiting:
-                timed = time_call(call, neighbours) if time.perf_counter() < until else None
+                in_time = time.perf_counter() < until
+                timed = time_call(call, neighbours, self.place) if in_time else None
                 if timed is None:
                     late.append(call)
                     continue
@@ -108,7 +109,7 @@ class OpTimes:
     def _rate(self) -> float:
         """Bytes/s of a plain elementwise operation; what a call that cannot be tried is given."""
         fact = TensorFact((8 << 20,), (1,), torch.float32)
-        timed = time_call(Call(torch.ops.aten.add.Tensor, (fact, fact), {}, "rate"))
+        timed = time_call(Call(torch.ops.aten.add.Tensor, (fact, fact), {}, "rate"), 1, self.place)
         return 3 * (32 << 20) / timed[0] if timed else 1e10
 
     def _save(self) -> None:
@@ -150,34 +151,36 @@ def as_in_a_step(spec: StepSpec) -> Iterator[None]:
             pool.disable()
 
 
-def time_call(call: Call, neighbours: int = 1) -> tuple[float, bool] | None:
+def time_call(call: Call, neighbours: int = 1, place: str = "cpu") -> tuple[float, bool] | None:
     """Seconds of one call on made-up tensors, and whether the machine was quiet enough to keep
-    them; None when the call cannot run by itself."""
-    smaller, scale = shrink(call)
-    if not small_enough(smaller):
+    them; None when the call cannot run by itself. Of an accelerator, each rank has its own."""
+    most = HOST if place == "cpu" else ACCELERATOR
+    smaller, scale = shrink(call, most)
+    if not small_enough(smaller, most):
         return None
+    others = neighbours - 1 if place == "cpu" else 0
     try:
-        with torch.no_grad(), _company(smaller, neighbours - 1):
-            sets = argument_sets(smaller)
+        with torch.no_grad(), _company(smaller, others):
+            sets = argument_sets(smaller, place)
             turn = itertools.cycle(sets)
 
             def run() -> Any:
                 args, kwargs = next(turn)
                 return smaller.op(*args, **kwargs)
 
-            seconds, quiet = _time(run)
+            seconds, quiet = _time(run, place != "cpu")
             return seconds * scale, quiet
     except Exception:
         return None
 
 
-def _time(run: Callable[[], Any]) -> tuple[float, bool]:
+def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
     """Median of a few runs after two that warm up; fewer of slow ones, more of quick ones, and of
     one that takes longer than `_SLOW_SECONDS` the first.
 
     What other programs add is no property of this machine: a run during which one of our threads
     waited for a processor does not count. When there is no other, the best of them is given, and
-    the second value is False.
+    the second value is False. `queued`: on an accelerator, whose work is waited for.
     """
     quiet: list[float] = []
     disturbed: list[float] = []
@@ -186,6 +189,8 @@ def _time(run: Callable[[], Any]) -> tuple[float, bool]:
         waited, begin = _waiting(), time.perf_counter()
         for _ in range(inner):
             run()
+        if queued:
+            device.synchronize()
         wall = time.perf_counter() - begin
         longest = max((after - waited.get(t, after) for t, after in _waiting().items()), default=0)
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)

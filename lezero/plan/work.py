@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from lezero.plan.trace import Call, TensorFact
 
-_MOST_BYTES = 192 << 20
-_MOST_FLOPS = 8e9
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+
+
+class Most(NamedTuple):
+    """The most that a call that is tried may move and compute."""
+
+    bytes: int
+    flops: float
+
+
+HOST = Most(192 << 20, 8e9)
+ACCELERATOR = Most(2 << 30, 2e12)
+"""Small work would not show how fast it is."""
 
 
 def roughly(call: Call) -> float:
@@ -64,9 +74,9 @@ def _queries(call: Call) -> TensorFact:
     return list(tensor_facts(call.args))[1 if _backward(call) else 0]
 
 
-def small_enough(call: Call) -> bool:
+def small_enough(call: Call, most: Most = HOST) -> bool:
     """Whether the call may be run at all: what could not be made smaller is estimated instead."""
-    return _room(call) <= 2 * _MOST_BYTES
+    return _room(call) <= 2 * most.bytes
 
 
 def _room(call: Call) -> int:
@@ -75,21 +85,21 @@ def _room(call: Call) -> int:
     return work_bytes(call) + sum(8 * fact.bytes for fact in everything if fact.dtype.itemsize == 1)
 
 
-def shrink(call: Call) -> tuple[Call, float]:
+def shrink(call: Call, most: Most = HOST) -> tuple[Call, float]:
     """A call small enough to try, and what its seconds must be multiplied with."""
     scale = 1.0
     if call.key.startswith(_PRODUCTS):
-        while flops(call) > _MOST_FLOPS or work_bytes(call) > _MOST_BYTES:
+        while flops(call) > most.flops or work_bytes(call) > most.bytes:
             before = flops(call)
             call = _cut(call, _longest(call))
             scale *= before / flops(call)
         return call, scale
-    while attention_flops(call) > _MOST_FLOPS:
+    while attention_flops(call) > most.flops:
         before = attention_flops(call)
         batch, *_, length, _ = _queries(call).shape
         call = _cut(call, batch if batch > 1 else length)  # linear in samples, square in length
         scale *= before / attention_flops(call)
-    while (before := _room(call)) > _MOST_BYTES:
+    while (before := _room(call)) > most.bytes:
         lists = [a for a in call.args if _is_list(a)]
         length = len(lists[0]) // 2 if lists else 0
         if length and not call.outputs:

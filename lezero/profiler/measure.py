@@ -205,9 +205,9 @@ def _product(place: Any, dtype: Any, m: int, k: int, n: int, layout: str) -> Cal
         one = torch.randint(-127, 128, (m, k), dtype=torch.int8, device=place)
         two = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=place).t()
         return lambda: torch._int_mm(one, two)
-    a = torch.randn(k, m).t() if layout == "tn" else torch.randn(m, k)
-    b = torch.randn(n, k).t() if layout == "nt" else torch.randn(k, n)
-    a, b = a.to(place, dtype), b.to(place, dtype)
+    kinds = {"dtype": dtype, "device": place}
+    a = torch.randn(k, m, **kinds).t() if layout == "tn" else torch.randn(m, k, **kinds)
+    b = torch.randn(n, k, **kinds).t() if layout == "nt" else torch.randn(k, n, **kinds)
     out = torch.empty(m, n, dtype=dtype, device=place)
     return lambda: torch.mm(a, b, out=out)
 
@@ -218,7 +218,7 @@ def _memory(bench: _Bench) -> dict[str, float]:
 
     found: dict[str, float] = {}
     place = bench.place
-    free = memory().available if place.type == "cpu" else devices.memory_total()
+    free = memory().available if place.type == "cpu" else devices.memory_free()
     size = max(MIB, min(bench.effort.memory, free // 4) // MIB * MIB)
     with bench.guarded("memory_read"):
         part = size // 4
@@ -258,7 +258,7 @@ def _kernels(bench: _Bench, dtype: Any) -> list[tuple[str, Callable[[], Any], in
     import torch
 
     aten = torch.ops.aten
-    x = torch.randn(bench.effort.elements).to(bench.place, dtype)
+    x = torch.randn(bench.effort.elements, dtype=dtype, device=bench.place)
     y, out, width = x.flip(0), torch.empty_like(x), min(512, x.numel())
     other = torch.empty_like(x, dtype=torch.float32 if dtype != torch.float32 else torch.bfloat16)
     rows, rows_out = x.view(-1, width), out.view(-1, width)
@@ -321,7 +321,8 @@ def _attention(bench: _Bench) -> dict[str, float]:
     for name, dtype in dtypes.items():
         with bench.guarded(f"attention_{name}"), torch.enable_grad():
             shape = (batch, heads, length, width)
-            q, k, v = (torch.randn(shape).to(bench.place, dtype).requires_grad_() for _ in "qkv")
+            kinds = {"dtype": dtype, "device": bench.place, "requires_grad": True}
+            q, k, v = (torch.randn(shape, **kinds) for _ in "qkv")
             out = attend(q, k, v, is_causal=True)
             push = torch.ones_like(out)
             seconds = bench.seconds(partial(attend, q, k, v, is_causal=True))

@@ -9,6 +9,7 @@ import torch
 
 from lezero.plan import measure
 from lezero.plan.measure import OpTimes, time_call
+from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ def test_neighbours_compute_meanwhile_and_stop() -> None:
 
 def test_disturbed_times_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"a": [(9.0, False), (5.0, False), (1.0, True)], "b": [(2.0, True)]}
-    monkeypatch.setattr(measure, "time_call", lambda call, _: answers[call.key].pop(0))
+    monkeypatch.setattr(measure, "time_call", lambda call, *_: answers[call.key].pop(0))
     times = OpTimes("a machine", None)
     calls = [Call(aten.add.Tensor, (fact(4), fact(4)), {}, key) for key in ("a", "b")]
     assert times.measure(calls) == {"a": 1.0, "b": 2.0}
@@ -65,3 +66,26 @@ def test_a_slow_call_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, _ = measure._time(lambda: ran.append(1))
     assert len(ran) == 1
     assert seconds > 0
+
+
+def test_the_work_of_an_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(measure.device, "synchronize", lambda: waited.append(1))
+    measure._time(lambda: None)
+    assert not waited
+    measure._time(lambda: None, queued=True)
+    assert waited
+
+
+def test_operations_are_timed_where_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def sets(call: Call, place: str) -> None:
+        places.append(place)
+        raise RuntimeError("there is none here")
+
+    monkeypatch.setattr(measure, "argument_sets", sets)
+    spec = StepSpec(batch=1, tokens=8, device="cuda")
+    times = OpTimes.of_this_machine(spec)
+    times.measure([product(64, 64, 64)])
+    assert set(places) == {"cuda"}
