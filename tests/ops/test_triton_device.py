@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lezero.ops.adamw import eight_bit, triton_kernel as adamw
 from lezero.ops.adamw.reference import coefficients
 from lezero.ops.codec import FORMS, payload_bytes, triton_kernel as codec
-from lezero.ops.linear import Packed, triton_kernel as linear
+from lezero.ops.linear import Packed, triton_fp8 as fp8, triton_kernel as linear
 
 inside, launched = [None], []
 
@@ -38,7 +38,7 @@ class Kernel:
 
 torch.accelerator.device_index = Guard
 codec._encode_dense = codec._encode_sign = codec._encode_sparse = codec._decode = Kernel()
-adamw._step = adamw._step8bit = linear._linear = Kernel()
+adamw._step = adamw._step8bit = linear._linear = fp8._round = Kernel()
 with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     x = torch.empty(1000)
     for form in FORMS:
@@ -52,7 +52,8 @@ with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     adamw.adamw8bit(param, None, param, codes, scales, codes, scales, steps)
     weight = Packed(torch.empty(2, 16, 64, dtype=torch.uint8), torch.empty(2, 1, 16), None)
     linear.linear_int(torch.empty(3, 64), weight, None, 32, 8, 0)
-assert launched == [1] * (2 * len(FORMS) + 3), launched
+    fp8.fp8_tokens(torch.empty(3, 64))
+assert launched == [1] * (2 * len(FORMS) + 4), launched
 print("alike")
 """
 

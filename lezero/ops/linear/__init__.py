@@ -5,6 +5,11 @@
     y = linear_int(x, packed, bias, out_features=N, bits=4, group=64)              # W4A16
     y = linear_int(x, packed, bias, out_features=N, bits=4, group=64, x_bits=8)    # W4A8
 
+float8 weights lie as they are, codes (N, K) and scales (N, 1), and tokens become float8 too:
+
+    codes, scale, _ = quantize(weight, Grid("fp8"))
+    y = linear_fp8(x, codes, scale, bias)
+
 Weights, scales and zero points are plain tensors: they lie in safetensors files as they are. The
 ops take part in torch.compile and torch.export. `layout.py` says how weights lie in memory,
 `reference.py` what is computed.
@@ -13,6 +18,7 @@ ops take part in torch.compile and torch.export. `layout.py` says how weights li
 from __future__ import annotations
 
 from lezero.ops.linear.conv import conv_int8
+from lezero.ops.linear.fp8 import linear_fp8
 from lezero.ops.linear.layout import Packed, pack, pack_bf16, unpack, unpack_bf16
 from lezero.ops.linear.native import available, kernel_name
 from lezero.ops.linear.op import embedding_int, linear_bf16, linear_int
@@ -24,6 +30,7 @@ __all__ = [
     "embedding_int",
     "kernel_name",
     "linear_bf16",
+    "linear_fp8",
     "linear_int",
     "pack",
     "pack_bf16",

@@ -7,9 +7,12 @@
     4, 8 bits, x of 16 bits (A16): a (int16), t_b from `fixed_point`, for each block b of inputs
                 y = Σ_b (s_b · t_b) · Σ_k a (w - z) + bias
 
-The inner sums are of whole numbers and exact (with zero points that are whole); the outer ones go
-through blocks in order, in fp32, each product and addition rounded once (fused). W8A8 with a scale
-a row has one inner sum, and y = (t · s) · it + bias, each rounded.
+    fp8     y = (t · a) (s · w)ᵀ + bias; a (float8) and t from `fp8_tokens`, both factors in x's
+            dtype, as torch multiplies those
+
+The inner sums of 4 and 8 bits are of whole numbers and exact (with zero points that are whole); the
+outer ones go through blocks in order, in fp32, each product and addition rounded once (fused). W8A8
+with a scale a row has one inner sum, and y = (t · s) · it + bias, each rounded.
 
 [Note: blocks]
 A block is the widest of 128, 64 and 32 inputs that divides the group; 128 with a scale a row.
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lezero.ops.linear.layout import Packed, unpack, unpack_bf16
-from lezero.ops.quantize.tokens import fixed_point, quantize_tokens
+from lezero.ops.quantize.tokens import fixed_point, fp8_tokens, quantize_tokens
 
 
 def block_of(group: int) -> int:
@@ -78,6 +81,15 @@ def linear_int(
         out = _fused(scale, total, out)
     ones = torch.ones((), device=out.device)
     return finish(out, token_M[:, None] if x_bits == 8 else ones, bias, x_MK.dtype)
+
+
+def linear_fp8(x_MK: Tensor, codes_NK: Tensor, scale_N1: Tensor, bias: Tensor | None) -> Tensor:
+    """(M, N) in x's dtype."""
+    a_MK, token_M = fp8_tokens(x_MK)
+    rounded = (a_MK.float() * token_M[:, None]).to(x_MK.dtype)
+    wide = (codes_NK.float() * scale_N1).to(x_MK.dtype)
+    bias = None if bias is None else bias.to(x_MK.dtype)
+    return torch.nn.functional.linear(rounded, wide, bias)
 
 
 def dequantize_packed(

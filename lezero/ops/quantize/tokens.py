@@ -1,7 +1,8 @@
-"""Activations as whole numbers, a scale a token: int8, and 16 bits with a scale for each block.
+"""Activations of 8 and 16 bits: int8 and float8, a scale a token, and 16 bits, a scale a block.
 
-int8 is what W8A8 and W4A8 multiply. 16 bits are what W8A16 and W4A16 multiply: of each block of 32,
-64 or 128 elements of a token the largest becomes 32,639 = 127 · 256 + 127, so that a value is two
+int8 is what W8A8 and W4A8 multiply; float8_e4m3fn, where a token's largest becomes 448, is what
+fp8 weights are multiplied with. 16 bits are what W8A16 and W4A16 multiply: of each block of 32, 64
+or 128 elements of a token the largest becomes 32,639 = 127 · 256 + 127, so that a value is two
 int8 digits, high · 256 + low; an element's error is at most 1.6e-5 of its block's largest (bf16
 would lose up to 3.9e-3 of that largest). Sums of products are then exact whole numbers, whatever
 the order, so that a token's result does not depend on the batch or on the kernel.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 INT8_LEVELS = 127.0
 INT16_LEVELS = 32639.0
+FP8_LEVELS = 448.0
 
 
 def quantize_tokens(x_MK: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -31,6 +33,11 @@ def quantize_tokens(x_MK: Tensor, scale: Tensor | None = None) -> tuple[Tensor, 
     codes = torch.round(wide * inverse).clamp(-INT8_LEVELS, INT8_LEVELS)
     codes = torch.where(finite[:, None], codes, 0.0).to(torch.int8)
     return codes, torch.where(finite, step, torch.nan)
+
+
+def fp8_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    """float8_e4m3fn codes (M, K), nearest with halves to even, and fp32 scales (M,)."""
+    return _levels(x_MK.float(), FP8_LEVELS, torch.float8_e4m3fn)
 
 
 def fixed_point(x_MK: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -48,5 +55,6 @@ def _levels(x: Tensor, levels: float, dtype: torch.dtype) -> tuple[Tensor, Tenso
     scale = most / levels
     scale = torch.where(scale < 2.0**-126, 0.0, scale)
     inverse = torch.where(finite & (scale > 0), 1 / scale, 0.0)
-    whole = torch.round(torch.where(finite[..., None], x, 0.0) * inverse[..., None])
-    return whole.clamp(-levels, levels).to(dtype), torch.where(finite, scale, torch.nan)
+    scaled = torch.where(finite[..., None], x, 0.0) * inverse[..., None]
+    codes = scaled if dtype.is_floating_point else torch.round(scaled)
+    return codes.clamp(-levels, levels).to(dtype), torch.where(finite, scale, torch.nan)
