@@ -6,7 +6,8 @@
 `methods` and `observers` find codes and ranges, `scaling` and `folds` move difficulty between
 layers, `input_rounding`, `speed`, `budget` and `report` judge, `journal`, `buffers` and `spill`
 undo. Files: `layout` describes the layers, `saved` (with `forms`) writes and reads them, `imported`
-(with `foreign` and `ordered`) reads GPTQ and AWQ, `gguf` GGUF, `exported` writes compressed-tensors.
+(with `foreign` and `ordered`) reads GPTQ and AWQ, `gguf` reads GGUF, `exported` writes
+compressed-tensors.
 """
 
 from lezero.compress.quantize.floats import Fp8, Nf4
