@@ -1,6 +1,6 @@
-"""Codec kernels for the CPU: how much of the memory's read bandwidth encoding and decoding reach.
+"""Codec kernels: how much of the memory's read bandwidth encoding and decoding reach.
 
-    python benchmarks/codecs.py [--quick]
+    python benchmarks/codecs.py [--quick] [--device cuda]
 
 Speed counts the bytes of the fp32 side only, read or written (with feedback: values read, errors
 read and written; adding: read and written), over at least 1 GiB in turn, so that no cache helps.
@@ -11,6 +11,7 @@ object: `codec_bandwidth_share_min` is the least of encoding and decoding int8, 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -29,21 +30,29 @@ CASTS = ["bf16", "fp16"]
 TOPK = "topk:0.01"
 
 
+def settle() -> None:
+    """What an accelerator has queued is done."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def rate(work: Callable[[int], object], bytes_a_part: int, parts: int = PARTS) -> float:
     """GB/s of one turn over the parts."""
+    settle()
     began = time.perf_counter()
     for part in range(parts):
         work(part)
+    settle()
     return bytes_a_part * parts / (time.perf_counter() - began) / 1e9
 
 
 class Bench:
     """The tensors, and the figures of each codec over the rounds."""
 
-    def __init__(self) -> None:
-        one = torch.randn(PART)
+    def __init__(self, device: str) -> None:
+        one = torch.randn(PART, device=device)
         self.x = [one.roll(part) for part in range(PARTS)]
-        self.errors = [torch.zeros(PART) for _ in range(PARTS // 2)]
+        self.errors = [torch.zeros_like(one) for _ in range(PARTS // 2)]
         self.found: dict[tuple[str, str], list[float]] = {}
         self.read: list[float] = []
 
@@ -58,7 +67,7 @@ class Bench:
 
     def codec_round(self, name: str, one: Codec) -> None:
         x, errors, half = self.x, self.errors, len(self.errors)
-        payloads = [torch.zeros(one.bytes(PART), dtype=torch.uint8) for _ in range(PARTS)]
+        payloads = [x[0].new_zeros(one.bytes(PART), dtype=torch.uint8) for _ in range(PARTS)]
         outs = errors + x[:half]
         turns = {
             "encode": (lambda i: one.encode(x[i], payloads[i]), 4, PARTS),
@@ -77,7 +86,7 @@ class Bench:
 
 def against_torch(one: Codec, x: Tensor) -> float:
     """Times faster than the formula in PyTorch's operations, encoding and decoding together."""
-    payload, out = torch.zeros(one.bytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
+    payload, out = x.new_zeros(one.bytes(len(x)), dtype=torch.uint8), torch.empty_like(x)
     form, block = one.form, one.block  # type: ignore[attr-defined]
 
     def ours() -> None:
@@ -91,19 +100,23 @@ def against_torch(one: Codec, x: Tensor) -> float:
     seconds = []
     for way in (theirs, ours):
         way()
+        settle()
         began = time.perf_counter()
         way()
+        settle()
         seconds.append(time.perf_counter() - began)
     return seconds[0] / seconds[1]
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = arguments(__doc__, parser)
     torch.set_num_threads(options.threads)
-    if not native.NATIVE.available():
+    if options.device == "cpu" and not native.NATIVE.available():
         finish(f"no kernel: {native.NATIVE.problem}", {"codec_bandwidth_share_min": None})
         return
-    bench = Bench()
+    bench = Bench(options.device)
     rounds = options.rounds or (2 if options.quick else 7)
     names = NAMES if options.quick else NAMES + CASTS
     for _ in range(rounds):
@@ -126,11 +139,12 @@ def main() -> None:
             shares += [speed / read for speed in speeds]
     if not options.quick:
         one, payloads = codec(TOPK), {}
-        payloads[0] = torch.zeros(one.bytes(PART), dtype=torch.uint8)
+        payloads[0] = small.new_zeros(one.bytes(PART), dtype=torch.uint8)
         speed = rate(lambda i: one.encode(bench.x[i], payloads[0]), 4 * PART, 2)
         rows.append([TOPK, "0.64", f"{speed:.2f}", f"{speed / read:.2f}", *["–"] * 5])
+    name = native.NATIVE.kernel_name() if options.device == "cpu" else "triton"
     title = (
-        f"kernel {native.NATIVE.kernel_name()}, {options.threads} threads; GB/s of the fp32 side; "
+        f"kernel {name}, {options.threads} threads; GB/s of the fp32 side; "
         f"memory reads at {read:.1f} GB/s\n"
     )
     figures = {"codec_bandwidth_share_min": min(shares), "memory_read_gb_s": read, "rounds": rounds}

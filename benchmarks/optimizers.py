@@ -6,11 +6,14 @@ over what a copy of 256 MiB moves on this machine, read and written. `loss` is t
 last tenth of a small GPT's training on the documents of Python, and `gap %` how far it is above
 torch's.
 
+With `--device cuda` all of it is on one GPU, of 200M parameters.
+
 Last line: `*_vs_torch` are times a step divided by torch's, `*_gap_pct` the losses.
 """
 
 from __future__ import annotations
 
+import argparse
 import pydoc_data.topics
 import statistics
 from collections.abc import Callable, Iterable
@@ -55,26 +58,39 @@ SIDES: dict[str, tuple[Make, torch.dtype, float]] = {
 KEYS = {"8 bit remainder": "adamw8bit", "8 bit fp32": "adamw8bit_fp32", "remainder": "remainder"}
 
 
-def step_time(make: Make, dtype: torch.dtype, elements: int, repeats: int) -> dict[str, float]:
-    rows = elements // COLUMNS // 8
-    weights = [nn.Parameter(torch.randn(rows, COLUMNS).to(dtype)) for _ in range(8)]
+def settled(work: Callable[[], object], device: str) -> Callable[[], None]:
+    """`work`, and what an accelerator has queued of it done."""
+
+    def run() -> None:
+        work()
+        if device != "cpu":
+            torch.accelerator.synchronize()
+
+    return run
+
+
+def step_time(
+    make: Make, dtype: torch.dtype, elements: int, repeats: int, device: str
+) -> dict[str, float]:
+    rows, kinds = elements // COLUMNS // 8, {"dtype": dtype, "device": device}
+    weights = [nn.Parameter(torch.randn(rows, COLUMNS, **kinds)) for _ in range(8)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer = make(weights, 1e-4)
-    seconds = statistics.median(best_of(optimizer.step, repeats))
+    seconds = statistics.median(best_of(settled(optimizer.step, device), repeats))
     state = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)]
     held = sum(x.nbytes for x in [*weights, *(w.grad for w in weights), *state] if x is not None)
     count = sum(weight.numel() for weight in weights)
     return {"s": seconds, "bytes": held / count, "count": count}
 
 
-def trained(make: Make, dtype: torch.dtype, steps: int) -> float:
+def trained(make: Make, dtype: torch.dtype, steps: int, device: str) -> float:
     """Mean loss of the last tenth of a training of a 0.5M GPT."""
     torch.manual_seed(0)
     text = "".join(pydoc_data.topics.topics.values()).encode()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
     config = TransformerConfig(vocab=256, layers=2, dim=128, heads=4, context=64)
-    model = Transformer(config, seed=0).to(dtype)
+    model = Transformer(config, seed=0).to(device, dtype)
     optimizer, losses = make(model, 2e-3), []
     for step in range(steps):
         pick = torch.Generator().manual_seed(step)
@@ -89,26 +105,31 @@ def trained(make: Make, dtype: torch.dtype, steps: int) -> float:
     return statistics.fmean(losses[-max(1, steps // 10) :])
 
 
-def copy_rate(elements: int) -> float:
+def copy_rate(elements: int, device: str) -> float:
     """Bytes a second that a copy of as many fp32 reads and writes."""
-    source = torch.ones(elements)
+    source = torch.ones(elements, device=device)
     to = torch.empty_like(source)
-    return 2 * source.nbytes / min(best_of(lambda: to.copy_(source), 5))
+    return 2 * source.nbytes / min(best_of(settled(lambda: to.copy_(source), device), 5))
 
 
 def main() -> None:
-    options = arguments(__doc__)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options = arguments(__doc__, parser)
+    place = options.device
     elements, repeats, steps = (2_000_000, 3, 2) if options.quick else (25_000_000, 9, 300)
+    if place != "cpu" and not options.quick:
+        elements = 200_000_000
     if options.side:
         torch.set_num_threads(options.threads)
         make, dtype, moved = SIDES[options.side]
-        found = step_time(make, dtype, elements, repeats)
+        found = step_time(make, dtype, elements, repeats, place)
         rate = moved * found["count"] / found["s"]
-        share = rate / copy_rate(64 << 20 if not options.quick else 4 << 20)
-        loss = trained(make, dtype, steps)
+        share = rate / copy_rate(64 << 20 if not options.quick else 4 << 20, place)
+        loss = trained(make, dtype, steps, place)
         emit(**found, rate=rate / 1e9, share=share, loss=loss)
         return
-    extra = ("--quick",) if options.quick else ()
+    extra = ["--device", place, *(["--quick"] if options.quick else [])]
     names = ["torch fused fp32", "8 bit remainder"] if options.quick else list(SIDES)
     sides = [side(__file__, name, *extra) for name in names]
     result = compare(

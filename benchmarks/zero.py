@@ -5,9 +5,9 @@ thread each, in bf16 with fp32 masters and fused AdamW. `step_s` is the median o
 slower rank's; `bytes/param` is what a rank holds at the end of a step, gradients included, above
 what it held after its imports (pages that ranks share count in part), over the parameters of the
 whole model. `lowbit` is stage 3 on bf16 weights with remainder masters and 8-bit state. With
-`--device cuda`: one GPU, a model of 1.3B parameters, also the peak of memory (`peak_gib`) and the
-model's FLOPs over those of large bf16 products (`mfu`). Peers (`make peers`) run the same loop:
-torch's DDP and FSDP2, DeepSpeed's stages 1 to 3.
+`--device cuda`: one GPU, a model of 1.3B parameters, 32 sequences a step, also the peak of memory
+(`peak_gib`) and the model's FLOPs over those of large bf16 products (`mfu`). Peers (`make peers`)
+run the same loop: torch's DDP and FSDP2, DeepSpeed's stages 1 to 3.
 
 Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both), the bytes, and how far
 the forecast of memory and time is from what was measured at any stage (`_zero_forecast.py`).
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB, LENGTH = 512, 256
+BATCH = {"cpu": 1, "cuda": 32}
 SIZES = {"full": (16, 1024), "quick": (4, 256), "cuda": (24, 2048)}
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
@@ -161,7 +162,7 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
     cast = name in ("ddp", "plain")
     times, held = [], 0
     for step in range(steps + 2):
-        tokens = torch.randint(0, VOCAB, (1, LENGTH + 1), device=device)
+        tokens = torch.randint(0, VOCAB, (BATCH[device], LENGTH + 1), device=device)
         if step >= 2:
             dist.barrier()
         began = time.perf_counter()
@@ -176,7 +177,8 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
             optimizer.step()
         if device != "cpu":
             torch.accelerator.synchronize()
-        held = max(held, resident() - before) if step else held
+        elif step:
+            held = max(held, resident() - before)
         if name not in DEEPSPEED:  # its step does it
             optimizer.zero_grad()
         times.append(time.perf_counter() - began)
@@ -184,7 +186,9 @@ def train(name: str, size: str, steps: int, device: str) -> dict[str, float]:
     if device != "cpu":
         peak = torch.accelerator.max_memory_allocated()
         found |= {"bytes_per_param": peak / parameters, "peak_gib": peak / 2**30}
-        found["mfu"] = model_flops(*layers_width) / found["step_s"] / products_per_s(device)
+        found["mfu"] = (
+            BATCH[device] * model_flops(*layers_width) / found["step_s"] / products_per_s(device)
+        )
     leave(name)
     return found
 
@@ -323,7 +327,7 @@ def main() -> None:
     if options.only:
         names = options.only.split(",")
     rounds = options.rounds or (1 if options.quick else 3)
-    if options.quick:
+    if options.quick and options.device == "cpu":
         names = ["ddp", "zero1", "zero2", "zero3", "lowbit"]
     sides = [
         peer(__file__, name, "deepspeed", *extra)
