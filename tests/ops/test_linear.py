@@ -182,7 +182,7 @@ def test_a_token_does_not_depend_on_its_batch(bits: int, x_bits: int) -> None:
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (16, 64), (33, 300), (47, 63)])
 def test_packing_comes_back_bit_for_bit(bits: int, zero: bool, N: int, K: int) -> None:
     codes, scale, at = quantize(seeded(N, K), Grid("int4" if bits == 4 else "int8", 32, zero))
-    found = unpack(pack(codes, scale, at, bits=bits), N, K, bits=bits)
+    found = unpack(pack(codes, scale, at, bits=bits), N, K, bits=bits, group=32)
     assert torch.equal(found.weight, codes)
     assert torch.equal(found.scale, scale)
     assert found.zero is None or torch.equal(found.zero, at)  # type: ignore[arg-type]

@@ -3,6 +3,11 @@
 `PackedWeight` lies as the kernels of `lezero.ops.linear` read it; `CodedWeight` holds codes in the
 weight's own shape, for what has no such kernel, and is decoded at each use.
 
+[Note: layouts of a packed weight]
+Kernels of accelerators read the same codes in another order than those of CPUs (`rows.py` and
+`layout.py` in `lezero.ops.linear`), so a packed weight changes its order with its device. Its
+`state_dict` is always that of CPUs: a file does not depend on the device, and is read on any.
+
 [Note: a weight is a module]
 A quantized layer's `weight` is one of these modules, so the layer's `state_dict` has the keys
 `weight.packed` (or `weight.codes`), `weight.scale` and, with zero points, `weight.zero`. Layers
@@ -14,6 +19,7 @@ Letters: N output features, K input features, G groups.
 
 from __future__ import annotations
 
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +31,17 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.stand_in import StandIn
 from lezero.core.errors import ConfigError
-from lezero.ops.linear import Packed, embedding_int, linear_int, pack, unpack
+from lezero.ops.linear import (
+    Packed,
+    embedding_int,
+    from_rows,
+    in_rows,
+    linear_int,
+    pack,
+    rows,
+    to_rows,
+    unpack,
+)
 from lezero.ops.quantize import (
     Grid,
     Quantized,
@@ -34,6 +50,10 @@ from lezero.ops.quantize import (
     unpack_nibbles,
 )
 
+_Marks = list[tuple[weakref.ref[Tensor], int]]
+_saved: weakref.WeakKeyDictionary[PackedWeight, tuple[_Marks, list[weakref.ref[Tensor]]]] = (
+    weakref.WeakKeyDictionary()
+)
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -65,8 +85,8 @@ class QuantizedWeight(StandIn):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept and saved."""
-        return sum(buffer.nbytes for buffer in self.state_dict().values())
+        """Bytes that are held; what is saved differs by padding at most."""
+        return sum(x.nbytes for x in self._buffers.values() if x is not None)
 
     @abstractmethod
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -122,6 +142,7 @@ class PackedWeight(QuantizedWeight):
             made.codes, scale.to(kept), None if zero is None else zero.to(kept), bits=grid.bits
         )
         weight.packed, weight.scale, weight.zero = packed
+        weight._settle()
         return weight
 
     @property
@@ -130,11 +151,13 @@ class PackedWeight(QuantizedWeight):
         return self.grid.group if isinstance(self.grid.group, int) else 0
 
     def parts(self) -> Packed:
+        """In the layout of its device."""
         return Packed(self.packed, self.scale, self.zero)
 
     def unpacked(self) -> Quantized:
         """Codes (N, K) and scales, zero points (N, G), as they were packed."""
-        return Quantized(*unpack(self.parts(), *self.full_shape, bits=self.grid.bits))
+        N, K = self.full_shape
+        return Quantized(*unpack(self.parts(), N, K, bits=self.grid.bits, group=self.group))
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         codes, scale, zero = self.unpacked()
@@ -170,6 +193,49 @@ class PackedWeight(QuantizedWeight):
             group=self.group,
             dtype=self.dtype,
         )
+
+    def _sizes(self) -> tuple[int, int, int, int]:
+        N, K = self.full_shape
+        return N, K, self.grid.bits, self.group
+
+    def _settle(self) -> None:
+        """Takes the layout of its device. See [Note: layouts of a packed weight]."""
+        change = to_rows if rows.takes_rows(self.packed.device) else from_rows
+        self.packed, self.scale, self.zero = change(self.parts(), *self._sizes())
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        changed = super()._apply(fn, recurse)
+        self._settle()
+        return changed
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if in_rows(self.parts()):
+            for name, x in zip(("packed", "scale", "zero"), self._panels(), strict=False):
+                destination[prefix + name] = x
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.packed, self.scale, self.zero = from_rows(self.parts(), *self._sizes())
+        super()._load_from_state_dict(*args, **kwargs)
+        self._settle()
+
+    def _panels(self) -> list[Tensor]:
+        """What is saved. One copy while it is in use, so that tied layers are saved as tied."""
+        held = [x for x in self.parts() if x is not None]
+        versions = [0 if x.is_inference() else x._version for x in held]
+        marks, kept = _saved.get(self, ([], []))
+        made = [x for x in (ref() for ref in kept) if x is not None]
+        same = [(ref(), version) for ref, version in marks]
+        if len(made) == len(held) == len(same) and all(
+            x is y and v == w for x, v, (y, w) in zip(held, versions, same, strict=True)
+        ):
+            return made
+        made = [x for x in from_rows(self.parts(), *self._sizes()) if x is not None]
+        marks = [(weakref.ref(x), v) for x, v in zip(held, versions, strict=True)]
+        _saved[self] = marks, [weakref.ref(x) for x in made]
+        return made
 
 
 class CodedWeight(QuantizedWeight):

@@ -11,15 +11,24 @@ float8 weights lie as they are, codes (N, K) and scales (N, 1), and tokens becom
     y = linear_fp8(x, codes, scale, bias)
 
 Weights, scales and zero points are plain tensors: they lie in safetensors files as they are. The
-ops take part in torch.compile and torch.export. `layout.py` says how weights lie in memory,
-`reference.py` what is computed.
+ops take part in torch.compile and torch.export. `layout.py` says how weights lie in memory (on
+accelerators `rows.py`), `reference.py` what is computed.
 """
 
 from __future__ import annotations
 
 from lezero.ops.linear.conv import conv_int8
 from lezero.ops.linear.fp8 import linear_fp8
-from lezero.ops.linear.layout import Packed, pack, pack_bf16, unpack, unpack_bf16
+from lezero.ops.linear.layout import (
+    Packed,
+    from_rows,
+    in_rows,
+    pack,
+    pack_bf16,
+    to_rows,
+    unpack,
+    unpack_bf16,
+)
 from lezero.ops.linear.native import available, kernel_name
 from lezero.ops.linear.op import embedding_int, linear_bf16, linear_int
 
@@ -28,12 +37,15 @@ __all__ = [
     "available",
     "conv_int8",
     "embedding_int",
+    "from_rows",
+    "in_rows",
     "kernel_name",
     "linear_bf16",
     "linear_fp8",
     "linear_int",
     "pack",
     "pack_bf16",
+    "to_rows",
     "unpack",
     "unpack_bf16",
 ]

@@ -1,10 +1,11 @@
-"""Linear layers of 4 and 8 bits on an accelerator.
+"""Linear layers of 4 and 8 bits on an accelerator, from weights in rows (`rows.py`).
 
 W8A8 with a scale a row is one product of whole numbers, by the units for int8 (`torch._int_mm`):
-the reference's result, bit for bit. Everything else is near it: few tokens go to Triton where there
-is one, many are multiplied with the dequantized weight; tokens of 8 bits (A8) are rounded before.
-The reference itself would multiply in fp64, which most accelerators do at a small part of their
-speed, or not at all.
+the reference's result, bit for bit. Everything else is near it: few tokens multiply the codes where
+they are read (`triton_few.py`), many are multiplied with the dequantized weight; tokens of 8 bits
+(A8) are rounded before. The reference itself would multiply in fp64, which most accelerators do at
+a small part of their speed, or not at all. Without triton, and on other accelerators than NVIDIA's
+and AMD's, the same is done in plain PyTorch. Panels are put in rows at each call.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import importlib.util
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear, pad
 
 from lezero.core.log import logger
 from lezero.ops.linear import reference
-from lezero.ops.linear.layout import PANEL, Packed, padded_inputs, unpack
+from lezero.ops.linear.layout import Packed, in_rows, to_rows
 from lezero.ops.quantize.tokens import quantize_tokens
 
+FEW_TOKENS = 64
+"""Up to here codes are multiplied where they are read; more tokens share a dequantized weight."""
 _LEAST_TOKENS = 17  # of torch._int_mm
+_INT8_OUTPUTS = 8  # of torch._int_mm: it takes multiples of them
 
 
 def linear_int(
@@ -34,37 +39,96 @@ def linear_int(
     x_bits: int,
 ) -> Tensor:
     """(M, N) in x's dtype. `x_MK` is contiguous."""
-    sizes = (out_features, bits, group)
+    K = x_MK.shape[1]
+    sizes = (out_features, K, bits, group)
+    if not len(x_MK):
+        return x_MK.new_empty(0, out_features)
+    packed = to_rows(packed, *sizes)
     if x_bits == 8:
-        a_MK, token_M = quantize_tokens(x_MK, x_scale)
         if bits == 8 and not group and packed.zero is None and _multiplies_int8(x_MK.device.type):
-            total, scale_1N = _product(a_MK, packed, out_features)
-            return reference.finish(total, token_M[:, None] * scale_1N, bias, x_MK.dtype)
+            return _whole(x_MK, packed, bias, x_scale)
+        a_MK, token_M = quantized_tokens(x_MK, x_scale, K)
         x_MK = (a_MK * token_M[:, None]).to(x_MK.dtype)
-    if x_MK.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from lezero.ops.linear import triton_kernel
+    few = len(x_MK) <= FEW_TOKENS and x_MK.dtype != torch.float32
+    if few and _runs_triton(x_MK.device):
+        from lezero.ops.linear.triton_few import linear_few
 
-        if len(x_MK) <= triton_kernel.MOST_TOKENS:
-            return triton_kernel.linear_int(x_MK, packed, bias, *sizes)
-    wide = reference.dequantize_packed(packed, out_features, x_MK.shape[1], bits, group)
+        return linear_few(x_MK, packed, bias, *sizes)
     bias = None if bias is None else bias.to(x_MK.dtype)
-    return torch.nn.functional.linear(x_MK, wide.to(x_MK.dtype), bias)
+    return linear(x_MK, dequantize(packed, *sizes, x_MK.dtype), bias)
 
 
-def _product(a_MK: Tensor, packed: Packed, N: int) -> tuple[Tensor, Tensor]:
-    """Σ_k a w, exact and then fp32 (M, N), and the weight's scales (1, N)."""
-    M, K = a_MK.shape
-    # Inputs and outputs must be multiples of 8: the packed weight, with its padding, is.
-    outputs, inputs = len(packed.weight) * PANEL, padded_inputs(packed.weight, 8)
-    codes, scale, _ = unpack(packed, outputs, inputs, bits=8)
-    a = torch.nn.functional.pad(a_MK, (0, inputs - K, 0, max(0, _LEAST_TOKENS - M)))
-    return torch._int_mm(a, codes.T)[:M, :N].float(), scale[:N].float().T
+def dequantize(
+    packed: Packed,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    group: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The (N, K) weight that a packed one stands for; on the CPU too."""
+    sizes = (out_features, in_features, bits, group)
+    if in_rows(packed) and _runs_triton(packed.weight.device):
+        from lezero.ops.linear import triton_rows
+
+        return triton_rows.dequantize(packed, *sizes, dtype)
+    return reference.dequantize_packed(packed, *sizes).to(dtype)
+
+
+def embedding(
+    ids: Tensor, packed: Packed, in_features: int, bits: int, group: int, dtype: torch.dtype
+) -> Tensor:
+    """Rows `ids` (flat, int64) of the weight: (len(ids), K).
+
+    By triton, an id that the weight does not have gives a row of NaN; else it is torch's error.
+    """
+    if in_rows(packed) and _runs_triton(packed.weight.device):
+        from lezero.ops.linear import triton_rows
+
+        return triton_rows.embedding(ids, packed, in_features, bits, group, dtype)
+    return reference.embedding(ids, packed, in_features, bits, group, dtype)
+
+
+def quantized_tokens(x_MK: Tensor, x_scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens`, with zeros up to `columns`."""
+    if _runs_triton(x_MK.device):
+        from lezero.ops.linear import triton_tokens
+
+        return triton_tokens.quantize_tokens(x_MK, x_scale, columns)
+    a_MK, token_M = quantize_tokens(x_MK, x_scale)
+    return pad(a_MK, (0, columns - x_MK.shape[1])), token_M
+
+
+def _whole(x_MK: Tensor, packed: Packed, bias: Tensor | None, x_scale: Tensor | None) -> Tensor:
+    """W8A8 with a scale a row: (t · s) · Σ_k a w + bias, with sums that are exact."""
+    M, (weight, scale, _) = len(x_MK), packed
+    a_MK, token_M = quantized_tokens(x_MK, x_scale, weight.shape[1])
+    a_MK = pad(a_MK, (0, 0, 0, max(0, _LEAST_TOKENS - M)))
+    N = len(weight)
+    if N % _INT8_OUTPUTS:  # a copy in each call, for outputs that models hardly have
+        weight = pad(weight, (0, 0, 0, -N % _INT8_OUTPUTS))
+    total_MN = torch._int_mm(a_MK, weight.T)[:M, :N]
+    if _runs_triton(x_MK.device):
+        from lezero.ops.linear import triton_tokens
+
+        return triton_tokens.finish(total_MN, token_M, scale, bias, x_MK.dtype)
+    factor = token_M[:, None] * scale.float().T
+    return reference.finish(total_MN.float(), factor, bias, x_MK.dtype)
+
+
+def _runs_triton(device: torch.device) -> bool:
+    return device.type == "cuda" and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def _multiplies_int8(device: str) -> bool:
     """Tried once, since torch has no list of those that do."""
-    a = torch.zeros(2 * PANEL, 2 * PANEL, dtype=torch.int8, device=device)
+    a = torch.zeros(32, 32, dtype=torch.int8, device=device)
     try:
         torch._int_mm(a, a.T)
     except RuntimeError as error:

@@ -17,9 +17,11 @@ from lezero.ops.linear.layout import (
     PANEL,
     SCALE_DTYPES,
     Packed,
+    in_rows,
     padded_inputs,
     unpack_bf16,
 )
+from lezero.ops.linear.rows import width
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
@@ -62,7 +64,7 @@ def linear_int(
     x_bits: int = 16,
     x_scale: Tensor | None = None,
 ) -> Tensor:
-    """x wᵀ + bias for a weight of `pack`: (…, K) → (…, N) in x's dtype.
+    """x wᵀ + bias for a weight of `pack` or `to_rows`: (…, K) → (…, N) in x's dtype.
 
     `bits`: of the weight, 4 or 8. `group`: inputs that share a scale, a multiple of 32, or 0 for a
     scale a row. `x_bits`: 16 keeps activations (weight-only: W8A16, W4A16), 8 rounds each token to
@@ -72,7 +74,7 @@ def linear_int(
     """
     weight, scale, zero = packed
     check_packed("linear_int", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
-    _check_x("linear_int", x, padded_inputs(weight, bits), 64)
+    _check_x("linear_int", x, padded_inputs(packed, bits), 512 if in_rows(packed) else 64)
     _check_bias("linear_int", bias, out_features)
     if x_bits not in (8, 16) or (x_scale is not None and (x_bits == 16 or x_scale.numel() != 1)):
         raise ConfigError(
@@ -97,14 +99,15 @@ def embedding_int(
     """Rows `ids` (int64 or int32, any shape) of a packed (N, K) weight: (…, K) in `dtype`.
 
     The layout is that of `linear_int`, so an output head may share the weight. On the CPU, an id
-    that is not below `rows` (N; by default N rounded up to a multiple of 16) raises `IndexError`.
+    that is not below `rows` (N; by default all that the weight holds, with panels' padding) raises
+    `IndexError`.
     """
     if ids.dtype not in (torch.int64, torch.int32) or dtype not in FLOATS:
         raise ConfigError(
             f"embedding_int: ids are {ids.dtype}, dtype is {dtype}; allowed: int64 or int32 ids, "
             "fp32, bf16 or fp16"
         )
-    held = packed.weight.shape[0] * PANEL
+    held = packed.weight.shape[0] * (1 if in_rows(packed) else PANEL)
     rows = held if rows is None else rows
     check_packed("embedding_int", packed, in_features, rows, bits, group)
     return torch.ops.lezero.embedding_int(ids, *packed, in_features, bits, group, dtype, rows)
@@ -115,8 +118,14 @@ def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: in
     weight, scale, zero = packed
     if bits not in BITS or group < 0 or group % 32:
         raise ConfigError(f"{what}: {bits} bits, group {group}; bits are 4 or 8, groups of 32 · n")
-    _check_weight(what, weight, torch.uint8, 4, N)
-    shape = (weight.shape[0], -(-K // group) if group else 1, PANEL)
+    groups = -(-K // group) if group else 1
+    shape: tuple[int, ...]
+    if in_rows(packed):
+        _check_rows(what, weight, K, N, bits, group)
+        shape = (N, groups)
+    else:
+        _check_weight(what, weight, torch.uint8, 4, N)
+        shape = (weight.shape[0], groups, PANEL)
     for name, x in (("scale", scale), ("zero", zero)):
         fits = x is None or (
             tuple(x.shape) == shape
@@ -147,6 +156,15 @@ def _check_weight(what: str, w: Tensor, dtype: torch.dtype, together: int, N: in
         raise ConfigError(
             f"{what}: the weight is {w.dtype} {tuple(w.shape)} for {N} outputs; allowed is what "
             "pack gave for them, contiguous"
+        )
+
+
+def _check_rows(what: str, w: Tensor, K: int, N: int, bits: int, group: int) -> None:
+    dtype, shape = torch.int8 if bits == 8 else torch.int32, (N, width(K, bits, group))
+    if w.dtype != dtype or tuple(w.shape) != shape or not w.is_contiguous():
+        raise ConfigError(
+            f"{what}: the weight is {w.dtype} {tuple(w.shape)} for {N} × {K}; in rows it is "
+            f"{dtype} {shape}, contiguous"
         )
 
 
@@ -184,7 +202,7 @@ def _int(
     *sizes: int,
 ) -> Tensor:
     x = x.contiguous()
-    if _on_kernel(x):
+    if _on_kernel(x) and weight.dim() == 4:
         vectors = (_wide(bias), _wide(x_scale))
         found: Tensor = native.NATIVE.ops.linear_int(x, weight, scale, zero, *vectors, *sizes)
         return found
@@ -205,13 +223,14 @@ def _embedding(
     rows: int,
 ) -> Tensor:
     flat = ids.flatten().long()
-    if flat.numel() and flat.device.type == "cpu":
+    on_cpu = flat.device.type == "cpu"
+    if flat.numel() and on_cpu:
         low, high = flat.aminmax()
         if low < 0 or high >= rows:
             raise IndexError(f"embedding_int: ids from {low} to {high}; there are {rows}")
     packed = Packed(weight, scale, zero)
-    out = reference.embedding(flat, packed, in_features, bits, group, dtype)
-    return out.view(*ids.shape, in_features)
+    work = (reference if on_cpu else accelerator).embedding
+    return work(flat, packed, in_features, bits, group, dtype).view(*ids.shape, in_features)
 
 
 def _fake_linear(x: Tensor, *rest: Any) -> Tensor:
@@ -252,8 +271,8 @@ def _save_int(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_int(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     sizes = (ctx.out_features, ctx.in_features, ctx.bits, ctx.group)
-    wide = reference.dequantize_packed(Packed(*ctx.saved_tensors), *sizes)
-    return (grad @ wide.to(grad.dtype), *[None] * 3, _bias_grad(ctx, grad), *[None] * 5)
+    wide = accelerator.dequantize(Packed(*ctx.saved_tensors), *sizes, grad.dtype)
+    return (grad @ wide, *[None] * 3, _bias_grad(ctx, grad), *[None] * 5)
 
 
 def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:

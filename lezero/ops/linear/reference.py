@@ -23,7 +23,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lezero.ops.linear.layout import Packed, unpack, unpack_bf16
+from lezero.ops.linear import rows
+from lezero.ops.linear.layout import Packed, eights, in_rows, unpack, unpack_bf16
 from lezero.ops.quantize.tokens import fixed_point, fp8_tokens, quantize_tokens
 
 
@@ -55,7 +56,8 @@ def linear_int(
     x_bits: int,
 ) -> Tensor:
     """(M, N) in x's dtype."""
-    codes_NK, scale_NG, zero_NG = unpack(packed, out_features, x_MK.shape[1], bits=bits)
+    N, K = out_features, x_MK.shape[1]
+    codes_NK, scale_NG, zero_NG = unpack(packed, N, K, bits=bits, group=group)
     scale_NG = scale_NG.float()
     if bits == 4 and zero_NG is None:
         codes_NK = codes_NK.to(torch.int16) - 8
@@ -96,7 +98,7 @@ def dequantize_packed(
     packed: Packed, out_features: int, in_features: int, bits: int, group: int
 ) -> Tensor:
     """The fp32 (N, K) weight that a packed one stands for."""
-    codes, scale, zero = unpack(packed, out_features, in_features, bits=bits)
+    codes, scale, zero = unpack(packed, out_features, in_features, bits=bits, group=group)
     wide = codes.float()
     spread = (
         (lambda x: x.float().repeat_interleave(group, 1)[:, :in_features])
@@ -114,19 +116,24 @@ def embedding(
     ids: Tensor, packed: Packed, in_features: int, bits: int, group: int, dtype: torch.dtype
 ) -> Tensor:
     """Rows `ids` (flat) of the weight that `packed` stands for: (len(ids), K)."""
-    panel, row = ids // 16, ids % 16
-    lines = packed.weight[panel, :, row]
-    if bits == 4:  # as `eights`, of these rows alone
-        lines = torch.stack([lines & 15, lines >> 4], 2).flatten(1, 2)
-    codes = lines.flatten(1)[:, :in_features]
+    weight, scale, zero = packed
+    if in_rows(packed):
+        codes = rows.decode(weight[ids], in_features, bits, group)
+        found = [None if x is None else x[ids] for x in (scale, zero)]
+    else:
+        panel, row = ids // 16, ids % 16
+        lines = weight[panel, :, row]
+        codes = (eights(lines) if bits == 4 else lines).flatten(1)[:, :in_features]
+        found = [None if x is None else x[panel, :, row] for x in (scale, zero)]
 
     def per_input(x: Tensor) -> Tensor:
-        found = x[panel, :, row].float()
-        return found.repeat_interleave(group, 1)[:, :in_features] if group else found
+        wide = x.float()
+        return wide.repeat_interleave(group, 1)[:, :in_features] if group else wide
 
-    middle = 128.0 if bits == 8 else 8.0
-    start = middle if packed.zero is None else per_input(packed.zero)
-    return ((codes.float() - start) * per_input(packed.scale)).to(dtype)
+    of_scale, of_zero = found
+    assert of_scale is not None
+    start = (128.0 if bits == 8 else 8.0) if of_zero is None else per_input(of_zero)
+    return ((codes.float() - start) * per_input(of_scale)).to(dtype)
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
