@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import nn
 
+from lezero.core import device
 from lezero.core.errors import CapacityError, ConfigError
 from lezero.memory.pool import _libc
 from lezero.models import Transformer, TransformerConfig
 from lezero.ops.attention import available
 from lezero.plan import Forecast, StepSpec, forecast, measure
-from lezero.plan.forecast import STATED_ERROR
+from lezero.plan.forecast import STATED_ERROR, free_bytes, memory_of
 from lezero.plan.table import duration, render
-from lezero.plan.trace import Call
+from lezero.plan.trace import Call, trace_step
 from tests.leaks import own_cache
 
 PLENTY = 1 << 50
@@ -255,7 +256,7 @@ def test_measured_times_are_kept_and_used_again(
 ) -> None:
     asked: list[str] = []
 
-    def steady(call: Call, neighbours: int = 1) -> tuple[float, bool]:
+    def steady(call: Call, neighbours: int = 1, place: str = "cpu") -> tuple[float, bool]:
         asked.append(call.key)
         return 1e-3, "aten.mm" in call.key
 
@@ -292,3 +293,18 @@ def test_the_pool_is_part_of_the_forecast() -> None:
     with_pool, without = foresee(batch=32), foresee(batch=32, pool=False)
     assert "pool" in with_pool.memory_parts
     assert "allocator" in without.memory_parts
+
+
+def test_on_an_accelerator_only_what_lies_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = StepSpec(batch=2, tokens=32, saves=True)
+    trace = trace_step(tiny, spec)
+    there = spec.with_(device="cuda")
+    monkeypatch.setattr(device, "workspace_bytes", lambda: 64 << 20)
+    monkeypatch.setattr(device, "memory_free", lambda: 5 << 30)
+    _, host = memory_of(trace, spec)
+    total, parts = memory_of(trace, there)
+    assert "checkpoint" in host
+    assert parts.keys().isdisjoint({"checkpoint", "pool"})
+    assert parts["libraries"] == 64 << 20
+    assert total == sum(parts.values())
+    assert free_bytes(there) == 5 << 30
