@@ -7,6 +7,7 @@ import torch
 import lezero as lz
 from lezero.compress.quantize import layer, speed, verb
 from lezero.compress.quantize.methods import Nearest
+from lezero.compress.quantize.parts import at_once
 from lezero.models import Transformer, TransformerConfig
 from lezero.ops.quantize import Grid
 from lezero.profiler import MemorySampler
@@ -51,7 +52,7 @@ def rounding(words: int) -> int:
     """In a process of its own: bytes that finding the codes of a bf16 vocabulary takes."""
     torch.set_num_threads(1)
     weight = torch.randn(words, 512).bfloat16()
-    assert weight.numel() > 8 * layer._AT_ONCE
+    assert weight.numel() > 8 * at_once(weight.device)
     layer._codes(Nearest(), weight[:64], Grid("int8"), "minmax", None)
     with MemorySampler() as memory:
         layer._codes(Nearest(), weight, Grid("int8"), "minmax", None)

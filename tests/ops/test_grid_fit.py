@@ -112,6 +112,17 @@ def test_a_group_that_is_not_finite_keeps_its_scale_and_harms_no_other(ops):
     assert torch.equal(zero[kept], fit[1])
 
 
+def test_turns_end_alike_whether_looked_for_or_not():
+    w = weights(60, 64)
+    w[7] = 0
+    _, scale, zeros = fitted(w, "int4", True, torch.float16)
+    given = (w, scale, zeros, (0, 15), torch.float16, 20)
+    for looked, other in zip(
+        reference.half_quadratic(*given), reference.half_quadratic(*given, look=False), strict=True
+    ):
+        assert torch.equal(looked, other)
+
+
 def test_importance_weighs_the_error():
     w = weights(50, 64)
     _, scale, zeros = fitted(w, "int4", True, torch.float32)

@@ -19,14 +19,13 @@ from lezero.compress.quantize.modules import (
     QuantizedLinear,
 )
 from lezero.compress.quantize.observers.scales import storable, weight_scale
+from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.scheme import Recipe, Target
 from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.ops.quantize import Grid, Quantized
 
-# Weights that are rounded together, 256 KiB in fp32, stay in a core's second cache. GPTQ solves
-# with the Hessian for each part, so its parts are 128 MiB.
-_AT_ONCE = 1 << 16
+# GPTQ solves with the Hessian for each part, so its parts are 128 MiB in fp32.
 _AT_ONCE_WITH_HESSIAN = 1 << 25
 
 
@@ -71,7 +70,7 @@ def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs |
         return method.codes(w_NK.to(torch.float32, copy=True), grid, rule, inputs)
     codes = torch.empty(w_NK.shape, dtype=grid.code_dtype, device=w_NK.device)
     scales, zeros, first = [], [], 0
-    most = _AT_ONCE_WITH_HESSIAN if method.needs_hessian else _AT_ONCE
+    most = _AT_ONCE_WITH_HESSIAN if method.needs_hessian else at_once(w_NK.device)
     for part in w_NK.split(max(1, most // max(1, w_NK.shape[1]))):
         made = method.codes(part.to(torch.float32, copy=True), grid, rule, inputs)
         codes[first : first + len(part)] = made.codes
@@ -134,13 +133,14 @@ def quantized_bytes(layers: list[QuantizedLayer], users: tuple[User, ...]) -> in
 
 
 def relative_error(wanted: Tensor, found: Tensor) -> float:
-    """‖found - wanted‖ / ‖wanted‖ in fp32, in parts so that no whole fp32 copy is made."""
-    wrong = whole = 0.0
-    for one, two in zip(
-        wanted.flatten().split(_AT_ONCE), found.flatten().split(_AT_ONCE), strict=True
-    ):
-        wrong += float((two.float() - one.float()).square().sum(dtype=torch.float64))
-        whole += float(one.float().square().sum(dtype=torch.float64))
+    """‖found - wanted‖ / ‖wanted‖ in fp32, in parts so that no whole fp32 copy is made; the host
+    waits once, for the sums."""
+    sums = torch.zeros(2, dtype=torch.float64, device=wanted.device)
+    most = at_once(wanted.device)
+    for one, two in zip(wanted.flatten().split(most), found.flatten().split(most), strict=True):
+        both = ((two.float() - one.float()).square(), one.float().square())
+        sums += torch.stack([x.sum(dtype=torch.float64) for x in both])
+    wrong, whole = sums.tolist()
     if whole == 0:
         return 0.0 if wrong == 0 else float("inf")
     return float((wrong / whole) ** 0.5)

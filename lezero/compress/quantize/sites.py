@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lezero.compress.quantize.parts import at_once
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.nn.blocks import blocks
 
 Kind = Literal["linear", "embedding", "conv"]
 Filter = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
 _MOST_INPUTS = 1 << 16
-_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,9 @@ def _check(site: Site) -> None:
 
 def _not_finite(values: Tensor) -> int:
     """How many; in parts, since torch makes a copy in fp64 to sum up, eight bytes a value."""
-    parts = values.flatten().split(_AT_ONCE)
-    if all(bool(torch.isfinite(part.sum(dtype=torch.float64))) for part in parts):
+    parts = values.flatten().split(at_once(values.device))
+    sums = [part.sum(dtype=torch.float64) for part in parts]
+    if bool(torch.stack(sums).isfinite().all()):  # the host waits once
         return 0
     return sum(int((~torch.isfinite(part)).sum()) for part in parts)
 

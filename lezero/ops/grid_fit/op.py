@@ -65,7 +65,9 @@ def half_quadratic(
     """
     _check("half_quadratic", w_GE, scale_G, zero_G, kept)
     if not _native(w_GE):
-        return reference.half_quadratic(w_GE, scale_G, zero_G, code_range, kept, rounds)
+        how = (code_range, kept, rounds)
+        look = w_GE.device.type == "cpu"
+        return reference.half_quadratic(w_GE, scale_G, zero_G, *how, look=look)
     zero = zero_G.clone(memory_format=torch.contiguous_format)
     codes = torch.empty(w_GE.shape, dtype=torch.uint8)
     given = (w_GE.contiguous(), scale_G.contiguous(), zero, codes)

@@ -51,9 +51,11 @@ def half_quadratic(
     code_range: tuple[int, int],
     kept: torch.dtype,
     rounds: int,
+    look: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Codes (uint8, G × E) and zero points (fp32, G) after HQQ's turns, a group each as long as its
-    mean |error| falls."""
+    mean |error| falls. look: whether to end where none falls any more, for which the host waits in
+    each turn; the result is the same."""
     scale, inverse = scale_G[:, None], _inverse(scale_G[:, None])
     scaled, tried = w_GE * inverse, zero_G[:, None]
     zero, beta, falls = tried, _BETA, torch.ones_like(tried, dtype=torch.bool)
@@ -63,7 +65,7 @@ def half_quadratic(
         wrong = w_GE - (codes - tried).mul_(scale)
         error = wrong.abs().mean(1, keepdim=True)
         falls = falls & (error < least)
-        if not falls.any():
+        if look and not falls.any():
             break
         least, zero = torch.where(falls, error, least), torch.where(falls, tried, zero)
         inside = (w_GE - _shrink(wrong, beta)).mul_(inverse)

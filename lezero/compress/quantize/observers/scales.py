@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from lezero.compress.quantize.observers.observer import observers
+from lezero.compress.quantize.parts import at_once
 from lezero.ops.grid_fit import least_error
 from lezero.ops.quantize import Grid, find_scale
 from lezero.ops.quantize.grid import LEVELS, SCALE_DTYPES
 
 _STEPS = 20
-# Elements that are rounded together: what is computed with them stays in a core's second cache (256
-# KiB in fp32), and is too small for the heap to ask the kernel for fresh pages each time.
-_AT_ONCE = 1 << 16
 
 
 def weight_scale(
@@ -44,8 +42,8 @@ def weight_scale(
 
 
 def some_rows(w_NK: Tensor) -> tuple[Tensor, ...]:
-    """The rows of a matrix in parts that stay in the cache."""
-    return w_NK.split(max(1, _AT_ONCE // max(1, w_NK.shape[1])))
+    """The rows of a matrix in parts that are worked on at once."""
+    return w_NK.split(max(1, at_once(w_NK.device) // max(1, w_NK.shape[1])))
 
 
 def _scale(
