@@ -103,6 +103,11 @@ def test_a_bad_field_is_named(field, value):
         lz.Int4Weight(**{field: value})
 
 
+def test_float8_tokens_ask_for_scales_of_rows():
+    with pytest.raises(lz.ConfigError, match="activations='token' allowed is 'row'"):
+        lz.Fp8(activations="token", group=64)
+
+
 def test_what_is_no_module_is_named(tmp_path):
     for call in (
         lambda x: lz.quantize_(x, lz.Int8Weight()),
@@ -281,7 +286,10 @@ def test_a_model_that_gets_slower_is_left(monkeypatch):
     lz.quantize_(model, lz.Int8Weight(), objective="size")  # nothing was applied before
 
 
-@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Int4Weight(), lz.Int8WeightActivation()])
+@pytest.mark.parametrize(
+    "scheme",
+    [lz.Int8Weight(), lz.Int4Weight(), lz.Int8WeightActivation(), lz.Fp8(activations="token")],
+)
 def test_inputs_and_ids_that_the_plain_layer_refuses_are_refused(scheme):
     linear = lz.quantize_(nn.Sequential(nn.Linear(64, 64)), scheme, objective="size")
     for width in (5, 63, 65):

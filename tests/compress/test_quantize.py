@@ -11,6 +11,7 @@ import lezero as lz
 from lezero.compress.quantize.layout import describe, rebuild_
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
 from lezero.models import Transformer, TransformerConfig
+from lezero.ops.linear import linear_fp8
 
 
 def small(tied: bool = False, seed: int = 0) -> Transformer:
@@ -59,6 +60,7 @@ SCHEMES = {
     "awq": (lz.Int4Weight(group=32, method="awq"), 0.12),
     "hqq": (lz.Int4Weight(group=32, method="hqq"), 0.12),
     "fp8": (lz.Fp8(), 0.06),
+    "fp8-token": (lz.Fp8(activations="token"), 0.08),
     "nf4": (lz.Nf4(group=32), 0.15),
 }
 
@@ -167,7 +169,10 @@ def test_the_filter_chooses_layers():
     assert list(quantized_layers(other)) == ["lm_head"]
 
 
-@pytest.mark.parametrize("scheme", [lz.Int4Weight(group=32), lz.Int8WeightActivation(), lz.Fp8()])
+@pytest.mark.parametrize(
+    "scheme",
+    [lz.Int4Weight(group=32), lz.Int8WeightActivation(), lz.Fp8(), lz.Fp8(activations="token")],
+)
 def test_it_compiles_and_exports(scheme):
     model, (x, y) = small(), tokens()
     lz.quantize_(model, scheme, data=x, objective="size")
@@ -176,6 +181,19 @@ def test_it_compiles_and_exports(scheme):
         assert torch.allclose(compiled(y), model(y), atol=1e-4)
         exported = torch.export.export(model, (x,)).module()
         assert torch.allclose(exported(y), model(y), atol=1e-4)
+
+
+def test_float8_tokens_enter_linear_layers_but_not_the_head():
+    model, x = small(), tokens(1)[0]
+    lz.quantize_(model, lz.Fp8(activations="token"), data=x, objective="size")
+    bits = {name: getattr(layer, "x_bits", None) for name, layer in quantized_layers(model).items()}
+    assert bits.pop("lm_head") == 16
+    assert bits.pop("embed_tokens") is None
+    assert set(bits.values()) == {8}
+    assert "fp8 × fp8" in str(lz.quantization_report(model))
+    layer, x = model.layers[0].mlp.up_proj, torch.randn(3, 64)
+    weight = layer.weight
+    assert torch.equal(layer(x), linear_fp8(x, weight.codes, weight.scale, layer.bias))
 
 
 @pytest.mark.parametrize("with_data", [True, False])

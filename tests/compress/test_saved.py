@@ -26,6 +26,7 @@ SCHEMES = {
     "w8a8 static": lz.Int8WeightActivation(activations="tensor", smooth=0.5),
     "int4": lz.Int4Weight(group=32),
     "nf4": lz.Nf4(group=32),
+    "fp8 token": lz.Fp8(activations="token"),
 }
 
 
@@ -213,6 +214,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "kind": (lambda f: _layer(f).update(kind="conv"), "dims"),
     "shares": (lambda f: _layer(f).update(shares_with="layers.1.mlp.up_proj"), "shares"),
     "bits": (lambda f: _layer(f)["grid"].update(format="int8"), "should be"),
+    "tokens": (lambda f: _layer(f).update(weight="coded", activation_bits=8), "fp8 in rows"),
     "layers": (lambda f: f["documents"]["quantization"].update(layers=[]), "no table"),
     "newer": (lambda f: f["documents"]["quantization"].update(format=2), "format 2"),
     "none": (lambda f: f["documents"].pop("quantization"), "no quantized model"),

@@ -45,11 +45,11 @@ if __name__ == "__main__":
                 wrong.append(f"{name} of {M} × {K} {dtype}")
     for dtype in FLOATS if DEVICE != "cpu" else ():
         x = tokens(40, 96, dtype, 1024).to(DEVICE)
-        weight = [part.to(DEVICE) for part in coded(48, 96)]
+        codes, scale = (part.to(DEVICE) for part in coded(48, 96))
         print(f"{dtype}: units for float8: {fp8._multiplies_fp8(x.device, dtype)}")
         for bias in (None, torch.randn(48, device=DEVICE)):
-            found = linear_fp8(x, *weight, bias)
-            wanted = reference.linear_fp8(x, *weight, bias)
+            found = linear_fp8(x, codes, scale, bias)
+            wanted = reference.linear_fp8(x, codes, scale, bias)
             if not error(found, wanted) < 2 * NEAR[dtype]:
                 wrong.append(f"product in {dtype}, bias {bias is not None}")
     print("\n".join(wrong[:20]))

@@ -180,13 +180,17 @@ def test_the_op_takes_the_product_where_it_fits(
     seen: list[str] = []
 
     def spy(name: str) -> Any:
-        return lambda x, *_: seen.append(name) or x.new_empty(len(x), N)
+        def run(x: Tensor, *_: Any) -> Tensor:
+            seen.append(name)
+            return x.new_empty(len(x), N)
+
+        return run
 
     monkeypatch.setattr(fp8, "product", spy("product"))
     monkeypatch.setattr(reference, "linear_fp8", spy("reference"))
     monkeypatch.setattr(fp8, "_multiplies_fp8", lambda *_: True)
-    weight = [part.to("meta") for part in coded(N, K)]
-    out = fp8._linear(torch.empty(2, M, K, device="meta"), *weight, None)
+    codes, scale = (part.to("meta") for part in coded(N, K))
+    out = fp8._linear(torch.empty(2, M, K, device="meta"), codes, scale, None)
     assert tuple(out.shape) == (2, M, N)
     assert seen == [way]
 
@@ -220,6 +224,6 @@ def test_it_compiles_without_a_break() -> None:
 )
 def test_what_does_not_fit_is_named(change: dict[str, Tensor], named: str) -> None:
     codes, scale = coded(33, 70)
-    given = {"x": seeded(4, 70), "codes": codes, "scale": scale, "bias": None, **change}
+    given: dict[str, Any] = {"x": seeded(4, 70), "codes": codes, "scale": scale, **change}
     with pytest.raises(ConfigError, match=named):
         linear_fp8(**given)

@@ -44,6 +44,10 @@ class LayerForm(Config):
         if (self.kind == "conv") != (len(self.shape) > 2):
             raise ValueError(f"a {self.kind} has no weight of {len(self.shape)} dims")
         if self.weight == "coded":
+            rounds = self.kind == "linear" and self.activation_bits == 8
+            fp8 = self.grid.format == "fp8" and self.grid.group == "row" and not self.static
+            if rounds and not fp8:
+                raise ValueError("activations of 8 bits go with packed weights and fp8 in rows")
             return self
         group = self.grid.group
         kernel = self.grid.format in ("int8", "int4") and self.kind != "conv"

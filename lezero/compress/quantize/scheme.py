@@ -18,19 +18,21 @@ Activations = Literal["float", "token", "tensor"]
 @dataclass(frozen=True)
 class Target:
     """What one weight becomes: codes on `grid`, and activations that stay ("float") or are rounded
-    to int8, each token by itself ("token") or with one scale from the calibration ("tensor")."""
+    to int8 (float8 for fp8 weights), each token by itself ("token") or with one scale from the
+    calibration ("tensor")."""
 
     grid: Grid
     activations: Activations = "float"
     has_kernel: bool = True
-    """Whether it computes from the packed codes; else they are decoded at each use."""
+    """Whether its codes are packed for a kernel; else they lie in the weight's shape."""
 
     @property
     def label(self) -> str:
-        """As decisions and reports name it: "int8", "int4 g64", "int8 × int8"."""
+        """As decisions and reports name it: "int8", "int4 g64", "int8 × int8", "fp8 × fp8"."""
         group = f" g{self.grid.group}" if isinstance(self.grid.group, int) else ""
-        rounded = {"float": "", "token": " × int8", "tensor": " × static int8"}[self.activations]
-        return self.grid.format + group + rounded
+        kind = "fp8" if self.grid.format == "fp8" else "int8"
+        rounded = {"float": "", "token": f" × {kind}", "tensor": f" × static {kind}"}
+        return self.grid.format + group + rounded[self.activations]
 
 
 @dataclass(frozen=True)

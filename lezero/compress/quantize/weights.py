@@ -1,7 +1,8 @@
 """What stands in the place of a weight: modules that hold codes and scales, and multiply with them.
 
 `PackedWeight` lies as the kernels of `lezero.ops.linear` read it; `CodedWeight` holds codes in the
-weight's own shape, for what has no such kernel, and is decoded at each use.
+weight's own shape, for what has no such kernel. It is decoded at each use, unless both the weight
+and the tokens are fp8.
 
 [Note: layouts of a packed weight]
 Kernels of accelerators read the same codes in another order than those of CPUs (`rows.py` and
@@ -36,6 +37,7 @@ from lezero.ops.linear import (
     embedding_int,
     from_rows,
     in_rows,
+    linear_fp8,
     linear_int,
     pack,
     rows,
@@ -277,6 +279,8 @@ class CodedWeight(QuantizedWeight):
         return wide.view(self.full_shape).to(dtype or self.dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+        if x_bits == 8:
+            return linear_fp8(x, self.codes, self.scale, bias)
         bias = bias if bias is None else bias.to(x.dtype)
         return F.linear(x, self.decode(x.dtype), bias)
 
