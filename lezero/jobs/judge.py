@@ -67,7 +67,7 @@ class Watch:
         rank: those of a sharded model gather its gradients together."""
         measure = engine._gradient_norm
 
-        def norm() -> float:
+        def norm() -> Tensor:
             value = measure()
             self.gradients = exchange.whole_gradients(engine.model, self.place)
             self.owes = (self.owes[1], exchange.owed(engine.model))
