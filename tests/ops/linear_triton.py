@@ -4,44 +4,96 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
-from lezero.ops.linear import Packed, reference, triton_kernel
-from tests.ops.test_linear import packed, seeded
+from lezero.ops.linear import Packed, reference, to_rows, triton_rows, triton_tokens
+from lezero.ops.quantize.tokens import quantize_tokens
+from tests.ops.test_linear import FLOATS, packed, seeded
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-SHAPES = [(1, 40, 96), (3, 33, 70), (16, 16, 64), (17, 5, 129)]
-"""M, N, K."""
+SHAPES = [(1, 1), (40, 96), (33, 70), (5, 700), (17, 513)]
+"""N, K."""
+SPOILT = (float("nan"), float("inf"), -float("inf"), 3e38, 1e-40, 0.0)
 
 
-def moved(weight: Packed) -> Packed:
-    return Packed(*(x if x is None else x.to(DEVICE) for x in weight))  # type: ignore[arg-type]
+def in_rows(N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype) -> Packed:
+    made = to_rows(packed(N, K, bits, group, zero, dtype), N, K, bits, group)
+    return Packed(*(x if x is None else x.to(DEVICE) for x in made))  # type: ignore[arg-type]
 
 
-def worst(M: int, N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype) -> float:
-    """The largest difference, relative to the largest value."""
-    weight = moved(packed(N, K, bits, group, zero, dtype))
-    x, bias = seeded(M, K).to(dtype).to(DEVICE), seeded(N).to(DEVICE) if zero else None
-    found = triton_kernel.linear_int(x, weight, bias, N, bits, group)
-    wanted = reference.linear_int(x, weight, bias, None, N, bits, group, 16)
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def equal(one: Tensor, two: Tensor) -> bool:
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    if one.dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off, GPUs round
+        return torch.allclose(one, two, rtol=2.0**-7, atol=0, equal_nan=True)
+    return torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
+
+
+def weights() -> Iterator[tuple[str, bool]]:
+    kinds = itertools.product(SHAPES, (4, 8), (0, 32, 64, 96), (False, True))
+    for ((N, K), bits, group, zero), dtype in zip(kinds, itertools.cycle(FLOATS), strict=False):
+        name = f"{N} × {K}, {bits} bits, group {group}, {zero}, {dtype}"
+        weight = in_rows(N, K, bits, group, zero, dtype)
+        wanted = reference.dequantize_packed(weight, N, K, bits, group).to(dtype)
+        yield name, equal(triton_rows.dequantize(weight, N, K, bits, group, dtype), wanted)
+        ids = torch.tensor([0, N - 1, N // 2, 0] * 5, device=DEVICE)
+        found = triton_rows.embedding(ids, weight, K, bits, group, dtype)
+        yield f"rows of {name}", equal(found, wanted[ids])
+    weight = in_rows(20, 70, 4, 32, True, torch.float32)
+    ids = torch.tensor([3, -1, 20], device=DEVICE)
+    found = triton_rows.embedding(ids, weight, 70, 4, 32, torch.bfloat16)
+    yield "ids that are none", bool(found[0].isfinite().all() and found[1:].isnan().all())
+    yield "no ids", not triton_rows.embedding(ids[:0], weight, 70, 4, 32, torch.float16).numel()
+
+
+def tokens() -> Iterator[tuple[str, bool]]:
+    scales = (None, 0.02, 0.0, 1e-39, float("nan"), 3e38)
+    for K, dtype, given in itertools.product((1, 70, 256), FLOATS, scales):
+        scale = None if given is None else torch.tensor([given], device=DEVICE)
+        x = seeded(len(SPOILT) + 5, K)
+        for row, value in enumerate(SPOILT):
+            x[row, K // 2] = value
+        # Halves, which are rounded to even: of 127 a step is 1.
+        x[-2], x[-1] = torch.arange(K) % 253 - 126.5, torch.arange(K) * 1e-41
+        x[-2, 0] = 127.0
+        x = x.to(dtype).to(DEVICE)
+        wanted, steps = quantize_tokens(x, scale)
+        columns = -(-K // 16) * 16
+        found, at = triton_tokens.quantize_tokens(x, scale, columns, 32)
+        name = f"tokens {K} {dtype} {given}"
+        yield f"{name}: codes", equal(found[: len(x), :K], wanted)
+        yield f"{name}: scales", equal(at, steps)
+        yield f"{name}: padding", len(found) == 32 and not found[: len(x), K:].any()
+    at_once, triton_tokens._AT_ONCE = triton_tokens._AT_ONCE, 64
+    x = seeded(3, 200).to(DEVICE)
+    x[1, 150] = 90.0
+    x[2, 199] = float("nan")
+    found = triton_tokens.quantize_tokens(x, None, 200, 0)
+    yield "tokens in parts", all(map(equal, found, quantize_tokens(x)))
+    triton_tokens._AT_ONCE = at_once
+
+
+def results() -> Iterator[tuple[str, bool]]:
+    draw = torch.Generator().manual_seed(0)
+    for N, dtype, with_bias in itertools.product((1, 40, 1100), FLOATS, (False, True)):
+        whole = torch.randint(-(1 << 30), 1 << 30, (5, N + 3), generator=draw, dtype=torch.int32)
+        total = whole.to(DEVICE)[:, :N]
+        token, scale = (seeded(n, seed=n).to(DEVICE) for n in (5, N))
+        token[2] = float("nan")
+        scale, bias = scale[:, None].to(dtype), seeded(N, seed=2).to(dtype).to(DEVICE) * 1e9
+        bias = bias if with_bias else None
+        factor = token[:, None] * scale.float().T
+        wanted = reference.finish(total.float(), factor, bias, dtype)
+        found = triton_tokens.finish(total, token, scale, bias, dtype)
+        yield f"results {N} {dtype} {with_bias}", equal(found, wanted)
 
 
 if __name__ == "__main__":
-    wrong = []
-    types = (torch.float32, torch.float16)
-    kinds = itertools.product(SHAPES, (4, 8), (0, 32, 64), (False, True), types)
-    for shape, bits, group, zero, dtype in kinds:
-        difference = worst(*shape, bits, group, zero, dtype)
-        if not difference < (1e-4 if dtype == torch.float32 else 2e-3):
-            wrong.append(f"{shape} {bits} {group} {zero} {dtype}: {difference:g}")
-    x = seeded(2, 96).to(DEVICE)
-    x[1, 5] = float("nan")
-    weight = moved(packed(40, 96, 4, 32, False, torch.float32))
-    spoiled = triton_kernel.linear_int(x, weight, None, 40, 4, 32)
-    if not (spoiled[1].isnan().all() and spoiled[0].isfinite().all()):
-        wrong.append("a NaN did not stay in its token")
+    made = list(itertools.chain(weights(), tokens(), results()))
+    wrong = [name for name, right in made if not right]
     print("\n".join(wrong[:20]))
-    print(f"{len(wrong)} differences on {DEVICE}")
+    print(f"{len(wrong)} of {len(made)} differ on {DEVICE}")
     sys.exit(bool(wrong))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lezero.ops.linear import accelerator, op, reference
+from lezero.ops import linear
+from lezero.ops.linear import accelerator, embedding_int, in_rows, op, reference, to_rows
 from tests.ops.test_linear import FLOATS, packed, seeded, spoiled
 
-SHAPES = [(1, 5, 70), (3, 33, 64), (16, 16, 1), (17, 40, 129), (40, 50, 300)]
+SHAPES = [(1, 5, 70), (3, 33, 64), (16, 16, 1), (17, 40, 129), (40, 50, 300), (0, 5, 70)]
 """M, N, K."""
 
 
@@ -26,35 +29,45 @@ def tried_anew() -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 def test_whole_numbers_are_multiplied_as_such(
-    M: int, N: int, K: int, static: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    M: int,
+    N: int,
+    K: int,
+    rows: bool,
+    static: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weight, x = packed(N, K, 8, 0, False, dtype), spoiled(M, K, 1.0 if M == 1 else torch.nan)
+    weight = packed(N, K, 8, 0, False, dtype)
+    x = spoiled(M, K, 1.0 if M == 1 else torch.nan) if M else seeded(0, K)
     x_scale = torch.tensor(0.02) if static else None
-    args = (x.to(dtype), weight, seeded(N) if N % 2 else None, x_scale, N, 8, 0, 8)
-    wanted = reference.linear_int(*args)
+    rest = (seeded(N) if N % 2 else None, x_scale, N, 8, 0, 8)
+    wanted = reference.linear_int(x.to(dtype), weight, *rest)
     monkeypatch.setattr(Tensor, "double", None)
-    torch.testing.assert_close(
-        accelerator.linear_int(*args), wanted, rtol=0, atol=0, equal_nan=True
-    )
+    weight = to_rows(weight, N, K, 8, 0) if rows else weight
+    found = accelerator.linear_int(x.to(dtype), weight, *rest)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("x_bits", [8, 16])
+@pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("form", [(8, 32, False), (8, 0, True), (4, 64, True), (4, 0, False)])
 def test_other_forms_are_near(
-    form: tuple[int, int, bool], x_bits: int, monkeypatch: pytest.MonkeyPatch
+    form: tuple[int, int, bool], rows: bool, x_bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bits, group, zero = form
     x, weight = spoiled(20, 200, torch.inf), packed(50, 200, bits, group, zero, torch.float32)
-    args = (x, weight, seeded(50), None, 50, bits, group, x_bits)
-    wanted = reference.linear_int(*args)
+    rest = (seeded(50), None, 50, bits, group, x_bits)
+    wanted = reference.linear_int(x, weight, *rest)
     monkeypatch.setattr(Tensor, "double", None)
-    found = accelerator.linear_int(*args)
+    weight = to_rows(weight, 50, 200, bits, group) if rows else weight
+    found = accelerator.linear_int(x, weight, *rest)
     # Of 16 bits the reference takes fixed point, of 8 both do.
     near = 1e-4 if x_bits == 8 else 3e-3
-    for rows in (slice(0, 10), slice(11, 20)):
-        torch.testing.assert_close(found[rows], wanted[rows], rtol=near, atol=near)
+    for part in (slice(0, 10), slice(11, 20)):
+        torch.testing.assert_close(found[part], wanted[part], rtol=near, atol=near)
     assert not found[10].isfinite().any()
 
 
@@ -73,6 +86,93 @@ def test_without_units_for_int8_it_is_a_dense_product(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     (said,) = [record.getMessage() for record in caplog.records]
     assert "does not multiply int8 on cpu (no kernel for '_int_mm'): " in said
+
+
+class Kernels:
+    """Stands in for the kernels of Triton, and knows which were launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[str] = []
+        names = ("triton_few", "triton_rows", "triton_tokens")
+        calls = ("suits", "linear_few", "dequantize", "embedding", "quantize_tokens", "finish")
+        for name in names:
+            stub = SimpleNamespace(**{call: getattr(self, call) for call in calls})
+            monkeypatch.setitem(sys.modules, f"lezero.ops.linear.{name}", stub)
+            monkeypatch.setattr(linear, name, stub, raising=False)
+        monkeypatch.setattr(accelerator, "_runs_triton", lambda place: True)
+
+    def suits(self, dtype: torch.dtype, bits: int, group: int) -> bool:
+        return dtype != torch.float32 and group != 96
+
+    def linear_few(self, x: Tensor, weight: Any, bias: Tensor | None, *sizes: int) -> Tensor:
+        assert in_rows(weight)
+        self.launched.append("few")
+        return torch.nn.functional.linear(x, self._wide(weight, *sizes, x.dtype))
+
+    def dequantize(self, *args: Any) -> Tensor:
+        self.launched.append("dequantize")
+        return self._wide(*args)
+
+    def embedding(self, *args: Any) -> Tensor:
+        self.launched.append("embedding")
+        return reference.embedding(*args)
+
+    def quantize_tokens(self, x: Tensor, scale: Any, columns: int, rows: int) -> Any:
+        self.launched.append("tokens")
+        codes = torch.full((max(rows, len(x)), columns), 7, dtype=torch.int8)
+        codes[: len(x)] = 0
+        codes[: len(x), : x.shape[1]], steps = accelerator.quantize_tokens(x, scale)
+        return codes, steps
+
+    def finish(self, total: Tensor, token: Tensor, scale: Tensor, *rest: Any) -> Tensor:
+        self.launched.append("finish")
+        return reference.finish(total.float(), token[:, None] * scale.float().T, *rest)
+
+    def _wide(self, weight: Any, *rest: Any) -> Tensor:
+        *sizes, dtype = rest
+        return reference.dequantize_packed(weight, *sizes).to(dtype)
+
+
+CHOICES = {
+    "few": ((64, torch.bfloat16, 4, 32, 16), ["few"]),
+    "few, fp16": ((1, torch.float16, 8, 0, 16), ["few"]),
+    "many": ((65, torch.bfloat16, 4, 32, 16), ["dequantize"]),
+    "a group that few do not have": ((4, torch.bfloat16, 8, 96, 16), ["dequantize"]),
+    "fp32": ((1, torch.float32, 4, 32, 16), ["dequantize"]),
+    "W8A8": ((1, torch.bfloat16, 8, 0, 8), ["tokens", "finish"]),
+    "W8A8, many": ((100, torch.float32, 8, 0, 8), ["tokens", "finish"]),
+    "W8A8 in groups": ((4, torch.bfloat16, 8, 32, 8), ["tokens", "few"]),
+    "W4A8, many": ((100, torch.bfloat16, 4, 32, 8), ["tokens", "dequantize"]),
+    "none": ((0, torch.bfloat16, 4, 32, 16), []),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_kernels_are_chosen_by_tokens_and_types(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (M, dtype, bits, group, x_bits), wanted = CHOICES[name]
+    kernels = Kernels(monkeypatch)
+    x, weight = seeded(M, 96).to(dtype), packed(40, 96, bits, group, False, torch.float32)
+    rest = (None, None, 40, bits, group, x_bits)
+    found = accelerator.linear_int(x, weight, *rest)
+    assert kernels.launched == wanted
+    if M:
+        near = reference.linear_int(x, weight, *rest)
+        torch.testing.assert_close(found, near, rtol=2e-2, atol=0.3)
+    assert found.dtype == dtype
+    assert found.shape == (M, 40)
+
+
+def test_rows_are_looked_up_and_dequantized_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Kernels(monkeypatch)
+    panels = packed(40, 96, 4, 32, False, torch.float32)
+    weight, ids = to_rows(panels, 40, 96, 4, 32), torch.tensor([3, 1])
+    for held, launched in ((weight, ["embedding", "dequantize"]), (panels, [])):
+        kernels.launched.clear()
+        found = accelerator.embedding(ids, held, 96, 4, 32, torch.float32)
+        wanted = accelerator.dequantize(held, 40, 96, 4, 32, torch.float32)
+        assert torch.equal(found, wanted[ids])
+        assert kernels.launched == launched
+    assert torch.equal(embedding_int(ids, weight, in_features=96, bits=4, group=32), found)
 
 
 def test_the_op_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:

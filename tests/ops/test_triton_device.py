@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lezero.ops.adamw import eight_bit, triton_kernel as adamw
 from lezero.ops.adamw.reference import coefficients
 from lezero.ops.codec import FORMS, payload_bytes, triton_kernel as codec
-from lezero.ops.linear import Packed, triton_fp8 as fp8, triton_kernel as linear
+from lezero.ops.linear import Packed, triton_fp8 as fp8, triton_rows as rows
+from lezero.ops.linear import triton_tokens as tokens
 
 inside, launched = [None], []
 
@@ -38,7 +39,8 @@ class Kernel:
 
 torch.accelerator.device_index = Guard
 codec._encode_dense = codec._encode_sign = codec._encode_sparse = codec._decode = Kernel()
-adamw._step = adamw._step8bit = linear._linear = fp8._round = Kernel()
+adamw._step = adamw._step8bit = fp8._round = Kernel()
+rows._decode = tokens._round = tokens._finish = Kernel()
 with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     x = torch.empty(1000)
     for form in FORMS:
@@ -50,10 +52,14 @@ with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     steps = coefficients(1.0, 1e-3, 0.9, 0.99, 1e-8, 0.0)
     adamw.adamw(param, None, param, param, param, steps)
     adamw.adamw8bit(param, None, param, codes, scales, codes, scales, steps)
-    weight = Packed(torch.empty(2, 16, 64, dtype=torch.uint8), torch.empty(2, 1, 16), None)
-    linear.linear_int(torch.empty(3, 64), weight, None, 32, 8, 0)
+    weight = Packed(torch.empty(32, 64, dtype=torch.int8), torch.empty(32, 1), None)
+    rows.dequantize(weight, 32, 64, 8, 0, torch.bfloat16)
+    rows.embedding(torch.zeros(3, dtype=torch.int64), weight, 64, 8, 0, torch.bfloat16)
+    tokens.quantize_tokens(torch.empty(3, 64), None, 64, 32)
+    total = torch.empty(3, 32, dtype=torch.int32)
+    tokens.finish(total, torch.empty(3), weight.scale, None, torch.bfloat16)
     fp8.fp8_tokens(torch.empty(3, 64))
-assert launched == [1] * (2 * len(FORMS) + 4), launched
+assert launched == [1] * (2 * len(FORMS) + 7), launched
 print("alike")
 """
 

@@ -24,7 +24,7 @@ from lezero.ops.quantize.tokens import quantize_tokens
 
 FEW_TOKENS = 64
 """Up to here codes are multiplied where they are read; more tokens share a dequantized weight."""
-_LEAST_TOKENS = 17  # of torch._int_mm
+_LEAST_TOKENS = 32  # torch._int_mm takes more than 16
 _INT8_OUTPUTS = 8  # of torch._int_mm: it takes multiples of them
 
 
@@ -47,13 +47,13 @@ def linear_int(
     if x_bits == 8:
         if bits == 8 and not group and packed.zero is None and _multiplies_int8(x_MK.device.type):
             return _whole(x_MK, packed, bias, x_scale)
-        a_MK, token_M = quantized_tokens(x_MK, x_scale, K)
+        a_MK, token_M = _tokens(x_MK, x_scale, K, 0)
         x_MK = (a_MK * token_M[:, None]).to(x_MK.dtype)
-    few = len(x_MK) <= FEW_TOKENS and x_MK.dtype != torch.float32
-    if few and _runs_triton(x_MK.device):
-        from lezero.ops.linear.triton_few import linear_few
+    if len(x_MK) <= FEW_TOKENS and _runs_triton(x_MK.device):
+        from lezero.ops.linear import triton_few
 
-        return linear_few(x_MK, packed, bias, *sizes)
+        if triton_few.suits(x_MK.dtype, bits, group):
+            return triton_few.linear_few(x_MK, packed, bias, *sizes)
     bias = None if bias is None else bias.to(x_MK.dtype)
     return linear(x_MK, dequantize(packed, *sizes, x_MK.dtype), bias)
 
@@ -89,22 +89,21 @@ def embedding(
     return reference.embedding(ids, packed, in_features, bits, group, dtype)
 
 
-def quantized_tokens(x_MK: Tensor, x_scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens`, with zeros up to `columns`."""
+def _tokens(x_MK: Tensor, x_scale: Tensor | None, columns: int, rows: int) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens`, filled up to so many columns, by zeros, and to so many rows at least."""
     if _runs_triton(x_MK.device):
         from lezero.ops.linear import triton_tokens
 
-        return triton_tokens.quantize_tokens(x_MK, x_scale, columns)
+        return triton_tokens.quantize_tokens(x_MK, x_scale, columns, rows)
     a_MK, token_M = quantize_tokens(x_MK, x_scale)
-    return pad(a_MK, (0, columns - x_MK.shape[1])), token_M
+    return pad(a_MK, (0, columns - x_MK.shape[1], 0, max(0, rows - len(x_MK)))), token_M
 
 
 def _whole(x_MK: Tensor, packed: Packed, bias: Tensor | None, x_scale: Tensor | None) -> Tensor:
     """W8A8 with a scale a row: (t · s) · Σ_k a w + bias, with sums that are exact."""
     M, (weight, scale, _) = len(x_MK), packed
-    a_MK, token_M = quantized_tokens(x_MK, x_scale, weight.shape[1])
-    a_MK = pad(a_MK, (0, 0, 0, max(0, _LEAST_TOKENS - M)))
-    N = len(weight)
+    N, columns = weight.shape
+    a_MK, token_M = _tokens(x_MK, x_scale, columns, _LEAST_TOKENS)
     if N % _INT8_OUTPUTS:  # a copy in each call, for outputs that models hardly have
         weight = pad(weight, (0, 0, 0, -N % _INT8_OUTPUTS))
     total_MN = torch._int_mm(a_MK, weight.T)[:M, :N]
