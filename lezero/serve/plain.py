@@ -2,16 +2,24 @@
 
 Slower than `FusedProgram`, and what it is compared with: its weights and cache are in the model's
 own dtype, so an fp32 model answers in fp32.
+
+[Note: prompts on an accelerator] What a step needs beside its numbers is made on the host, sent
+once, and used by all layers, and nothing waits for what the accelerator computes. Masks are left
+out where attention knows the shape by itself, since fast kernels take none.
+
+Shapes: T tokens of a step, S tokens of a sequence so far, H heads, E numbers of a head, D width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.models import Transformer
@@ -20,6 +28,7 @@ from lezero.serve.program import Fed, Program, ending, wanted_rows
 
 _BLOCK = 16
 _MOST_TOKENS = 256
+_MOST_ON_ACCELERATORS = 8192
 _FORMS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -27,13 +36,13 @@ class PlainProgram(Program):
     """Runs the model's own modules; only attention looks into the cache of blocks."""
 
     block_size = _BLOCK
-    most_tokens = _MOST_TOKENS
 
     def __init__(self, model: Transformer) -> None:
         self.config = model.config
         self._model: Any = model.eval()
         self._dtype = model.norm.weight.dtype
         self.place = model.norm.weight.device
+        self.most_tokens = most_tokens(self.place)
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         name = str(self._dtype).removeprefix("torch.")
@@ -60,29 +69,42 @@ class PlainProgram(Program):
         return self._states(fed).float()
 
     def _states(self, fed: Sequence[Fed]) -> Tensor:
-        model = self._model
-        tokens = torch.tensor([t for one in fed for t in one.tokens], device=self.place)
-        positions = torch.cat(
-            [torch.arange(one.position, one.position + len(one.tokens)) for one in fed]
-        ).to(self.place)
-        model.rope.ready(int(positions.max()) + 1, self.place)
-        cos, sin = model.rope.gather(positions[None])
-        places = [self._places(one) for one in fed]
-        x = model.embed_tokens(tokens[None])
+        model, rows_R = self._model, self._sent(wanted_rows(fed))
+        passages, (token_T, position_T, place_T) = self._passages(fed)
+        model.rope.ready(max(one.position + len(one.tokens) for one in fed), self.place)
+        cos, sin = model.rope.gather(position_T[None])
+        x = model.embed_tokens(token_T[None])
         for index, block in enumerate(model.layers):
-            y = self._attend(
-                block.self_attn, block.input_layernorm(x), cos, sin, index, fed, places
-            )
-            x = x + y
+            normed = block.input_layernorm(x)
+            x = x + self._attend(block.self_attn, normed, cos, sin, index, place_T, passages)
             x = x + block.mlp(block.post_attention_layernorm(x))
-        normed: Tensor = model.norm(x[0, wanted_rows(fed).to(self.place)])
+        normed = model.norm(x[0, rows_R])
         return normed
 
-    def _places(self, one: Fed) -> Tensor:
-        """Where each token of the sequence lies in the cache: (S,)."""
-        seen = torch.arange(one.position + len(one.tokens))
-        blocks = torch.tensor(one.blocks)
-        return (blocks[seen // _BLOCK] * _BLOCK + seen % _BLOCK).to(self.place)
+    def _passages(self, fed: Sequence[Fed]) -> tuple[list[_Passage], Tensor]:
+        """What attention has to know of each sequence; tokens, positions and places in the cache
+        of all that is fed, int64 (3, T)."""
+        fed_3T, seen, reach = [], [], []
+        for one in fed:
+            end = one.position + len(one.tokens)
+            at_S = torch.arange(end)
+            place_S = torch.tensor(one.blocks)[at_S // _BLOCK] * _BLOCK + at_S % _BLOCK
+            new = slice(one.position, end)
+            fed_3T.append(torch.stack([torch.tensor(list(one.tokens)), at_S[new], place_S[new]]))
+            reach.append(end if one.position else 0)
+            seen.append(place_S[: reach[-1]])
+        whole = self._sent(torch.cat([torch.cat(fed_3T, 1).flatten(), *seen]))
+        T = sum(len(one.tokens) for one in fed)
+        passages, first = [], 0
+        for one, seen_S in zip(fed, whole[3 * T :].split(reach), strict=True):
+            rows = slice(first, first + len(one.tokens))
+            passages.append(_Passage.of(one, rows, seen_S, self.config.sliding_window))
+            first = rows.stop
+        return passages, whole[: 3 * T].view(3, T)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        """Without waiting for what the accelerator computes."""
+        return x.to(self.place, non_blocking=True)
 
     def _attend(
         self,
@@ -91,35 +113,22 @@ class PlainProgram(Program):
         cos: Tensor,
         sin: Tensor,
         index: int,
-        fed: Sequence[Fed],
-        places: list[Tensor],
+        place_T: Tensor,
+        passages: Sequence[_Passage],
     ) -> Tensor:
         assert self._keys is not None
         assert self._values is not None
-        q, k, v = (x[0] for x in projected(attention, x_1TD, cos, sin))
-        found, first = [], 0
-        for one, place in zip(fed, places, strict=True):
-            rows = slice(first, first + len(one.tokens))
-            first = rows.stop
-            self._keys[index, place[one.position :]] = k[rows]
-            self._values[index, place[one.position :]] = v[rows]
-            found.append(self._one(q[rows], index, place, one.position))
+        q_THE, k_THE, v_THE = (x[0] for x in projected(attention, x_1TD, cos, sin))
+        keys, values = self._keys[index], self._values[index]
+        keys.index_copy_(0, place_T, k_THE)
+        values.index_copy_(0, place_T, v_THE)
+        found = []
+        for one in passages:
+            if one.seen_S is None:
+                found.append(one.look(q_THE[one.rows], k_THE[one.rows], v_THE[one.rows]))
+            else:
+                found.append(one.look(q_THE[one.rows], keys[one.seen_S], values[one.seen_S]))
         return attention.o_proj(torch.cat(found)[None].flatten(2))
-
-    def _one(self, q_THE: Tensor, index: int, place_S: Tensor, position: int) -> Tensor:
-        assert self._keys is not None
-        assert self._values is not None
-        seen = torch.arange(len(place_S), device=self.place)
-        at = seen[position:, None]
-        mask_TS = seen <= at
-        if self.config.sliding_window is not None:
-            mask_TS &= at - seen < self.config.sliding_window
-        q, k, v = (
-            x.transpose(0, 1)[None]
-            for x in (q_THE, self._keys[index, place_S], self._values[index, place_S])
-        )
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS, enable_gqa=True)
-        return y[0].transpose(0, 1)
 
     @property
     def block_bytes(self) -> int:
@@ -135,6 +144,47 @@ class PlainProgram(Program):
     def read_bytes(self) -> int:
         embedding = 0 if self._model.lm_head is None else self._model.embed_tokens.weight.nbytes
         return self.weight_bytes - embedding
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A sequence of a step. rows: those of the step that are its own. seen_S: places of all of its
+    tokens, where it does not begin with the step. Without a mask it looks at all that came before
+    each token, or where `causal` is False at everything."""
+
+    rows: slice
+    seen_S: Tensor | None
+    mask: Any = None
+    causal: bool = False
+
+    @classmethod
+    def of(cls, fed: Fed, rows: slice, seen_S: Tensor, window: int | None) -> _Passage:
+        """window: tokens that each looks back on, itself one of them."""
+        T = len(fed.tokens)
+        S = fed.position + T
+        seen = seen_S if fed.position else None
+        if window is not None and window < S:
+            at = torch.arange(S, device=seen_S.device)
+            new_T1 = at[fed.position :, None]
+            return cls(rows, seen, (at <= new_T1) & (new_T1 - at < window))
+        if T == 1 or not fed.position:
+            return cls(rows, seen, causal=T > 1)
+        return cls(rows, seen, causal_lower_right(T, S))
+
+    def look(self, q_THE: Tensor, k_SHE: Tensor, v_SHE: Tensor) -> Tensor:
+        """Attention over what it sees: (T, H, E)."""
+        q, k, v = (x.transpose(0, 1)[None] for x in (q_THE, k_SHE, v_SHE))
+        grouped = self.mask is None
+        if not grouped:  # fast kernels take a mask, or groups of heads, but not both
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        how = {"attn_mask": self.mask, "is_causal": self.causal, "enable_gqa": grouped}
+        y: Tensor = F.scaled_dot_product_attention(q, k, v, **how)
+        return y[0].transpose(0, 1)
+
+
+def most_tokens(place: torch.device) -> int:
+    """Tokens of a step: on accelerators as many as fill its products."""
+    return _MOST_TOKENS if place.type == "cpu" else _MOST_ON_ACCELERATORS
 
 
 def projected(attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,8 @@ from lezero.core.errors import ConfigError
 from lezero.models import TransformerConfig
 from lezero.serve.flight import Flight
 
+_MOST_ROWS = 256
+
 
 @dataclass(frozen=True)
 class Fed:
@@ -131,10 +133,14 @@ class Program(ABC):
 
     @property
     def workspace_bytes(self) -> int:
-        """What a step of most tokens takes beside weights and cache: states and logits."""
+        """What a step of most tokens takes beside weights and cache: states, and logits of as many
+        rows as are wanted of it."""
         c, T = self.config, self.most_tokens
         wide = max((c.heads + 2 * c.kv_heads) * c.head_dim, 2 * c.ffn, c.dim)
-        return 4 * T * (2 * c.dim + max(c.heads * c.head_dim, c.ffn) + 2 * wide) + 4 * T * c.vocab
+        return (
+            4 * T * (2 * c.dim + max(c.heads * c.head_dim, c.ffn) + 2 * wide)
+            + 4 * min(T, _MOST_ROWS) * c.vocab
+        )
 
     @property
     def products(self) -> int:
