@@ -176,7 +176,7 @@ def time_call(call: Call, neighbours: int = 1, place: str = "cpu") -> tuple[floa
 
 def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
     """Median of a few runs after two that warm up; fewer of slow ones, more of quick ones, and of
-    one that takes longer than `_SLOW_SECONDS` the first.
+    one that takes longer than `_SLOW_SECONDS` the second: in the first, kernels may be made.
 
     What other programs add is no property of this machine: a run during which one of our threads
     waited for a processor does not count. When there is no other, the best of them is given, and
@@ -196,9 +196,11 @@ def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)
         return wall
 
-    if (cold := timed(1)) > _SLOW_SECONDS:  # warming up is nothing beside it
-        return cold, bool(quiet)
-    first = timed(1)
+    timed(1)
+    quiet.clear()
+    disturbed.clear()
+    if (first := timed(1)) > _SLOW_SECONDS:
+        return first, bool(quiet)
     quiet.clear()
     disturbed.clear()
     repeats = 2 if first > _EACH_SECONDS else 3 if first > _EACH_SECONDS / 8 else 7

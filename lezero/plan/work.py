@@ -21,6 +21,8 @@ class Most(NamedTuple):
 HOST = Most(192 << 20, 8e9)
 ACCELERATOR = Most(2 << 30, 2e12)
 """Small work would not show how fast it is."""
+_LONG = 2048
+"""Above it attention of half the length runs at the same rate."""
 
 
 def roughly(call: Call) -> float:
@@ -97,7 +99,8 @@ def shrink(call: Call, most: Most = HOST) -> tuple[Call, float]:
     while attention_flops(call) > most.flops:
         before = attention_flops(call)
         batch, *_, length, _ = _queries(call).shape
-        call = _cut(call, batch if batch > 1 else length)  # linear in samples, square in length
+        # Square in length, linear in samples; samples and heads are what threads share.
+        call = _cut(call, length if length > _LONG or batch == 1 else batch)
         scale *= before / attention_flops(call)
     while (before := _room(call)) > most.bytes:
         lists = [a for a in call.args if _is_list(a)]

@@ -49,6 +49,7 @@ def test_long_attention_is_cut_to_what_runs_in_a_moment(samples: int) -> None:
         assert attention_flops(smaller) < 1e10
         assert attention_flops(smaller) * scale == pytest.approx(attention_flops(call))
         assert {f.shape[2] for f in tensor_facts(smaller.args)} == {smaller.args[0].shape[2]}
+        assert smaller.args[0].shape[:2] == (samples, 4)  # which threads share
 
 
 def test_a_large_elementwise_call_is_cut_and_scaled() -> None:
