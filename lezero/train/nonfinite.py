@@ -44,9 +44,10 @@ def find_culprit(
     `together`: the ranks exchange something in both, so each runs both whatever it finds; a bad
     gradient that is found in no backward of its own may then come from another rank.
 
-    In order: a parameter that is not finite already; the first module whose output is not finite
-    while its inputs are; the last module in forward order whose gradient is not finite, which is
-    the first that backward reached. The model's gradients are left empty.
+    In order: a parameter that is not finite already; the first module whose output is not finite,
+    or whose input is not (the batch's fault where no other module ran before it); the last module
+    in forward order whose gradient is not finite, which is the first that backward reached. The
+    model's gradients are left empty.
     """
     found: list[Culprit] = []
     for name, parameter in model.named_parameters():
@@ -83,7 +84,8 @@ def _bad_gradient(model: nn.Module, what: str) -> Culprit:
 def _hooked(model: nn.Module, found: list[Culprit]) -> Iterator[None]:
     handles, ran = [], list[Owner]()
     for name, module in model.named_modules():
-        handles.append(module.register_forward_hook(_output_hook(name, found, ran)))
+        hook = _output_hook(name, found, ran)
+        handles.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         yield
     finally:
@@ -102,16 +104,20 @@ def _output_hook(name: str, found: list[Culprit], ran: list[Owner]) -> Callable[
     output came from the last one before it, the gradient there from the first one after it.
     """
 
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if found:
             return
         own = next((n for n, _ in module.named_parameters(recurse=False)), "")
         outputs = list(_tensors(output))
         if not all(map(_finite, outputs)):
-            if own or not ran:
+            came = any(map(_spoils, _tensors([args, kwargs])))
+            if came and not ran:  # with the batch
+                found.append(Culprit(name, "", "input"))
+            elif not came and (own or not ran):
                 found.append(Culprit(name, own, "output"))
             else:
-                found.append(Culprit(*ran[-1], f"output of '{name}', right after the output"))
+                side = "input" if came else "output"
+                found.append(Culprit(*ran[-1], f"{side} of '{name}', right after the output"))
             return
         if own:
             ran.append((name, own))
@@ -148,6 +154,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
+
+
+def _spoils(tensor: torch.Tensor) -> bool:
+    """Whether an input is no use: -inf is, in masks."""
+    return not _finite(torch.where(tensor == -torch.inf, 0, tensor))
 
 
 def _finite(tensor: Any) -> bool:

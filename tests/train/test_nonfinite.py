@@ -10,16 +10,18 @@ from torch import nn
 
 from lezero.train.nonfinite import find_culprit
 
+Change = Callable[[torch.Tensor], torch.Tensor]
+
 
 class Block(nn.Module):
     """Owns no parameter itself, as the blocks of a transformer."""
 
-    def __init__(self, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, after: Change, before: Change = lambda x: x) -> None:
         super().__init__()
-        self.inner, self.after = nn.Linear(2, 2), after
+        self.inner, self.before, self.after = nn.Linear(2, 2), before, after
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(x + self.inner(x))
+        return self.after(x + self.inner(self.before(x)))
 
 
 class Broken(torch.autograd.Function):
@@ -56,11 +58,34 @@ class Norm(nn.Module):
             nn.Identity,
             "output of '0', right after the output of module '0.inner', parameter 'weight'",
         ),
+        (
+            lambda x: x,
+            lambda: Block(lambda x: x, before=lambda x: x / 0),
+            "input of '1.inner', right after the output of module '0.inner', parameter 'weight'",
+        ),
     ],
 )
 def test_a_module_with_parameters_is_named(
-    after: Callable[[torch.Tensor], torch.Tensor], last: type[nn.Module], said: str
+    after: Change, last: Callable[[], nn.Module], said: str
 ) -> None:
     model = nn.Sequential(Block(after), last())
     x = torch.ones(3, 2)
     assert str(find_culprit(model, lambda: model(x).sum())) == said
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_batch_that_is_not_finite_blames_no_parameter(bad: float) -> None:
+    model = nn.Sequential(Block(lambda x: x), nn.Linear(2, 1))
+    x = torch.tensor([[1.0, bad]])
+    assert str(find_culprit(model, lambda: model(x).sum())) == "input of module '0.inner'"
+
+
+def test_a_mask_of_minus_infinity_is_no_bad_input() -> None:
+    class Masked(nn.Linear):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + mask).softmax(-1)
+
+    model = Masked(2, 2)
+    x, mask = torch.ones(1, 2), torch.full((1, 2), -torch.inf)
+    said = str(find_culprit(model, lambda: model(x, mask=mask).sum()))
+    assert said == "output of module '(the model)', parameter 'weight'"
