@@ -164,13 +164,19 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     return loaded.documents
 
 
+def kept_precision(state: Mapping[str, Any], asked: str) -> str | None:
+    """The precision that a run goes on in from a generation's `state["precision"]`; None where
+    `asked` is another than was asked for then."""
+    return str(state["name"]) if asked in ("auto", state.get("asked")) else None
+
+
 def _restore_precision(engine: Engine, state: dict[str, Any]) -> None:
     """The checkpoint's precision, one changed in mid-run included, unless the user asks for another
     than was asked for then."""
-    same = engine.asked_precision in ("auto", state.get("asked"))
-    same = same and sharding_of(engine.model) is None  # which computes in what it was sharded for
-    if same and engine.precision.name != state["name"]:
-        engine.set_precision(state["name"])
+    kept = kept_precision(state, engine.asked_precision)
+    sharded = sharding_of(engine.model) is not None  # which computes in what it was sharded for
+    if kept is not None and not sharded and engine.precision.name != kept:
+        engine.set_precision(kept)
     engine.precision.load_state(state)
 
 

@@ -40,14 +40,15 @@ def _with_network(spec: StepSpec) -> StepSpec:
     return spec.with_(levels=found.levels, ranks_here=len(found.hosts.ranks[0]))
 
 
-def foresee(config: RunConfig, vocab: int, folder: RunFolder) -> Prospect:
+def foresee(config: RunConfig, vocab: int, folder: RunFolder, kept: str | None = None) -> Prospect:
     """Forecasts on rank 0, writes `forecast.json` and `hardware.json`, tells every rank.
 
+    `kept`: the precision that a resumed run goes on in, where it is not for the config to say.
     Raises `CapacityError` on every rank, before anything is allocated, when it does not fit.
     """
     answer: dict[str, object] = {}
     build, spec = recipe.plan_inputs(config, vocab)  # the ranks agree on the precision there
-    spec = _with_network(spec)
+    spec = _with_network(spec if kept is None else spec.with_(precision=kept))
     if groups.is_main():
         machine = hardware()
         folder.write_json("hardware.json", machine.to_dict())

@@ -138,7 +138,8 @@ class Trainer:
         self.folder.write_json("data.json", self.data.findings)
         self.folder.write_config(config)  # from here on the run is this one
         with watch.busy("forecasts the run"):
-            self.prospect = foresee(config, self.data.tokenizer.vocab_size, self.folder)
+            vocab = self.data.tokenizer.vocab_size
+            self.prospect = foresee(config, vocab, self.folder, self._kept_precision(found))
         self.log.measure_from_here()
         decisions = Decisions()
         if found is not None:
@@ -170,6 +171,13 @@ class Trainer:
         if not wanted or not groups.broadcast_object(there):
             return None
         return engine_state.peek(self.folder.checkpoints)
+
+    def _kept_precision(self, found: checkpoint.Loaded | None) -> str | None:
+        """What a resumed run goes on in; None where the config says it."""
+        if found is None or self.config.zero is not None:
+            return None
+        state = found.documents["state"]["precision"]
+        return engine_state.kept_precision(state, self.config.train.precision)
 
     def _check_same_run(self, loaded: checkpoint.Loaded) -> None:
         """Refuses a checkpoint of another model or other data while the folder is untouched."""

@@ -198,6 +198,13 @@ def test_changes_of_the_config_are_told_and_count(copied):
     assert any("train.steps" in text for text in told)
 
 
+def test_a_resumed_run_is_forecast_in_the_precision_it_goes_on_in(copied):
+    for steps, asked, found in ((21, "auto", "fp32"), (22, "bf16", "bf16"), (23, "auto", "bf16")):
+        _, trainer = train(copied, train__steps=steps, train__precision=asked)
+        assert trainer.engine.precision.name == found
+        assert json.loads((copied / "run/forecast.json").read_text())["precision"] == found
+
+
 def test_other_data_or_another_model_is_refused(copied):
     (copied / "other.txt").write_text("something else entirely. " * 500)
     with pytest.raises(ConfigError, match=r"of the checkpoint .* and of this run"):
