@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.ops.decoder import Weight
-from lezero.ops.linear import Packed, linear_bf16, linear_int, pack, pack_bf16
+from lezero.ops.linear import (
+    Packed,
+    in_rows,
+    linear_bf16,
+    linear_int,
+    pack,
+    pack_bf16,
+    settled,
+)
 
 
 def merged(parts: Sequence[nn.Module]) -> Weight:
@@ -68,7 +76,8 @@ def _joined(weights: Sequence[PackedWeight]) -> tuple[Packed, int, int]:
     bits, group = weights[0].grid.bits, weights[0].group
     if len(weights) == 1:
         return weights[0].parts(), bits, group
-    if len(grids) == 1 and all(weight.full_shape[0] % 16 == 0 for weight in weights):
+    full = all(weight.full_shape[0] % 16 == 0 or in_rows(weight.parts()) for weight in weights)
+    if len(grids) == 1 and full:
         return _stacked([weight.parts() for weight in weights]), bits, group
     parts = [Packed(*weight.unpacked()) for weight in weights]
     if len(grids) > 1:
@@ -77,7 +86,8 @@ def _joined(weights: Sequence[PackedWeight]) -> tuple[Packed, int, int]:
         kinds = {part.scale.dtype for part in parts}
         kept = kinds.pop() if len(kinds) == 1 else torch.float32
         parts = [_in_form(weight, group, kept) for weight in weights]
-    return pack(*_stacked(parts), bits=bits), bits, group
+    N, K = sum(weight.full_shape[0] for weight in weights), weights[0].full_shape[1]
+    return settled(pack(*_stacked(parts), bits=bits), N, K, bits, group), bits, group
 
 
 def _in_form(weight: PackedWeight, group: int, kept: torch.dtype) -> Packed:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
+from lezero.ops import linear
+from lezero.ops.linear import in_rows
 from lezero.ops.linear.reference import dequantize_packed
 from lezero.ops.quantize import Grid, quantize
 from lezero.serve.merged import merged, multiply
@@ -40,13 +42,18 @@ def rows(layers: list[nn.Linear]) -> Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("second", GRIDS)
 @pytest.mark.parametrize("first", GRIDS)
-def test_codes_of_any_two_forms_are_joined_as_they_are(first: str, second: str) -> None:
+def test_codes_of_any_two_forms_are_joined_as_they_are(
+    first: str, second: str, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear.rows, "takes_rows", lambda place: rowwise)
     layers = [layer(24, GRIDS[first], bias=True), layer(40, GRIDS[second]), layer(7, GRIDS[first])]
     weight = merged(layers)
     assert (weight.out_features, weight.in_features) == (71, K)
     assert weight.bits == (8 if "8" in first + second else 4)
+    assert in_rows(weight.packed) == rowwise
     wide = dequantize_packed(weight.packed, 71, K, weight.bits, weight.group)
     assert torch.equal(wide, rows(layers))
     x = torch.randn(3, K)

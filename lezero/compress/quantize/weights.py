@@ -40,8 +40,7 @@ from lezero.ops.linear import (
     linear_fp8,
     linear_int,
     pack,
-    rows,
-    to_rows,
+    settled,
     unpack,
 )
 from lezero.ops.quantize import (
@@ -202,8 +201,7 @@ class PackedWeight(QuantizedWeight):
 
     def _settle(self) -> None:
         """Takes the layout of its device. See [Note: layouts of a packed weight]."""
-        change = to_rows if rows.takes_rows(self.packed.device) else from_rows
-        self.packed, self.scale, self.zero = change(self.parts(), *self._sizes())
+        self.packed, self.scale, self.zero = settled(self.parts(), *self._sizes())
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         changed = super()._apply(fn, recurse)

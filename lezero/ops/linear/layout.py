@@ -141,6 +141,12 @@ def from_rows(packed: Packed, out_features: int, in_features: int, bits: int, gr
     return Packed(weight, _pack_groups(scale), None if zero is None else _pack_groups(zero))
 
 
+def settled(packed: Packed, out_features: int, in_features: int, bits: int, group: int) -> Packed:
+    """In the layout that kernels of its device read."""
+    change = to_rows if rows.takes_rows(packed.weight.device) else from_rows
+    return change(packed, out_features, in_features, bits, group)
+
+
 def _codes(packed: Packed, first: int, count: int, N: int, K: int, bits: int, group: int) -> Tensor:
     """Codes counted from 0 (uint8) of `count` outputs from `first`, a multiple of 16, on."""
     if in_rows(packed):
