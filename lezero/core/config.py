@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, Self, get_args, get_origin
 
@@ -97,10 +98,19 @@ def _reason(cls: type[BaseModel], item: Any) -> str:
     shown = repr(value)
     if len(shown) > 80:
         shown = shown[:77] + "..."
-    message = str(item["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
+    message = _allowed(kind, str(item["msg"]))
     if kind == "value_error":  # one about a whole section names the fields that it is about
         return message if isinstance(value, Mapping) else f"{message} (got {shown})"
     return f"got {shown}, allowed is {message}"
+
+
+def _allowed(kind: str, said: str) -> str:
+    """What pydantic says of a value, so that it goes on from "allowed is"."""
+    if kind in ("model_type", "dict_type"):
+        return "a section: keys with values"
+    said = said.removeprefix("Value error, ").split(", unable to ", 1)[0]
+    said = re.sub(r"^(Input|String|Tuple|List) should (be|have) ", "", said)
+    return re.sub(r" after validation, not \d+$", "", said)
 
 
 def _model_at(cls: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
@@ -209,8 +219,6 @@ def load_yaml(text: str) -> Any:
 
 @functools.cache
 def _loader() -> Any:
-    import re
-
     import yaml
 
     class Loader(yaml.SafeLoader):

@@ -138,7 +138,7 @@ class ReportConfig(Config):
 class RunConfig(Config):
     """Everything about one run."""
 
-    run: str = "runs/latest"
+    run: str = Field("runs/latest", min_length=1)
     """Folder of the run: config, metrics, decisions, checkpoints, report."""
     model: ModelConfig = ModelConfig()
     data: DataConfig

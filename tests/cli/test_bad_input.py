@@ -49,9 +49,10 @@ def fails(capfd):
         ("train.precision=fp8", "train.precision: got 'fp8', allowed is 'auto', 'fp32', 'bf16'"),
         ("train.betas=[1,2,3]", "train.betas"),
         ("train.betas=[0.9,1]", "train.betas.1: got 1, allowed is less than 1"),
-        ("data.train=[]", "data.train"),
+        ("data.train=[]", "data.train: got [], allowed is at least 1 item"),
         ("data.tokenizer=letters", "data.tokenizer"),
-        ("data=text", "data: got 'text'"),
+        ("data=text", "data: got 'text', allowed is a section: keys with values"),
+        ("run=''", "run: got '', allowed is at least 1 character"),
         ("nonsense", "write it as section.key=value"),
     ],
 )
