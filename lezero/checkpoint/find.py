@@ -178,8 +178,9 @@ def _newest_good(root: Path, reader: Reader) -> Loaded:
                 if gone:
                     break
                 rejected[path] = str(error)
-                logger("checkpoint").warning(f"{path.name} is not used: {error}")
                 continue
+            for bad, reason in rejected.items():  # if none is good, the error lists them
+                logger("checkpoint").warning(f"{bad.name} is not used: {reason}")
             return _loaded(made, list(rejected.items()))
         if not gone:
             break
