@@ -9,7 +9,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lezero.ops.linear import Packed, reference, to_rows, triton_rows, triton_tokens
+from lezero.ops.linear import (
+    Packed,
+    accelerator,
+    reference,
+    to_rows,
+    triton_rows,
+    triton_tokens,
+)
 from lezero.ops.quantize.tokens import quantize_tokens
 from tests.ops.test_linear import FLOATS, packed, seeded
 
@@ -91,8 +98,33 @@ def results() -> Iterator[tuple[str, bool]]:
         yield f"results {N} {dtype} {with_bias}", equal(found, wanted)
 
 
+def layers() -> Iterator[tuple[str, bool]]:
+    """All together, as accelerators run them."""
+    accelerator._runs_triton = lambda place: True
+    kinds = itertools.product(
+        (3, 70), ((4, 32, True), (4, 0, False), (8, 0, False)), FLOATS, (8, 16)
+    )
+    for M, (bits, group, zero), dtype, x_bits in kinds:
+        if DEVICE == "cpu" and (M, bits, x_bits, dtype) == (3, 8, 16, torch.bfloat16):
+            continue  # the interpreter takes whole numbers for the bits of bf16
+        N, K = 40, 700
+        weight, x = (
+            in_rows(N, K, bits, group, zero, torch.float32),
+            seeded(M, K).to(dtype).to(DEVICE),
+        )
+        rest = (seeded(N).to(DEVICE), None, N, bits, group, x_bits)
+        wanted = reference.linear_int(x, weight, *rest).float()
+        found = accelerator.linear_int(x, weight, *rest)
+        near = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        away = float((found.float() - wanted).abs().max() / wanted.abs().max())
+        name = f"layer {M} {bits} {group} {zero} {dtype} {x_bits}"
+        yield f"{name}: {away:g} away", found.dtype == dtype and away < near
+        if bits == 8 and x_bits == 8:
+            yield f"{name}: equal", equal(found, wanted.to(dtype))
+
+
 if __name__ == "__main__":
-    made = list(itertools.chain(weights(), tokens(), results()))
+    made = list(itertools.chain(weights(), tokens(), results(), layers()))
     wrong = [name for name, right in made if not right]
     print("\n".join(wrong[:20]))
     print(f"{len(wrong)} of {len(made)} differ on {DEVICE}")
