@@ -110,16 +110,16 @@ class BlockPool:
         Call it after a step, when keys and values of the first `computed` tokens are in the cache.
         Where another block has the name already, this one stays without.
         """
-        if not self.shares:
+        full = request.computed // self.block_size
+        if not self.shares or full <= request.published:
             return
         names = self.names(request)
-        full = request.computed // self.block_size
         for index in range(request.published, full):
             name, block = names[index], request.blocks[index]
             if name not in self._named and self._name[block] is None:
                 self._named[name], self._name[block] = block, name
                 self._content[block] = self._tokens(request, index)
-        request.published = max(request.published, full)
+        request.published = full
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Takes the names of blocks away: what they hold is not to be trusted."""

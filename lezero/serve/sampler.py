@@ -15,6 +15,7 @@ Shapes: R rows, S rows that chance decides, V vocabulary, K candidates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,31 +61,60 @@ def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
 
     Log-probabilities are the model's own: fp32 `log_softmax` of the logits as they come. A row
     whose largest logit is not a finite number gives an error in place of a token; others go on.
+
+    The host asks an accelerator once, for what is found among the likeliest tokens; again only
+    for rows where these do not suffice.
     """
     assert logits_RV.shape[0] == len(rows), "one row of logits for each row"
-    if not rows:
-        return []
+    found: list[Drawn | None] = [None] * len(rows)
+    V, left = logits_RV.shape[1], list(range(len(rows)))
+    for count in [*(count for count in _TRIED_FIRST if count < V), V]:
+        if not left:
+            break
+        tried = _tried(_rows(logits_RV, left), [rows[number] for number in left], count)
+        for number, drawn in zip(left, tried, strict=True):
+            found[number] = drawn
+        left = [number for number in left if found[number] is None]
+    return [drawn for drawn in found if drawn is not None]
+
+
+def _tried(logits_RV: Tensor, rows: Sequence[Row], count: int) -> list[Drawn | None]:
+    """What the `count` likeliest tokens of each row say; None where that is not enough."""
+    R = len(rows)
     scores_RV = _penalized(logits_RV, rows)
-    top_R1 = scores_RV.argmax(dim=-1, keepdim=True)  # a NaN counts as the largest
-    highest_R1 = scores_RV.gather(1, top_R1)
-    found: list[list[int]] = torch.cat((top_R1, highest_R1.isfinite().long()), dim=1).tolist()
-    tokens = [token if finite else -1 for token, finite in found]
-    by_chance = [
-        number
-        for number, row in enumerate(rows)
-        if row.params.temperature > 0 and tokens[number] >= 0
-    ]
+    highest_R, token_R = scores_RV.max(dim=-1)  # a NaN counts as the largest
+    by_chance = [number for number, row in enumerate(rows) if row.params.temperature > 0]
+    parts = [highest_R]
     if by_chance:
-        scores_SV = _rows(scores_RV, by_chance)
-        highest_S1 = _rows(highest_R1, by_chance).double()
-        drawn = _draw_by_chance(scores_SV, highest_S1, [rows[number] for number in by_chance])
-        for number, token in zip(by_chance, drawn, strict=True):
-            tokens[number] = token
-    logprobs = _logprobs(logits_RV, rows, tokens)
-    return [
-        Drawn(token, logprobs.get(number), None if token >= 0 else no_token(rows[number]))
-        for number, token in enumerate(tokens)
-    ]
+        highest_S1 = _rows(highest_R, by_chance).double()[:, None]
+        chosen = [rows[number] for number in by_chance]
+        token_S, certain_S = _draw_by_chance(_rows(scores_RV, by_chance), highest_S1, chosen, count)
+        if len(by_chance) == R:
+            token_R = token_S
+        else:
+            token_R[by_chance] = token_S
+        parts.append(certain_S)
+    wanted = [number for number, row in enumerate(rows) if row.params.logprobs is not None]
+    most = min(max((rows[n].params.logprobs or 0 for n in wanted), default=0), logits_RV.shape[1])
+    if wanted:
+        parts += _logprobs(_rows(logits_RV, wanted), _rows(token_R, wanted), most, count)
+    # In fp32 numbers of tokens are exact, as there are fewer than 2^24.
+    told = torch.cat([x.flatten().float() for x in (token_R, *parts)]).tolist()
+    tokens, highest = [int(token) for token in told[:R]], told[R : 2 * R]
+    at = 2 * R + len(by_chance)
+    uncertain = {
+        number for number, sure in zip(by_chance, told[2 * R : at], strict=True) if not sure
+    }
+    logprobs = _named_logprobs(told[at:], wanted, rows, most)
+    uncertain |= {number for number, found in logprobs.items() if found is None}
+    drawn: list[Drawn | None] = []
+    for number, token in enumerate(tokens):
+        if not math.isfinite(highest[number]):
+            drawn.append(Drawn(-1, error=no_token(rows[number])))
+        else:
+            sure = number not in uncertain
+            drawn.append(Drawn(token, logprobs.get(number)) if sure else None)
+    return drawn
 
 
 def no_token(row: Row) -> str:
@@ -120,31 +150,27 @@ def _penalized(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
     return scores_RV
 
 
-def _draw_by_chance(scores_SV: Tensor, highest_S1: Tensor, rows: Sequence[Row]) -> list[int]:
-    """Tokens by inversion: the first whose share and those before it exceed the drawn number."""
+def _draw_by_chance(
+    scores_SV: Tensor, highest_S1: Tensor, rows: Sequence[Row], count: int
+) -> tuple[Tensor, Tensor]:
+    """Tokens by inversion, (S,): the first whose share and those before it exceed the drawn number;
+    and whether the `count` likeliest ones are enough to be certain of it."""
     device, V = scores_SV.device, scores_SV.shape[1]
-    asked_S = _Asked.of(rows, V, device)
+    asked = _Asked.of(rows, V, device)
     everything = [number for number, row in enumerate(rows) if (row.params.top_k or V) >= V]
     total_S1 = torch.ones_like(highest_S1)
-    if everything:
+    if len(everything) == len(rows):
+        total_S1 = _total(scores_SV, highest_S1, asked.temperature)
+    elif everything:
         total_S1[everything] = _total(
-            _rows(scores_SV, everything), highest_S1[everything], asked_S.temperature[everything]
+            scores_SV[everything], highest_S1[everything], asked.temperature[everything]
         )
-    tokens_S = torch.full((len(rows),), -1, device=device)
-    left_S = torch.arange(len(rows), device=device)
-    for count in [*(count for count in _TRIED_FIRST if count < V), V]:
-        some_SV = scores_SV if len(left_S) == len(rows) else scores_SV[left_S]
-        token_SK, sure_S1 = _ranked(some_SV, count)
-        score_SK = some_SV.gather(1, token_SK).double()
-        weight_SK = ((score_SK - highest_S1[left_S]) / asked_S.temperature[left_S]).exp()
-        weight_SK[torch.arange(count, device=device) >= sure_S1] = 0.0
-        asked = asked_S.at(left_S)
-        index_S1, certain_S = _choose(weight_SK, sure_S1, total_S1[left_S], asked, V)
-        tokens_S[left_S[certain_S]] = token_SK.gather(1, index_S1)[certain_S, 0]
-        left_S = left_S[~certain_S]
-        if len(left_S) == 0:
-            break
-    return [int(token) for token in tokens_S.tolist()]
+    token_SK, sure_S1 = _ranked(scores_SV, count)
+    score_SK = scores_SV.gather(1, token_SK).double()
+    weight_SK = ((score_SK - highest_S1) / asked.temperature).exp()
+    unsure_SK = torch.arange(count, device=device) >= sure_S1
+    index_S1, certain_S = _choose(weight_SK.masked_fill(unsure_SK, 0), sure_S1, total_S1, asked, V)
+    return token_SK.gather(1, index_S1)[:, 0], certain_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +197,6 @@ class _Asked:
         ]
         columns = torch.tensor(table, dtype=torch.float64, device=device).split(1, dim=1)
         return cls(*columns)
-
-    def at(self, rows_S: Tensor) -> _Asked:
-        """The same for some rows."""
-        return _Asked(
-            *(self.temperature[rows_S], self.top_k[rows_S], self.top_p[rows_S]),
-            *(self.min_p[rows_S], self.drawn[rows_S]),
-        )
 
 
 def _choose(
@@ -235,42 +254,32 @@ def _ranked(scores_SV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return token_SK.gather(1, order_SK), sure_S1
 
 
-def _logprobs(
-    logits_RV: Tensor, rows: Sequence[Row], tokens: Sequence[int]
-) -> dict[int, TokenLogprob]:
-    """Row → log-probabilities, for rows that want them and have a token."""
-    counts = {
-        number: row.params.logprobs
-        for number, row in enumerate(rows)
-        if row.params.logprobs is not None and tokens[number] >= 0
-    }
-    if not counts:
-        return {}
-    raw_SV = _rows(logits_RV, list(counts)).float()
+def _logprobs(logits_SV: Tensor, token_S: Tensor, most: int, count: int) -> list[Tensor]:
+    """Log-probabilities of the tokens, and of the `most` likeliest ones: these, theirs, and how
+    many of them are sure among `count` candidates."""
+    raw_SV = logits_SV.float()
     logprob_SV = raw_SV.log_softmax(dim=-1)
-    drawn_S1 = torch.tensor([tokens[number] for number in counts], device=raw_SV.device)[:, None]
-    own = logprob_SV.gather(1, drawn_S1)[:, 0].tolist()
-    most = min(max(counts.values()), raw_SV.shape[1])
+    own_S1 = logprob_SV.gather(1, token_S[:, None])
     if most == 0:
-        return {number: TokenLogprob(value) for number, value in zip(counts, own, strict=True)}
-    token_SK = _most_likely(raw_SV, most)
-    pairs = [
-        tuple(zip(likeliest, values, strict=True))
-        for likeliest, values in zip(
-            token_SK.tolist(), logprob_SV.gather(1, token_SK).tolist(), strict=True
-        )
-    ]
-    return {
-        number: TokenLogprob(value, pair[:count])
-        for (number, count), value, pair in zip(counts.items(), own, pairs, strict=True)
-    }
+        return [own_S1]
+    token_SK, sure_S1 = _ranked(raw_SV, count)
+    token_SK = token_SK[:, :most]
+    return [own_S1, token_SK, logprob_SV.gather(1, token_SK), sure_S1]
 
 
-def _most_likely(scores_SV: Tensor, count: int) -> Tensor:
-    """Exactly the `count` most likely tokens, best first."""
-    V = scores_SV.shape[1]
-    for tried in [*(tried for tried in _TRIED_FIRST if tried < V), V]:
-        token_SK, sure_S1 = _ranked(scores_SV, tried)
-        if tried == V or bool((sure_S1 >= count).all()):
-            break
-    return token_SK[:, :count]
+def _named_logprobs(
+    told: Sequence[float], numbers: Sequence[int], rows: Sequence[Row], most: int
+) -> dict[int, TokenLogprob | None]:
+    """By row what `_logprobs` found, in a row here; None where too few are sure."""
+    S, found = len(numbers), dict[int, TokenLogprob | None]()
+    values, sure = S + S * most, S + 2 * S * most
+    for index, number in enumerate(numbers):
+        count = min(rows[number].params.logprobs or 0, most)
+        if count and told[sure + index] < count:
+            found[number] = None
+            continue
+        of = slice(index * most, index * most + count)
+        likeliest = [int(token) for token in told[S:values][of]]
+        pairs = zip(likeliest, told[values:sure][of], strict=True)
+        found[number] = TokenLogprob(told[index], tuple(pairs))
+    return found

@@ -177,14 +177,15 @@ class Scheduler:
         if len(chunks) < len(self.running):
             return None
         going = [chunk for chunk in chunks if chunk.request.wanted > 1]
-        held = [(x.request, self.pool.blocks_for(x.end + 1)) for x in going]
-        missing = sum(max(0, blocks - len(request.blocks)) for request, blocks in held)
-        if not going or missing > self.pool.free_count:
+        size = self.pool.block_size
+        full = [x.request for x in going if len(x.request.blocks) * size == x.end]
+        if not going or len(full) > self.pool.free_count:
             return None
+        for request in full:
+            request.blocks += self.pool.allocate(1)
         following = Step(self.max_tokens)
-        for chunk, (request, blocks) in zip(going, held, strict=True):
-            request.blocks += self.pool.allocate(blocks - len(request.blocks))
-            following.feed(Chunk(request, chunk.end, 1))
+        for chunk in going:
+            following.feed(Chunk(chunk.request, chunk.end, 1))
         return following
 
     def update(self, step: Step, results: Sequence[Sequence[Drawn]]) -> list[Request]:
@@ -230,17 +231,19 @@ class Scheduler:
         known = min(request.pending, room, space)
         samples = known == request.pending
         self._hold(request, known)
-        # The token after the last draft is drawn too, so more drafts than this are never used.
-        most = min(room - known, self._space(request, spared) - known, request.wanted - 1)
-        drafts = tuple(request.drafts[:most]) if samples else ()
-        count = known + len(drafts)
-        self._hold(request, count)
-        step.feed(Chunk(request, request.computed, count, drafts, samples))
+        drafts: tuple[int, ...] = ()
+        if samples and request.drafts:
+            # The token after the last draft is drawn too, so more than this are never used.
+            most = min(room - known, self._space(request, spared) - known, request.wanted - 1)
+            drafts = tuple(request.drafts[:most])
+            self._hold(request, known + len(drafts))
+        step.feed(Chunk(request, request.computed, known + len(drafts), drafts, samples))
 
     def _hold(self, request: Request, count: int) -> None:
         """Gives the request the blocks of its next `count` tokens."""
         missing = self.pool.blocks_for(request.computed + count) - len(request.blocks)
-        request.blocks += self.pool.allocate(max(0, missing))
+        if missing > 0:
+            request.blocks += self.pool.allocate(missing)
 
     def _space(self, request: Request, spared: int = 0) -> int:
         """Tokens that fit into the rest of its blocks and into all that are free but `spared`."""

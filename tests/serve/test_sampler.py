@@ -192,3 +192,25 @@ def test_penalties_that_leave_no_number_are_named() -> None:
     assert "after the penalties that were asked for" in str(drawn.error)
     (plain,) = draw(torch.full((1, 8), torch.nan), [Row(SamplingParams(), 1, 3)])
     assert "penalties" not in str(plain.error)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 5])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_device_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, temperature: float, logprobs: int | None
+) -> None:
+    asked = []
+
+    def counted(name: str) -> None:
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda x, *given: asked.append(name) or real(x, *given)
+        )
+
+    for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "nonzero"):
+        counted(name)
+    params = SamplingParams(temperature=temperature, logprobs=logprobs)
+    rows_RV = logits(8, 3000, spread=9.0)
+    found = draw(rows_RV, [Row(params, 1, number) for number in range(8)])
+    assert asked == ["tolist"]
+    assert all((one.logprob is None) == (logprobs is None) for one in found)
