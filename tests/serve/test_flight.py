@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.serve.embed import embed
 from lezero.serve.engine import Engine
+from lezero.serve.flight import Flight
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from tests.serve.flying import Flying, Walking, poisoned
@@ -183,3 +185,31 @@ def test_what_cannot_be_launched_is_run(caplog: Any) -> None:
     assert answered(Stuck(), asked()) == expected
     assert caplog.text.count("a step was not launched") == 1
     assert answered(Never(), asked()) == expected
+
+
+def test_the_host_makes_no_tensor_for_a_step_that_flies() -> None:
+    class Known(Flight):
+        def tokens(self) -> list[int]:
+            return [7]
+
+    class Empty(Flying):
+        def launch(self, *given: Any) -> Flight:
+            return Known()
+
+    made: list[str] = []
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    engine = Engine(Empty(), blocks=20, max_requests=4, longest=200)
+    engine.add(Request("a", [1, 2], SamplingParams(temperature=0, max_tokens=100)))
+    engine.step()
+    with Counted():
+        while engine.busy:
+            engine.step()
+    assert engine.totals.drawn == 100
+    assert not made
