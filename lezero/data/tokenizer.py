@@ -259,7 +259,14 @@ def start_of(plain: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
     return tuple(whole[:at])
 
 
+_OF_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
+
+
 def _converted(folder: Path) -> Any:
+    none = FileError(
+        f"tokenizer {folder}: the folder holds no tokenizer; copy the files of the model's "
+        "(tokenizer.json, tokenizer_config.json) into it"
+    )
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -268,14 +275,13 @@ def _converted(folder: Path) -> Any:
     try:
         found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
     except Exception as error:
+        if not any(path for pattern in _OF_TOKENIZERS for path in folder.glob(pattern)):
+            raise none from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileError(f"tokenizer {folder}: no tokenizer that can be read ({first})") from None
     if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
         # for some types of models transformers makes one of special tokens where there is no file
-        raise FileError(
-            f"tokenizer {folder}: the folder holds no tokenizer; copy the files of the model's "
-            "(tokenizer.json, tokenizer_config.json) into it"
-        )
+        raise none
     return found
 
 

@@ -113,7 +113,9 @@ def test_bad_folders_are_explained(tmp_path):
 
 def test_a_model_folder_without_a_tokenizer_is_told_so(tmp_path):
     pytest.importorskip("transformers")
-    for kind in ("qwen2", "bert"):
+    with pytest.raises(FileError, match="the folder holds no tokenizer; copy"):
+        load_tokenizer(tmp_path)
+    for kind in ("qwen2", "bert", "llama"):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(FileError, match="the folder holds no tokenizer; copy"):
             load_tokenizer(tmp_path)
