@@ -84,6 +84,18 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    def works(self) -> bool:
+        """Whether the model still takes one token; asked where a step failed, or an embedding."""
+        self._flying = None  # its requests are fed the same tokens again
+        self.scheduler.make_room(1)
+        blocks = self.pool.allocate(1)
+        try:
+            return bool(self.program.run([Fed([0], 0, blocks, [0])]).isfinite().all())
+        except Exception:
+            return False
+        finally:
+            self.pool.release(blocks)
+
     def step(self) -> Progress:
         """One pass through the model; nothing where there is nothing to do."""
         step, flight = self._flown() or self._planned()

@@ -92,7 +92,8 @@ class Program(ABC):
         only be `run`. What is run later sees its keys and values.
 
         after: the flight launched right before, which may not have finished. Then sequence i takes
-        its token from row `rows[i]` of it, in place of the one that is fed.
+        its token from row `rows[i]` of it, in place of the one that is fed. Nothing was `run`
+        between the two.
         """
         return None
 

@@ -138,6 +138,16 @@ def test_embeddings_between_steps_preempt_requests_that_fly() -> None:
     assert found == answered(Walking(), asked(), blocks=12)
 
 
+def test_a_trial_of_the_model_between_steps_changes_nothing() -> None:
+    def act(engine: Engine, requests: list[Request], steps: int) -> None:
+        if steps % 4 == 2:
+            assert engine.works()
+
+    for blocks in (6, 200):  # few: some requests give theirs back for it
+        found = answered(Flying(), asked(), blocks=blocks, act=act)
+        assert found == answered(Walking(), asked(), blocks=blocks)
+
+
 def test_what_is_not_greedy_is_waited_for() -> None:
     for params in ({"logprobs": 0}, {"repetition_penalty": 1.1}):
         program = Flying()

@@ -26,7 +26,6 @@ from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
 from lezero.serve.answer import Answer
 from lezero.serve.llm import LLM
-from lezero.serve.program import Fed
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import TokenLogprob
 from lezero.serve.server.embedder import Embedder, Embedding, EngineError, Outcome
@@ -292,7 +291,7 @@ class Worker:
 
     def _end_if_broken(self, error: Exception) -> None:
         """Ends all requests where the model does not even take one token any more."""
-        if not self._works():
+        if not self.engine.works():
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
@@ -307,18 +306,6 @@ class Worker:
             reason = "the engine failed while it ran this request"
             self.engine.scheduler.finish(request, "error", reason)
             self._report(request, ())
-
-    def _works(self) -> bool:
-        """Whether the model still takes one token, so that it was the requests that failed."""
-        pool = self.engine.pool
-        blocks = pool.allocate(1)
-        try:
-            logits = self.engine.program.run([Fed([0], 0, blocks, [0])])
-            return bool(logits.isfinite().all())
-        except Exception:
-            return False
-        finally:
-            pool.release(blocks)
 
     def _report(self, request: Request, tokens: Sequence[int]) -> None:
         """Takes the new tokens of a request and tells its client."""
