@@ -106,7 +106,9 @@ class Output:
             self._tails[local].append(text)
             if text.startswith("error: "):
                 return  # every rank explains a common error; it is told once, at the end
-        say(self._tags[local] + text, sys.stdout if stream == "out" else sys.stderr)
+        tag = self._tags[local]
+        told = tag + text.removeprefix(tag)  # LeZero's own messages bear it already
+        say(told, sys.stdout if stream == "out" else sys.stderr)
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:

@@ -331,7 +331,8 @@ class Engine:
                 f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
                 "check the data of this step; what was saved before is unharmed."
             )
-        log.warning("step %d: %s. The step is skipped.", step, text)
+        if groups.is_main():  # all ranks know the same
+            log.warning("step %d: %s. The step is skipped.", step, text)
         return text
 
     def _culprit(self, micros: list[Batch]) -> Culprit | str:

@@ -48,6 +48,8 @@ def test_output_arguments_and_environment(tmp_path, capfd):
         tmp_path,
         "print(rank, sys.argv[1:], __name__, os.environ['OMP_NUM_THREADS'], flush=True)\n"
         "print('from stderr', file=sys.stderr, flush=True)\n"
+        "from lezero.core.log import logger\n"
+        "logger('train').warning('told')\n"
         "assert os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'\n"
         "assert os.environ['EXTRA'] == 'x'\n"
         "assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))\n",
@@ -60,8 +62,10 @@ def test_output_arguments_and_environment(tmp_path, capfd):
     assert out == "0 ['a$b', '${local_rank}', '--n=1'] __main__ 3\n"  # rank 0 alone, untouched
     assert sorted(err.splitlines()) == [
         "[rank 1] from stderr",
+        "[rank 1] lezero: told",
         "from stderr",
         "lezero: 2 ranks, 3 threads each (OMP_NUM_THREADS)",
+        "lezero: told",
     ]
     assert not left(script)
 
