@@ -130,6 +130,26 @@ def capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if accelerator() == "cuda" else None
 
 
+def mark(place: torch.device) -> Callable[[], None]:
+    """Marks what was queued on `place` so far: what is returned waits for it."""
+    import torch
+
+    if place.type == "cpu":
+        return lambda: None
+    event = torch.Event(device=place)
+    event.record()
+    return event.synchronize
+
+
+def processors(place: torch.device) -> int:
+    """Multiprocessors of an NVIDIA device; 1 elsewhere."""
+    import torch
+
+    if place.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(place).multi_processor_count)
+
+
 def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """Captures `run` in a graph of an NVIDIA device: what repeats it, and its output, which each
     repetition overwrites, and others that were captured may.

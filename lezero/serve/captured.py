@@ -4,7 +4,10 @@ A step of so little work waits for the host, which launches hundreds of kernels.
 all of them at once, but always with the same shapes and addresses: so there is one for each number
 of sequences and of blocks a sequence, both rounded up to a power of two, made when first needed.
 Where one cannot be made, for want of memory, steps of its size run as the plain program runs them.
-Rows and blocks that are too many point at a block that belongs to nobody.
+Rows and blocks that are too many point at a block that belongs to nobody. Where kernels of
+`decoding.py` suit the model, they are what is captured.
+
+A graph ends with each row's best token, which the next one can take in without the host.
 
 Shapes: B sequences, W blocks of the longest, S = W · 16 places, H heads, E numbers of a head.
 """
@@ -21,6 +24,8 @@ from torch import Tensor
 from lezero.core import device
 from lezero.core.log import logger
 from lezero.models import Transformer
+from lezero.serve.decoding import Decoder
+from lezero.serve.flight import Flight
 from lezero.serve.plain import PlainProgram, projected
 from lezero.serve.program import Fed
 
@@ -33,10 +38,14 @@ _MOST = 64
 class CapturedProgram(PlainProgram):
     """capture: runs a function and returns what repeats it, and its output, which stays there."""
 
+    flies = True
+
     def __init__(self, model: Transformer, capture: Capture = device.capture) -> None:
         super().__init__(model)
         self.description += ", single tokens from captured graphs"
         self._capture, self._nobody = capture, 0
+        self._decoder = Decoder(model) if Decoder.suits(model) else None
+        self._best_B = torch.zeros(_MOST, dtype=torch.int64, device=self.place)
         self._steps: dict[tuple[int, int], _Step | None] = {}
 
     @staticmethod
@@ -55,19 +64,34 @@ class CapturedProgram(PlainProgram):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        single = all(len(one.tokens) == 1 and len(one.rows) == 1 for one in fed)
-        if not single or len(fed) > _MOST:
-            return super().run(fed)
-        width = max(one.position for one in fed) // self.block_size + 1
-        sizes = _up(len(fed)), _up(width)
-        if sizes not in self._steps:
-            self._steps[sizes] = self._made(sizes)
-        step = self._steps[sizes]
+        step = self._step(fed)
         if step is None:
             return super().run(fed)
         step.fill(fed, self._nobody)
         step.replay()
         return step.logits_BV[: len(fed)].clone()
+
+    @torch.no_grad()
+    def launch(
+        self, fed: Sequence[Fed], after: Flight | None = None, rows: Sequence[int] = ()
+    ) -> Flight | None:
+        step = self._step(fed)
+        if step is None:
+            return None
+        step.fill(fed, self._nobody, rows if after is not None else ())
+        step.replay()
+        return step.flight(len(fed), self._best_B)
+
+    def _step(self, fed: Sequence[Fed]) -> _Step | None:
+        """The graph for these sequences, where there is one."""
+        single = all(len(one.tokens) == 1 and len(one.rows) == 1 for one in fed)
+        if not single or len(fed) > _MOST:
+            return None
+        width = max(one.position for one in fed) // self.block_size + 1
+        sizes = _up(len(fed)), _up(width)
+        if sizes not in self._steps:
+            self._steps[sizes] = self._made(sizes)
+        return self._steps[sizes]
 
     def _made(self, sizes: tuple[int, int]) -> _Step | None:
         """The step of so many sequences and blocks, or None where it cannot be captured."""
@@ -82,6 +106,21 @@ class CapturedProgram(PlainProgram):
 
     def _decode(self, step: _Step) -> Tensor:
         """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""
+        last_B = self._best_B[step.row_B.clamp(min=0)]
+        token_B = torch.where(step.row_B < 0, step.token_B, last_B.clamp(min=0))
+        if self._decoder is None:
+            logits_BV = self._plainly(step, token_B).float()
+        else:
+            assert self._keys is not None
+            assert self._values is not None
+            places = (step.position_B, step.table_BW, self._keys, self._values)
+            logits_BV = self._decoder.logits(token_B, *places).float()
+        best_B = logits_BV.argmax(1)
+        finite_B = logits_BV.gather(1, best_B[:, None])[:, 0].isfinite()
+        self._best_B[: len(best_B)] = torch.where(finite_B, best_B, -1)
+        return logits_BV
+
+    def _plainly(self, step: _Step, token_B: Tensor) -> Tensor:
         model, size = self._model, self.block_size
         position_B = step.position_B
         cos, sin = model.rope.gather(position_B[:, None])
@@ -91,7 +130,7 @@ class CapturedProgram(PlainProgram):
         mask_BS = seen_S <= position_B[:, None]
         if self.config.sliding_window is not None:
             mask_BS &= position_B[:, None] - seen_S < self.config.sliding_window
-        x = model.embed_tokens(step.token_B[:, None])
+        x = model.embed_tokens(token_B[:, None])
         for index, block in enumerate(model.layers):
             normed = block.input_layernorm(x)
             x = x + self._look(block.self_attn, normed, cos, sin, index, step, place_B, mask_BS)
@@ -99,7 +138,7 @@ class CapturedProgram(PlainProgram):
         x_BD = model.norm(x[:, 0])
         head = model.embed_tokens.weight if model.lm_head is None else None
         logits: Tensor = F.linear(x_BD, head) if head is not None else model.lm_head(x_BD)
-        return logits.float()
+        return logits
 
     def _look(
         self,
@@ -133,24 +172,66 @@ class CapturedProgram(PlainProgram):
 
 
 class _Step:
-    """What a graph reads, always at the same addresses, and what repeats it."""
+    """What a graph reads, always at the same addresses, and what repeats it.
+
+    All of it is one tensor of whole numbers, so that one copy brings it. It comes from two places
+    of the host in turn, and the best tokens go to two: a step is launched while one flies.
+    """
 
     replay: Callable[[], None]
     logits_BV: Tensor
 
     def __init__(self, sequences: int, blocks: int, place: torch.device) -> None:
-        self.token_B = torch.zeros(sequences, dtype=torch.int64, device=place)
-        self.position_B = torch.zeros_like(self.token_B)
-        self.table_BW = torch.zeros(sequences, blocks, dtype=torch.int64, device=place)
+        self._shape, pinned = (sequences, 3 + blocks), place.type == "cuda"
+        inputs = torch.zeros(self._shape, dtype=torch.int64, device=place)
+        self._inputs = inputs
+        self.token_B, self.row_B, self.position_B = (inputs[:, i] for i in range(3))
+        self.table_BW = inputs[:, 3:]
+        size = sequences * (3 + blocks)
+        self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._found = [
+            torch.zeros(sequences, dtype=torch.int64, pin_memory=pinned) for _ in range(2)
+        ]
+        self._passed: list[Callable[[], None]] = [_nothing, _nothing]
+        self._turn = 0
 
-    def fill(self, fed: Sequence[Fed], nobody: int) -> None:
-        """Takes the sequences of a step; the rows after them are of `nobody`."""
-        B, W = self.table_BW.shape
-        rest = B - len(fed)
-        tables = [[*one.blocks[:W], *[nobody] * (W - len(one.blocks))] for one in fed]
-        self.token_B.copy_(torch.tensor([*(one.tokens[0] for one in fed), *[0] * rest]))
-        self.position_B.copy_(torch.tensor([*(one.position for one in fed), *[0] * rest]))
-        self.table_BW.copy_(torch.tensor([*tables, *[[nobody] * W] * rest]))
+    def fill(self, fed: Sequence[Fed], nobody: int, rows: Sequence[int] = ()) -> None:
+        """Takes the sequences of a step; the rows after them are of `nobody`. rows: of the step
+        before, whose best token a sequence takes in place of its own."""
+        self._turn = 1 - self._turn
+        self._passed[self._turn]()  # nothing reads what is written now
+        B, width = self._shape
+        W, filled = width - 3, [0, -1, 0, *[nobody] * (width - 3)]
+        numbers = []
+        for i, one in enumerate(fed):
+            blocks = one.blocks[:W]
+            row = rows[i] if rows else -1
+            numbers += [one.tokens[0], row, one.position, *blocks, *filled[3 + len(blocks) :]]
+        numbers += filled * (B - len(fed))
+        host = self._hosts[self._turn]
+        host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        self._inputs.copy_(host.view(self._shape), non_blocking=True)
+        self._passed[self._turn] = device.mark(self._inputs.device)
+
+    def flight(self, count: int, best_B: Tensor) -> Flight:
+        """What was just replayed, on its way."""
+        turn, found = self._turn, self._found[self._turn]
+        found.copy_(best_B[: len(found)], non_blocking=True)
+        self._passed[turn] = device.mark(best_B.device)
+        return _Flight(found, count, self._passed[turn])
+
+
+class _Flight(Flight):
+    def __init__(self, found: Tensor, count: int, passed: Callable[[], None]) -> None:
+        self._found, self._count, self._passed = found, count, passed
+
+    def tokens(self) -> list[int]:
+        self._passed()
+        return self._found[: self._count].tolist()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _up(count: int) -> int:

@@ -1,0 +1,197 @@
+"""Attention of one new token a sequence over keys and values in blocks, on an accelerator.
+
+One launch turns queries and keys to their positions (RoPE, after a norm of each head where the
+model has one), writes the new key and value into the cache, and attends. A program takes the query
+heads of one key-value head of one sequence and CHUNK places of its past; of the programs of one
+head the last to end joins the parts (Dao et al., "Flash-Decoding", 2023), in their order.
+
+Letters: B sequences, W blocks of the longest, H query heads, K key-value heads, E numbers of a
+head, P = E / 2 pairs, G = H / K query heads of one key-value head.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+BLOCK = 16
+"""Places of a block of the cache."""
+_CHUNK = 256
+_PLACES = 64  # that are looked at together
+_LEAST_ROWS = 16  # of a product on the matrix units
+_HEADS = 1 << 16  # of all sequences of a launch at most
+
+
+@triton.jit
+def _times(a, b, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a b in fp32. WIDE: in the interpreter, which does not multiply bf16."""
+    if WIDE:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _turned(first, second, norm, half, cos, sin, eps, P: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Rows of pairs in fp32, turned; cos and sin are (1, P)."""
+    if NORM:
+        total = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        factor = tl.rsqrt(total / (2 * P) + eps)[:, None]
+        first = first * factor * tl.load(norm + half).to(tl.float32)[None, :]
+        second = second * factor * tl.load(norm + P + half).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    qkv, q_norm, k_norm, cos, sin, position, table, keys, values, out, sums, tops, counts,
+    H, K, W, stride, eps, scale, window,
+    G: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = tl.load(position + b)
+    start = tl.maximum(at - window + 1, 0)
+    begin = part * CHUNK
+    half, whole, row = tl.arange(0, P), tl.arange(0, E), tl.arange(0, ROWS)
+    c = tl.load(cos + at * P + half)[None, :]
+    s = tl.load(sin + at * P + half)[None, :]
+    kind = out.dtype.element_ty
+    mine = qkv + b * stride
+    mask = (row < G)[:, None]
+    queries = mine + ((head * G + row) * E)[:, None] + half[None, :]
+    first, second = _turned(
+        tl.load(queries, mask, 0.0).to(tl.float32), tl.load(queries + P, mask, 0.0).to(tl.float32),
+        q_norm, half, c, s, eps, P, NORM,
+    )  # fmt: skip
+    first, second = first.to(kind), second.to(kind)
+    if (at >= begin) & (at < begin + CHUNK):  # the new key and value are of this chunk
+        one = tl.arange(0, 1)[:, None]
+        key = mine + (H + head) * E + half[None, :] + one
+        k1, k2 = _turned(
+            tl.load(key).to(tl.float32), tl.load(key + P).to(tl.float32),
+            k_norm, half, c, s, eps, P, NORM,
+        )  # fmt: skip
+        own = tl.load(table + b * W + at // BLOCK) * BLOCK + at % BLOCK
+        own = (own * K + head) * E
+        tl.store(keys + own + half[None, :] + one, k1.to(kind))
+        tl.store(keys + own + P + half[None, :] + one, k2.to(kind))
+        tl.store(values + own + whole, tl.load(mine + (H + K + head) * E + whole))
+    tl.debug_barrier()  # all threads of the program see what they wrote
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, E), tl.float32)
+    low = tl.maximum(begin, start // PLACES * PLACES)
+    for lowest in range(low, tl.minimum(begin + CHUNK, at + 1), PLACES):
+        place = lowest + tl.arange(0, PLACES)
+        seen = (place <= at) & (place >= start)
+        block = tl.load(table + b * W + place // BLOCK, seen, 0)
+        line = ((block * BLOCK + place % BLOCK) * K + head) * E
+        near = tl.load(keys + line[None, :] + half[:, None], seen[None, :], 0.0)
+        far = tl.load(keys + line[None, :] + (P + half)[:, None], seen[None, :], 0.0)
+        score = (_times(first, near, WIDE) + _times(second, far, WIDE)) * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp(score - higher[:, None])
+        before = tl.exp(top - higher)
+        weight = weight * before + tl.sum(p, 1)
+        v = tl.load(values + line[:, None] + whole[None, :], seen[:, None], 0.0)
+        acc = acc * before[:, None] + _times(p.to(kind), v, WIDE)
+        top = higher
+    to = out + (b * H + head * G + row)[:, None] * E + whole[None, :]
+    if PARTS == 1:
+        tl.store(to, (acc / weight[:, None]).to(kind), mask)
+    else:
+        index = b * K + head
+        slot = (index * PARTS + part) * ROWS + row
+        tl.store(sums + slot[:, None] * E + whole[None, :], acc)
+        tl.store(tops + 2 * slot, top)
+        tl.store(tops + 2 * slot + 1, weight)
+        tl.debug_barrier()
+        if tl.atomic_add(counts + index, 1, sem="acq_rel") == PARTS - 1:
+            top = tl.full((ROWS,), float("-inf"), tl.float32)
+            weight = tl.zeros((ROWS,), tl.float32)
+            acc = tl.zeros((ROWS, E), tl.float32)
+            for other in range(start // CHUNK, at // CHUNK + 1):
+                theirs = (index * PARTS + other) * ROWS + row
+                highest = tl.load(tops + 2 * theirs, cache_modifier=".cg")
+                higher = tl.maximum(top, highest)
+                before, factor = tl.exp(top - higher), tl.exp(highest - higher)
+                found = tl.load(sums + theirs[:, None] * E + whole[None, :], cache_modifier=".cg")
+                acc = acc * before[:, None] + found * factor[:, None]
+                weight = weight * before
+                weight += tl.load(tops + 2 * theirs + 1, cache_modifier=".cg") * factor
+                top = higher
+            tl.store(to, (acc / weight[:, None]).to(kind), mask)
+            tl.store(counts + index, 0)
+
+
+def attend(
+    qkv: Tensor,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    position_B: Tensor,
+    table_BW: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    heads: int,
+    window: int | None = None,
+    norms: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    early: bool = False,
+) -> Tensor:
+    """(B, H E) of qkv (B, (H + 2 K) E), in 16 bits; `keys` and `values`, (places, K, E), get the
+    new token's at its `position_B`, int64.
+
+    cos_TP and sin_TP: fp32, of all positions. table_BW: int64, blocks of 16 places. window: how
+    many places back a token looks, itself among them. norms: (E,) weights of RMS norms of queries
+    and keys, with `eps`. early: as `linear.triton_few.Around`.
+    """
+    B, W = table_BW.shape
+    _, K, E = keys.shape
+    group = heads // K
+    rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
+    parts = triton.cdiv(W * BLOCK, _CHUNK)
+    out = qkv.new_empty(B, heads * E)
+    sums = tops = counts = qkv
+    if parts > 1:
+        assert B * K <= _HEADS
+        sums = qkv.new_empty(B * K, parts, rows, E, dtype=torch.float32)
+        tops = qkv.new_empty(B * K, parts, rows, 2, dtype=torch.float32)
+        counts = _counts(qkv.device, torch.accelerator.current_stream(qkv.device).stream_id)
+    launch: Any = _attend[(K, B, parts)]
+    with torch.accelerator.device_index(qkv.device.index):
+        launch(
+            *(qkv, *(norms or (qkv, qkv)), cos_TP, sin_TP, position_B, table_BW),
+            *(keys, values, out, sums, tops, counts, heads, K, W, qkv.stride(0), eps),
+            *(E**-0.5, 1 << 30 if window is None else window),
+            G=group,
+            ROWS=rows,
+            E=E,
+            P=E // 2,
+            NORM=norms is not None,
+            BLOCK=BLOCK,
+            CHUNK=_CHUNK,
+            PLACES=_PLACES,
+            PARTS=parts,
+            EARLY=early,
+            WIDE=qkv.device.type == "cpu",
+            num_warps=4,
+            **({"launch_pdl": True} if early else {}),
+        )
+    return out
+
+
+@functools.cache
+def _counts(device: torch.device, stream: int) -> Tensor:
+    """Of programs that have ended, for each head; 0 between launches."""
+    return torch.zeros(_HEADS, dtype=torch.int32, device=device)
