@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from lezero.core import device
 from tests import leaks
-from tests.ranks import RankPool
+from tests.ranks import HIDDEN, RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 _session_folder = ""
@@ -24,6 +25,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_session_folder, ignore_errors=True)
 
 
+def hide_accelerators(patch: pytest.MonkeyPatch) -> None:
+    for name, value in HIDDEN.items():
+        patch.setenv(name, value)
+    patch.setattr(device, "accelerator", lambda: None)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails a test that leaves a process, thread, file or environment variable behind."""
@@ -32,6 +39,21 @@ def nothing_left_behind() -> Iterator[None]:
     found = before.leaks()
     if found:
         pytest.fail("the test left behind: " + "; ".join(found), pytrace=False)
+
+
+@pytest.fixture
+def without_accelerator(nothing_left_behind: None) -> Iterator[None]:
+    """This machine's accelerators are hidden, here and in the processes that the test starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        hide_accelerators(patch)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def where_its_ranks_compute(request: pytest.FixtureRequest) -> None:
+    """A test with ranks computes on the processor, as they do."""
+    if "ranks" in request.fixturenames:
+        request.getfixturevalue("without_accelerator")
 
 
 @pytest.fixture(scope="session")

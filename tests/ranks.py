@@ -3,7 +3,8 @@
 `ranks(2, function, *args, **keywords)` calls `function` in two fresh processes that have joined a
 Gloo group, and returns the two results in rank order. `function` is a plain function at the top of
 a test module; arguments and results travel by pickle. An exception in a rank is raised in the test,
-with the rank and its traceback as a note; the other ranks are then ended.
+with the rank and its traceback as a note; the other ranks are then ended. Ranks see no accelerator:
+there may be fewer than ranks, and Gloo moves what lies on the processor.
 
 [Note: why a server of our own]
 The server imports torch once and then forks a process a rank on request. It never
@@ -38,6 +39,7 @@ PRELOAD = (
     "torch.distributed.tensor",
 )
 JOIN_S = 30.0
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class RankError(AssertionError):
@@ -81,7 +83,7 @@ class RankPool:
             "folder": str(folder),
             "threads": threads,
             "timeout_s": timeout_s,
-            "env": {**os.environ, **(env or {})},
+            "env": {**os.environ, **HIDDEN, **(env or {})},
             "cwd": os.getcwd(),
             "asked": time.monotonic(),
         }
@@ -110,6 +112,7 @@ class RankPool:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", "from tests.ranks import serve; serve()"],
                 cwd=Path(__file__).resolve().parents[1],
+                env={**os.environ, **HIDDEN},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
@@ -180,10 +183,10 @@ def _run_job(job: dict[str, Any]) -> tuple[list[str], int]:
         if pid == 0:
             _rank_process(job, rank, port)
         pids.append(pid)
-    return _wait(pids, job["timeout_s"])
+    return _wait(pids, job["timeout_s"], Path(job["folder"]))
 
 
-def _wait(pids: list[int], timeout_s: float) -> tuple[list[str], int]:
+def _wait(pids: list[int], timeout_s: float, folder: Path) -> tuple[list[str], int]:
     """Waits for the ranks; once one failed the others get two seconds, then all are killed.
 
     Returns how each ended, and the rank that failed first (-1 when none did).
@@ -199,6 +202,7 @@ def _wait(pids: list[int], timeout_s: float) -> tuple[list[str], int]:
                 for pid in waiting.values():
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
+            failed = []
             for rank, pid in list(waiting.items()):
                 done, status = os.waitpid(pid, 0 if not ready else os.WNOHANG)
                 if not done:
@@ -207,9 +211,11 @@ def _wait(pids: list[int], timeout_s: float) -> tuple[list[str], int]:
                 code = os.waitstatus_to_exitcode(status)
                 ends[rank] = _ending(code) if ready else why
                 if code != 0 and ready:
-                    first = rank if first < 0 else first
+                    failed.append(rank)
                     deadline = min(deadline, time.monotonic() + 2)
                     why = "was ended, since another rank failed"
+            if failed and first < 0:
+                first = min(failed, key=lambda rank: _failed_at(folder, rank))
             for fd in [fd for fd, rank in fds.items() if rank not in waiting]:
                 del fds[fd]
                 os.close(fd)
@@ -217,6 +223,13 @@ def _wait(pids: list[int], timeout_s: float) -> tuple[list[str], int]:
         for fd in fds:
             os.close(fd)
     return ends, first
+
+
+def _failed_at(folder: Path, rank: int) -> int:
+    """When a rank told its error, in ns; 0 for one that died without a word, before the others."""
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / f"result-{rank}").stat().st_mtime_ns
+    return 0
 
 
 def _ending(code: int) -> str:

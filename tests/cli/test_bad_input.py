@@ -112,6 +112,7 @@ def test_a_run_folder_that_cannot_be(fails, tmp_path):
     assert "cannot be written" in said
 
 
+@pytest.mark.usefixtures("without_accelerator")
 def test_a_model_too_large_is_told_at_once_with_what_would_fit(fails, tmp_path):
     began = time.monotonic()
     said = fails(1, "train", write_config(tmp_path, model=HUGE))
@@ -127,6 +128,7 @@ def test_a_model_too_large_is_told_at_once_with_what_would_fit(fails, tmp_path):
     assert not (tmp_path / "run/checkpoints").exists()
 
 
+@pytest.mark.usefixtures("without_accelerator")
 def test_activations_too_large_are_told_with_what_would_fit(fails, tmp_path, monkeypatch):
     """On a machine that has little memory left."""
     module = importlib.import_module("lezero.plan.forecast")
@@ -185,6 +187,7 @@ def test_a_killed_worker(fails, tmp_path):
     assert "rank 1 was killed by SIGKILL" in said
 
 
+@pytest.mark.usefixtures("without_accelerator")
 def test_errors_of_all_ranks_are_told_once(fails, tmp_path):
     """A batch that two ranks cannot share: each finds out, and no restart is tried."""
     path = write_config(tmp_path, train__batch=7)

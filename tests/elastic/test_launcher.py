@@ -75,6 +75,7 @@ def test_show_all_shows_the_stdout_of_every_rank(tmp_path, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] hello 1", "hello 0"]
 
 
+@pytest.mark.usefixtures("without_accelerator")
 def test_two_gloo_ranks_survive_sigkill(tmp_path, capfd):
     script = write(
         tmp_path,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lezero.core.errors import ConfigError
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankError, RankPool, _wait
 
 
 def add_up(start: int, *, more: int = 0) -> tuple[int, float, int]:
@@ -66,12 +67,32 @@ def test_threads_and_environment_reach_the_ranks(
     assert ranks(2, add_up, 0, threads=2)[0][2] == 2
     assert ranks(1, environment, "LEZERO_TEST_A") == ["outer"]
     assert ranks(1, environment, "LEZERO_TEST_A", env={"LEZERO_TEST_A": "inner"}) == ["inner"]
+    assert ranks(1, environment, "CUDA_VISIBLE_DEVICES") == [""]
 
 
 def test_an_exception_is_raised_here_with_its_rank(ranks: RankPool) -> None:
     with pytest.raises(ConfigError, match="no such thing") as caught:
         ranks(2, refuse_on, 1)
     assert "in rank 1 of 2" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("told", [(0, 1), (1, 0), (1,), (0,)])
+def test_the_rank_that_failed_first_is_the_cause_though_all_have_ended(
+    told: tuple[int, ...], tmp_path: Path
+) -> None:
+    """One that told nothing was killed, and the others failed for it."""
+    ended = []
+    for _ in range(2):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(1)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        ended.append(pid)
+    for when, rank in enumerate(told, start=1):
+        (tmp_path / f"result-{rank}").write_text("")
+        os.utime(tmp_path / f"result-{rank}", ns=(when, when))
+    first = told[0] if len(told) == 2 else 1 - told[0]
+    assert _wait(ended, 5, tmp_path) == (["ended with status 1"] * 2, first)
 
 
 def test_a_killed_rank_is_named_with_what_it_printed(ranks: RankPool) -> None:

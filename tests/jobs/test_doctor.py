@@ -226,7 +226,8 @@ def lz(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(
         *words: str, fakes: Path | None = None, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        path = os.pathsep.join(str(folder) for folder in (fakes, ROOT) if folder)
+        folders = fakes, ROOT, os.environ.get("PYTHONPATH")
+        path = os.pathsep.join(str(folder) for folder in folders if folder)
         environment = {**os.environ, "PYTHONPATH": path, **variables}
         return subprocess.run(
             [sys.executable, "-m", "lezero", "doctor", *words],

@@ -16,6 +16,8 @@ from lezero.train.engine import Engine
 from lezero.train.gradients import Replicated
 from tests.jobs.verify_runs import STEPS, rank_verifies
 
+pytestmark = pytest.mark.usefixtures("without_accelerator")  # there a resume is bit for bit
+
 
 def weighted(weight, micros_of=lambda micros: micros):
     """Engine._backward with another weight for each micro-batch."""

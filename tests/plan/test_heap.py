@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 
@@ -71,4 +72,6 @@ def steps(count: int) -> tuple[list[tuple[int, int]], int]:
 def test_with_tensors_from_malloc_the_heap_is_little_more_than_what_lives() -> None:
     events, live = steps(4)
     aligned = resident_bytes(events, live, keep=True)
-    assert resident_bytes(events, live, keep=True, overhead=OVERHEAD) < 1.1 * live < aligned
+    assert resident_bytes(events, live, keep=True, overhead=OVERHEAD) < 1.1 * live
+    if tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < (2, 38):
+        assert aligned > 1.1 * live  # later ones join what they cut off before an aligned block

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pydoc_data.topics
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lezero.core import facts
+from lezero.core import device, facts
 from lezero.profiler import ceilings
 from lezero.train import RunConfig
 from tests.leaks import own_cache
@@ -21,15 +22,16 @@ TEXT = "\n\n".join(pydoc_data.topics.topics.values())[:30_000]
 
 @pytest.fixture(scope="session")
 def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder that holds ceilings for one and two threads."""
+    """A cache folder that holds ceilings for one and two threads, here and without accelerator."""
     folder = own_cache(tmp_path_factory.mktemp("cache"))
-    for threads in (1, 2):
+    ids = {facts.machine_id(), facts.facts(accelerators=()).machine_id}
+    kinds = {"cpu", device.device().type}
+    for machine, kind, threads in itertools.product(ids, kinds, (1, 2)):
         made = ceilings.Ceilings(
-            device="cpu", threads=threads, torch=torch.__version__,
+            device=kind, threads=threads, torch=torch.__version__,
             gemm_fp32=1e11, gemm_bf16=1e12, gemm_fp16=1e11, memory_read=1e10, memory_copy=1e10,
         )  # fmt: skip
-        path = ceilings.cache_file(facts.machine_id(), "cpu", threads, folder)
-        ceilings.store(path, made)
+        ceilings.store(ceilings.cache_file(machine, kind, threads, folder), made)
     return folder
 
 

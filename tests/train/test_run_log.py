@@ -18,6 +18,7 @@ def blocks(count: int) -> list[torch.Tensor]:
     return [torch.ones(1 << 14) for _ in range(count)]
 
 
+@pytest.mark.usefixtures("without_accelerator")
 def test_what_was_freed_before_the_baseline_counts_when_it_is_used_again(tmp_path) -> None:
     garbage = blocks(1024)
     last = torch.ones(1 << 14)  # on top of the heap: what lies below stays with the process
