@@ -69,6 +69,7 @@ INLINE ints load_line(const void *at) {
               _mm256_loadu_si256((const __m256i *)at + 1));
 }
 INLINE void prefetch(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
+INLINE void prefetch_far(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE ints low_halves(ints x) {
   const __m256i low = _mm256_set1_epi8(15);
   return BOTH(ints, _mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));

@@ -44,6 +44,7 @@ INLINE void write16(void *x, int type, int64_t i, int64_t count, floats v) {
 
 INLINE ints load_line(const void *at) { return _mm512_loadu_si512(at); }
 INLINE void prefetch(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T0); }
+INLINE void prefetch_far(const void *at) { _mm_prefetch((const char *)at, _MM_HINT_T1); }
 INLINE ints low_halves(ints x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE ints high_halves(ints x) { return low_halves(_mm512_srli_epi16(x, 4)); }
 

@@ -68,16 +68,29 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
 
 /* [Note: fetching ahead]
  * With few tokens memory is the limit: each line of weights is fetched a pair of panels before its
- * use, so that no panel begins unfetched; where a pair is larger than FAR, AHEAD bytes before.
+ * use, so that no panel begins unfetched; where a pair is larger than FAR, AHEAD bytes before. It goes
+ * to the second cache: the first one waits for few lines at once, and would hold up all others.
  * With many, the processor must not wait when the first tile of tokens meets a pair of panels: each
  * tile fetches its part of the next pair meanwhile, evenly over its iterations. */
 INLINE void fetch(const int P, const int few, const uint8_t *w0, const uint8_t *w1,
                   const uint8_t **next, int64_t step) {
   if (few) {
-    prefetch(w0 + step);
-    if (P == 2) prefetch(w1 + step);
+    prefetch_far(w0 + step);
+    if (P == 2) prefetch_far(w1 + step);
   } else {
     prefetch(*next), *next += step;
+  }
+}
+
+/* The same for scales and zero points of the next pair, which lie two groups to a line. */
+INLINE void fetch_scales(const lezero_linear *l, const panel_pair *p, const int P, const int first,
+                         int64_t group) {
+  if (group & 1) return;
+  const int64_t size = l->scale_type == LEZERO_FP32 ? 64 : 32;
+  const int64_t next = 2 * (p->scale[1] - p->scale[0]) + group * size;
+  UNROLL for (int i = first; i < first + P; i++) {
+    prefetch_far(p->scale[i] + next);
+    if (l->zero) prefetch_far(p->zero[i] + next);
   }
 }
 
@@ -142,6 +155,7 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(t->start[b * R * D + i]);
     const int few = FETCH_AHEAD(2 * R);
+    if (few) fetch_scales(l, p, P, first, group);
     if (bits == 8) sum_bytes(R * D, P, few, w0, w1, a, inputs / 4, next, p->step, acc);
     else sum_halves(R * D, P, few, w0, w1, a, inputs / 8, next, p->step, acc);
     a += inputs / 4 * FOUR_BYTES * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
