@@ -50,7 +50,7 @@ def _turned(first, second, norm, half, cos, sin, eps, P: tl.constexpr, NORM: tl.
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cos, sin, position, table, keys, values, out, sums, tops, counts,
-    H, K, W, stride, eps, scale, window,
+    H, K, stride, place_stride, table_stride, eps, scale, window,
     G: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr, WIDE: tl.constexpr,
@@ -59,7 +59,7 @@ def _attend(  # type: ignore[no-untyped-def]
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-    at = tl.load(position + b)
+    at = tl.load(position + b * place_stride)
     start = tl.maximum(at - window + 1, 0)
     begin = part * CHUNK
     half, whole, row = tl.arange(0, P), tl.arange(0, E), tl.arange(0, ROWS)
@@ -81,7 +81,7 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.load(key).to(tl.float32), tl.load(key + P).to(tl.float32),
             k_norm, half, c, s, eps, P, NORM,
         )  # fmt: skip
-        own = tl.load(table + b * W + at // BLOCK) * BLOCK + at % BLOCK
+        own = tl.load(table + b * table_stride + at // BLOCK) * BLOCK + at % BLOCK
         own = (own * K + head) * E
         tl.store(keys + own + half[None, :] + one, k1.to(kind))
         tl.store(keys + own + P + half[None, :] + one, k2.to(kind))
@@ -94,7 +94,7 @@ def _attend(  # type: ignore[no-untyped-def]
     for lowest in range(low, tl.minimum(begin + CHUNK, at + 1), PLACES):
         place = lowest + tl.arange(0, PLACES)
         seen = (place <= at) & (place >= start)
-        block = tl.load(table + b * W + place // BLOCK, seen, 0)
+        block = tl.load(table + b * table_stride + place // BLOCK, seen, 0)
         line = ((block * BLOCK + place % BLOCK) * K + head) * E
         near = tl.load(keys + line[None, :] + half[:, None], seen[None, :], 0.0)
         far = tl.load(keys + line[None, :] + (P + half)[:, None], seen[None, :], 0.0)
@@ -152,9 +152,9 @@ def attend(
     """(B, H E) of qkv (B, (H + 2 K) E), in 16 bits; `keys` and `values`, (places, K, E), get the
     new token's at its `position_B`, int64.
 
-    cos_TP and sin_TP: fp32, of all positions. table_BW: int64, blocks of 16 places. window: how
-    many places back a token looks, itself among them. norms: (E,) weights of RMS norms of queries
-    and keys, with `eps`. early: as `linear.triton_few.Around`.
+    cos_TP and sin_TP: fp32, of all positions. table_BW: int64, blocks of 16 places; its rows and
+    positions may lie apart. window: how many places back a token looks, itself among them. norms:
+    (E,) weights of RMS norms of queries and keys, with `eps`. early: as in `triton_few.Around`.
     """
     B, W = table_BW.shape
     _, K, E = keys.shape
@@ -172,8 +172,9 @@ def attend(
     with torch.accelerator.device_index(qkv.device.index):
         launch(
             *(qkv, *(norms or (qkv, qkv)), cos_TP, sin_TP, position_B, table_BW),
-            *(keys, values, out, sums, tops, counts, heads, K, W, qkv.stride(0), eps),
-            *(E**-0.5, 1 << 30 if window is None else window),
+            *(keys, values, out, sums, tops, counts, heads, K, qkv.stride(0)),
+            *(position_B.stride(0), table_BW.stride(0), eps, E**-0.5),
+            1 << 30 if window is None else window,
             G=group,
             ROWS=rows,
             E=E,
