@@ -6,19 +6,25 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lezero.core.errors import LeZeroError
 from lezero.profiler import measure as module
 from lezero.profiler.ceilings import Ceilings
 from lezero.profiler.measure import Effort, measure, measure_apart
+from tests.conftest import hide_accelerators
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Ceilings:
-    return measure(Effort.tiny(), tmp_path_factory.mktemp("cache"))
+    """Of the processor, whatever else there is."""
+    with pytest.MonkeyPatch.context() as patch:
+        hide_accelerators(patch)
+        return measure(Effort.tiny(), tmp_path_factory.mktemp("cache"))
 
 
 def test_every_figure_of_a_cpu_is_there(tiny: Ceilings) -> None:
@@ -42,6 +48,15 @@ def test_every_figure_of_a_cpu_is_there(tiny: Ceilings) -> None:
     assert Ceilings.from_dict(tiny.to_dict()) == tiny
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_keep_their_means_as_each_device_does(kind: str, dtype: torch.dtype) -> None:
+    bench = SimpleNamespace(effort=Effort.tiny(), place=torch.device(kind))
+    with FakeTensorMode(), torch.no_grad():
+        calls = {name: call for name, call, _ in module._kernels(bench, dtype)}
+        calls["layer_norm"]()
+
+
 def test_the_best_product_is_the_ceiling(tiny: Ceilings) -> None:
     best = max(point.ops_per_s for point in tiny.gemm_curve if point.dtype == "bf16")
     assert tiny.gemm_bf16 == best
@@ -49,7 +64,8 @@ def test_the_best_product_is_the_ceiling(tiny: Ceilings) -> None:
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    assert measure(Effort.tiny(), tmp_path, threads=1).threads == 1
+    found = measure(Effort.tiny(), tmp_path, threads=1)
+    assert (found.threads, found.failed) == (1, {})
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert os.listdir(tmp_path) == []
