@@ -15,7 +15,7 @@
 #include <dlfcn.h>
 
 #if defined(__GLIBC__)
-#include <gnu/libc-version.h>
+#include <link.h>
 #endif
 
 #include <atomic>
@@ -63,17 +63,31 @@ struct Allocator final : c10::Allocator {
 };
 
 #if defined(__GLIBC__)
-bool in_glibc(const void* function) {
-  Dl_info of_function, of_glibc;
-  return dladdr(function, &of_function) != 0 &&
-         dladdr(reinterpret_cast<const void*>(&gnu_get_libc_version), &of_glibc) != 0 &&
-         of_function.dli_fbase == of_glibc.dli_fbase;
+// The object whose function of that name is called: the first that was loaded and has one. Its
+// address does not tell: in a program that is not position-independent (Ubuntu's Python) that is
+// the program's own jump to it, a symbol without a section.
+void* origin(const char* function) {
+  link_map* object = nullptr;
+  if (dlinfo(dlopen(nullptr, RTLD_LAZY), RTLD_DI_LINKMAP, &object) != 0) return nullptr;
+  for (; object != nullptr; object = object->l_next) {
+    void* handle = dlopen(object->l_name, RTLD_LAZY | RTLD_NOLOAD);
+    if (handle == nullptr) continue;
+    void* found = dlsym(handle, function);
+    dlclose(handle);
+    Dl_info info;
+    void *owner = nullptr, *symbol = nullptr;
+    if (found != nullptr && dladdr1(found, &info, &owner, RTLD_DL_LINKMAP) != 0 &&
+        owner == object && dladdr1(found, &info, &symbol, RTLD_DL_SYMENT) != 0 &&
+        symbol != nullptr && static_cast<const ElfW(Sym)*>(symbol)->st_shndx != SHN_UNDEF)
+      return object;
+  }
+  return nullptr;
 }
 
 bool malloc_is_glibc_s() {
-  return in_glibc(reinterpret_cast<const void*>(&std::malloc)) &&
-         in_glibc(reinterpret_cast<const void*>(&std::free)) &&
-         in_glibc(reinterpret_cast<const void*>(&posix_memalign));
+  const void* glibc = origin("gnu_get_libc_version");
+  return glibc != nullptr && origin("malloc") == glibc && origin("free") == glibc &&
+         origin("posix_memalign") == glibc;
 }
 #else
 bool malloc_is_glibc_s() { return false; }

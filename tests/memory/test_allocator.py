@@ -1,10 +1,13 @@
 """Tensors' memory from malloc; the setting belongs to the process, so each case has its own."""
 
+import os
 import shutil
 import subprocess
 import textwrap
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.memory.test_pool import run
 
@@ -120,6 +123,35 @@ def test_without_a_compiler_tensors_stay_torch_s(tmp_path) -> None:
     print(json.dumps([HostPool(8 << 30).enable(), can_come_from_malloc()]))
     """
     assert run(code, PATH=str(tmp_path), LEZERO_CACHE=str(tmp_path)) == [True, False]
+
+
+PROGRAM = """
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+void *volatile taken[] = {(void *)&malloc, (void *)&free, (void *)&posix_memalign};
+int main(int count, char **words) {
+    void *library = dlopen(words[1], RTLD_NOW);
+    if (!library) return puts(dlerror()), 1;
+    int (*ask)(void) = (int (*)(void))dlsym(library, "lezero_tensors_can_come_from_malloc");
+    return printf("%d", ask()), 0;
+}
+"""
+
+
+def test_it_is_glibc_s_malloc_too_in_a_program_that_is_not_position_independent(tmp_path) -> None:
+    """As some systems' Python: there the address of malloc lies in the program."""
+    source, program = tmp_path / "program.c", tmp_path / "program"
+    source.write_text(PROGRAM)
+    options = ("-x", "c", "-no-pie", "-fno-pic", "-o", program, source, "-ldl")
+    subprocess.run([COMPILER, *options], check=True)
+    code = "from lezero.memory.allocator import _library\nprint(json.dumps(_library()._name))"
+    libraries = str(Path(torch.__file__).parent / "lib")
+    done = subprocess.run(
+        [program, run(BEGIN + code)], capture_output=True, text=True,
+        env={**os.environ, "LD_LIBRARY_PATH": libraries},
+    )  # fmt: skip
+    assert done.stdout == "1"
 
 
 def test_another_malloc_than_glibc_s_stays(tmp_path) -> None:
