@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.core.errors import LeZeroError
 from lezero.profiler import measure as module
@@ -48,13 +49,25 @@ def test_every_figure_of_a_cpu_is_there(tiny: Ceilings) -> None:
     assert Ceilings.from_dict(tiny.to_dict()) == tiny
 
 
+class Outputs(TorchDispatchMode):
+    """Holds what a norm writes to be of the types that it gives."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.native_layer_norm.out:
+            made = torch.ops.aten.native_layer_norm(*args)
+            assert [x.dtype for x in kwargs.values()] == [x.dtype for x in made]
+        return func(*args, **kwargs)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_keep_their_means_as_each_device_does(kind: str, dtype: torch.dtype) -> None:
     bench = SimpleNamespace(effort=Effort.tiny(), place=torch.device(kind))
     with FakeTensorMode(), torch.no_grad():
         calls = {name: call for name, call, _ in module._kernels(bench, dtype)}
-        calls["layer_norm"]()
+        with Outputs():
+            calls["layer_norm"]()
 
 
 def test_the_best_product_is_the_ceiling(tiny: Ceilings) -> None:
