@@ -159,17 +159,24 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.
     """
     import torch
 
-    place = torch.cuda.current_stream()
-    aside = torch.cuda.Stream()
+    place, aside = torch.cuda.current_stream(), _aside()
     aside.wait_stream(place)
     with torch.cuda.stream(aside):
         for _ in range(2):
             run()
     place.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_graph_pool()):
+    # On the stream of the runs before: what kernels keep for a stream is made outside of graphs.
+    with torch.cuda.graph(graph, pool=_graph_pool(), stream=aside):
         output = run()
     return graph.replay, output
+
+
+@functools.cache
+def _aside() -> Any:
+    import torch
+
+    return torch.cuda.Stream()
 
 
 @functools.cache

@@ -95,6 +95,7 @@ class CapturedProgram(PlainProgram):
 
     def _made(self, sizes: tuple[int, int]) -> _Step | None:
         """The step of so many sequences and blocks, or None where it cannot be captured."""
+        flying_B = self._best_B.clone()  # the step's first run writes there
         try:
             step = _Step(*sizes, self.place)
             step.fill([], self._nobody)
@@ -102,6 +103,8 @@ class CapturedProgram(PlainProgram):
         except RuntimeError as error:  # too little memory is one
             _LOG.warning("steps of %d sequences, %d blocks run without a graph: %s", *sizes, error)
             return None
+        finally:
+            self._best_B.copy_(flying_B)
         return step
 
     def _decode(self, step: _Step) -> Tensor:
