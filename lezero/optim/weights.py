@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from lezero.core.errors import ConfigError
 from lezero.ops.adamw import eight_bit, reference
 from lezero.ops.adamw import masters as exact
-from lezero.ops.adamw.op import check_state
+from lezero.ops.adamw.op import adamw_all, check_state
 from lezero.optim.groups import parameter_groups
 
 Masters = Literal["none", "fp32", "remainder"]
@@ -105,13 +105,18 @@ class WeightOptimizer(Optimizer):
             self.check_state(parameter, self.state.get(parameter, {}))
 
     def _step_all(self) -> None:
+        calls: dict[str, list[tuple[Any, ...]]] = {"adamw_": [], "adamw8bit_": []}
         for group in self.param_groups:
             options = float(group["lr"]), *map(float, group["betas"]), group["eps"]
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, (*options, group["weight_decay"]))
+                    op, arguments = self._call(parameter)
+                    calls[op].append((*arguments, *options, group["weight_decay"]))
+        for op, every in calls.items():
+            adamw_all(op, every)
 
-    def _update(self, parameter: Tensor, options: tuple[float, ...]) -> None:
+    def _call(self, parameter: Tensor) -> tuple[str, tuple[Any, ...]]:
+        """The op that updates a parameter, and its arguments but for the options."""
         grad = parameter.grad
         assert grad is not None
         if grad.layout != torch.strided:
@@ -126,8 +131,7 @@ class WeightOptimizer(Optimizer):
         coded = "exp_avg_scale" in state
         keys = [k for m in _MOMENTS for k in ((m, f"{m}_scale") if coded else (m,))]
         moments = (_local(state[key]) for key in keys)
-        op = torch.ops.lezero.adamw8bit_ if coded else torch.ops.lezero.adamw_
-        op(*weight, *moments, state["step"], *options)
+        return "adamw8bit_" if coded else "adamw_", (*weight, *moments, state["step"])
 
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """State of a parameter that was never updated: zeros."""

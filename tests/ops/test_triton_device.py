@@ -40,6 +40,8 @@ class Kernel:
 torch.accelerator.device_index = Guard
 codec._encode_dense = codec._encode_sign = codec._encode_sparse = codec._decode = Kernel()
 adamw._step = adamw._step8bit = fp8._round = Kernel()
+adamw._address, adamw._stream = lambda x: 16, lambda place: 0
+adamw._sent = lambda values, dtype, place: torch.zeros(len(values), len(values[0])).to(place)
 rows._decode = tokens._round = tokens._finish = Kernel()
 with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     x = torch.empty(1000)
@@ -50,8 +52,9 @@ with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     param, codes = torch.empty(2, 300), torch.empty(2, 300, dtype=torch.uint8)
     scales = torch.empty(eight_bit.scales_shape(param.shape))
     steps = coefficients(1.0, 1e-3, 0.9, 0.99, 1e-8, 0.0)
-    adamw.adamw(param, None, param, param, param, steps)
-    adamw.adamw8bit(param, None, param, codes, scales, codes, scales, steps)
+    state = (codes, scales, codes, scales)
+    for kept in ((param, param), state):
+        adamw.step([adamw.Problem(param, None, param, kept, steps)])
     weight = Packed(torch.empty(32, 64, dtype=torch.int8), torch.empty(32, 1), None)
     rows.dequantize(weight, 32, 64, 8, 0, torch.bfloat16)
     rows.embedding(torch.zeros(3, dtype=torch.int64), weight, 64, 8, 0, torch.bfloat16)

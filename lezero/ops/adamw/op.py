@@ -1,14 +1,15 @@
 """The ops `lezero::adamw_` and `lezero::adamw8bit_`: arguments checked, then the best kernel.
 
-Both work in place on one parameter. The native kernels serve the CPU, Triton an accelerator, and
-the reference everything else.
+Both work in place on one parameter; `adamw_all` on many. The native kernels serve the CPU, Triton
+an accelerator, and the reference everything else.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,41 +56,32 @@ def check_state(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.d
         )
 
 
-def _adamw(
+class Call(NamedTuple):
+    """The arguments of one call of an op, checked."""
+
+    changed: tuple[Tensor | None, ...]
+    """Weight, what completes it, and state."""
+    grad: Tensor
+    c: reference.Coefficients
+
+
+def _plain(
     param: Tensor,
     extra: Tensor | None,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
+    *options: float,
+) -> Call:
     check_weight(param, extra, grad)
     for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_state(name, state, param.shape, torch.float32)
-    c = reference.coefficients(step.item(), lr, beta1, beta2, eps, weight_decay)
-    changed = [param, extra, exp_avg, exp_avg_sq]
-    if param.device.type != "cpu" and _has_triton():
-        from lezero.ops.adamw import triton_kernel
-
-        dense = _dense(changed)
-        triton_kernel.adamw(*_with_grad(dense, grad.contiguous(), c))
-    elif param.device.type != "cpu" or not NATIVE.available():
-        reference.adamw(*_with_grad(changed, grad, c))
-        return
-    else:
-        dense = _dense(changed)
-        weight, more, *rest = _with_grad(dense, grad.contiguous())
-        more = weight if more is None else more
-        NATIVE.ops.adamw(weight, more, *rest, _kind(param, extra), *c)
-    _give_back(changed, dense)
+    c = reference.coefficients(step.item(), *options)
+    return Call((param, extra, exp_avg, exp_avg_sq), grad, c)
 
 
-def _adamw8bit(
+def _coded(
     param: Tensor,
     extra: Tensor | None,
     grad: Tensor,
@@ -98,12 +90,8 @@ def _adamw8bit(
     exp_avg_sq: Tensor,
     exp_avg_sq_scale: Tensor,
     step: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
+    *options: float,
+) -> Call:
     check_weight(param, extra, grad)
     if param.dim() == 0:
         raise ConfigError("AdamW8bit: a scalar has no rows; keep its state in fp32")
@@ -114,24 +102,63 @@ def _adamw8bit(
     ):
         check_state(name, codes, param.shape, torch.uint8)
         check_state(f"{name}_scale", scale, scales, torch.float32)
+    c = reference.coefficients(step.item(), *options)
+    changed = (param, extra, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    return Call(changed, grad, c)
+
+
+_CHECKS: dict[str, Callable[..., Call]] = {"adamw_": _plain, "adamw8bit_": _coded}
+
+
+def adamw_all(name: str, arguments: Iterable[tuple[Any, ...]]) -> None:
+    """Calls the op `name` ("adamw_" or "adamw8bit_") with each; an accelerator does all at once."""
+    together = []
+    for one in arguments:
+        if not runs_triton(one[0].device):
+            getattr(torch.ops.lezero, name)(*one)
+        elif all(x.is_contiguous() for x in one if isinstance(x, Tensor)):
+            together.append(_CHECKS[name](*one))
+        else:
+            _run(_CHECKS[name](*one))  # by itself: the copies it needs are not all alive together
+    if together:
+        _launch(together)
+
+
+def _run(call: Call) -> None:
+    param, extra, *_ = call.changed
+    assert param is not None
     if not param.numel():
         return
-    c = reference.coefficients(step.item(), lr, beta1, beta2, eps, weight_decay)
-    changed = [param, extra, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale]
-    if param.device.type != "cpu" and _has_triton():
-        from lezero.ops.adamw import triton_kernel
-
-        dense = _dense(changed)
-        triton_kernel.adamw8bit(*_with_grad(dense, grad.contiguous(), c))
-    elif param.device.type != "cpu" or not NATIVE.available():
-        reference.adamw8bit(*_with_grad(changed, grad, c))
+    coded = len(call.changed) == 6
+    name = "adamw8bit" if coded else "adamw"
+    native = param.device.type == "cpu" and NATIVE.available()
+    if not runs_triton(param.device) and not native:
+        getattr(reference, name)(*_with_grad(call.changed, call.grad), call.c)
         return
+    dense = tuple(None if x is None else x.contiguous() for x in call.changed)
+    grad = call.grad.contiguous()
+    if runs_triton(param.device):
+        _launch([Call(dense, grad, call.c)])
     else:
-        dense = _dense(changed)
-        weight, more, *rest = _with_grad(dense, grad.contiguous())
+        weight, more, *rest = _with_grad(dense, grad)
+        tables = (eight_bit.tables(),) if coded else ()
         more = weight if more is None else more
-        NATIVE.ops.adamw8bit(weight, more, *rest, eight_bit.tables(), _kind(param, extra), *c)
-    _give_back(changed, dense)
+        getattr(NATIVE.ops, name)(weight, more, *rest, *tables, _kind(param, extra), *call.c)
+    for to, found in zip(call.changed, dense, strict=True):
+        if to is not None and found is not None and found.data_ptr() != to.data_ptr():
+            to.copy_(found)
+
+
+def _launch(calls: list[Call]) -> None:
+    from lezero.ops.adamw import triton_kernel
+
+    triton_kernel.step(
+        [triton_kernel.Problem(*c.changed[:2], c.grad, c.changed[2:], c.c) for c in calls]
+    )
+
+
+def runs_triton(place: torch.device) -> bool:
+    return place.type != "cpu" and _has_triton()
 
 
 @functools.cache
@@ -139,9 +166,9 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _with_grad(tensors: list[Tensor | None], grad: Tensor, *more: Any) -> Any:
-    """In the kernels' order: weight, extra, gradient, state, and what else they take."""
-    return (*tensors[:2], grad, *tensors[2:], *more)
+def _with_grad(tensors: tuple[Tensor | None, ...], grad: Tensor) -> Any:
+    """In the kernels' order: weight, extra, gradient, state."""
+    return (*tensors[:2], grad, *tensors[2:])
 
 
 def _kind(param: Tensor, extra: Tensor | None) -> int:
@@ -153,20 +180,14 @@ def _kind(param: Tensor, extra: Tensor | None) -> int:
     return 2 if extra.dtype == torch.float32 else 3
 
 
-def _dense(tensors: list[Tensor | None]) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-def _give_back(tensors: list[Tensor | None], dense: list[Tensor | None]) -> None:
-    for to, found in zip(tensors, dense, strict=True):
-        if to is not None and found is not None and found.data_ptr() != to.data_ptr():
-            to.copy_(found)
-
-
 def _fake(*_: Any) -> None:
     """Everything is changed in place; nothing is returned."""
 
 
-for _name, _function in (("adamw_", _adamw), ("adamw8bit_", _adamw8bit)):
-    _library.impl(_name, _function, "CompositeExplicitAutograd")
+def _op(check: Callable[..., Call]) -> Callable[..., None]:
+    return lambda *arguments: _run(check(*arguments))
+
+
+for _name, _check in _CHECKS.items():
+    _library.impl(_name, _op(_check), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lezero::{_name}", _fake, lib=_library)

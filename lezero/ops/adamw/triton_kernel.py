@@ -1,14 +1,23 @@
-"""AdamW on an accelerator: one Triton program a block of a row, or a tile of fp32 moments.
+"""AdamW on an accelerator: one launch of a Triton kernel for many parameters.
 
 The arithmetic is `reference.py`'s, operation for operation. Weights and gradients in bf16 come as
-their bits. Options come as arguments, since a tensor of them would have to be copied, and waited
-for, at every launch. Needs the package triton, which torch's builds for accelerators bring.
+their bits. Options come as arguments, since a tensor of them would have to be copied at every
+launch. Needs the package triton, which torch's builds for accelerators bring.
+
+[Note: the table]
+A launch of its own costs the host more than small parameters cost the device. So parameters that
+are kept alike and share their options go together: a table has a row for each, with the addresses
+of its tensors. A program does a block of a row (8 bits) or a tile (fp32 moments), `CHUNK` programs
+in a row do the same parameter, and `chunks` says which. Addresses seldom change from step to step,
+and the table stays on the device as long; a new one is copied without a wait.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +30,8 @@ from lezero.ops.adamw.reference import Coefficients
 FP32, BF16, MASTER, REMAINDER = (tl.constexpr(kind) for kind in range(4))
 BLOCK = tl.constexpr(eight_bit.BLOCK)
 TILE = tl.constexpr(1024)
+CHUNK = tl.constexpr(16)
+WIDTH = tl.constexpr(12)  # of the table: first chunk, blocks, size, blocks in a row, addresses
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding and subtracting it rounds to an integer
 
 
@@ -114,28 +125,67 @@ def _after(before, m, v, decay, step, root, eps):  # type: ignore[no-untyped-def
 
 
 @triton.jit
+def _place(table, chunks):  # type: ignore[no-untyped-def]
+    """The row of this program's parameter, and which of its blocks this is; there may be fewer."""
+    chunk = tl.program_id(0) // CHUNK
+    row = table + tl.load(chunks + chunk) * WIDTH
+    first = (chunk - tl.load(row)) * CHUNK
+    return row, first + tl.program_id(0) % CHUNK
+
+
+@triton.jit
+def _pointer(row, index, TYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    pointer = tl.load(row + 4 + index).to(tl.pointer_type(TYPE))
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _size(row, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    size = tl.load(row + 2)
+    return tl.multiple_of(size, 16) if ALIGNED else size
+
+
+@triton.jit
+def _three(  # type: ignore[no-untyped-def]
+    row, KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """Weight, what completes it and gradient."""
+    param = _pointer(row, 0, tl.float32 if KIND == FP32 else tl.int16, ALIGNED)
+    extra = _pointer(row, 1, tl.float32 if KIND == MASTER else tl.int16, ALIGNED)
+    grad = _pointer(row, 2, tl.float32 if WIDE_GRAD else tl.int16, ALIGNED)
+    return param, extra, grad
+
+
+@triton.jit
 def _step8bit(  # type: ignore[no-untyped-def]
-    param, extra, grad, m_codes, m_scales, v_codes, v_scales, tables, columns, in_row,
-    decay, lerp, beta2, square, step, root, eps,
-    KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, SMALL: tl.constexpr,
+    table, chunks, tables, decay, lerp, beta2, square, step, root, eps,
+    KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, ALIGNED: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64)
-    inside = index % in_row * BLOCK + tl.arange(0, BLOCK)
-    mask = inside < columns
-    at = index // in_row * columns + inside
+    row, index = _place(table, chunks)
+    there = index < tl.load(row + 1)
+    columns = _size(row, ALIGNED)
+    nth, in_row = index.to(tl.int32), tl.load(row + 3).to(tl.int32)  # 64 bits divide slowly
+    param, extra, grad = _three(row, KIND, WIDE_GRAD, ALIGNED)
+    m_codes = _pointer(row, 3, tl.uint8, ALIGNED)
+    m_scales = _pointer(row, 4, tl.float32, False) + index
+    v_codes = _pointer(row, 5, tl.uint8, ALIGNED)
+    v_scales = _pointer(row, 6, tl.float32, False) + index
+    inside = nth % in_row * BLOCK + tl.arange(0, BLOCK)
+    mask = (inside < columns) & there
+    at = nth // in_row * columns + inside
     g = _gradient(grad, at, mask, WIDE_GRAD)
     code = tl.load(m_codes + at, mask, 0).to(tl.int32)
     magnitude = _value(code & 0x7F, tables)
-    m = tl.where(code >= 128, -magnitude, magnitude) * tl.load(m_scales + index)
+    m = tl.where(code >= 128, -magnitude, magnitude) * tl.load(m_scales, there, 0.0)
     v = _value(tl.load(v_codes + at, mask, 0).to(tl.int32), tables + 40)
-    v = v * tl.load(v_scales + index)
+    v = v * tl.load(v_scales, there, 0.0)
     m, v = _moments(g, m, v, lerp, beta2, square, SMALL)
     before = _weight(param, extra, at, mask, KIND)
     _keep(param, extra, at, mask, _after(before, m, v, decay, step, root, eps), KIND)
     m_scale, m_inverse = _scale(m)
     v_scale, v_inverse = _scale(v)
-    tl.store(m_scales + index, m_scale)
-    tl.store(v_scales + index, v_scale)
+    tl.store(m_scales, m_scale, there)
+    tl.store(v_scales, v_scale, there)
     m, v = m * m_inverse, v * v_inverse
     n = _number(tl.abs(m), tables) | ((m.to(tl.int32, bitcast=True) >> 24) & 0x80)
     tl.store(m_codes + at, tl.where(m_inverse > 0, n, 0).to(tl.uint8), mask)
@@ -145,12 +195,15 @@ def _step8bit(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    param, extra, grad, m_at, v_at, numel,
-    decay, lerp, beta2, square, step, root, eps,
-    KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, SMALL: tl.constexpr,
+    table, chunks, decay, lerp, beta2, square, step, root, eps,
+    KIND: tl.constexpr, WIDE_GRAD: tl.constexpr, ALIGNED: tl.constexpr, SMALL: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = at < numel
+    row, index = _place(table, chunks)
+    param, extra, grad = _three(row, KIND, WIDE_GRAD, ALIGNED)
+    m_at = _pointer(row, 3, tl.float32, ALIGNED)
+    v_at = _pointer(row, 4, tl.float32, ALIGNED)
+    at = index * TILE + tl.arange(0, TILE)
+    mask = at < _size(row, ALIGNED)
     g = _gradient(grad, at, mask, WIDE_GRAD)
     m, v = tl.load(m_at + at, mask, 0.0), tl.load(v_at + at, mask, 0.0)
     m, v = _moments(g, m, v, lerp, beta2, square, SMALL)
@@ -160,60 +213,110 @@ def _step(  # type: ignore[no-untyped-def]
     tl.store(v_at + at, v, mask)
 
 
-def adamw(
-    param: Tensor, extra: Tensor | None, grad: Tensor, m: Tensor, v: Tensor, c: Coefficients
-) -> None:
-    """As `reference.adamw`, on contiguous tensors of one device."""
-    if not param.numel():
-        return
-    launch: Any = _step[(triton.cdiv(param.numel(), TILE.value),)]
-    with torch.accelerator.device_index(param.device.index):  # Triton takes the current one
-        launch(*_bits(param, extra, grad), m, v, param.numel(), **_options(param, extra, grad, c))
+class Problem(NamedTuple):
+    """One parameter's step, as `reference.adamw` or `adamw8bit` takes it; tensors contiguous."""
+
+    param: Tensor
+    extra: Tensor | None
+    grad: Tensor
+    state: tuple[Tensor, ...]
+    """Two moments; with codes and scales of each, four tensors."""
+    c: Coefficients
 
 
-def adamw8bit(
-    param: Tensor,
-    extra: Tensor | None,
-    grad: Tensor,
-    m_codes: Tensor,
-    m_scales: Tensor,
-    v_codes: Tensor,
-    v_scales: Tensor,
-    c: Coefficients,
-) -> None:
-    """As `reference.adamw8bit`, on contiguous tensors of one device."""
-    rows, in_row = m_scales.shape
-    launch: Any = _step8bit[(rows * in_row,)]
-    with torch.accelerator.device_index(param.device.index):
-        launch(
-            *(*_bits(param, extra, grad), m_codes, m_scales, v_codes, v_scales),
-            *(_tables(param.device), param.numel() // rows, in_row),
-            **_options(param, extra, grad, c),
-        )
+class _Alike(NamedTuple):
+    """What the parameters of one launch share."""
+
+    place: torch.device
+    coded: bool
+    kind: int
+    wide_grad: bool
+    aligned: bool
+    c: Coefficients
 
 
-def _options(param: Tensor, extra: Tensor | None, grad: Tensor, c: Coefficients) -> dict[str, Any]:
-    lerp = reference.rounded(c.lerp)
-    small = lerp < 0.5
+_Row = tuple[int, ...]
+
+
+def step(problems: Sequence[Problem]) -> None:
+    """As `reference.adamw` or `reference.adamw8bit` on each."""
+    launches: dict[_Alike, list[_Row]] = {}
+    for problem in problems:
+        if problem.param.numel():
+            alike, row = _described(problem)
+            launches.setdefault(alike, []).append(row)
+    for alike, rows in launches.items():
+        with torch.accelerator.device_index(alike.place.index):  # Triton takes the current one
+            _launch(alike, rows)
+
+
+def _described(problem: Problem) -> tuple[_Alike, _Row]:
+    """What it shares with others, and its row of the table but for the first chunk."""
+    param, extra, grad, state, c = problem
+    addresses = [_address(x) for x in (param, param if extra is None else extra, grad, *state)]
+    coded, size, in_row = len(state) == 4, param.numel(), 1
+    blocks = triton.cdiv(size, TILE.value)
+    if coded:
+        rows, in_row = state[1].shape
+        blocks, size = rows * in_row, size // rows
     kind = 0 if param.dtype == torch.float32 else 1
     if extra is not None:
         kind = 2 if extra.dtype == torch.float32 else 3
-    return {
-        **c._replace(lerp=lerp if small else lerp - 1)._asdict(),
-        "KIND": kind,
-        "WIDE_GRAD": grad.dtype == torch.float32,
-        "SMALL": small,
-        "num_warps": 4,
-        "enable_fp_fusion": False,  # only the fusions that the formula names
-    }
+    aligned = not any(number % 16 for number in (size, *addresses))
+    alike = _Alike(param.device, coded, kind, grad.dtype == torch.float32, aligned, c)
+    return alike, (blocks, size, in_row, *addresses)
+
+
+def _launch(alike: _Alike, rows: list[_Row]) -> None:
+    counts = tuple(triton.cdiv(row[0], CHUNK.value) for row in rows)
+    firsts = accumulate((0, *counts))
+    made = tuple((first, *row) for first, row in zip(firsts, rows, strict=False))
+    stream = _stream(alike.place)
+    more = (_tables(alike.place),) if alike.coded else ()
+    kernel: Any = _step8bit if alike.coded else _step
+    lerp = reference.rounded(alike.c.lerp)
+    small = lerp < 0.5
+    kernel[(sum(counts) * CHUNK.value,)](
+        *(_table(made, alike.place, stream), _chunks(counts, alike.place, stream), *more),
+        **alike.c._replace(lerp=lerp if small else lerp - 1)._asdict(),
+        KIND=alike.kind,
+        WIDE_GRAD=alike.wide_grad,
+        ALIGNED=alike.aligned,
+        SMALL=small,
+        num_warps=4,
+        enable_fp_fusion=False,  # only the fusions that the formula names
+    )
+
+
+# What is kept on the device belongs to the stream that it was written on.
+@lru_cache(maxsize=32)
+def _table(rows: tuple[_Row, ...], place: torch.device, stream: int) -> Tensor:
+    padded = [(*row, *(0,) * (WIDTH.value - len(row))) for row in rows]
+    return _sent(padded, torch.int64, place)
+
+
+@lru_cache(maxsize=32)
+def _chunks(counts: tuple[int, ...], place: torch.device, stream: int) -> Tensor:
+    """The number of each chunk's row."""
+    on_host = [(index, count) for index, count in enumerate(counts)]
+    numbers, repeats = _sent(on_host, torch.int32, place).T
+    return numbers.repeat_interleave(repeats, output_size=sum(counts))
+
+
+def _sent(values: list[Any], dtype: torch.dtype, place: torch.device) -> Tensor:
+    """On the device; the host does not wait, since what it copies from is pinned."""
+    made = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=place.type != "cpu")
+    return made.to(place, non_blocking=True)
+
+
+def _stream(place: torch.device) -> int:
+    return 0 if place.type == "cpu" else torch.accelerator.current_stream(place).stream_id
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
 
 
 @cache
 def _tables(place: torch.device) -> Tensor:
     return eight_bit.tables().to(place)
-
-
-def _bits(param: Tensor, extra: Tensor | None, grad: Tensor) -> tuple[Tensor, ...]:
-    """Weight, what completes it and gradient, those in bf16 as their bits."""
-    three = (param, param if extra is None else extra, grad)
-    return tuple(x.view(torch.int16) if x.dtype == torch.bfloat16 else x for x in three)
