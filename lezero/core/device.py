@@ -150,6 +150,15 @@ def processors(place: torch.device) -> int:
     return int(torch.cuda.get_device_properties(place).multi_processor_count)
 
 
+def stream(place: torch.device) -> int:
+    """Which stream of `place` is its current one; 0 on the CPU."""
+    import torch
+
+    if place.type == "cpu":
+        return 0
+    return int(torch.accelerator.current_stream(place).stream_id)
+
+
 def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
     """Captures `run` in a graph of an NVIDIA device: what repeats it, and its output, which each
     repetition overwrites, and others that were captured may.

@@ -2,7 +2,8 @@
 
 A layer is five: queries, keys and values; attention with the cache; its output; gate and up; down.
 Norms, gates and residuals are parts of them. Layers with the same inputs are joined: their weights
-become views of one matrix, so nothing is held twice.
+become views of one matrix, so nothing is held twice. Where their forms differ, each form has a
+launch of its own.
 
 Shapes: B sequences, D width, H heads, E numbers of a head, V vocabulary, T positions, W blocks.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +20,10 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
 from lezero.compress.quantize.weights import PackedWeight
-from lezero.core import device
 from lezero.models import Transformer
 from lezero.ops.linear import Packed
 
 _KINDS = (torch.bfloat16, torch.float16)
-_EARLY = (9, 0)
-"""Compute capability from which a launch may begin before the one before it has ended."""
 
 
 class Product(NamedTuple):
@@ -44,20 +43,9 @@ class Decoder:
     def __init__(self, model: Transformer) -> None:
         self._model: Any = model
         c = self.config = model.config
-        version = device.capability()
-        self._early = version is not None and version >= _EARLY
-        self._layers = [
-            (
-                joined([a.q_proj, a.k_proj, a.v_proj]),
-                joined([a.o_proj]),
-                joined([block.mlp.gate_proj, block.mlp.up_proj]),
-                joined([block.mlp.down_proj]),
-            )
-            for block in self._model.layers
-            for a in (block.self_attn,)
-        ]
-        head = self._model.embed_tokens if model.lm_head is None else model.lm_head
-        self._head = joined([head])
+        dtype = model.norm.weight.dtype
+        *products, self._head = (products_of(some, dtype) for some in _same_inputs(model))
+        self._layers = [products[i : i + 4] for i in range(0, len(products), 4)]
         self._heads, self._window, self._eps = c.heads, c.sliding_window, c.norm_eps
 
     @staticmethod
@@ -77,9 +65,7 @@ class Decoder:
         from lezero.ops.decoder.triton_attend import attend
         from lezero.ops.linear.triton_few import Around
 
-        model, early = self._model, self._early
-        around = Around(eps=self._eps, early=early)
-        rope = model.rope
+        model, rope, around = self._model, self._model.rope, Around(eps=self._eps)
         x_BD = model.embed_tokens(token_B)
         for index, (block, products) in enumerate(zip(model.layers, self._layers, strict=True)):
             into, out, wide, narrow = products
@@ -94,7 +80,6 @@ class Decoder:
                 window=self._window,
                 norms=norms,
                 eps=self._eps,
-                early=early,
             )
             x_BD = multiply(y, out, around._replace(residual=x_BD))
             norm = block.post_attention_layernorm.weight
@@ -103,23 +88,31 @@ class Decoder:
         return multiply(x_BD, self._head, around._replace(norm=model.norm.weight))
 
 
-def multiply(x: Tensor, product: Product, around: Any) -> Tensor:
+def multiply(x: Tensor, products: Sequence[Product], around: Any) -> Tensor:
+    """The outputs of all products, side by side."""
     from lezero.ops.linear.triton_few import linear_few
 
-    return linear_few(x, *product, around=around)
+    found = [linear_few(x, *product, around=around) for product in products]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 def fits(model: Transformer) -> bool:
-    """Whether all layers have a form that the kernels read, those with the same inputs the same."""
+    """Whether all layers have a form that the kernels read."""
+    dtype = model.norm.weight.dtype
+    return None not in {_form(layer, dtype) for some in _same_inputs(model) for layer in some}
+
+
+def _same_inputs(model: Transformer) -> list[list[Any]]:
+    """Layers whose inputs are the same: four lists a block, and at last that of the head."""
     every: Any = model
-    blocks = [(block.self_attn, block.mlp) for block in every.layers]
-    groups = [[a.q_proj, a.k_proj, a.v_proj] for a, _ in blocks]
-    groups += [[a.o_proj] for a, _ in blocks]
-    groups += [[mlp.gate_proj, mlp.up_proj] for _, mlp in blocks]
-    groups += [[mlp.down_proj] for _, mlp in blocks]
-    groups.append([every.embed_tokens if every.lm_head is None else every.lm_head])
-    forms = [[_form(layer, model.norm.weight.dtype) for layer in group] for group in groups]
-    return all(None not in of and len(set(of)) == 1 for of in forms)
+    found = []
+    for block in every.layers:
+        attention, mlp = block.self_attn, block.mlp
+        found.append([attention.q_proj, attention.k_proj, attention.v_proj])
+        found.append([attention.o_proj])
+        found.append([mlp.gate_proj, mlp.up_proj])
+        found.append([mlp.down_proj])
+    return [*found, [every.embed_tokens if every.lm_head is None else every.lm_head]]
 
 
 def _form(layer: Any, dtype: torch.dtype) -> tuple[Any, ...] | None:
@@ -140,9 +133,15 @@ def _form(layer: Any, dtype: torch.dtype) -> tuple[Any, ...] | None:
     return grid.bits, group, grid.zero_point, kept, layer.weight.full_shape[1], biased
 
 
+def products_of(layers: Sequence[Any], dtype: torch.dtype) -> list[Product]:
+    """Layers with the same inputs: as one product, or, where neighbours have no form in common (in
+    a GGUF file, say), as several."""
+    return [joined(list(some)) for _, some in groupby(layers, lambda layer: _form(layer, dtype))]
+
+
 @torch.no_grad()
 def joined(layers: Sequence[Any]) -> Product:
-    """Layers with the same inputs as one product; their weights become views of its weight."""
+    """Layers of one form as one product; their weights become views of its weight."""
     N, K = sum(int(layer.weight.shape[0]) for layer in layers), int(layers[0].weight.shape[1])
     held = [layer.weight for layer in layers]
     biases = [getattr(layer, "bias", None) for layer in layers]

@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lezero.core.device import stream
+from lezero.ops.triton_units import times
 
 BLOCK = 16
 """Places of a block of the cache."""
@@ -26,14 +28,6 @@ _CHUNK = 256
 _PLACES = 64  # that are looked at together
 _LEAST_ROWS = 16  # of a product on the matrix units
 _HEADS = 1 << 16  # of all sequences of a launch at most
-
-
-@triton.jit
-def _times(a, b, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a b in fp32. WIDE: in the interpreter, which does not multiply bf16."""
-    if WIDE:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    return tl.dot(a, b)
 
 
 @triton.jit
@@ -48,17 +42,87 @@ def _turned(first, second, norm, half, cos, sin, eps, P: tl.constexpr, NORM: tl.
 
 
 @triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    mine, k_norm, c, s, block, at, keys, values, head, H, K, eps,
+    E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The new key, turned, and value of a head, at place `at` of `block`."""
+    half, whole, one = tl.arange(0, P), tl.arange(0, E), tl.arange(0, 1)[:, None]
+    key = mine + (H + head) * E + half[None, :] + one
+    k1, k2 = _turned(
+        tl.load(key).to(tl.float32), tl.load(key + P).to(tl.float32),
+        k_norm, half, c, s, eps, P, NORM,
+    )  # fmt: skip
+    own = ((block * BLOCK + at % BLOCK) * K + head) * E
+    kind = keys.dtype.element_ty
+    tl.store(keys + own + half[None, :] + one, k1.to(kind))
+    tl.store(keys + own + P + half[None, :] + one, k2.to(kind))
+    tl.store(values + own + whole, tl.load(mine + (H + K + head) * E + whole))
+
+
+@triton.jit
+def _look(  # type: ignore[no-untyped-def]
+    first, second, table, keys, values, head, begin, end, start, at, K, scale,
+    ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
+    PLACES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Of places `begin` … `end`, those from `start` to `at`: Σ exp(score - top) v, the largest
+    score (top), and Σ exp(score - top)."""
+    half, whole = tl.arange(0, P), tl.arange(0, E)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, E), tl.float32)
+    low = tl.maximum(begin, start // PLACES * PLACES)
+    for lowest in range(low, tl.minimum(end, at + 1), PLACES):
+        place = lowest + tl.arange(0, PLACES)
+        seen = (place <= at) & (place >= start)
+        block = tl.load(table + place // BLOCK, seen, 0)
+        line = ((block * BLOCK + place % BLOCK) * K + head) * E
+        near = tl.load(keys + line[None, :] + half[:, None], seen[None, :], 0.0)
+        far = tl.load(keys + line[None, :] + (P + half)[:, None], seen[None, :], 0.0)
+        score = (times(first, near, WIDE) + times(second, far, WIDE)) * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        p = tl.exp(score - higher[:, None])
+        before = tl.exp(top - higher)
+        weight = weight * before + tl.sum(p, 1)
+        v = tl.load(values + line[:, None] + whole[None, :], seen[:, None], 0.0)
+        acc = acc * before[:, None] + times(p.to(first.dtype), v, WIDE)
+        top = higher
+    return acc, top, weight
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    sums, tops, slot, begin, end, ROWS: tl.constexpr, E: tl.constexpr
+):  # fmt: skip
+    """`_look` of all places from that of parts `begin` … `end`."""
+    row, whole = tl.arange(0, ROWS), tl.arange(0, E)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, E), tl.float32)
+    for other in range(begin, end):
+        theirs = (slot + other) * ROWS + row
+        highest = tl.load(tops + 2 * theirs, cache_modifier=".cg")
+        higher = tl.maximum(top, highest)
+        before, factor = tl.exp(top - higher), tl.exp(highest - higher)
+        found = tl.load(sums + theirs[:, None] * E + whole[None, :], cache_modifier=".cg")
+        acc = acc * before[:, None] + found * factor[:, None]
+        weight = weight * before
+        weight += tl.load(tops + 2 * theirs + 1, cache_modifier=".cg") * factor
+        top = higher
+    return acc, weight
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cos, sin, position, table, keys, values, out, sums, tops, counts,
     H, K, stride, place_stride, table_stride, eps, scale, window,
     G: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr, WIDE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
     at = tl.load(position + b * place_stride)
     start = tl.maximum(at - window + 1, 0)
     begin = part * CHUNK
@@ -66,47 +130,23 @@ def _attend(  # type: ignore[no-untyped-def]
     c = tl.load(cos + at * P + half)[None, :]
     s = tl.load(sin + at * P + half)[None, :]
     kind = out.dtype.element_ty
-    mine = qkv + b * stride
+    mine, table = qkv + b * stride, table + b * table_stride
     mask = (row < G)[:, None]
     queries = mine + ((head * G + row) * E)[:, None] + half[None, :]
     first, second = _turned(
         tl.load(queries, mask, 0.0).to(tl.float32), tl.load(queries + P, mask, 0.0).to(tl.float32),
         q_norm, half, c, s, eps, P, NORM,
     )  # fmt: skip
-    first, second = first.to(kind), second.to(kind)
     if (at >= begin) & (at < begin + CHUNK):  # the new key and value are of this chunk
-        one = tl.arange(0, 1)[:, None]
-        key = mine + (H + head) * E + half[None, :] + one
-        k1, k2 = _turned(
-            tl.load(key).to(tl.float32), tl.load(key + P).to(tl.float32),
-            k_norm, half, c, s, eps, P, NORM,
+        block = tl.load(table + at // BLOCK)
+        _write(
+            mine, k_norm, c, s, block, at, keys, values, head, H, K, eps, E, P, NORM, BLOCK
         )  # fmt: skip
-        own = tl.load(table + b * table_stride + at // BLOCK) * BLOCK + at % BLOCK
-        own = (own * K + head) * E
-        tl.store(keys + own + half[None, :] + one, k1.to(kind))
-        tl.store(keys + own + P + half[None, :] + one, k2.to(kind))
-        tl.store(values + own + whole, tl.load(mine + (H + K + head) * E + whole))
     tl.debug_barrier()  # all threads of the program see what they wrote
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    weight = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, E), tl.float32)
-    low = tl.maximum(begin, start // PLACES * PLACES)
-    for lowest in range(low, tl.minimum(begin + CHUNK, at + 1), PLACES):
-        place = lowest + tl.arange(0, PLACES)
-        seen = (place <= at) & (place >= start)
-        block = tl.load(table + b * table_stride + place // BLOCK, seen, 0)
-        line = ((block * BLOCK + place % BLOCK) * K + head) * E
-        near = tl.load(keys + line[None, :] + half[:, None], seen[None, :], 0.0)
-        far = tl.load(keys + line[None, :] + (P + half)[:, None], seen[None, :], 0.0)
-        score = (_times(first, near, WIDE) + _times(second, far, WIDE)) * scale
-        score = tl.where(seen[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        p = tl.exp(score - higher[:, None])
-        before = tl.exp(top - higher)
-        weight = weight * before + tl.sum(p, 1)
-        v = tl.load(values + line[:, None] + whole[None, :], seen[:, None], 0.0)
-        acc = acc * before[:, None] + _times(p.to(kind), v, WIDE)
-        top = higher
+    acc, top, weight = _look(
+        first.to(kind), second.to(kind), table, keys, values, head, begin, begin + CHUNK, start, at,
+        K, scale, ROWS, E, P, BLOCK, PLACES, WIDE,
+    )  # fmt: skip
     to = out + (b * H + head * G + row)[:, None] * E + whole[None, :]
     if PARTS == 1:
         tl.store(to, (acc / weight[:, None]).to(kind), mask)
@@ -118,19 +158,9 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(tops + 2 * slot + 1, weight)
         tl.debug_barrier()
         if tl.atomic_add(counts + index, 1, sem="acq_rel") == PARTS - 1:
-            top = tl.full((ROWS,), float("-inf"), tl.float32)
-            weight = tl.zeros((ROWS,), tl.float32)
-            acc = tl.zeros((ROWS, E), tl.float32)
-            for other in range(start // CHUNK, at // CHUNK + 1):
-                theirs = (index * PARTS + other) * ROWS + row
-                highest = tl.load(tops + 2 * theirs, cache_modifier=".cg")
-                higher = tl.maximum(top, highest)
-                before, factor = tl.exp(top - higher), tl.exp(highest - higher)
-                found = tl.load(sums + theirs[:, None] * E + whole[None, :], cache_modifier=".cg")
-                acc = acc * before[:, None] + found * factor[:, None]
-                weight = weight * before
-                weight += tl.load(tops + 2 * theirs + 1, cache_modifier=".cg") * factor
-                top = higher
+            acc, weight = _join(
+                sums, tops, index * PARTS, start // CHUNK, at // CHUNK + 1, ROWS, E
+            )  # fmt: skip
             tl.store(to, (acc / weight[:, None]).to(kind), mask)
             tl.store(counts + index, 0)
 
@@ -147,14 +177,13 @@ def attend(
     window: int | None = None,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
-    early: bool = False,
 ) -> Tensor:
     """(B, H E) of qkv (B, (H + 2 K) E), in 16 bits; `keys` and `values`, (places, K, E), get the
     new token's at its `position_B`, int64.
 
     cos_TP and sin_TP: fp32, of all positions. table_BW: int64, blocks of 16 places; its rows and
     positions may lie apart. window: how many places back a token looks, itself among them. norms:
-    (E,) weights of RMS norms of queries and keys, with `eps`. early: as in `triton_few.Around`.
+    (E,) weights of RMS norms of queries and keys, with `eps`.
     """
     B, W = table_BW.shape
     _, K, E = keys.shape
@@ -167,7 +196,7 @@ def attend(
         assert B * K <= _HEADS
         sums = qkv.new_empty(B * K, parts, rows, E, dtype=torch.float32)
         tops = qkv.new_empty(B * K, parts, rows, 2, dtype=torch.float32)
-        counts = _counts(qkv.device, torch.accelerator.current_stream(qkv.device).stream_id)
+        counts = _counts(qkv.device, stream(qkv.device))
     launch: Any = _attend[(K, B, parts)]
     with torch.accelerator.device_index(qkv.device.index):
         launch(
@@ -184,10 +213,8 @@ def attend(
             CHUNK=_CHUNK,
             PLACES=_PLACES,
             PARTS=parts,
-            EARLY=early,
             WIDE=qkv.device.type == "cpu",
             num_warps=4,
-            **({"launch_pdl": True} if early else {}),
         )
     return out
 
