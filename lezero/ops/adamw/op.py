@@ -49,7 +49,7 @@ def check_weight(param: Tensor, extra: Tensor | None, grad: Tensor) -> None:
 
 def check_state(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Raises `ConfigError` for a state tensor of another shape or type, as a file may hold."""
-    if tuple(found.shape) != tuple(shape) or found.dtype != dtype:
+    if found.shape != shape or found.dtype != dtype:
         raise ConfigError(
             f"AdamW: state '{name}' is {found.dtype} {tuple(found.shape)}; it must be {dtype} "
             f"{tuple(shape)}"

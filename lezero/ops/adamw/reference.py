@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class Coefficients(NamedTuple):
     eps: float
 
 
+@lru_cache(maxsize=16)  # most parameters of a step ask for the same
 def coefficients(
     step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float
 ) -> Coefficients:

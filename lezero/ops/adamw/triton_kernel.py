@@ -255,7 +255,7 @@ def _described(problem: Problem) -> tuple[_Alike, _Row]:
     param, extra, grad, state, c = problem
     addresses = [_address(x) for x in (param, param if extra is None else extra, grad, *state)]
     coded, size, in_row = len(state) == 4, param.numel(), 1
-    blocks = triton.cdiv(size, TILE.value)
+    blocks = -(-size // TILE.value)  # triton.cdiv takes the host 3 µs
     if coded:
         rows, in_row = state[1].shape
         blocks, size = rows * in_row, size // rows
@@ -268,7 +268,7 @@ def _described(problem: Problem) -> tuple[_Alike, _Row]:
 
 
 def _launch(alike: _Alike, rows: list[_Row]) -> None:
-    counts = tuple(triton.cdiv(row[0], CHUNK.value) for row in rows)
+    counts = tuple(-(-row[0] // CHUNK.value) for row in rows)
     firsts = accumulate((0, *counts))
     made = tuple((first, *row) for first, row in zip(firsts, rows, strict=False))
     stream = _stream(alike.place)
