@@ -2,8 +2,10 @@
 
 One launch turns queries and keys to their positions (RoPE, after a norm of each head where the
 model has one), writes the new key and value into the cache, and attends. A program takes the query
-heads of one key-value head of one sequence and CHUNK places of its past; of the programs of one
-head the last to end joins the parts (Dao et al., "Flash-Decoding", 2023), in their order.
+heads of one key-value head of one sequence and a part of its past; of the programs of one head the
+last to end joins the parts (Dao et al., "Flash-Decoding", 2023), in their order. Parts are of 64
+places, or of as many as make at most 16 parts of the sequence's own past, so that what else is in
+the step does not change them.
 
 Letters: B sequences, W blocks of the longest, H query heads, K key-value heads, E numbers of a
 head, P = E / 2 pairs, G = H / K query heads of one key-value head.
@@ -11,7 +13,6 @@ head, P = E / 2 pairs, G = H / K query heads of one key-value head.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -19,15 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lezero.core.device import stream
-from lezero.ops.triton_units import times
+from lezero.ops.triton_units import MOST_COUNTED, counts, times
 
 BLOCK = 16
 """Places of a block of the cache."""
-_CHUNK = 256
 _PLACES = 64  # that are looked at together
+_PARTS = tl.constexpr(16)  # of a past at most
 _LEAST_ROWS = 16  # of a product on the matrix units
-_HEADS = 1 << 16  # of all sequences of a launch at most
 
 
 @triton.jit
@@ -115,17 +114,26 @@ def _join(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _size(at, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Places of a part of a past that ends at `at`."""
+    size = at * 0 + PLACES
+    for _ in tl.static_range(24):
+        size = tl.where(at >= _PARTS * size, 2 * size, size)
+    return size
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, cos, sin, position, table, keys, values, out, sums, tops, counts,
     H, K, stride, place_stride, table_stride, eps, scale, window,
     G: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
-    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = tl.load(position + b * place_stride)
     start = tl.maximum(at - window + 1, 0)
-    begin = part * CHUNK
+    size = _size(at, PLACES)
+    begin = part * size
     half, whole, row = tl.arange(0, P), tl.arange(0, E), tl.arange(0, ROWS)
     c = tl.load(cos + at * P + half)[None, :]
     s = tl.load(sin + at * P + half)[None, :]
@@ -137,14 +145,14 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.load(queries, mask, 0.0).to(tl.float32), tl.load(queries + P, mask, 0.0).to(tl.float32),
         q_norm, half, c, s, eps, P, NORM,
     )  # fmt: skip
-    if (at >= begin) & (at < begin + CHUNK):  # the new key and value are of this chunk
+    if (at >= begin) & (at < begin + size):  # the new key and value are of this chunk
         block = tl.load(table + at // BLOCK)
         _write(
             mine, k_norm, c, s, block, at, keys, values, head, H, K, eps, E, P, NORM, BLOCK
         )  # fmt: skip
     tl.debug_barrier()  # all threads of the program see what they wrote
     acc, top, weight = _look(
-        first.to(kind), second.to(kind), table, keys, values, head, begin, begin + CHUNK, start, at,
+        first.to(kind), second.to(kind), table, keys, values, head, begin, begin + size, start, at,
         K, scale, ROWS, E, P, BLOCK, PLACES, WIDE,
     )  # fmt: skip
     to = out + (b * H + head * G + row)[:, None] * E + whole[None, :]
@@ -159,7 +167,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         if tl.atomic_add(counts + index, 1, sem="acq_rel") == PARTS - 1:
             acc, weight = _join(
-                sums, tops, index * PARTS, start // CHUNK, at // CHUNK + 1, ROWS, E
+                sums, tops, index * PARTS, start // size, at // size + 1, ROWS, E
             )  # fmt: skip
             tl.store(to, (acc / weight[:, None]).to(kind), mask)
             tl.store(counts + index, 0)
@@ -189,19 +197,19 @@ def attend(
     _, K, E = keys.shape
     group = heads // K
     rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
-    parts = triton.cdiv(W * BLOCK, _CHUNK)
+    parts = min(_PARTS.value, triton.cdiv(W * BLOCK, _PLACES))
     out = qkv.new_empty(B, heads * E)
-    sums = tops = counts = qkv
+    sums = tops = ended = qkv
     if parts > 1:
-        assert B * K <= _HEADS
+        assert B * K <= MOST_COUNTED
         sums = qkv.new_empty(B * K, parts, rows, E, dtype=torch.float32)
         tops = qkv.new_empty(B * K, parts, rows, 2, dtype=torch.float32)
-        counts = _counts(qkv.device, stream(qkv.device))
+        ended = counts(qkv.device)
     launch: Any = _attend[(K, B, parts)]
     with torch.accelerator.device_index(qkv.device.index):
         launch(
             *(qkv, *(norms or (qkv, qkv)), cos_TP, sin_TP, position_B, table_BW),
-            *(keys, values, out, sums, tops, counts, heads, K, qkv.stride(0)),
+            *(keys, values, out, sums, tops, ended, heads, K, qkv.stride(0)),
             *(position_B.stride(0), table_BW.stride(0), eps, E**-0.5),
             1 << 30 if window is None else window,
             G=group,
@@ -210,16 +218,9 @@ def attend(
             P=E // 2,
             NORM=norms is not None,
             BLOCK=BLOCK,
-            CHUNK=_CHUNK,
             PLACES=_PLACES,
             PARTS=parts,
             WIDE=qkv.device.type == "cpu",
             num_warps=4,
         )
     return out
-
-
-@functools.cache
-def _counts(device: torch.device, stream: int) -> Tensor:
-    """Of programs that have ended, for each head; 0 between launches."""
-    return torch.zeros(_HEADS, dtype=torch.int32, device=device)

@@ -5,25 +5,26 @@
 The weight is read once: that is the time. It is bf16 or fp16 (N, K) or in the row layout of
 `rows.py`. A program takes BN outputs, all tokens (16 or 32 at a time, on the matrix units) and a
 part of the inputs; of the programs of one tile of outputs the last to end adds the parts, in their
-order, so that results do not depend on which one that is, nor on the number of tokens.
+order, so that results do not depend on which one that is, nor on the number of tokens (but for one
+token and 4 bits, see `triton_one.py`).
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from lezero.core.device import processors, stream
+from lezero.core.device import processors
 from lezero.ops.linear import triton_few_kernel as kernel
+from lezero.ops.linear import triton_one
 from lezero.ops.linear.layout import Packed
 from lezero.ops.linear.rows import run_of
+from lezero.ops.triton_units import MOST_COUNTED, counts
 
 MOST_TOKENS = 64
-_TILES = 1 << 16  # of outputs, of a launch at most
 _GATES = 1024  # of a program
 _GROUPS = (0, 32, 64, 128, 256, 512)
 
@@ -77,6 +78,8 @@ def linear_few(
         return x_MK.new_empty(0, N)
     if around.gated:
         x_MK = _gated(x_MK, K)
+    if bits == 4 and len(x_MK) == 1 and cut is None:
+        return triton_one.linear_one(x_MK, weight, bias, N, K, group, around)
     cut = cut or best_cut(N, K, bits, group, processors(x_MK.device))
     return _tiled(x_MK, weight, bias, (N, K, bits, group), around, cut)
 
@@ -96,7 +99,7 @@ def _tiled(
     part = triton.cdiv(triton.cdiv(K, unit), cut.parts) * unit
     tokens = 16 if M <= 16 or bits == 4 else 32
     grid = (triton.cdiv(N, cut.outputs), cut.parts, triton.cdiv(M, tokens))
-    assert grid[0] * grid[2] <= _TILES
+    assert grid[0] * grid[2] <= MOST_COUNTED
     out = x_MK.new_empty(M, N)
     launch: Any = kernel.few[grid]
     with torch.accelerator.device_index(x_MK.device.index):  # Triton takes the current one
@@ -134,14 +137,7 @@ def _shared(x_MK: Tensor, N: int, tiles: int, parts: int) -> tuple[Tensor, Tenso
         return x_MK, x_MK, x_MK
     partial = x_MK.new_empty(parts, len(x_MK), N, dtype=torch.float32)
     squares = x_MK.new_empty(tiles, parts, len(x_MK), dtype=torch.float32)
-    return partial, squares, _counts(x_MK.device, stream(x_MK.device))
-
-
-@functools.cache
-def _counts(device: torch.device, stream: int) -> Tensor:
-    """Of programs that have ended, for each tile; 0 between launches. One for each stream, since
-    launches of two may overlap."""
-    return torch.zeros(_TILES, dtype=torch.int32, device=device)
+    return partial, squares, counts(x_MK.device)
 
 
 def _gated(x: Tensor, width: int) -> Tensor:
@@ -153,19 +149,23 @@ def _gated(x: Tensor, width: int) -> Tensor:
 
 
 def best_cut(N: int, K: int, bits: int, group: int, processors: int) -> Cut:
-    """Two to four programs a processor, each with as many bytes on their way as memory's latency
-    asks for. Not a question of the number of tokens: see above."""
+    """Some programs a processor, each with as many bytes on their way as memory's latency asks for.
+    Of the cuts that were measured on an H200; not a question of the number of tokens, see above."""
+    enough = 2 * processors
     if bits == 4:
-        outputs, inputs, stages, warps = 64 if N >= 8192 else 32, 8 * run_of(group), 3, 4
+        outputs, inputs, stages, warps = 64, 8 * run_of(group), 3, 4
+        enough = 3 * processors // 2
+    elif bits == 8 and N >= 1 << 14:
+        outputs, inputs, stages, warps = 64, min(256, group or 256), 4, 4
     elif bits == 8:
         outputs, inputs, stages, warps = 32, min(512, group or 512), 3, 4
+    elif N >= 3 << 13:
+        outputs, inputs, stages, warps = 64, 128, 4, 4
+    elif N >= 1 << 13:
+        outputs, inputs, stages, warps = 32, 256, 4, 4
     else:
-        outputs, inputs, stages, warps = (32, 256, 4, 4) if N >= 8192 else (16, 256, 4, 2)
-    parts = 1
-    while (
-        parts < 8
-        and parts * triton.cdiv(N, outputs) < 2 * processors
-        and K // (2 * parts) >= inputs
-    ):
+        outputs, inputs, stages, warps = 16, 256, 4, 2
+    parts, tiles = 1, triton.cdiv(N, outputs)
+    while parts < 8 and parts * tiles < enough and 2 * parts * inputs <= K:
         parts *= 2
     return Cut(outputs, inputs, parts, stages, warps)
