@@ -16,6 +16,7 @@ from lezero.ops.linear import (
     to_rows,
     triton_rows,
     triton_tokens,
+    triton_w8a8,
 )
 from lezero.ops.quantize.tokens import quantize_tokens
 from tests.ops.test_linear import FLOATS, packed, seeded
@@ -69,33 +70,42 @@ def tokens() -> Iterator[tuple[str, bool]]:
         x = x.to(dtype).to(DEVICE)
         wanted, steps = quantize_tokens(x, scale)
         columns = -(-K // 16) * 16
-        found, at = triton_tokens.quantize_tokens(x, scale, columns, 32)
+        found, at = triton_tokens.quantize_tokens(x, scale, columns)
         name = f"tokens {K} {dtype} {given}"
-        yield f"{name}: codes", equal(found[: len(x), :K], wanted)
+        yield f"{name}: codes", equal(found[:, :K], wanted)
         yield f"{name}: scales", equal(at, steps)
-        yield f"{name}: padding", len(found) == 32 and not found[: len(x), K:].any()
+        yield f"{name}: padding", found.shape[1] == columns and not found[:, K:].any()
     at_once, triton_tokens._AT_ONCE = triton_tokens._AT_ONCE, 64
     x = seeded(3, 200).to(DEVICE)
     x[1, 150] = 90.0
     x[2, 199] = float("nan")
-    found = triton_tokens.quantize_tokens(x, None, 200, 0)
+    found = triton_tokens.quantize_tokens(x, None, 200)
     yield "tokens in parts", all(map(equal, found, quantize_tokens(x)))
     triton_tokens._AT_ONCE = at_once
 
 
-def results() -> Iterator[tuple[str, bool]]:
+WHOLE = [(1, 1, 16), (16, 40, 96), (16, 70, 512), (17, 257, 208), (128, 64, 256), (129, 300, 384)]
+WHOLE += [(1100, 130, 144), (3, 5, 5008)]
+"""M, N, K: every tile, whole and ragged, and more tiles of tokens than run together."""
+
+
+def whole_numbers() -> Iterator[tuple[str, bool]]:
     draw = torch.Generator().manual_seed(0)
-    for N, dtype, with_bias in itertools.product((1, 40, 1100), FLOATS, (False, True)):
-        whole = torch.randint(-(1 << 30), 1 << 30, (5, N + 3), generator=draw, dtype=torch.int32)
-        total = whole.to(DEVICE)[:, :N]
-        token, scale = (seeded(n, seed=n).to(DEVICE) for n in (5, N))
-        token[2] = float("nan")
-        scale, bias = scale[:, None].to(dtype), seeded(N, seed=2).to(dtype).to(DEVICE) * 1e9
-        bias = bias if with_bias else None
+    kinds = zip(itertools.product(WHOLE, (False, True)), itertools.cycle(FLOATS), strict=False)
+    for ((M, N, K), with_bias), dtype in kinds:
+        a, w = (torch.randint(-127, 128, (n, K), generator=draw).to(torch.int8) for n in (M, N))
+        a[0], w[0] = 127, -127  # the largest sum
+        token, scale = seeded(M, seed=M), seeded(N, seed=N)[:, None].to(dtype)
+        token[1:2] = float("nan")
+        bias = seeded(N, seed=2).to(dtype) * 1e3 if with_bias else None
         factor = token[:, None] * scale.float().T
-        wanted = reference.finish(total.float(), factor, bias, dtype)
-        found = triton_tokens.finish(total, token, scale, bias, dtype)
-        yield f"results {N} {dtype} {with_bias}", equal(found, wanted)
+        wanted = reference.finish((a.double() @ w.double().T).float(), factor, bias, dtype)
+        placed = (x if x is None else x.to(DEVICE) for x in (a, token, w, scale, bias))
+        found = triton_w8a8.linear_w8a8(*placed, dtype)  # type: ignore[arg-type, misc, call-arg]
+        yield f"whole {M} {N} {K} {dtype} {with_bias}", equal(found, wanted.to(DEVICE))
+    no = [torch.empty(0, 16, dtype=torch.int8, device=DEVICE), torch.empty(0, device=DEVICE)]
+    some = [torch.ones(5, 16, dtype=torch.int8, device=DEVICE), torch.ones(5, 1, device=DEVICE)]
+    yield "no tokens", triton_w8a8.linear_w8a8(*no, *some, None, torch.float16).shape == (0, 5)
 
 
 def layers() -> Iterator[tuple[str, bool]]:
@@ -124,7 +134,7 @@ def layers() -> Iterator[tuple[str, bool]]:
 
 
 if __name__ == "__main__":
-    made = list(itertools.chain(weights(), tokens(), results(), layers()))
+    made = list(itertools.chain(weights(), tokens(), whole_numbers(), layers()))
     wrong = [name for name, right in made if not right]
     print("\n".join(wrong[:20]))
     print(f"{len(wrong)} of {len(made)} differ on {DEVICE}")

@@ -22,9 +22,9 @@ SHAPES = [(1, 5, 70), (3, 33, 64), (16, 16, 1), (17, 40, 129), (40, 50, 300), (0
 
 @pytest.fixture(autouse=True)
 def tried_anew() -> Iterator[None]:
-    accelerator._multiplies_int8.cache_clear()
+    accelerator._torch_multiplies_int8.cache_clear()
     yield
-    accelerator._multiplies_int8.cache_clear()
+    accelerator._torch_multiplies_int8.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -93,9 +93,13 @@ class Kernels:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[str] = []
-        names = ("triton_few", "triton_rows", "triton_tokens")
-        calls = ("suits", "linear_few", "dequantize", "embedding", "quantize_tokens", "finish")
-        for name in names:
+        kernels = {
+            "triton_few": ("suits", "linear_few"),
+            "triton_rows": ("dequantize", "embedding"),
+            "triton_tokens": ("quantize_tokens",),
+            "triton_w8a8": ("linear_w8a8",),
+        }
+        for name, calls in kernels.items():
             stub = SimpleNamespace(**{call: getattr(self, call) for call in calls})
             monkeypatch.setitem(sys.modules, f"lezero.ops.linear.{name}", stub)
             monkeypatch.setattr(linear, name, stub, raising=False)
@@ -117,16 +121,17 @@ class Kernels:
         self.launched.append("embedding")
         return reference.embedding(*args)
 
-    def quantize_tokens(self, x: Tensor, scale: Any, columns: int, rows: int) -> Any:
+    def quantize_tokens(self, x: Tensor, scale: Any, columns: int) -> tuple[Tensor, Tensor]:
         self.launched.append("tokens")
-        codes = torch.full((max(rows, len(x)), columns), 7, dtype=torch.int8)
-        codes[: len(x)] = 0
-        codes[: len(x), : x.shape[1]], steps = accelerator.quantize_tokens(x, scale)
-        return codes, steps
+        codes, steps = accelerator.quantize_tokens(x, scale)
+        return torch.nn.functional.pad(codes, (0, columns - x.shape[1])), steps
 
-    def finish(self, total: Tensor, token: Tensor, scale: Tensor, *rest: Any) -> Tensor:
-        self.launched.append("finish")
-        return reference.finish(total.float(), token[:, None] * scale.float().T, *rest)
+    def linear_w8a8(
+        self, a: Tensor, token: Tensor, weight: Tensor, scale: Tensor, *rest: Any
+    ) -> Tensor:
+        self.launched.append("w8a8")
+        factor = token[:, None] * scale.float().T
+        return reference.finish(a.float() @ weight.float().T, factor, *rest)
 
     def _wide(self, weight: Any, *rest: Any) -> Tensor:
         *sizes, dtype = rest
@@ -139,8 +144,8 @@ CHOICES = {
     "many": ((65, torch.bfloat16, 4, 32, 16), ["dequantize"]),
     "a group that few do not have": ((4, torch.bfloat16, 8, 96, 16), ["dequantize"]),
     "fp32": ((1, torch.float32, 4, 32, 16), ["dequantize"]),
-    "W8A8": ((1, torch.bfloat16, 8, 0, 8), ["tokens", "finish"]),
-    "W8A8, many": ((100, torch.float32, 8, 0, 8), ["tokens", "finish"]),
+    "W8A8": ((1, torch.bfloat16, 8, 0, 8), ["tokens", "w8a8"]),
+    "W8A8, many": ((100, torch.float32, 8, 0, 8), ["tokens", "w8a8"]),
     "W8A8 in groups": ((4, torch.bfloat16, 8, 32, 8), ["tokens", "few"]),
     "W4A8, many": ((100, torch.bfloat16, 4, 32, 8), ["tokens", "dequantize"]),
     "none": ((0, torch.bfloat16, 4, 32, 16), []),

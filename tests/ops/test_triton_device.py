@@ -21,7 +21,7 @@ from lezero.ops.adamw import eight_bit, triton_kernel as adamw
 from lezero.ops.adamw.reference import coefficients
 from lezero.ops.codec import FORMS, payload_bytes, triton_kernel as codec
 from lezero.ops.linear import Packed, triton_fp8 as fp8, triton_rows as rows
-from lezero.ops.linear import triton_tokens as tokens
+from lezero.ops.linear import triton_tokens as tokens, triton_w8a8 as w8a8
 
 inside, launched = [None], []
 
@@ -42,7 +42,7 @@ codec._encode_dense = codec._encode_sign = codec._encode_sparse = codec._decode 
 adamw._step = adamw._step8bit = fp8._round = Kernel()
 adamw._address, adamw._stream = lambda x: 16, lambda place: 0
 adamw._sent = lambda values, dtype, place: torch.zeros(len(values), len(values[0])).to(place)
-rows._decode = tokens._round = tokens._finish = Kernel()
+rows._decode = tokens._round = w8a8._multiply = Kernel()
 with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     x = torch.empty(1000)
     for form in FORMS:
@@ -58,9 +58,8 @@ with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     weight = Packed(torch.empty(32, 64, dtype=torch.int8), torch.empty(32, 1), None)
     rows.dequantize(weight, 32, 64, 8, 0, torch.bfloat16)
     rows.embedding(torch.zeros(3, dtype=torch.int64), weight, 64, 8, 0, torch.bfloat16)
-    tokens.quantize_tokens(torch.empty(3, 64), None, 64, 32)
-    total = torch.empty(3, 32, dtype=torch.int32)
-    tokens.finish(total, torch.empty(3), weight.scale, None, torch.bfloat16)
+    a, token = tokens.quantize_tokens(torch.empty(3, 64), None, 64)
+    w8a8.linear_w8a8(a, token, weight.weight, weight.scale, None, torch.bfloat16)
     fp8.fp8_tokens(torch.empty(3, 64))
 assert launched == [1] * (2 * len(FORMS) + 7), launched
 print("alike")

@@ -1,11 +1,12 @@
 """Linear layers of 4 and 8 bits on an accelerator, from weights in rows (`rows.py`).
 
-W8A8 with a scale a row is one product of whole numbers, by the units for int8 (`torch._int_mm`):
-the reference's result, bit for bit. Everything else is near it: few tokens multiply the codes where
-they are read (`triton_few.py`), many are multiplied with the dequantized weight; tokens of 8 bits
-(A8) are rounded before. The reference itself would multiply in fp64, which most accelerators do at
-a small part of their speed, or not at all. Without triton, and on other accelerators than NVIDIA's
-and AMD's, the same is done in plain PyTorch. Panels are put in rows at each call.
+W8A8 with a scale a row is one product of whole numbers, by the units for int8 (`triton_w8a8.py`,
+else `torch._int_mm`): the reference's result, bit for bit. Everything else is near it: few tokens
+multiply the codes where they are read (`triton_few.py`), many are multiplied with the dequantized
+weight; tokens of 8 bits (A8) are rounded before. The reference itself would multiply in fp64, which
+most accelerators do at a small part of their speed, or not at all. Without triton, and on other
+accelerators than NVIDIA's and AMD's, the same is done in plain PyTorch. Panels are put in rows at
+each call.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def linear_int(
         return x_MK.new_empty(0, out_features)
     packed = to_rows(packed, *sizes)
     if x_bits == 8:
-        if bits == 8 and not group and packed.zero is None and _multiplies_int8(x_MK.device.type):
+        if bits == 8 and not group and packed.zero is None and _multiplies_int8(x_MK.device):
             return _whole(x_MK, packed, bias, x_scale)
-        a_MK, token_M = _tokens(x_MK, x_scale, K, 0)
+        a_MK, token_M = _tokens(x_MK, x_scale, K)
         x_MK = (a_MK * token_M[:, None]).to(x_MK.dtype)
     if len(x_MK) <= FEW_TOKENS and _runs_triton(x_MK.device):
         from lezero.ops.linear import triton_few
@@ -89,28 +90,29 @@ def embedding(
     return reference.embedding(ids, packed, in_features, bits, group, dtype)
 
 
-def _tokens(x_MK: Tensor, x_scale: Tensor | None, columns: int, rows: int) -> tuple[Tensor, Tensor]:
-    """`quantize_tokens`, filled up to so many columns, by zeros, and to so many rows at least."""
+def _tokens(x_MK: Tensor, x_scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """`quantize_tokens`, filled up to so many columns, by zeros."""
     if _runs_triton(x_MK.device):
         from lezero.ops.linear import triton_tokens
 
-        return triton_tokens.quantize_tokens(x_MK, x_scale, columns, rows)
+        return triton_tokens.quantize_tokens(x_MK, x_scale, columns)
     a_MK, token_M = quantize_tokens(x_MK, x_scale)
-    return pad(a_MK, (0, columns - x_MK.shape[1], 0, max(0, rows - len(x_MK)))), token_M
+    return pad(a_MK, (0, columns - x_MK.shape[1])), token_M
 
 
 def _whole(x_MK: Tensor, packed: Packed, bias: Tensor | None, x_scale: Tensor | None) -> Tensor:
     """W8A8 with a scale a row: (t · s) · Σ_k a w + bias, with sums that are exact."""
     M, (weight, scale, _) = len(x_MK), packed
     N, columns = weight.shape
-    a_MK, token_M = _tokens(x_MK, x_scale, columns, _LEAST_TOKENS)
+    a_MK, token_M = _tokens(x_MK, x_scale, columns)
+    if _runs_triton(x_MK.device):
+        from lezero.ops.linear import triton_w8a8
+
+        return triton_w8a8.linear_w8a8(a_MK, token_M, weight, scale, bias, x_MK.dtype)
+    a_MK = pad(a_MK, (0, 0, 0, max(0, _LEAST_TOKENS - M)))
     if N % _INT8_OUTPUTS:  # a copy in each call, for outputs that models hardly have
         weight = pad(weight, (0, 0, 0, -N % _INT8_OUTPUTS))
     total_MN = torch._int_mm(a_MK, weight.T)[:M, :N]
-    if _runs_triton(x_MK.device):
-        from lezero.ops.linear import triton_tokens
-
-        return triton_tokens.finish(total_MN, token_M, scale, bias, x_MK.dtype)
     factor = token_M[:, None] * scale.float().T
     return reference.finish(total_MN.float(), factor, bias, x_MK.dtype)
 
@@ -124,8 +126,12 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _multiplies_int8(device: torch.device) -> bool:
+    return _runs_triton(device) or _torch_multiplies_int8(device.type)
+
+
 @functools.cache
-def _multiplies_int8(device: str) -> bool:
+def _torch_multiplies_int8(device: str) -> bool:
     """Tried once, since torch has no list of those that do."""
     a = torch.zeros(32, 32, dtype=torch.int8, device=device)
     try:

@@ -1,7 +1,6 @@
-"""W8A8 on an accelerator around its product of whole numbers: one launch before it, one after.
+"""Tokens rounded to int8 on an accelerator: one launch, one Triton program a token.
 
-Before: tokens rounded to int8, one Triton program a token, as `quantize_tokens` does. After: sums
-times scales, plus bias, as `reference.finish` does. Both bit for bit.
+The result is that of `quantize_tokens`, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor
 from lezero.ops.quantize.tokens import INT8_LEVELS
 
 _AT_ONCE = 16384  # inputs of a token that wait in registers for its scale
-_OUTPUTS = 1024  # of a program
 
 
 @triton.jit
@@ -74,29 +72,10 @@ def _round(  # type: ignore[no-untyped-def]
         tl.store(codes + at, _codes(more, finite, inverse, LEVELS), at < columns)
 
 
-@triton.jit
-def _finish(  # type: ignore[no-untyped-def]
-    total, token, scale, bias, out, N, stride, HAS_BIAS: tl.constexpr, OUTPUTS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = n < N
-    factor = tl.load(token + row) * tl.load(scale + n, inside, 0.0).to(tl.float32)
-    found = tl.load(total + row * stride + n, inside, 0).to(tl.float32) * factor
-    if HAS_BIAS:
-        found += tl.load(bias + n, inside, 0.0).to(tl.float32)
-    tl.store(out + row * N + n, found.to(out.dtype.element_ty), inside)
-
-
-def quantize_tokens(
-    x_MK: Tensor, scale: Tensor | None, columns: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    """int8 codes, (M or more, `columns`), and fp32 scales (M,). `x_MK` is contiguous.
-
-    Zeros stand in columns past K; there are `rows` rows at least, those past M with whatever.
-    """
+def quantize_tokens(x_MK: Tensor, scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
+    """int8 codes (M, `columns`), with zeros past K, and fp32 scales (M,). `x_MK` is contiguous."""
     M, K = x_MK.shape
-    codes = x_MK.new_empty(max(M, rows), columns, dtype=torch.int8)
+    codes = x_MK.new_empty(M, columns, dtype=torch.int8)
     found = x_MK.new_empty(M, dtype=torch.float32)
     if not M:
         return codes, found
@@ -112,27 +91,3 @@ def quantize_tokens(
             num_warps=min(16, max(1, at_once // 512)),  # 16 values a thread, 32 of the longest
         )
     return codes, found
-
-
-def finish(
-    total_MN: Tensor, token_M: Tensor, scale_N1: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """total · (token · scale) + bias, each rounded in fp32, in `dtype`: (M, N).
-
-    `total_MN` is int32; its rows may lie apart.
-    """
-    M, N = total_MN.shape
-    out = total_MN.new_empty(M, N, dtype=dtype)
-    if not M:
-        return out
-    launch: Any = _finish[(M, triton.cdiv(N, _OUTPUTS))]
-    with torch.accelerator.device_index(out.device.index):  # Triton takes the current one
-        launch(
-            *(total_MN, token_M, scale_N1, token_M if bias is None else bias.contiguous(), out),
-            *(N, total_MN.stride(0)),
-            HAS_BIAS=bias is not None,
-            OUTPUTS=_OUTPUTS,
-            num_warps=4,
-            enable_fp_fusion=False,  # the product is rounded before the bias is added
-        )
-    return out
