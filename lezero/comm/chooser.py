@@ -33,6 +33,7 @@ from lezero.comm.choice import (
     predict,
 )
 from lezero.comm.codec import FLOATS, Codec, codec
+from lezero.comm.codec_speed import codec_speed
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Queue
 from lezero.comm.probe import Topology, probe
@@ -51,7 +52,6 @@ CANDIDATES = ("int8:256", "int4:64", "2:4-int4:256", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
 _SAMPLE = 1 << 14  # elements of each buffer that are encoded to see the error; five errors stay
 _PIECE = 1 << 10  # of which so many lie together, since codecs work in blocks
-_TIMED = 1 << 20  # elements on which codecs are timed
 _FLUSHES = 3  # steps, at most, that add what is owed: one, and more where one was not finite
 _WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
 _PLACE = "measured with"
@@ -339,22 +339,8 @@ def way_of(found: Topology, topology: str, gather: Codec | None) -> Way:
 
 def codec_speeds(names: tuple[str, ...], device: torch.device) -> dict[str, Speed]:
     """Times each codec on this machine, with feedback; the slowest rank counts."""
-    values = torch.randn(_TIMED, dtype=torch.float32, device=device)
-    error, out = torch.zeros_like(values), torch.zeros_like(values)
-    mine = {}
-    for name in names:
-        one = codec(name)
-        payload = torch.empty(one.bytes(_TIMED), dtype=torch.uint8, device=device)
-        turns = []
-        for _ in range(3):
-            began = time.perf_counter()
-            one.encode(values, payload, error)
-            _settle(device)
-            middle = time.perf_counter()
-            one.decode(payload, out, add=True)
-            _settle(device)
-            turns.append((middle - began, time.perf_counter() - middle))
-        mine[name] = [min(turn[side] for turn in turns) / _TIMED for side in (0, 1)]
+    found = {name: codec_speed(name, device) for name in names}
+    mine = {name: (one.encode_s, one.decode_s) for name, one in found.items()}
     every = groups.gather_objects(mine)
     return {name: Speed(*(max(one[name][i] for one in every) for i in (0, 1))) for name in names}
 
@@ -362,11 +348,6 @@ def codec_speeds(names: tuple[str, ...], device: torch.device) -> dict[str, Spee
 def _number(value: float | str | None) -> float:
     assert isinstance(value, float)
     return value
-
-
-def _settle(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _usual(traffics: Collection[Counter[Exchange]]) -> Traffic:

@@ -10,12 +10,12 @@ where each machine has cores to spare.
 from __future__ import annotations
 
 import functools
-import time
 
 import torch
 
 from lezero.comm.choice import Memory, Speed, Way
 from lezero.comm.codec import codec
+from lezero.comm.codec_speed import codec_speed
 from lezero.comm.probe import Level
 from lezero.plan import sharded
 from lezero.plan.kinds import GRADIENT
@@ -28,8 +28,6 @@ ASSUMED = {
     "network": Level("network", 2e-4, 1.2e9),
 }
 """Where nothing was measured: shared memory and Gloo between two ranks of a small machine."""
-
-_TIMED = 1 << 20  # elements
 
 
 def seconds(trace: Trace, spec: StepSpec) -> dict[str, float]:
@@ -54,9 +52,13 @@ def seconds(trace: Trace, spec: StepSpec) -> dict[str, float]:
     found["communication"] += memory.beside(route, trace.traffic, encoded=encoder is not None)
     coding = 0.0
     if encoder is not None:
-        coding += _speed(encoder.name).seconds(trace.traffic, spec.ranks, route.partners)
+        coding += _speed(encoder.name, spec.device).seconds(
+            trace.traffic, spec.ranks, route.partners
+        )
     if gather is not None:
-        coding += _speed(gather.name).gathering(trace.traffic, spec.ranks, route.partners)
+        coding += _speed(gather.name, spec.device).gathering(
+            trace.traffic, spec.ranks, route.partners
+        )
     return found | ({"codec": coding} if coding else {})
 
 
@@ -75,16 +77,6 @@ def level(spec: StepSpec, way: str) -> Level:
 
 
 @functools.cache
-def _speed(name: str) -> Speed:
-    """Times a codec, as this rank alone: a forecast is made by one."""
-    one, values = codec(name), torch.randn(_TIMED)
-    error, out = torch.zeros_like(values), torch.zeros_like(values)
-    payload = torch.empty(one.bytes(_TIMED), dtype=torch.uint8)
-    turns = []
-    for _ in range(3):
-        began = time.perf_counter()
-        one.encode(values, payload, error)
-        middle = time.perf_counter()
-        one.decode(payload, out, add=True)
-        turns.append((middle - began, time.perf_counter() - middle))
-    return Speed(*(min(turn[side] for turn in turns) / _TIMED for side in (0, 1)))
+def _speed(name: str, kind: str) -> Speed:
+    """Of a codec, as this rank alone finds it where the run computes: a forecast is made by one."""
+    return codec_speed(name, torch.device(kind))
