@@ -1,0 +1,60 @@
+"""Few launches a token: near the plain program, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lezero.ops import linear
+from lezero.ops.linear import Packed, reference, rows
+from lezero.serve import decoding
+from tests.ops.interpreted import assert_passes, needs_triton
+from tests.serve.decoder_triton import MODELS, model
+
+
+@needs_triton
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_near_those_of_the_plain_program(name: str) -> None:
+    assert_passes("tests.serve.decoder_triton", name)
+
+
+def multiplied(
+    x: Tensor, weight: Packed, bias: Tensor | None, N: int, K: int, bits: int, group: int, **_: Any
+) -> Tensor:
+    wide = weight.weight if bits == 16 else reference.dequantize_packed(weight, N, K, bits, group)
+    return torch.nn.functional.linear(x.float(), wide.float(), bias).to(x.dtype)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of those that need Triton."""
+    stub = SimpleNamespace(linear_few=multiplied, suits=lambda dtype, bits, group: True)
+    monkeypatch.setitem(sys.modules, "lezero.ops.linear.triton_few", stub)
+    monkeypatch.setattr(linear, "triton_few", stub, raising=False)
+    monkeypatch.setattr(rows, "takes_rows", lambda place: True)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("name", "many"), [("bf16", 1), ("int8", 1), ("several forms", 2)])
+def test_layers_with_the_same_inputs_are_joined_where_their_forms_are_one(
+    name: str, many: int
+) -> None:
+    made: Any = model(**MODELS[name])
+    assert decoding.fits(made)
+    attention = made.layers[0].self_attn
+    layers = [attention.q_proj, attention.k_proj, attention.v_proj]
+    x = torch.randn(3, 256, dtype=made.norm.weight.dtype)
+    wanted = torch.cat([layer(x) for layer in layers], 1)
+    products = decoding.products_of(layers, x.dtype)
+    assert len(products) == many
+    found = decoding.multiply(x, products, None)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    # Nothing is held twice, and the layers go on to work.
+    q, k = (getattr(layer.weight, "packed", layer.weight) for layer in layers[:2])
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    assert torch.equal(torch.cat([layer(x) for layer in layers], 1), wanted)
