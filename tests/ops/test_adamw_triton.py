@@ -25,7 +25,7 @@ InterpreterBuilder.create_fma = fused
 
 def step(*problems):
     triton_kernel.step(
-        [triton_kernel.Problem(x[0], x[1], grad, tuple(x[2:]), c) for x, grad, c in problems]
+        [reference.Problem(x[0], x[1], grad, tuple(x[2:]), c) for x, grad, c in problems]
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.ops.adamw import eight_bit, reference
 from lezero.ops.adamw.native import NATIVE
+from lezero.ops.adamw.reference import Problem
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _OPTIONS = "float lr, float beta1, float beta2, float eps, float weight_decay"
@@ -56,15 +57,6 @@ def check_state(name: str, found: Tensor, shape: tuple[int, ...], dtype: torch.d
         )
 
 
-class Call(NamedTuple):
-    """The arguments of one call of an op, checked."""
-
-    changed: tuple[Tensor | None, ...]
-    """Weight, what completes it, and state."""
-    grad: Tensor
-    c: reference.Coefficients
-
-
 def _plain(
     param: Tensor,
     extra: Tensor | None,
@@ -73,12 +65,12 @@ def _plain(
     exp_avg_sq: Tensor,
     step: Tensor,
     *options: float,
-) -> Call:
+) -> Problem:
     check_weight(param, extra, grad)
     for name, state in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
         check_state(name, state, param.shape, torch.float32)
     c = reference.coefficients(step.item(), *options)
-    return Call((param, extra, exp_avg, exp_avg_sq), grad, c)
+    return Problem(param, extra, grad, (exp_avg, exp_avg_sq), c)
 
 
 def _coded(
@@ -91,7 +83,7 @@ def _coded(
     exp_avg_sq_scale: Tensor,
     step: Tensor,
     *options: float,
-) -> Call:
+) -> Problem:
     check_weight(param, extra, grad)
     if param.dim() == 0:
         raise ConfigError("AdamW8bit: a scalar has no rows; keep its state in fp32")
@@ -103,11 +95,11 @@ def _coded(
         check_state(name, codes, param.shape, torch.uint8)
         check_state(f"{name}_scale", scale, scales, torch.float32)
     c = reference.coefficients(step.item(), *options)
-    changed = (param, extra, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
-    return Call(changed, grad, c)
+    state = (exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale)
+    return Problem(param, extra, grad, state, c)
 
 
-_CHECKS: dict[str, Callable[..., Call]] = {"adamw_": _plain, "adamw8bit_": _coded}
+_CHECKS: dict[str, Callable[..., Problem]] = {"adamw_": _plain, "adamw8bit_": _coded}
 
 
 def adamw_all(name: str, arguments: Iterable[tuple[Any, ...]]) -> None:
@@ -124,37 +116,32 @@ def adamw_all(name: str, arguments: Iterable[tuple[Any, ...]]) -> None:
         _launch(together)
 
 
-def _run(call: Call) -> None:
-    param, extra, *_ = call.changed
-    assert param is not None
+def _run(problem: Problem) -> None:
+    param, extra, grad, state, c = problem
     if not param.numel():
         return
-    coded = len(call.changed) == 6
-    name = "adamw8bit" if coded else "adamw"
+    name = "adamw8bit" if len(state) == 4 else "adamw"
     native = param.device.type == "cpu" and NATIVE.available()
     if not runs_triton(param.device) and not native:
-        getattr(reference, name)(*_with_grad(call.changed, call.grad), call.c)
+        getattr(reference, name)(param, extra, grad, *state, c)
         return
-    dense = tuple(None if x is None else x.contiguous() for x in call.changed)
-    grad = call.grad.contiguous()
+    weight, *moments = (x.contiguous() for x in (param, *state))
+    more = None if extra is None else extra.contiguous()
     if runs_triton(param.device):
-        _launch([Call(dense, grad, call.c)])
+        _launch([Problem(weight, more, grad.contiguous(), tuple(moments), c)])
     else:
-        weight, more, *rest = _with_grad(dense, grad)
-        tables = (eight_bit.tables(),) if coded else ()
-        more = weight if more is None else more
-        getattr(NATIVE.ops, name)(weight, more, *rest, *tables, _kind(param, extra), *call.c)
-    for to, found in zip(call.changed, dense, strict=True):
+        tables = (eight_bit.tables(),) if len(state) == 4 else ()
+        first = (weight, weight if more is None else more, grad.contiguous())
+        getattr(NATIVE.ops, name)(*first, *moments, *tables, _kind(param, extra), *c)
+    for to, found in zip((param, extra, *state), (weight, more, *moments), strict=True):
         if to is not None and found is not None and found.data_ptr() != to.data_ptr():
             to.copy_(found)
 
 
-def _launch(calls: list[Call]) -> None:
+def _launch(problems: list[Problem]) -> None:
     from lezero.ops.adamw import triton_kernel
 
-    triton_kernel.step(
-        [triton_kernel.Problem(*c.changed[:2], c.grad, c.changed[2:], c.c) for c in calls]
-    )
+    triton_kernel.step(problems)
 
 
 def runs_triton(place: torch.device) -> bool:
@@ -164,11 +151,6 @@ def runs_triton(place: torch.device) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def _with_grad(tensors: tuple[Tensor | None, ...], grad: Tensor) -> Any:
-    """In the kernels' order: weight, extra, gradient, state."""
-    return (*tensors[:2], grad, *tensors[2:])
 
 
 def _kind(param: Tensor, extra: Tensor | None) -> int:
@@ -184,7 +166,7 @@ def _fake(*_: Any) -> None:
     """Everything is changed in place; nothing is returned."""
 
 
-def _op(check: Callable[..., Call]) -> Callable[..., None]:
+def _op(check: Callable[..., Problem]) -> Callable[..., None]:
     return lambda *arguments: _run(check(*arguments))
 
 

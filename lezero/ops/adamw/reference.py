@@ -36,6 +36,17 @@ class Coefficients(NamedTuple):
     eps: float
 
 
+class Problem(NamedTuple):
+    """One parameter's step, as `adamw` and `adamw8bit` take it."""
+
+    param: Tensor
+    extra: Tensor | None
+    grad: Tensor
+    state: tuple[Tensor, ...]
+    """Two moments; with codes and scales of each, four tensors."""
+    c: Coefficients
+
+
 @lru_cache(maxsize=16)  # most parameters of a step ask for the same
 def coefficients(
     step: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float

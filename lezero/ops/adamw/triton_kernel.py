@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lezero.ops.adamw import eight_bit, reference
-from lezero.ops.adamw.reference import Coefficients
+from lezero.ops.adamw.reference import Coefficients, Problem
 
 FP32, BF16, MASTER, REMAINDER = (tl.constexpr(kind) for kind in range(4))
 BLOCK = tl.constexpr(eight_bit.BLOCK)
@@ -213,17 +213,6 @@ def _step(  # type: ignore[no-untyped-def]
     tl.store(v_at + at, v, mask)
 
 
-class Problem(NamedTuple):
-    """One parameter's step, as `reference.adamw` or `adamw8bit` takes it; tensors contiguous."""
-
-    param: Tensor
-    extra: Tensor | None
-    grad: Tensor
-    state: tuple[Tensor, ...]
-    """Two moments; with codes and scales of each, four tensors."""
-    c: Coefficients
-
-
 class _Alike(NamedTuple):
     """What the parameters of one launch share."""
 
@@ -239,7 +228,7 @@ _Row = tuple[int, ...]
 
 
 def step(problems: Sequence[Problem]) -> None:
-    """As `reference.adamw` or `reference.adamw8bit` on each."""
+    """As `reference.adamw` or `reference.adamw8bit` on each; tensors are contiguous."""
     launches: dict[_Alike, list[_Row]] = {}
     for problem in problems:
         if problem.param.numel():
