@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch import Tensor
 from lezero.core import device
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.engine import Engine
+from lezero.serve.flight import Flight
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Fed, Program
 from lezero.serve.request import Request
@@ -31,9 +32,9 @@ def again(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
     return replay, output
 
 
-def answers(program: Program, blocks: int) -> list[list[int]]:
+def answers(program: Program, blocks: int, temperature: float = 0.7) -> list[list[int]]:
     engine = Engine(program, blocks=blocks, max_requests=6, longest=200)
-    params = SamplingParams(max_tokens=30, temperature=0.7, seed=5, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, temperature=temperature, seed=5, ignore_eos=True)
     asked = [Request(str(i), p, params) for i, p in enumerate(prompts(9, longest=60))]
     for request in asked:
         engine.add(request)
@@ -50,6 +51,31 @@ def test_answers_are_those_of_the_plain_program(shape: dict[str, Any], blocks: i
     plain, captured = PlainProgram(model), CapturedProgram(model, again)
     assert answers(captured, blocks) == answers(plain, blocks)
     assert {sizes[0] for sizes in captured._steps} <= {1, 2, 4, 8}
+
+
+class Flown(CapturedProgram):
+    """made_in_flight: sizes whose graphs were made while a step flew."""
+
+    made_in_flight = 0
+
+    def launch(
+        self, fed: Sequence[Fed], after: Flight | None = None, rows: Sequence[int] = ()
+    ) -> Flight | None:
+        before = len(self._steps)
+        flight = super().launch(fed, after, rows)
+        self.made_in_flight += after is not None and len(self._steps) > before
+        return flight
+
+
+@pytest.mark.parametrize("blocks", [16, 200])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_likeliest_tokens_run_ahead_over_sizes_without_a_graph(
+    shape: dict[str, Any], blocks: int
+) -> None:
+    model = small(**shape).double()
+    flown = Flown(model, again)
+    assert answers(flown, blocks, 0.0) == answers(PlainProgram(model), blocks, 0.0)
+    assert flown.made_in_flight > 0
 
 
 def test_logits_are_those_of_the_plain_program() -> None:
@@ -84,4 +110,6 @@ def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
 def test_graphs_give_what_the_plain_program_gives() -> None:
     model = small().to(device.device())
     assert CapturedProgram.suits(model)
-    assert answers(CapturedProgram(model), 16) == answers(PlainProgram(model), 16)
+    for temperature in (0.0, 0.7):
+        wanted = answers(PlainProgram(model), 16, temperature)
+        assert answers(CapturedProgram(model), 16, temperature) == wanted
