@@ -4,7 +4,8 @@ On an accelerator with units for float8 that is a kernel that rounds the tokens,
 (`torch._scaled_mm`, with a scale for each row of both). Everywhere else (the CPU, NVIDIA below
 compute capability 8.9, N or K that 16 does not divide, a result type that the product cannot give)
 it is the reference: tokens rounded alike, times the dequantized weight, slower than without. Both
-are near each other, not equal: the reference rounds its factors to x's dtype, the product does not.
+are near each other, not equal: the reference rounds its factors to x's dtype, the product does not,
+but units such as Hopper's keep only about 14 bits of a sum, for x in fp32 too.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def _levels(x: Tensor, levels: float, dtype: torch.dtype) -> tuple[Tensor, Tenso
         return x.to(dtype), x.new_zeros(x.shape[:-1])
     most = x.abs().amax(-1)
     finite = torch.isfinite(x).all(-1)
-    scale = most / levels
+    # By a tensor: CUDA multiplies with 1 / levels where that is a number.
+    scale = most / torch.full_like(most, levels)
     scale = torch.where(scale < 2.0**-126, 0.0, scale)
     inverse = torch.where(finite & (scale > 0), 1 / scale, 0.0)
     scaled = torch.where(finite[..., None], x, 0.0) * inverse[..., None]
