@@ -1,9 +1,9 @@
 """One token of each sequence through a model of 16-bit or whole-number weights, in few launches.
 
-A layer is five: queries, keys and values; attention with the cache; its output; gate and up; down.
-Norms, gates and residuals are parts of them. Layers with the same inputs are joined: their weights
-become views of one matrix, so nothing is held twice. Where their forms differ, each form has a
-launch of its own.
+A layer is six: queries, keys and values; attention with the cache; its output; gate and up; what
+the gate leaves; down. Norms and residuals are parts of them, but for one token and 4 bits (see
+`triton_one.py`). Layers with the same inputs are joined: their weights become views of one matrix,
+so nothing is held twice. Where their forms differ, each form has a launch of its own.
 
 Shapes: B sequences, D width, H heads, E numbers of a head, V vocabulary, T positions, W blocks.
 """
