@@ -48,7 +48,7 @@ def test_layers_with_the_same_inputs_are_joined_where_their_forms_are_one(
     assert decoding.fits(made)
     attention = made.layers[0].self_attn
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    x = torch.randn(3, 256, dtype=made.norm.weight.dtype)
+    x = torch.randn(3, 256).to(made.norm.weight)
     wanted = torch.cat([layer(x) for layer in layers], 1)
     products = decoding.products_of(layers, x.dtype)
     assert len(products) == many
