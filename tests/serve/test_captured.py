@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lezero.core import device
-from lezero.serve.captured import CapturedProgram
+from lezero.serve.captured import _PIECES, CapturedProgram, best_token
 from lezero.serve.engine import Engine
 from lezero.serve.flight import Flight
 from lezero.serve.plain import PlainProgram
@@ -90,6 +90,17 @@ def test_logits_are_those_of_the_plain_program() -> None:
         fed = [Fed([8], 20, [3, 1], [0]), Fed([9], 5, [7], [0]), Fed([4], 0, [5], [0])]
         found.append(program.run(fed))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 97, 4 * _PIECES])
+def test_the_best_token_is_the_first_of_the_largest(width: int) -> None:
+    draw = torch.Generator().manual_seed(width)
+    logits = torch.randint(0, 5, (40, width), generator=draw).float()  # many are equal
+    assert torch.equal(best_token(logits), (logits == logits.amax(1, keepdim=True)).int().argmax(1))
+    for row, spoilt in enumerate((torch.nan, torch.inf)):
+        logits[row, width // 2] = spoilt
+    logits[2] = -torch.inf
+    assert (best_token(logits) == -1).nonzero().flatten().tolist() == [0, 1, 2]
 
 
 def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
