@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-
-import pytest
-import torch
-
-from tests.house.floors import ROOT
+from tests.ops.interpreted import assert_passes, needs_triton
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_triton_kernels_equal_the_reference() -> None:
-    # In a process of its own: the interpreter is chosen when triton is imported.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    if not torch.accelerator.is_available():
-        env["TRITON_INTERPRET"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.codec_triton"],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert_passes("tests.ops.codec_triton")

@@ -3,13 +3,12 @@
     out = norm(x) wᵀ + bias + residual
 
 A program takes BN outputs and a part of the inputs. A code in the place where an fp32 number has
-the first bits below its leading one makes that number 128 + c: one shift, one masking. (Two codes
-at a time in fp16 are fewer instructions, but took 8% more time on an H200.) Four neighbouring
-products are added before their group's scale multiplies them; what 128 and the zero points added
-comes off once a group (Σ x). The programs of a tile of outputs add their parts as those of
-`triton_few.py` do, so results do not depend on which ends last.
+the first bits below its leading one makes that number 128 + c: one shift, one masking. Four
+neighbouring products are added before their group's scale multiplies them; what 128 and the zero
+points added comes off once a group (Σ x). The programs of a tile of outputs add their parts as
+those of `triton_few.py` do, so results do not depend on which ends last.
 
-The norm is a launch of its own: each program would do it again, for a third of its time.
+The norm is a launch of its own: each program would do it again.
 """
 
 from __future__ import annotations
