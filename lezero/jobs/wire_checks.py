@@ -1,9 +1,10 @@
 """Is every collective right? Each is held against a sum that this process makes alone.
 
-All ranks' tensors come from seeds, so each rank knows what the others send. Without a codec the
-result must have the very bits of a sum in rank order in fp32 (inside the hosts first with the
-hierarchical topology). With a codec it must lie within the codec's bound of that sum, and all ranks
-must hold the same bits.
+All ranks' tensors come from seeds, so each rank knows what the others send. Sums must have the very
+bits of a sum in rank order in fp32 (inside the hosts first with the hierarchical topology), with a
+codec of what this process encodes and decodes alone in their place, and all ranks must hold the
+same bits. That the codec itself is right is asked too: a sum of what it decodes must lie within its
+bound of the sum without it, and so must what is gathered through it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from lezero.comm import Codec, Link, Mesh, Wire
 from lezero.comm.codec import codec
+from lezero.comm.flat import chunks
 from lezero.core import groups
 from lezero.core.errors import DistributedError, LeZeroError
 
@@ -68,22 +70,26 @@ def check(mesh: Mesh, axis: str, name: str, wire: Wire) -> Check:
 
 def _all(link: Link, found: Check, chunk: int, dtype: torch.dtype) -> None:
     whole = [_tensor(rank, chunk * link.size, dtype) for rank in range(link.size)]
-    total, slack = _summed(link, whole)
+    sources = _sources(link, whole)
     mine = slice(link.rank * chunk, (link.rank + 1) * chunk)
     what = f"{str(dtype).removeprefix('torch.')}, {chunk} elements a rank"
     if link.wire.gather == "none":
+        total, everywhere = _summed(link, sources)
         part = torch.zeros(chunk)
         link.reduce_scatter(whole[link.rank].clone(), part, key=f"rs {what}").wait()
-        _near(found, f"reduce_scatter {what}", part, total[mine], slack[mine])
+        _near(found, f"reduce_scatter {what}", part, total[mine])
+        if link.wire.codec != "none":
+            bound = _slack(codec(link.wire.codec), sources, link.size)[mine]
+            _near(found, f"reduce_scatter {what}", part, _in_order(sources)[mine], bound)
         flat = whole[link.rank].clone()
         link.all_reduce(flat, key=f"ar {what}").wait()
-        _near(found, f"all_reduce {what}", flat, total.to(dtype), _twice(link, total, slack, dtype))
+        _near(found, f"all_reduce {what}", flat, everywhere.to(dtype))
         _same(found, f"all_reduce {what}", flat)
     if link.wire.codec == "none":
         gathered = torch.zeros(chunk * link.size, dtype=dtype)
         link.all_gather(whole[link.rank][:chunk].clone(), gathered, key=f"ag {what}").wait()
         wanted = torch.cat([one[:chunk] for one in whole])
-        allowed = torch.zeros(len(wanted), dtype=torch.float64)
+        allowed = None
         if link.wire.gather != "none":
             allowed = torch.cat([_bound(codec(link.wire.gather), x) for x in wanted.split(chunk)])
             allowed += wanted.double().abs() * _rounding(dtype)
@@ -96,21 +102,48 @@ def _tensor(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(numel, generator=generator).to(dtype)
 
 
-def _summed(link: Link, whole: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum in rank order in fp32, and how far from it each element may be."""
-    sources = whole
-    coded = link.wire.codec != "none"
-    if link.topology == "hierarchical":
-        kept = torch.float32 if coded else whole[0].dtype
-        sources = [_in_order([whole[rank] for rank in host]).to(kept) for host in link.hosts]
-    total = _in_order(sources)
-    slack = torch.zeros(len(total), dtype=torch.float64)
-    if coded:
-        one_codec, chunk = codec(link.wire.codec), len(total) // link.size
-        for one in sources:
-            slack += torch.cat([_bound(one_codec, part) for part in one.split(chunk)])
-            slack += one.double().abs() * 2**-22
-    return total, slack
+def _sources(link: Link, whole: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What is summed between ranks, in order: their tensors, or the sums of the hosts."""
+    if link.topology != "hierarchical":
+        return whole
+    kept = torch.float32 if link.wire.codec != "none" else whole[0].dtype
+    return [_in_order([whole[rank] for rank in host]).to(kept) for host in link.hosts]
+
+
+def _summed(link: Link, sources: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """In fp32 the sum as its owners have it, and as an all-reduce gives it to all."""
+    if link.wire.codec == "none":
+        total = _in_order(sources)
+        return total, total
+    used, local = codec(link.wire.codec), link.size // len(sources)
+    owned, given = [], []
+    for place, parts in enumerate(zip(*(chunks(x, link.size) for x in sources), strict=True)):
+        total = torch.zeros(len(parts[0]))
+        for number, part in enumerate(parts):
+            if number == place // local:  # an owner does not encode for itself
+                total += part
+            else:
+                used.decode(_encoded(used, part), total, add=True)
+        owned.append(total)
+        given.append(torch.empty_like(total))
+        used.decode(_encoded(used, total), given[-1])
+    return torch.cat(owned), torch.cat(given)
+
+
+def _encoded(used: Codec, values: torch.Tensor) -> torch.Tensor:
+    """As a link with feedback does it the first time."""
+    payload = torch.empty(used.bytes(len(values)), dtype=torch.uint8)
+    used.encode(values, payload, torch.zeros(len(values)))
+    return payload
+
+
+def _slack(used: Codec, sources: list[torch.Tensor], ranks: int) -> torch.Tensor:
+    """How far a sum of what `used` decodes of each source may be from theirs."""
+    slack = torch.zeros(len(sources[0]), dtype=torch.float64)
+    for one in sources:
+        slack += torch.cat([_bound(used, part) for part in chunks(one, ranks)])
+        slack += one.double().abs() * 2**-22
+    return slack
 
 
 def _in_order(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -119,21 +152,6 @@ def _in_order(tensors: list[torch.Tensor]) -> torch.Tensor:
     for one in tensors[1:]:
         total = total + one.float()
     return total
-
-
-def _twice(
-    link: Link, total: torch.Tensor, slack: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """What an all-reduce may miss: the sum is rounded, and with a codec encoded once more."""
-    allowed = slack.clone()
-    if link.wire.codec != "none":
-        largest = total.double().abs() + slack
-        chunk = len(total) // link.size
-        parts = largest.split(chunk)
-        allowed += torch.cat([torch.full_like(part, float(part.max())) for part in parts])
-    if bool(slack.any()):
-        allowed += total.double().abs() * _rounding(dtype) * 2
-    return allowed
 
 
 def _bound(one: Codec, values: torch.Tensor) -> torch.Tensor:
@@ -145,10 +163,16 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _near(
-    found: Check, what: str, got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor
+    found: Check,
+    what: str,
+    got: torch.Tensor,
+    wanted: torch.Tensor,
+    allowed: torch.Tensor | None = None,
 ) -> None:
+    """Without `allowed` they must be equal."""
     found.compared += 1
     off = (got.double() - wanted.double()).abs()
+    allowed = torch.zeros_like(off) if allowed is None else allowed
     bad = ~(off <= allowed)
     if bool(bad.any()):
         at = int(bad.nonzero()[0])

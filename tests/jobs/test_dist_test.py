@@ -12,7 +12,8 @@ import torch
 from lezero.cli.main import main
 from lezero.comm import Mesh, Wire
 from lezero.comm.block_codec import BlockCodec
-from lezero.comm.flat import Flat
+from lezero.comm.coded import Coded
+from lezero.comm.flat import Flat, chunks
 from lezero.elastic.launcher import usable_cores
 from lezero.jobs import dist_test
 from lezero.jobs.dist_test_view import text
@@ -98,6 +99,35 @@ def test_a_broken_wire_is_told(ranks: RankPool, what: str) -> None:
     assert one == two
     assert any("reduce_scatter float32, 333 elements" in text for text in one)
     assert "allowed difference" in one[0]
+
+
+def broken_all_reduce(codec: str, what: str) -> list[str]:
+    """Only the coded all-reduce is wrong, and on all ranks alike, so that their bits agree."""
+    reduce, spread = Coded._reduce, Coded._spread
+
+    def changed(self: Any, codec: Any, flat: Any, out: Any, key: Any, spans: Any, name: str) -> Any:
+        yield from reduce(self, codec, flat, out, key, spans, name)
+        if name == "all_reduce" and what != "zeros":
+            out.add_(chunks(flat, self._size)[self._rank], alpha={"drop": -1, "double": 1}[what])
+
+    def empty(self: Any, codec: Any, sent: Any, out: Any, lane: int, name: str) -> Any:
+        yield from spread(self, codec, sent, out, lane, name)
+        if name == "all_reduce" and what == "zeros":
+            out.zero_()
+
+    with pytest.MonkeyPatch.context() as patch, Mesh({"ranks": 2}) as mesh:
+        patch.setattr(Coded, "_reduce", changed)
+        patch.setattr(Coded, "_spread", empty)
+        return check(mesh, "ranks", what, Wire(codec=codec, feedback="both", topology="flat")).wrong
+
+
+@pytest.mark.parametrize("what", ["drop", "double", "zeros"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.01"])
+def test_a_broken_coded_all_reduce_is_told(ranks: RankPool, codec: str, what: str) -> None:
+    told = ranks(2, broken_all_reduce, codec, what)[0]
+    assert all("all_reduce" in text for text in told)
+    for chunk in ("float32, 1 elements", "bfloat16, 333 elements", "float32, 70001 elements"):
+        assert any(chunk in text for text in told), told
 
 
 def measured() -> list[Any]:
