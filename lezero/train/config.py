@@ -116,7 +116,8 @@ class ValidationConfig(Config):
     every: int = Field(100, ge=0)
     """Steps between validations; 0 for none."""
     batches: int | None = Field(None, ge=1)
-    """Batches of `train.batch` sequences a validation; all if not given."""
+    """Batches of `train.batch` sequences a validation, computed in micro-batches as those of
+    training are; all if not given."""
 
 
 class CheckpointConfig(Config):

@@ -163,16 +163,18 @@ def build_data(config: RunConfig) -> Data:
 
 
 def loaders(config: RunConfig, data: Data) -> tuple[Loader, EvalLoader | None]:
-    """Training and validation batches of this rank."""
+    """Training and validation batches of this rank.
+
+    Those of validation are micro-batches: a pass of `train.batch` sequences may not fit.
+    """
     rank, world = groups.rank(), groups.world_size()
-    config.micro_batch(world)
+    micro, parts = config.micro_batch(world) * world, config.train.accumulate
     train = Loader(data.train, config.train.batch, seed=config.data.seed, rank=rank, world=world)
     if data.validation is None or not config.validation.every:
         return train, None
     limit = config.validation.batches
-    return train, EvalLoader(
-        data.validation, config.train.batch, rank=rank, world=world, limit=limit
-    )
+    limit = limit and limit * parts
+    return train, EvalLoader(data.validation, micro, rank=rank, world=world, limit=limit)
 
 
 def plan_inputs(

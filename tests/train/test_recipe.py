@@ -61,3 +61,14 @@ def test_weights_that_do_not_fit_a_split_model_are_named(ranks, tmp_path):
     save_hf(Transformer(TransformerConfig(**{**SHAPE, "layers": 1})), other)
     shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
     ranks(2, misfit, tmp_path)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_validation_passes_are_micro_batches_of_the_same_rows(tmp_path, accumulate):
+    made = config(tmp_path, train={"batch": 8, "accumulate": accumulate})
+    data = recipe.build_data(made)
+    _, whole = recipe.loaders(config(tmp_path, train={"batch": 8}), data)
+    _, cut = recipe.loaders(made, data)
+    passes = [batch["tokens"] for batch in cut]
+    assert {len(tokens) for tokens in passes} == {made.micro_batch(1)}
+    assert torch.equal(torch.cat(passes), torch.cat([batch["tokens"] for batch in whole]))
