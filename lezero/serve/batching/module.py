@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from lezero.core.errors import ConfigError
+from lezero.serve.batching.independence import Row, check_rows
 from lezero.serve.batching.model import COUNTS, BatchedModel
 
-Row = dict[str, Tensor]
-"""Tensors by name, each without the batch dim."""
 _FORM = "PACKAGE.MODULE:FUNCTION"
 _MOST_ROWS = 2048
 """Of a request: each of them takes memory of its own, however short it is."""
@@ -31,11 +30,12 @@ class InferModule(BatchedModel):
     """A module behind `/v1/infer`.
 
     example: inputs of one call: a tensor, a tuple of positional or a mapping of keyword arguments;
-    dim 0 of each is the batch. largest: inputs of the same kind; dims that differ from the
-    example's may have any size from 1 up to it. Without it only the batch may differ.
+    dim 0 of each is the batch, and a step's inputs are put on the example's device. largest: inputs
+    of the same kind; dims that differ from the example's may have any size from 1 up to it. Without
+    it only the batch may differ.
 
-    Errors: `ConfigError` for inputs without a batch dim, and a module whose outputs have none, or
-    whose rows see each other.
+    Errors: `ConfigError` for inputs without a batch dim, and a module that fails on the example,
+    whose outputs have no batch dim, or whose rows see each other.
     """
 
     def __init__(self, module: nn.Module, example: Any, largest: Any = None) -> None:
@@ -47,7 +47,7 @@ class InferModule(BatchedModel):
         self.largest = self.example if largest is None else _named(largest, "largest")
         _check_forms(self.example, self.largest)
         self._size = sum(x[0].numel() for x in self.example.values())
-        self._check_rows()
+        check_rows(self.run, {name: x[0] for name, x in self.example.items()}, self._coarseness)
         shapes = ", ".join(f"{k} {self.shape_text(k)}" for k in self.example)
         self.description = f"{type(module).__name__} of {shapes}"
 
@@ -103,7 +103,11 @@ class InferModule(BatchedModel):
     @torch.inference_mode()
     def run(self, items: Sequence[Row]) -> Sequence[Row]:
         """The outputs of each row, by name."""
-        found = self._call({name: torch.stack([x[name] for x in items]) for name in self.example})
+        together = {
+            name: torch.stack([x[name] for x in items]).to(example.device)
+            for name, example in self.example.items()
+        }
+        found = self._call(together)
         for name, output in found.items():
             if output.dim() == 0 or len(output) != len(items):
                 raise ConfigError(f"{name}: dim 0 of {tuple(output.shape)} is not the batch")
@@ -122,19 +126,11 @@ class InferModule(BatchedModel):
         found = self._module(*given) if self._positional else self._module(**inputs)
         return {name: x.cpu() for name, x in _outputs(found).items()}
 
-    def _check_rows(self) -> None:
-        """The first row's answer must not depend on who is beside it."""
-        row = {name: x[0] for name, x in self.example.items()}
-        other = {name: x.flip(0) if x.dim() else x for name, x in row.items()}
-        other = {n: x * 2 if x.is_floating_point() else x for n, x in other.items()}
-        alone, beside = self.run([row])[0], self.run([row, other])[0]
-        for name, x in alone.items():
-            wide = torch.complex128 if x.is_complex() else torch.float64
-            if not torch.allclose(x.to(wide), beside[name].to(wide), 1e-2, 1e-3, equal_nan=True):
-                raise ConfigError(
-                    f"module: the rows of {name} depend on each other (batch statistics, or "
-                    "attention over the batch), so requests cannot share a step"
-                )
+    @property
+    def _coarseness(self) -> float:
+        kinds = {x.dtype for x in self._module.parameters() if x.is_floating_point()}
+        # Weights of 8 bits are only kept so.
+        return max((torch.finfo(x).eps for x in kinds if x.itemsize > 1), default=0.0)
 
 
 def module_of(words: str) -> InferModule:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,9 +100,105 @@ def test_inputs_that_are_not_the_examples_are_named(inputs: dict, message: str) 
         several().rows(inputs)
 
 
-def test_modules_that_cannot_be_batched_are_refused() -> None:
+class Shares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.sum(0)
+
+
+class Tokens(nn.Module):
+    """Tokens of a small vocabulary, which attend to those of other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(2, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(self.table(ids))
+        return found
+
+
+class Padded(nn.Module):
+    """Rows with lengths, of which none may be 0."""
+
+    def forward(self, x: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        assert bool((length > 0).all()), "an empty row"
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "example"),
+    [
+        (Crowd(), torch.ones(1, 4)),
+        (Crowd(), torch.zeros(1, 4)),
+        (Crowd(), torch.zeros(1)),
+        (Shares(), torch.zeros(1, 4)),
+        (nn.TransformerEncoderLayer(8, 2, 16), torch.zeros(1, 5, 8)),
+        (Tokens(), torch.zeros(1, 5, dtype=torch.int64)),
+        (Tokens(), torch.ones(1, 5, dtype=torch.int64)),
+        (Padded(), (torch.zeros(1, 4), torch.ones(1, dtype=torch.int64))),
+        (Crowd().double(), torch.zeros(1, 4, dtype=torch.bfloat16)),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_rows_that_see_each_other_are_refused(module: nn.Module, example: Any) -> None:
     with pytest.raises(ConfigError, match="depend on each other"):
-        InferModule(Crowd(), torch.ones(1, 4))
+        InferModule(module, example)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_of_deep_modules_is_no_dependence(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    layers = [nn.Linear(64, 64) for _ in range(12)]
+    net = nn.Sequential(*(x for layer in layers for x in (layer, nn.LayerNorm(64)))).to(dtype)
+    steps = 4 * torch.finfo(dtype).eps
+
+    class Rounded(nn.Module):
+        """As products of several rows may add in another order."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.net(x).float()
+            return found + (0.5 * steps * found.abs().max() if len(x) > 1 else 0)
+
+    InferModule(Rounded(), torch.zeros(1, 64, dtype=dtype))
+
+
+def test_a_module_that_takes_only_its_example_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OnlyOnes(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert bool((x == 1).all()), "ones"
+            return x
+
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    with caplog.at_level("WARNING", "lezero"):
+        InferModule(OnlyOnes(), torch.ones(1, 4))
+    assert "may depend on each other" in caplog.text
+    with pytest.raises(ConfigError, match=r"fails on its example.*AssertionError: ones"):
+        InferModule(OnlyOnes(), torch.zeros(1, 4))
+
+
+def test_inputs_of_clients_are_put_where_the_example_is() -> None:
+    places = set()
+
+    class Elsewhere(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            places.add(x.device.type)
+            return torch.ones(len(x), 2)
+
+    model = InferModule(Elsewhere(), torch.zeros(1, 4, device="meta"))
+    rows, _ = model.rows({"input": torch.ones(3, 4)})
+    assert len(model.run(rows)) == 3
+    assert places == {"meta"}
+
+
+def test_modules_that_cannot_be_batched_are_refused() -> None:
     with pytest.raises(ConfigError, match="not the batch"):
         InferModule(nn.Flatten(0), torch.ones(1, 4))
     with pytest.raises(ConfigError, match="allowed is an nn"):
