@@ -17,6 +17,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -81,7 +82,8 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     """`parts` micro-batches along the first dim, as even as possible; none is empty.
 
     A list is taken as ready-made micro-batches and must have `parts` members. Tensors without dims
-    go whole into each; `ConfigError` when the first dims of the others differ.
+    go whole into each; `ConfigError` when the first dims of the others differ. Arrays are cut as
+    tensors are, and so are columns: sequences inside the batch that hold neither, such as texts.
     """
     if isinstance(batch, list):
         if len(batch) != parts:
@@ -99,17 +101,43 @@ def split(batch: Batch, parts: int) -> list[Batch]:
             f"a batch of {size} samples cannot be split into accumulate={parts} micro-batches"
         )
     bounds = [size * i // parts for i in range(parts + 1)]
-    return [_slice(batch, a, b) for a, b in itertools.pairwise(bounds)]
+    rows = [range(a, b) for a, b in itertools.pairwise(bounds)]
+    return [_slice(batch, each, size, "") for each in rows]
 
 
-def _slice(batch: Batch, begin: int, end: int) -> Batch:
-    if isinstance(batch, torch.Tensor):
-        return batch[begin:end] if batch.ndim else batch
+def _slice(batch: Batch, rows: range, size: int, name: str) -> Batch:
+    """`rows` of the `size` rows of everything in `batch`, which is called `name` in errors."""
+
+    def inside(key: Any, value: Batch) -> Batch:
+        return _slice(value, rows, size, f"{name}[{key!r}]" if name else repr(key))
+
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return _rows_of(batch, rows, size, name) if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return _like_mapping(batch, {k: _slice(v, begin, end) for k, v in batch.items()})
-    if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return _like(batch, [_slice(value, begin, end) for value in batch])
-    return batch
+        return _like_mapping(batch, {key: inside(key, value) for key, value in batch.items()})
+    if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
+        return batch
+    if name and batch and not hasattr(batch, "_fields") and not _holds_arrays(batch):
+        return _rows_of(batch, rows, size, name)
+    return _like(batch, [inside(i, value) for i, value in enumerate(batch)])
+
+
+def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:
+    if len(column) != size:
+        raise ConfigError(
+            f"the batch has {size} samples, but its {name} has {len(column)}, so it cannot be cut "
+            "into micro-batches. Keep what is not one row a sample out of the batch, or give a "
+            "list of ready-made micro-batches"
+        )
+    return column[rows.start : rows.stop]
+
+
+def _holds_arrays(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif not isinstance(value, list | tuple):
+        return isinstance(value, torch.Tensor | np.ndarray)
+    return any(map(_holds_arrays, value))
 
 
 @contextlib.contextmanager

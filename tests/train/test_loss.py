@@ -4,9 +4,11 @@ from collections import UserDict
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
@@ -22,6 +24,27 @@ def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
     assert torch.equal(torch.cat([part["pair"][0] for part in parts]), batch["x"])
     assert [part["scale"].item() for part in parts] == [2.0, 2.0, 2.0]
     assert [part["pair"][1] for part in parts] == ["text"] * 3
+
+
+@pytest.mark.parametrize("pair", [dict, tuple])
+def test_texts_and_arrays_are_cut_with_the_tensors_beside_them(pair):
+    rows = [{"image": torch.full((2,), float(i)), "caption": f"text {i}"} for i in range(5)]
+    whole = default_collate([row if pair is dict else tuple(row.values()) for row in rows])
+    whole = whole if pair is dict else tuple(whole)
+    keys = ("image", "caption") if pair is dict else (0, 1)
+    for part in split(whole, 2):
+        images, captions = (part[key] for key in keys)
+        assert [f"text {int(image[0])}" for image in images] == list(captions)
+    arrays = {"x": torch.arange(4), "own": np.arange(4), "seen": [[0, "a"], [1], [2], [3]]}
+    for part in split(arrays, 2):
+        assert part["x"].tolist() == part["own"].tolist() == [row[0] for row in part["seen"]]
+
+
+@pytest.mark.parametrize("odd", [["a", "b", "c"], ("a",), np.arange(3)])
+def test_a_column_of_another_length_is_refused(odd):
+    with pytest.raises(ConfigError, match=rf"has 4 samples, but its 'odd' has {len(odd)}, so it"):
+        split({"x": torch.ones(4), "odd": odd}, 2)
+    assert split({"x": torch.ones(4), "odd": odd}, 1)[0]["odd"] is odd
 
 
 class Fields(UserDict):
