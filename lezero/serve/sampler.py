@@ -189,7 +189,7 @@ class _Asked:
             (
                 row.params.temperature,
                 min(row.params.top_k or vocabulary, vocabulary),
-                row.params.top_p or 2.0,
+                _top_p(row.params),
                 row.params.min_p or 0.0,
                 chance(row.seed, row.position, row.sample),
             )
@@ -197,6 +197,12 @@ class _Asked:
         ]
         columns = torch.tensor(table, dtype=torch.float64, device=device).split(1, dim=1)
         return cls(*columns)
+
+
+def _top_p(params: SamplingParams) -> float:
+    """2 for no filter, which a top-p of 1, the default of many clients, is too: candidates that are
+    tried could never be told to reach it."""
+    return 2.0 if params.top_p is None or params.top_p >= 1 else params.top_p
 
 
 def _choose(

@@ -196,8 +196,9 @@ def test_penalties_that_leave_no_number_are_named() -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 0, 5])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("top_p", [None, 1.0])
 def test_the_device_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, logprobs: int | None
+    monkeypatch: pytest.MonkeyPatch, temperature: float, logprobs: int | None, top_p: float | None
 ) -> None:
     asked = []
 
@@ -209,7 +210,7 @@ def test_the_device_is_asked_once(
 
     for name in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "nonzero"):
         counted(name)
-    params = SamplingParams(temperature=temperature, logprobs=logprobs)
+    params = SamplingParams(temperature=temperature, logprobs=logprobs, top_p=top_p)
     rows_RV = logits(8, 3000, spread=9.0)
     found = draw(rows_RV, [Row(params, 1, number) for number in range(8)])
     assert asked == ["tolist"]
