@@ -126,6 +126,23 @@ def test_weights_with_mse_are_never_worse_than_with_extremes(group):
             assert error(weight_scale(w, grid, "percentile")) < 2 * error(find_scale(w, grid))
 
 
+@pytest.mark.parametrize("group", [64, "row", "tensor"])
+@pytest.mark.parametrize("fmt", ["int8", "int4", "fp8", "nf4"])
+def test_mse_is_the_best_of_the_ranges_tried_on_every_grid(fmt: str, group: int | str) -> None:
+    made = torch.Generator().manual_seed(0)
+    normal = torch.randn(16, 192, generator=made)
+    for w in (normal, normal**3):
+        grid = Grid(fmt, group, scale_dtype="fp16")
+        full = find_scale(w, grid)[0]
+
+        def error(scale, w=w, grid=grid):
+            return float((dequantize(*quantize(w, grid, scale=scale), grid) - w).square().sum())
+
+        best = error(weight_scale(w, grid, "mse")[0])
+        assert best <= min(error((full * share).half().float()) for share in (1.0, 0.8, 0.6))
+        assert fmt != "nf4" or best < error(full)
+
+
 def test_errors_count_with_their_importance():
     w = torch.tensor([[0.9, 0.33, -0.21, 0.47] * 8])
     grid = Grid("int4", group=32)

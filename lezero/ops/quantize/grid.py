@@ -70,7 +70,8 @@ class Grid:
 
     @property
     def code_range(self) -> tuple[int, int]:
-        """Lowest and highest code of an integer format."""
+        """Lowest and highest code of an integer format; others have no order of equal steps."""
+        assert self.is_integer, self.format
         if self.format == "int8":
             return (0, 255) if self.zero_point else (-127, 127)
         return 0, 15

@@ -17,10 +17,10 @@ from torch import Tensor
 from lezero.compress.quantize.observers.observer import observers
 from lezero.compress.quantize.parts import at_once
 from lezero.ops.grid_fit import least_error
-from lezero.ops.quantize import Grid, find_scale
+from lezero.ops.quantize import Grid, find_scale, nearest_points
 from lezero.ops.quantize.grid import LEVELS, SCALE_DTYPES
 
-_STEPS = 20
+_STEPS, _LEAST_KEPT = 20, 0.5
 
 
 def weight_scale(
@@ -81,23 +81,40 @@ def _least_error(
 ) -> tuple[Tensor, Tensor | None]:
     """For each group the share of its range, from 1 down to a half, with the least error."""
     scale, zero = find_scale(w_NK, grid)
-    kept, middle = SCALE_DTYPES[grid.scale_dtype], grid.middle
-    low, high = (code - middle for code in grid.code_range)
     parts = []
     for columns, own in grouped_columns(w_NK.shape[1], grid):
-        w_GE = columns(w_NK)
+        w_GE, scale_G = columns(w_NK), scale[:, own].flatten()
         importance = None if importance_K is None else columns(importance_K.expand_as(w_NK))
-        # A zero point in codes stays where it is when both ends of a range move in proportion.
-        parts.append(
-            least_error(
-                *(w_GE, scale[:, own].flatten(), None if zero is None else zero[:, own].flatten()),
+        if grid.is_integer:
+            low, high = (code - grid.middle for code in grid.code_range)
+            # A zero point in codes stays where it is when both ends of a range move in proportion.
+            found = least_error(
+                *(w_GE, scale_G, None if zero is None else zero[:, own].flatten()),
                 code_range=(low, high),
-                kept=kept,
+                kept=SCALE_DTYPES[grid.scale_dtype],
                 steps=_STEPS,
                 importance_GE=importance,
-            ).view(len(scale), -1)
-        )
+            )
+        else:
+            found = _least_error_of_points(w_GE, scale_G, grid, importance)
+        parts.append(found.view(len(scale), -1))
     return torch.cat(parts, 1), zero
+
+
+def _least_error_of_points(
+    w_GE: Tensor, scale_G: Tensor, grid: Grid, importance_GE: Tensor | None
+) -> Tensor:
+    """`least_error` where points do not lie at equal steps: fp8 and nf4."""
+    grid = replace(grid, group="row")
+    best, best_scale = torch.full_like(scale_G, torch.inf), scale_G
+    for step in range(_STEPS):
+        share = 1 - (1 - _LEAST_KEPT) * step / _STEPS
+        tried = (scale_G * share).to(SCALE_DTYPES[grid.scale_dtype]).float()
+        wrong = nearest_points(w_GE, grid, tried[:, None], None).sub_(w_GE).square_()
+        error = (wrong if importance_GE is None else wrong.mul_(importance_GE)).sum(1)
+        better = error < best
+        best, best_scale = torch.where(better, error, best), torch.where(better, tried, best_scale)
+    return best_scale
 
 
 def grouped_columns(K: int, grid: Grid) -> Iterator[tuple[Callable[[Tensor], Tensor], slice]]:
