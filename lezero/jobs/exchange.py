@@ -7,7 +7,7 @@ be sent, whatever the codec. Only the storage of the errors rounds (`STORED`). W
 plain gradients go through the codec in the wire's own layout, and the run may lose `LOSS_SLACK`
 times as much: its ranks encode gradients of their own, which are longer than their mean.
 Parameters that are gathered through a codec, or computed in bf16, are taken as the codec leaves
-them, exactly, on both sides.
+them, exactly, on both sides. FSDP2 moves everything as it is.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from lezero.comm.codec import Codec, codec
 from lezero.comm.link import Link
 from lezero.core import groups
 from lezero.parallel.zero import Sharding, full_parameters, sharding_of
+from lezero.parallel.zero.fsdp import FsdpSharding
 from lezero.parallel.zero.segment import Segment
 
 STORED = {"fp32": 1e-5, "bf16": 2.0**-7, "int8": 1 / 127}
 """Share of the errors that storing them in a type may lose; in int8 of the largest one."""
 LOSS_SLACK = 4.0
+AnySharding = Sharding | FsdpSharding
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -46,17 +48,23 @@ def whole_gradients(model: nn.Module, place: torch.device) -> dict[str, Tensor]:
     return found
 
 
-def links(sharding: Sharding | None) -> list[Link]:
-    if sharding is None:
+def links(sharding: AnySharding | None) -> list[Link]:
+    """The wires of a sharded model; none where FSDP2 or nobody splits it."""
+    if not isinstance(sharding, Sharding):
         return []
     return [link for link in (sharding.lines.shard, sharding.lines.replicate) if link is not None]
 
 
-def as_computed(sharding: Sharding | None, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_computed(sharding: AnySharding | None, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters as forward and backward see them: rounded to what they compute in, and through the
     codec of the gather. `named`: whole fp32 parameters."""
     if sharding is None:
         return dict(named)
+    if isinstance(sharding, FsdpSharding):
+        compute = sharding.config.compute_dtype
+        return {
+            name: value.to(compute(value.dtype)).to(value.dtype) for name, value in named.items()
+        }
     gather = sharding.lines.wire.gather
     used = None if gather == "none" or sharding.lines.shard is None else codec(gather)
     found = dict(named)
@@ -66,11 +74,14 @@ def as_computed(sharding: Sharding | None, named: Mapping[str, Tensor]) -> dict[
     return found
 
 
-def encoding_loss(sharding: Sharding | None, gradients: Mapping[str, Tensor]) -> dict[str, float]:
+def encoding_loss(
+    sharding: AnySharding | None, gradients: Mapping[str, Tensor]
+) -> dict[str, float]:
     """What a codec without feedback loses of each of the plain `gradients`, as a norm."""
     found: dict[str, float] = {}
     for link in links(sharding):
-        if link.codec == "none" or link.feedback is not None or sharding is None:
+        assert isinstance(sharding, Sharding)
+        if link.codec == "none" or link.feedback is not None:
             continue
         for segment in _segments(sharding):
             through = _through(codec(link.codec), segment, gradients, torch.float32, link.size)

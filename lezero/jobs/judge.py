@@ -97,7 +97,7 @@ class Judge:
         train: TrainConfig,
         precision: str,
         at_once: int,
-        sharding: Sharding | None = None,
+        sharding: exchange.AnySharding | None = None,
     ) -> None:
         place = next(model.parameters()).device
         self.sharding = sharding
@@ -218,8 +218,9 @@ class Judge:
         """The gradients that were to be sent (what arrived and what is owed since), and by how much
         the storage of what is owed may have changed them."""
         before, after = watch.owes
-        if not after or self.sharding is None:
+        if not after:
             return watch.gradients, {}
+        assert isinstance(self.sharding, Sharding)  # nobody else keeps what encoding lost
         kind = self.sharding.lines.wire.feedback_dtype
         largest = max(float(one.abs().max()) for owes in (before, after) for one in owes.values())
         sent, stored = {}, {}

@@ -1,8 +1,11 @@
 """`verify` of sharded runs: every stage and wire, and what a broken exchange looks like."""
 
 import pytest
+import torch
 
 from lezero.comm.link import Link
+from lezero.parallel.zero import fsdp, shard_, sharding_of
+from lezero.train import recipe
 from tests.jobs.verify_runs import rank_verifies_each
 
 PLAIN = [{"zero": {"stage": stage}} for stage in range(4)]
@@ -20,6 +23,24 @@ GATHER = {
     "precision": "bf16",
     "wire": {"codec": "int8", "feedback": "worker", "gather": "int8"},
 }
+
+
+def over_fsdp2(patch, divided_by=None):
+    """As ranks with accelerators do it: the model is whole first, then FSDP2 splits it."""
+    build = recipe.build_model
+
+    def whole_first(config, vocab, decisions=None):
+        model = build(config.model_copy(update={"zero": None}), vocab)
+        if config.zero is not None:
+            shard_(model, recipe.zero_of(config, torch.device("cpu"), decisions))
+            assert isinstance(sharding_of(model), fsdp.FsdpSharding)
+            if divided_by is not None:
+                model.set_force_sum_reduction_for_comms(True)
+                model.set_gradient_divide_factor(divided_by)
+        return model
+
+    patch.setattr(fsdp, "fits", lambda *_: True)
+    patch.setattr(recipe, "build_model", whole_first)
 
 
 class Then:
@@ -141,3 +162,18 @@ def test_a_broken_sum_is_caught(ranks, text, tmp_path, fault, cases):
 def test_a_stale_gather_is_caught(ranks, text, tmp_path):
     for config, first in caught(ranks, text, tmp_path, stale, [*PLAIN[1:], HALF, GATHER], 2):
         assert first.startswith(("step 2, loss", "step 2, gradient")), (config, first)
+
+
+def summed_over_fsdp2(patch):
+    """The sums of the two ranks' gradients, where their mean is wanted."""
+    over_fsdp2(patch, divided_by=1.0)
+
+
+def test_fsdp2_is_judged_too(ranks, text, tmp_path):
+    config = {"zero": {"stage": 3}}
+    cases = [(over_fsdp2, config), (over_fsdp2, HALF), (summed_over_fsdp2, config)]
+    *right, wrong = told(ranks, text, tmp_path, cases)
+    for verdict, first, table in right:
+        assert verdict == "within tolerance", first
+        assert "bit for bit as uninterrupted" in table
+    assert wrong[1].startswith("step 1, gradient of "), wrong
