@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from lezero.core.errors import ConfigError, LeZeroError, NumericsError
 from lezero.hub.load import load_into
 from lezero.hub.weights import read_weights
+from lezero.nn.buffers import BufferSnapshot
 
 
 class NotAModuleError(LeZeroError, TypeError):
@@ -158,7 +159,7 @@ def _tensors(output: Any) -> list[Tensor]:
 def _quiet(module: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, one random state; all of it and the buffers put back afterwards."""
     flags = [(part, part.training) for part in module.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    buffers = BufferSnapshot(module)
     module.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -166,6 +167,4 @@ def _quiet(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in flags:
             part.training = training
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        buffers.restore()

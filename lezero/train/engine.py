@@ -40,6 +40,7 @@ from lezero.train.loss import (
     split,
     to_device,
 )
+from lezero.train.moving_buffers import MovingBuffers
 from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve, resolve_sharded
 from lezero.train.randomness import seeded
@@ -128,6 +129,7 @@ class Engine:
         self._stop = False
         self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
+        self._buffers = MovingBuffers(model)
         self._base_lrs = [
             group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
         ]
@@ -162,6 +164,7 @@ class Engine:
                 self._forms = self._choose_form(micros[0])
             started = time.perf_counter()
         lr = self._set_lr()
+        self._buffers.keep()
         summed = self._backward(micros, counts, total)
         norm = float(self._gradient_norm())  # the one wait for an accelerator
         loss = float(summed) / total
@@ -311,13 +314,20 @@ class Engine:
                     self.clip / (norm + 1e-6),  # as torch's clip_grad_norm_
                 )
             self.precision.scaler.step(self.optimizer)
-        elif _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
-            skipped = f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
+            self._buffers.settle()
         else:
-            skipped = self._blame(micros, loss, norm)
+            try:
+                skipped = self._why_skipped(micros, loss, norm)
+            finally:
+                self._buffers.put_back()
         self.precision.scaler.update()
         self.model.zero_grad(set_to_none=True)
         return skipped
+
+    def _why_skipped(self, micros: list[Batch], loss: float, norm: float) -> str:
+        if _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
+            return f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
+        return self._blame(micros, loss, norm)
 
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
         self.skipped_in_a_row += 1

@@ -25,6 +25,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
 from lezero.memory import HostPool
+from lezero.nn.buffers import BufferSnapshot
 from lezero.ops.attention import FastAttention, available, kernel_name
 from lezero.parallel.zero import sharding_of
 from lezero.train.gradients import wires_untouched
@@ -254,7 +255,7 @@ class _Trial:
     @contextlib.contextmanager
     def _untouched(self) -> Any:
         gradients = [(p, p.grad) for p in self.model.parameters()]
-        buffers = [(b, b.clone()) for b in self.model.buffers()]
+        buffers = BufferSnapshot(self.model)
         generators = random.getstate(), np.random.get_state()  # torch's are kept by `seeded`
         self.model.zero_grad(set_to_none=True)
         try:
@@ -264,9 +265,7 @@ class _Trial:
             np.random.set_state(generators[1])
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, old in buffers:
-                    buffer.copy_(old)
+            buffers.restore()
 
 
 def _measured(measure: Callable[[], float]) -> Callable[[], float]:

@@ -269,6 +269,38 @@ def test_non_finite_steps_are_skipped_and_named(mode, where):
         engine.train_step(data[5])
 
 
+class Centre(nn.Module):
+    """Keeps a mean in a buffer that it replaces, as many models keep averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("table", torch.ones(4))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x * self.table
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_a_skipped_step_leaves_buffers_as_they_were(bad):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Centre(), nn.Linear(4, 1))
+    engine = Engine(
+        model, AdamW(model, lr=1e-2), loss=lambda model, x: model(x).square().mean(),
+        compile="off",
+    )  # fmt: skip
+    for step in range(4):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        x = torch.randn(8, 3)
+        if step == bad:
+            x[0, 0] = torch.nan
+        assert bool(engine.train_step(x).skipped) is (step == bad)
+        same = {n for n, value in model.state_dict().items() if torch.equal(value, before[n])}
+        assert same == (before.keys() if step == bad else {"2.table"})
+    assert engine.evaluate([torch.randn(8, 3)]) > 0
+
+
 def test_a_non_finite_parameter_is_named():
     engine = make()
     engine.model.layers[0][0].bias.data[2] = float("nan")

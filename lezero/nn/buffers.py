@@ -1,0 +1,55 @@
+"""A module's buffers, put back as they were after a pass that should leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class KeptBuffer:
+    """The buffer `name` of `module` and a copy of its value; None for a name without a tensor."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor | None
+    value: Tensor | None
+
+    def unchanged(self) -> bool:
+        now = self.module._buffers.get(self.name)
+        if now is not self.buffer:
+            return False
+        return now is None or self.value is None or torch.equal(now, self.value)
+
+    def restore(self) -> None:
+        self.module._buffers[self.name] = self.buffer
+        if self.buffer is not None and self.value is not None:
+            if self.buffer.shape != self.value.shape:
+                self.buffer.resize_(self.value.shape)
+            self.buffer.copy_(self.value)
+
+
+class BufferSnapshot:
+    """Copies of a module's buffers, of those alone for which `wanted(module, name)` is true.
+
+    A forward pass may write into a buffer, resize it, or put another tensor in its place; each is
+    undone by `restore`. A buffer on the meta device has no values to keep.
+    """
+
+    def __init__(
+        self, model: nn.Module, wanted: Callable[[nn.Module, str], bool] = lambda *_: True
+    ) -> None:
+        self.kept = [
+            KeptBuffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if wanted(module, name) and not (buffer is not None and buffer.is_meta)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for each in self.kept:
+            each.restore()

@@ -1,0 +1,64 @@
+"""Buffers are put back however a forward pass changed them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lezero as lz
+from lezero.nn.buffers import BufferSnapshot
+from lezero.train import speed
+from lezero.train.precision import Precision
+
+
+class Observed(nn.Module):
+    """Changes its buffers in each of the ways that modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 2)
+        self.register_buffer("written", torch.zeros(2))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.register_buffer("resized", torch.zeros(0))  # as the observers of torch.ao
+        self.register_buffer("made", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.written += 1
+            self.replaced = 0.9 * self.replaced + x.mean()
+            self.resized.resize_(2).copy_(x[0])
+            self.made = x.sum()
+        return self.line(x)
+
+
+def state(model: nn.Module) -> list[tuple[int, torch.Tensor | None]]:
+    return [(id(b), None if b is None else b.clone()) for b in model._buffers.values()]
+
+
+def snapshot(model: Observed, x: torch.Tensor) -> None:
+    kept = BufferSnapshot(model)
+    model(x)
+    kept.restore()
+
+
+def trial(model: Observed, x: torch.Tensor) -> None:
+    precision = Precision("fp32", torch.device("cpu"))
+    made = speed._Trial(model, lambda model, x: model(x).sum(), x, precision, 1, 0)
+    made.step_seconds("torch")
+
+
+def check(model: Observed, x: torch.Tensor) -> None:
+    lz.from_pytorch(model, example_inputs=x)
+
+
+@pytest.mark.parametrize("leaves_nothing", [snapshot, trial, check])
+def test_a_pass_leaves_buffers_as_they_were(leaves_nothing):
+    model, x = Observed(), torch.ones(3, 2)
+    model(x)
+    model.made, model.resized = None, torch.zeros(0)
+    before = state(model)
+    leaves_nothing(model, x)
+    for (name, now), (then, value) in zip(state(model), before, strict=True):
+        assert name == then
+        assert now is value is None or torch.equal(now, value)
