@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lezero.core.errors import ConfigError
@@ -67,6 +68,16 @@ def use(place: torch.device) -> None:
         torch.accelerator.set_device_index(place.index or 0)
 
 
+def using(place: torch.device) -> AbstractContextManager[None]:
+    """Makes `place` the current device of this thread for a while: streams, graphs and Triton's
+    kernels are otherwise those of another one. A new thread begins with the first device."""
+    import torch
+
+    if place.type == "cpu":
+        return nullcontext()
+    return torch.accelerator.device_index(place.index)
+
+
 def synchronize() -> None:
     """Waits for all work queued on the accelerator."""
     import torch
@@ -97,14 +108,15 @@ def reset_peak() -> None:
         torch.accelerator.reset_peak_memory_stats()
 
 
-def memory_free() -> int:
-    """Bytes that this rank could allocate on its accelerator; 0 on CPU."""
+def memory_free(place: torch.device | None = None) -> int:
+    """Bytes that this rank could allocate on an accelerator, the current one where none is given;
+    0 on CPU."""
     import torch
 
     if not accelerator():
         return 0
-    kept = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-    return int(torch.accelerator.get_memory_info()[0]) + kept
+    kept = torch.accelerator.memory_reserved(place) - torch.accelerator.memory_allocated(place)
+    return int(torch.accelerator.get_memory_info(place)[0]) + kept
 
 
 def empty_cache() -> None:
@@ -137,7 +149,7 @@ def mark(place: torch.device) -> Callable[[], None]:
     if place.type == "cpu":
         return lambda: None
     event = torch.Event(device=place)
-    event.record()
+    event.record(torch.accelerator.current_stream(place))
     return event.synchronize
 
 
@@ -160,15 +172,16 @@ def stream(place: torch.device) -> int:
 
 
 def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Captures `run` in a graph of an NVIDIA device: what repeats it, and its output, which each
-    repetition overwrites, and others that were captured may.
+    """Captures `run` in a graph of the current NVIDIA device, where it computes: what repeats it,
+    and its output, which each repetition overwrites, and others that were captured may.
 
     `run` reads and writes tensors that stay where they are, and never waits for the host. It runs
     twice before, so that kernels are built and workspaces made.
     """
     import torch
 
-    place, aside = torch.cuda.current_stream(), _aside()
+    index = torch.cuda.current_device()
+    place, aside = torch.cuda.current_stream(), _aside(index)
     aside.wait_stream(place)
     with torch.cuda.stream(aside):
         for _ in range(2):
@@ -176,20 +189,21 @@ def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.
     place.wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
     # On the stream of the runs before: what kernels keep for a stream is made outside of graphs.
-    with torch.cuda.graph(graph, pool=_graph_pool(), stream=aside):
+    with torch.cuda.graph(graph, pool=_graph_pool(index), stream=aside):
         output = run()
     return graph.replay, output
 
 
 @functools.cache
-def _aside() -> Any:
+def _aside(index: int) -> Any:
     import torch
 
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(index)
 
 
 @functools.cache
-def _graph_pool() -> Any:
+def _graph_pool(index: int) -> Any:
+    """One for each device."""
     import torch
 
     return torch.cuda.graph_pool_handle()

@@ -65,23 +65,25 @@ class CapturedProgram(PlainProgram):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        step = self._step(fed)
-        if step is None:
-            return super().run(fed)
-        step.fill(fed, self._nobody)
-        step.replay()
-        return step.logits_BV[: len(fed)].clone()
+        with device.using(self.place):
+            step = self._step(fed)
+            if step is None:
+                return super().run(fed)
+            step.fill(fed, self._nobody)
+            step.replay()
+            return step.logits_BV[: len(fed)].clone()
 
     @torch.no_grad()
     def launch(
         self, fed: Sequence[Fed], after: Flight | None = None, rows: Sequence[int] = ()
     ) -> Flight | None:
-        step = self._step(fed)
-        if step is None:
-            return None
-        step.fill(fed, self._nobody, rows if after is not None else ())
-        step.replay()
-        return step.flight(len(fed), self._best_B)
+        with device.using(self.place):
+            step = self._step(fed)
+            if step is None:
+                return None
+            step.fill(fed, self._nobody, rows if after is not None else ())
+            step.replay()
+            return step.flight(len(fed), self._best_B)
 
     def _step(self, fed: Sequence[Fed]) -> _Step | None:
         """The graph for these sequences, where there is one."""

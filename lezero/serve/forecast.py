@@ -159,7 +159,7 @@ def refuse_too_large_a_cache(cache_bytes: int, program: Program) -> None:
 
 def _free(program: Program) -> int:
     """Bytes that this process may still take where the cache lies; 0: not known."""
-    return memory().available if program.place.type == "cpu" else device.memory_free()
+    return memory().available if program.place.type == "cpu" else device.memory_free(program.place)
 
 
 def mib(count: int) -> str:

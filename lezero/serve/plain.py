@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.core import device
 from lezero.models import Transformer
 from lezero.models.rope import rotate
 from lezero.serve.program import Fed, Program, ending, wanted_rows
@@ -54,19 +55,22 @@ class PlainProgram(Program):
     def reserve(self, blocks: int) -> None:
         c = self.config
         shape = (c.layers, blocks * _BLOCK, c.kv_heads, c.head_dim)
-        self._keys = torch.empty(shape, dtype=self._dtype, device=self.place)
-        self._values = torch.empty_like(self._keys)
+        with device.using(self.place):
+            self._keys = torch.empty(shape, dtype=self._dtype, device=self.place)
+            self._values = torch.empty_like(self._keys)
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        model, x = self._model, self._states(fed)
-        head = model.embed_tokens.weight if model.lm_head is None else None
-        logits: Tensor = F.linear(x, head) if head is not None else model.lm_head(x)
-        return logits.float()
+        with device.using(self.place):
+            model, x = self._model, self._states(fed)
+            head = model.embed_tokens.weight if model.lm_head is None else None
+            logits: Tensor = F.linear(x, head) if head is not None else model.lm_head(x)
+            return logits.float()
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
-        return self._states(fed).float()
+        with device.using(self.place):
+            return self._states(fed).float()
 
     def _states(self, fed: Sequence[Fed]) -> Tensor:
         model, rows_R = self._model, self._sent(wanted_rows(fed))

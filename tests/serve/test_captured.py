@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lezero.core import device
@@ -115,6 +118,35 @@ def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
     assert answers(captured, 16) == answers(PlainProgram(model), 16)
     assert 1 in tried
     assert len(tried) == len(captured._steps)  # once for each size
+
+
+def test_all_work_is_done_with_the_models_device_as_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextmanager
+    def using(place: torch.device) -> Iterator[None]:
+        inside.append(place)
+        yield
+        inside.pop()
+
+    def noted(function: Callable[..., Any], *given: Any) -> Any:
+        seen.append(inside[:1])
+        return function(*given)
+
+    monkeypatch.setattr(device, "using", using)
+    monkeypatch.setattr(F, "linear", partial(noted, F.linear))
+    program = CapturedProgram(small(), partial(noted, again))
+    seen.clear()
+    program.reserve(4)
+    program.run([Fed(range(5), 0, [1], [4])])
+    program.states([Fed(range(5), 0, [1], [4])])
+    program.run([Fed([3], 5, [1], [0])])
+    assert program.launch([Fed([3], 5, [1], [0])]) is not None
+    assert seen
+    assert all(places == [program.place] for places in seen)
 
 
 @pytest.mark.skipif(device.accelerator() != "cuda", reason="no CUDA device")

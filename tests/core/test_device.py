@@ -1,0 +1,84 @@
+"""What is asked of an accelerator, with stubs in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.core import device
+
+
+class Cuda:
+    """torch.cuda of a machine with several devices, one of them the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.captured = 0, list[tuple[Any, Any]]()
+        waits = SimpleNamespace(wait_stream=lambda other: None)
+        for name, stub in {
+            "current_device": lambda: self.current,
+            "current_stream": lambda: waits,
+            "Stream": lambda index: SimpleNamespace(index=index, wait_stream=lambda other: None),
+            "stream": lambda stream: nullcontext(),
+            "graph_pool_handle": lambda: object(),
+            "CUDAGraph": lambda: SimpleNamespace(replay=None),
+            "graph": self._graph,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stub)
+
+    def _graph(self, graph: Any, *, pool: Any, stream: Any) -> Any:
+        self.captured.append((pool, stream))
+        return nullcontext()
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    kept = (device._aside, device._graph_pool)
+    for one in kept:
+        one.cache_clear()
+    yield Cuda(monkeypatch)
+    for one in kept:
+        one.cache_clear()
+
+
+def test_graphs_are_captured_on_the_current_device(cuda: Cuda) -> None:
+    for index in (0, 1, 1):
+        cuda.current = index
+        device.capture(lambda: torch.zeros(1))
+    (first, second, third) = cuda.captured
+    assert [stream.index for _, stream in cuda.captured] == [0, 1, 1]
+    assert second == third
+    assert first[0] is not second[0], "graphs of two devices in one pool"
+
+
+def test_a_device_is_the_current_one_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int | None] = []
+
+    @contextmanager
+    def index(given: int | None) -> Iterator[None]:
+        entered.append(given)
+        yield
+
+    monkeypatch.setattr(torch.accelerator, "device_index", index)
+    for place in ("cpu", "cuda:1"):
+        with device.using(torch.device(place)):
+            pass
+    assert entered == [1]
+
+
+def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    for name, by_index in {
+        "memory_reserved": {None: 5, 1: 50},
+        "memory_allocated": {None: 3, 1: 30},
+        "get_memory_info": {None: (1, 9), 1: (100, 900)},
+    }.items():
+        monkeypatch.setattr(
+            torch.accelerator, name, lambda place, of=by_index: of[place and place.index]
+        )
+    assert device.memory_free() == 3
+    assert device.memory_free(torch.device("cuda:1")) == 120
