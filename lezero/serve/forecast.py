@@ -77,7 +77,9 @@ def foresee(
     kv: why keys and values are kept as they are.
     """
     beside = block_bytes(program, draft) - program.block_bytes
-    ceilings = hardware(measure=False).ceilings
+    # Those that are kept are the accelerator's, which says nothing of a model on the CPU.
+    alike = program.place.type == device.device().type
+    ceilings = hardware(measure=False).ceilings if alike else None
     read = None if ceilings is None else ceilings.memory_read
     reached = [ceilings.gemm(form) for form in program.product_forms] if ceilings else []
     products = max((rate for rate in reached if rate is not None), default=None)

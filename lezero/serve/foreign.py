@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lezero.core import device
 from lezero.core.errors import ConfigError, FileError
 from lezero.hub.foreign import load_foreign
 from lezero.models.hf_config import SUPPORTED
@@ -31,7 +32,8 @@ _PROBE = (0, 1, 2, 1)
 
 
 def open_foreign(place: str, weights: str) -> TransformersProgram:
-    """The model in a Hugging Face folder, with the code of transformers alone.
+    """The model in a Hugging Face folder, with the code of transformers alone, on the accelerator
+    where there is one.
 
     Raises what `load_foreign` does; `FileError` for a model that this engine cannot run;
     `ConfigError` for weights other than bf16 and fp32.
@@ -41,7 +43,7 @@ def open_foreign(place: str, weights: str) -> TransformersProgram:
             f"weights: got {weights!r}, allowed are {', '.join(_DTYPES)} for {place}, which LeZero "
             f"has no kernels for; it has them for {', '.join(SUPPORTED)} in their usual forms"
         )
-    program = TransformersProgram(load_foreign(place, _DTYPES[weights]))
+    program = TransformersProgram(load_foreign(place, _DTYPES[weights]).to(device.device()))
     program.try_out(place)
     return program
 
@@ -55,6 +57,7 @@ class TransformersProgram(Program):
 
     def __init__(self, model: Any) -> None:
         self._model = model.eval()
+        self.place = model.device
         self._caches: dict[int, Any] = {}
         config = model.config.get_text_config()
         self._vocab = int(config.vocab_size)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from lezero.core import facts
+from lezero.core import device, facts
 from lezero.core.errors import ConfigError
 from lezero.core.facts import Facts
 from lezero.profiler.ceilings import Ceilings
@@ -37,6 +38,16 @@ def test_prefill_is_bounded_by_the_fastest_products(ceilings: Any) -> None:
     assert llm.forecast.prefill_tokens_s == 4e11 / (2 * llm.program.products)
     ceilings(None)
     assert llm.forecast.prefill_tokens_s is None
+
+
+def test_ceilings_of_another_device_say_nothing(
+    ceilings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(small(), weights="bf16")
+    ceilings(MEASURED)
+    assert llm.forecast.decode_tokens_s is not None
+    monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 0))
+    assert (llm.forecast.decode_tokens_s, llm.forecast.prefill_tokens_s) == (None, None)
 
 
 def test_the_cache_is_within_what_the_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers
 
+from lezero.core import device
 from lezero.core.errors import ConfigError, FileError, MissingExtraError
 from lezero.data.tokenizer import bytes_tokenizer
+from lezero.serve import foreign
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts
@@ -125,6 +127,20 @@ def test_embeddings(folders: dict[str, Path]) -> None:
     states = model.base_model(torch.tensor([[5, 6, 7]])).last_hidden_state[0].mean(0)
     found = torch.tensor(llm.embed([[9] * 300, [5, 6, 7]])[1])
     assert (found - torch.nn.functional.normalize(states, dim=0)).abs().max() < 1e-4
+
+
+def test_it_is_put_on_the_accelerator(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.device] = []
+    real = foreign.load_foreign(str(folders["gpt2"]))
+    monkeypatch.setattr(real, "to", lambda place: moved.append(place) or real)
+    monkeypatch.setattr(foreign, "load_foreign", lambda place, dtype: real)
+    monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 1))
+    foreign.open_foreign("a folder", "auto")
+    assert moved == [torch.device("cuda", 1)]
+    monkeypatch.undo()
+    assert foreign.TransformersProgram(real.to("meta")).place == torch.device("meta")
 
 
 def test_it_says_that_it_is_slower(folders: dict[str, Path]) -> None:
