@@ -5,7 +5,8 @@ all of them at once, but always with the same shapes and addresses: so there is 
 of sequences and of blocks a sequence, both rounded up to a power of two, made when first needed.
 Where one cannot be made, for want of memory, steps of its size run as the plain program runs them.
 Rows and blocks that are too many point at a block that belongs to nobody. Where kernels of
-`decoding.py` suit the model, they are what is captured.
+`decoding.py` suit the model, they are what is captured, unless Triton cannot build them here (no
+compiler, no headers of Python, too little shared memory).
 
 A graph ends with each row's best token, which the next one can take in without the host.
 
@@ -103,12 +104,18 @@ class CapturedProgram(PlainProgram):
             step = _Step(*sizes, self.place)
             step.fill([], self._nobody)
             step.replay, step.logits_BV = self._capture(lambda: self._decode(step))
-        except RuntimeError as error:  # too little memory is one
-            _LOG.warning("steps of %d sequences, %d blocks run without a graph: %s", *sizes, error)
-            return None
+        except Exception as error:  # Triton's are no RuntimeErrors
+            if self._decoder is None or "out of memory" in str(error):
+                without = "steps of %d sequences, %d blocks run without a graph: %s"
+                _LOG.warning(without, *sizes, error)
+                return None
+            _LOG.warning("Triton's kernels do not run here, plain operations do instead: %s", error)
+            self._decoder = None
+        else:
+            return step
         finally:
             self._best_B.copy_(flying_B)
-        return step
+        return self._made(sizes)
 
     def _decode(self, step: _Step) -> Tensor:
         """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -118,6 +119,30 @@ def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
     assert answers(captured, 16) == answers(PlainProgram(model), 16)
     assert 1 in tried
     assert len(tried) == len(captured._steps)  # once for each size
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [
+        (subprocess.CalledProcessError(1, "gcc"), False),  # of Triton, without Python.h
+        (NotImplementedError("shared memory"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_kernels_that_cannot_be_built_give_way_to_plain_operations(
+    error: Exception, stays: bool
+) -> None:
+    class Broken:
+        def logits(self, *given: Any) -> Tensor:
+            raise error
+
+    model = small().double()
+    captured = CapturedProgram(model, again)
+    captured._decoder = Broken()  # type: ignore[assignment]
+    assert answers(captured, 200) == answers(PlainProgram(model), 200)
+    assert (captured._decoder is not None) == stays
+    assert all((step is None) == stays for step in captured._steps.values())
 
 
 def test_all_work_is_done_with_the_models_device_as_the_current_one(
