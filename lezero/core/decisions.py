@@ -92,11 +92,15 @@ class Decisions:
         *,
         unit: str = "",
         overridden: bool = False,
+        fact: bool = False,
         step: int = 0,
     ) -> str:
-        """Records a choice that follows from facts and needed no measurement; rank 0's is kept."""
+        """Records a choice that follows from facts and needed no measurement; rank 0's is kept.
+
+        fact: it is so here and now, whatever a resumed run had before, and is not replayed.
+        """
         old = self.replay.get(topic)
-        if old is not None and not overridden:
+        if old is not None and not overridden and not fact:
             return self._keep(Decision(**{**asdict(old), "replayed": True}))
         made = Decision(topic, chosen, candidates or {}, unit, reason, overridden, step=step)
         return self._keep(Decision(**groups.broadcast_object(asdict(made))))

@@ -65,7 +65,8 @@ def resolve_sharded(name: str, model: nn.Module, decisions: Decisions) -> str:
     if name == "auto":
         if "precision" in decisions.records:
             return found
-        return decisions.record("precision", found, reason="what the model was sharded to compute")
+        reason = "what the model was sharded to compute"
+        return decisions.record("precision", found, reason=reason, fact=True)
     if name not in get_args(Name):
         raise ConfigError(f"precision: got '{name}', allowed is {', '.join(get_args(Name))}")
     if name != found:

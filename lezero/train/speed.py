@@ -24,6 +24,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
+from lezero.core.log import logger
 from lezero.memory import HostPool
 from lezero.nn.buffers import BufferSnapshot
 from lezero.ops.attention import FastAttention, available, kernel_name
@@ -32,6 +33,8 @@ from lezero.train.gradients import wires_untouched
 from lezero.train.loss import Batch, LossFunction, scalar
 from lezero.train.precision import Precision
 from lezero.train.randomness import seeded
+
+log = logger("train")
 
 FORMS = ("eager", "blocks", "step")
 ATTENTIONS = ("torch", "lezero")
@@ -46,14 +49,14 @@ class Forms:
     """The form in which the model runs. `loss` is what the engine calls.
 
     name: "eager", "blocks" or "step". attention: "torch", or "lezero" for the kernel of
-    `lezero.ops.attention` wherever it fits.
+    `lezero.ops.attention` wherever it fits. Blocks that the user compiled stay so in every form.
     """
 
     def __init__(self, name: str, attention: str, model: nn.Module, loss: LossFunction) -> None:
         self.name, self.model = name, model
         inner = torch.compile(loss) if name == "step" else loss
         self.loss = with_attention(inner) if attention == "lezero" else inner
-        self._blocks = repeated_blocks(model) if name == "blocks" else []
+        self._blocks = _uncompiled(model) if name == "blocks" else []
         for block in self._blocks:
             block.compile()
 
@@ -84,6 +87,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             if len(members) > max(1, len(best)) and len({type(m) for m in members}) == 1:
                 best = members
     return best
+
+
+def _uncompiled(model: nn.Module) -> list[nn.Module]:
+    return [block for block in repeated_blocks(model) if block._compiled_call_impl is None]
 
 
 def check_asked(model: nn.Module, compile: str, attention: str) -> None:
@@ -126,12 +133,13 @@ def choose(
 ) -> Forms:
     """The form to run in. `check_asked` has seen what the user asked for."""
     override = {"auto": None, "off": "eager"}.get(asked, asked)
+    _check_compiler(override, precision.place, decisions)
     trial = _Trial(model, loss, micro, precision, (steps or _HORIZON) * accumulate, seed)
     attention = _choose_attention(trial, precision, decisions, asked_attention)
     trial.attention = attention
     sharded = sharding_of(model) is not None
     candidates: dict[str, Callable[[], float]] = {"eager": lambda: trial.run_seconds("eager")}
-    if repeated_blocks(model):
+    if _uncompiled(model) or (asked == "blocks" and repeated_blocks(model)):
         candidates["blocks"] = lambda: trial.run_seconds("blocks")
     if groups.world_size() == 1 and not sharded:
         candidates["step"] = lambda: trial.run_seconds("step")
@@ -147,6 +155,41 @@ def choose(
     return Forms(chosen, attention, model, loss)
 
 
+def _check_compiler(override: str | None, place: torch.device, decisions: Decisions) -> None:
+    """Sees that a form which nobody is going to try can be compiled here.
+
+    One that the user asked for is a `ConfigError` if not; one that a resumed run had is dropped.
+    """
+    old = decisions.replay.get("compile")
+    name = override or (old.chosen if old is not None else "eager")
+    if name == "eager":
+        return
+    problem = groups.broadcast_object(_compiler_problem(place) if groups.is_main() else "")
+    if not problem:
+        return
+    if override is not None:
+        raise ConfigError(
+            f"compile: got '{name}', but torch cannot compile here ({problem}); use off, or "
+            "install what is missing (`lz doctor`)"
+        )
+    if groups.is_main():
+        log.warning("compile was '%s', but torch cannot compile here (%s)", name, problem)
+    del decisions.replay["compile"]
+
+
+def _compiler_problem(place: torch.device) -> str:
+    """Why torch can compile nothing here, or nothing."""
+    try:
+        torch.compile(_one_more)(torch.ones(2, device=place))
+    except Exception as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return ""
+
+
+def _one_more(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
 def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions, asked: str) -> str:
     """Whose attention kernel runs: measured on the model itself, in eager form."""
     if asked != "auto":
@@ -156,7 +199,7 @@ def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions,
         return decisions.record("attention", "torch", reason=reason)
     if precision.name != "bf16" or precision.place.type != "cpu" or not kernel_name():
         reason = "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
-        return decisions.record("attention", "torch", reason=reason)
+        return decisions.record("attention", "torch", reason=reason, fact=True)
     candidates: dict[str, Callable[[], float]] = {
         "torch": lambda: trial.step_seconds("torch"),
         "lezero": lambda: trial.step_seconds("lezero"),
@@ -292,5 +335,6 @@ def host_pool(decisions: Decisions) -> HostPool | None:
         reason=f"freed blocks are kept, up to {pool.bound / 2**30:.1f} GiB"
         if on
         else "LEZERO_POOL=0, or no glibc",
+        fact=True,
     )
     return pool if on else None

@@ -87,6 +87,7 @@ def figures(monkeypatch):
         return given[form.name]
 
     monkeypatch.setattr(speed._Trial, "_timed", timed)
+    monkeypatch.setattr(speed, "_compiler_problem", lambda place: "")
     return given
 
 
@@ -134,7 +135,53 @@ def test_a_resumed_run_replays_and_the_user_overrides(figures):
     assert choose(Model(), Decisions.from_json(made), asked="blocks")[0] == "blocks"
 
 
-def test_forms_that_cannot_be_are_refused():
+def test_what_cannot_be_compiled_here_is_not_replayed_and_not_asked_for(figures, monkeypatch):
+    _, record = choose(Model())
+    monkeypatch.setattr(speed, "_compiler_problem", lambda place: "no C++ compiler found")
+    figures |= {"blocks": None, "step": None}
+    made = Decisions(records={"compile": record}).to_json()
+    name, again = choose(Model(), Decisions.from_json(made))
+    assert name == "eager"
+    assert not again.replayed
+    with pytest.raises(ConfigError, match=r"compile: got 'step', but torch .*no C\+\+ compiler"):
+        choose(Model(), asked="step")
+    assert choose(Model(), Decisions.from_json(made), asked="off")[0] == "eager"
+
+
+def test_the_compiler_is_asked_with_a_program_of_one_line(monkeypatch):
+    def broken(function):
+        raise RuntimeError("no C++ compiler found\nand more lines")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    assert speed._compiler_problem(CPU) == "no C++ compiler found"
+
+
+def test_a_fact_of_this_machine_is_not_replayed(monkeypatch):
+    then = Decisions()
+    then.record("host memory pool", "on", reason="freed blocks are kept")
+    then.record("attention", "lezero", reason="measured")
+    now = Decisions.from_json(then.to_json())
+    monkeypatch.setenv("LEZERO_POOL", "0")
+    assert speed.host_pool(now) is None
+    assert now.records["host memory pool"].chosen == "off"
+    trial = speed._Trial(Model(), next_token_loss, batch(), Precision("fp32", CPU), 1000, 0)
+    assert speed._choose_attention(trial, trial.precision, now, "auto") == "torch"
+    assert now.records["attention"].chosen == "torch"
+    assert not now.records["attention"].replayed
+
+
+def test_blocks_that_the_user_compiled_stay_compiled():
+    model = Model()
+    for layer in model.layers:
+        layer._compiled_call_impl = layer._call_impl  # as `layer.compile()` sets it
+    own = [layer._compiled_call_impl for layer in model.layers]
+    _, record = choose(model, steps=20)
+    assert list(record.candidates) == ["eager", "step"]
+    speed.Forms("blocks", "torch", model, next_token_loss).undo()
+    assert [layer._compiled_call_impl for layer in model.layers] == own
+
+
+def test_forms_that_cannot_be_are_refused(figures):
     with pytest.raises(ConfigError, match="compile: got 'fast', allowed is auto, off"):
         speed.check_asked(Model(), "fast", "auto")
     with pytest.raises(ConfigError, match="attention: got 'fast', allowed is auto, torch, lezero"):
