@@ -5,6 +5,7 @@ The residual stream is fp32, keys and values are bf16 or int8, weights are bf16,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,26 +29,30 @@ from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
 
 
 class FusedProgram(Program):
-    """Takes the weights out of `model` layer by layer, so that they are never there twice."""
+    """Takes the weights out of `model` layer by layer, so that they are never there twice.
+
+    x_blocks: inputs of layers of 4 and 8 bits that would be kept in 16 bits are rounded to 8, in
+    blocks of at most 128 that have a scale each.
+    """
 
     block_size = BLOCK
     most_tokens = MOST_TOKENS
     invariant = True
     kv_forms = ("bf16", "int8")
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: Transformer, *, x_blocks: bool = False) -> None:
         self.config = model.config
         self._shape = shape_of(model)
         self._rope = model.rope
         self._embedding: nn.Module = model.embed_tokens
         self._norm = model.norm.weight.detach().float()
         head: nn.Module = model.embed_tokens if model.lm_head is None else model.lm_head
-        self._head = merged([head])
+        self._head = merged([head], x_blocks)
         if head is model.embed_tokens and self._head.bits == 16:
             self._embedding = _PackedRows(self._head)  # one copy serves both
         weights = []
         for index, block in enumerate(model.layers):
-            weights.append(_layer(block))
+            weights.append(_layer(block, x_blocks))
             model.layers[index] = nn.Identity()
         self._decoder = Decoder(self._shape, weights)
         self._cache: BlockCache | None = None
@@ -130,16 +135,16 @@ def weight_bytes(weight: Weight) -> int:
     return sum(x.nbytes for x in weight.packed if x is not None)
 
 
-def _layer(block: Any) -> LayerWeights:
+def _layer(block: Any, x_blocks: bool) -> LayerWeights:
     assert isinstance(block, TransformerBlock)
     attention, mlp = block.self_attn, block.mlp
     return LayerWeights(
         norm1=_vector(block.input_layernorm),
-        qkv=merged([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=merged([attention.o_proj]),
+        qkv=merged([attention.q_proj, attention.k_proj, attention.v_proj], x_blocks),
+        out=merged([attention.o_proj], x_blocks),
         norm2=_vector(block.post_attention_layernorm),
-        gate_up=merged([mlp.gate_proj, mlp.up_proj]),
-        down=merged([mlp.down_proj]),
+        gate_up=merged([mlp.gate_proj, mlp.up_proj], x_blocks),
+        down=merged([mlp.down_proj], x_blocks),
         q_norm=None if attention.q_norm is None else _vector(attention.q_norm),
         k_norm=None if attention.k_norm is None else _vector(attention.k_norm),
     )
@@ -169,13 +174,18 @@ class _PackedRows(nn.Module):
 
 def _said(layers: Sequence[LayerWeights]) -> str:
     """Which weights there are, in a few words."""
-    found: dict[str, int] = {}
-    for layer in layers:
-        for weight in _matrices(layer):
-            name = "bf16" if weight.bits == 16 else f"int{weight.bits}"
-            name += f" in groups of {weight.group}" if weight.group else ""
-            name += " with int8 activations" if weight.bits != 16 and weight.x_bits == 8 else ""
-            found[name] = found.get(name, 0) + 1
+    found = Counter(_form(weight) for layer in layers for weight in _matrices(layer))
     if len(found) == 1:
-        return f"{next(iter(found))} weights"
-    return " and ".join(f"{count} matrices in {name}" for name, count in found.items())
+        ((name, more),) = found
+        return f"{name} weights{more}"
+    return " and ".join(f"{n} matrices in {name}{more}" for (name, more), n in found.items())
+
+
+def _form(weight: Weight) -> tuple[str, str]:
+    """What a matrix is kept in, and what more is to be said of it."""
+    if weight.bits == 16:
+        return "bf16", ""
+    more = f" in groups of {weight.group}" if weight.group else ""
+    if weight.x_bits == 8:
+        more += ", int8 activations" + (" in blocks" if weight.x_blocks else "")
+    return f"int{weight.bits}", more

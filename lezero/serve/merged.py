@@ -30,10 +30,11 @@ from lezero.ops.linear import (
 )
 
 
-def merged(parts: Sequence[nn.Module]) -> Weight:
+def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
     """Linear layers (or an embedding) with the same inputs as one matrix, outputs in a row.
 
-    See [Note: forms of one matrix].
+    See [Note: forms of one matrix]. `x_blocks`: inputs of codes that would be kept in 16 bits are
+    rounded to 8, in blocks.
     """
     K = _features(parts[0])[1]
     N = sum(_features(part)[0] for part in parts)
@@ -42,7 +43,9 @@ def merged(parts: Sequence[nn.Module]) -> Weight:
     weights = [part.weight for part in parts if _has_codes(part)]
     if len(weights) == len(parts) and len(x_bits) == 1:
         packed, bits, group = _joined([w for w in weights if isinstance(w, PackedWeight)])
-        return Weight(packed, bias, N, K, bits, group, x_bits.pop())
+        kept = x_bits.pop()
+        rounds = x_blocks and kept == 16
+        return Weight(packed, bias, N, K, bits, group, 8 if rounds else kept, rounds)
     wide = torch.cat([_wide(part.weight) for part in parts])
     return Weight(Packed(pack_bf16(wide), torch.empty(0), None), bias, N, K, 16)
 
@@ -57,6 +60,7 @@ def multiply(x: Tensor, weight: Weight) -> Tensor:
         bits=weight.bits,
         group=weight.group,
         x_bits=weight.x_bits,
+        x_blocks=weight.x_blocks,
     )
 
 

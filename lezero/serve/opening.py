@@ -53,7 +53,8 @@ def open_program(
         return open_foreign(place, weights), partial(open_coder, place, Path(place))
     kept = _own_blocks(place, weights)
     if kept is not None:
-        found = program_of(kept.to(device.device()), "auto")
+        rounds = kept_share(Path(place), (4,)) >= 0.5
+        found = program_of(kept.to(device.device()), "auto", x_blocks=rounds)
         found.origin = "the file's own blocks, not rounded again"
         _LOG.info("%s: weights are %s", place, found.origin)
         return found, partial(open_coder, place, None)
@@ -98,8 +99,12 @@ def open_draft(draft: str | Path | Transformer, weights: Weights, target: Progra
     return program
 
 
-def program_of(model: Transformer, weights: Weights) -> Program:
-    """The fastest program that runs `model` as asked, where it lies. It is used up."""
+def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = None) -> Program:
+    """The fastest program that runs `model` as asked, where it lies. It is used up.
+
+    x_blocks: whether the fused program rounds activations to int8 in blocks, see `FusedProgram`;
+    None: with weights that are rounded to 4 bits now.
+    """
     place = model.norm.weight.device.type
     if quantized_layers(model) and weights in ("int8", "int4"):
         raise ConfigError(
@@ -113,7 +118,7 @@ def program_of(model: Transformer, weights: Weights) -> Program:
         quantize_(model, scheme, objective="size")
     fused = place == "cpu" and weights != "fp32"
     if fused and native.NATIVE.available() and not shape_of(model).problem():
-        return FusedProgram(model)
+        return FusedProgram(model, x_blocks=weights == "int4" if x_blocks is None else x_blocks)
     if weights == "bf16" or (weights == "auto" and place != "cpu"):
         model = model.bfloat16()
     return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)

@@ -30,6 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "W8A8": {"bits": 8, "x_bits": 8},
     "W4A16": {"bits": 4, "group": 64},
     "W4A8": {"bits": 4, "group": 32, "x_bits": 8},
+    "W4A8 in blocks": {"bits": 4, "group": 32, "x_bits": 8, "x_blocks": True},
 }
 CACHES = [(form, 16) for form in FORMS] + [("bf16", 8), ("W8A16", 8)]
 """Forms of weights, and the bits of keys and values."""
@@ -43,14 +44,14 @@ SHAPES = {
 BLOCKS = 96
 
 
-def weight(N: int, K: int, bias: bool, bits: int, group: int = 0, x_bits: int = 16) -> Weight:
+def weight(N: int, K: int, bias: bool, bits: int, group: int = 0, **inputs: Any) -> Weight:
     w = torch.randn(N, K) / math.sqrt(K)
     b = torch.randn(N) if bias else None
     if bits == 16:
         return Weight(Packed(pack_bf16(w), torch.empty(0), None), b, N, K, 16)
     codes, scale, _ = quantize(w, Grid("int8" if bits == 8 else "int4", group or "row"))
     packed = pack(codes, scale.float(), None, bits=bits)
-    return Weight(packed, b, N, K, bits, group, x_bits)
+    return Weight(packed, b, N, K, bits, group, **inputs)
 
 
 def layers(shape: Shape, form: str, count: int = 2, extras: bool = False) -> list[LayerWeights]:

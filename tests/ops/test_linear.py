@@ -51,7 +51,7 @@ def spoiled(M: int, K: int, value: float) -> Tensor:
 
 
 class TestInt(OpConformance):
-    """x, weight, scale, zero, bias, x_scale, outputs, bits, group, x_bits."""
+    """x, weight, scale, zero, bias, x_scale, outputs, bits, group, x_bits, x_blocks."""
 
     native = native.NATIVE
 
@@ -62,7 +62,8 @@ class TestInt(OpConformance):
                 N, K, bits, group, more.get("zero", False), more.get("scale", FLOATS[0])
             )
             bias = seeded(N) if more.get("bias") else None
-            return (x, *weight, bias, more.get("x_scale"), N, bits, group, x_bits)
+            rest = (N, bits, group, x_bits, more.get("x_blocks", False))
+            return (x, *weight, bias, more.get("x_scale"), *rest)
 
         yield "random", case(5, 40, 96, 4, 32, 16, bias=True)
         for bits in (4, 8):
@@ -88,13 +89,22 @@ class TestInt(OpConformance):
                 x_scale = torch.tensor([0.02])
                 args = case(6, 20, 80, bits, 0, 8, x=spoiled(6, 80, bad), x_scale=x_scale)
                 yield f"random static {bits} {bad}", args
+            for group in (0, 32, 64, 128, 96):
+                for M, N, K in ((1, 50, 300), (7, 33, 129), (29, 20, 64)):
+                    more = {"zero": M > 1, "bias": M > 1, "x_blocks": True}
+                    yield f"ragged blocks {bits} {M} {group}", case(M, N, K, bits, group, 8, **more)
+            for bad in (math.nan, math.inf):
+                args = case(9, 20, 150, bits, 32, 8, x=spoiled(9, 150, bad), x_blocks=True)
+                yield f"{'nan' if bad != bad else 'inf'} blocks {bits}", args
+            yield f"empty blocks {bits}", case(0, 20, 40, bits, 32, 8, x_blocks=True)
         yield "random, more tokens than are prepared at a time", case(300, 40, 64, 8, 0, 8)
         draw = random.Random(0)
         for _ in range(40):
             M, N, K = (draw.randint(1, 300) for _ in range(3))
             bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 128])
-            x_bits = draw.choice([8, 16])
+            x_bits, x_blocks = draw.choice([(8, False), (8, True), (16, False)])
             more = {"dtype": draw.choice(FLOATS), "zero": draw.random() < 0.5, "bias": M % 2 == 0}
+            more["x_blocks"] = x_blocks
             args = case(M, N, K, bits, group, x_bits, **more)
             yield f"ragged {M} {N} {K} {bits} {group} {x_bits} {more}", args
 
@@ -106,12 +116,13 @@ class TestInt(OpConformance):
 
     def public(
         self, x: Tensor, w: Tensor, s: Tensor, z: Tensor | None, bias: Tensor | None,
-        x_scale: Tensor | None, out_features: int, bits: int, group: int, x_bits: int,
+        x_scale: Tensor | None, N: int, bits: int, group: int, x_bits: int, x_blocks: bool,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        sizes = {"out_features": out_features, "bits": bits, "group": group, "x_bits": x_bits}
+        sizes = {"out_features": N, "bits": bits, "group": group}
         # Weights are packed, so always contiguous.
         weight = Packed(w.contiguous(), s.contiguous(), z if z is None else z.contiguous())
-        return (linear_int(x, weight, bias, x_scale=x_scale, **sizes),)
+        form: Any = {"x_scale": x_scale, "x_bits": x_bits, "x_blocks": x_blocks}
+        return (linear_int(x, weight, bias, **sizes, **form),)
 
 
 class TestBf16(OpConformance):
@@ -169,10 +180,10 @@ def test_sixteen_bit_activations_are_as_good_as_the_plain_formula(dtype: torch.d
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("x_bits", [8, 16])
-def test_a_token_does_not_depend_on_its_batch(bits: int, x_bits: int) -> None:
+@pytest.mark.parametrize(("x_bits", "x_blocks"), [(8, False), (8, True), (16, False)])
+def test_a_token_does_not_depend_on_its_batch(bits: int, x_bits: int, x_blocks: bool) -> None:
     weight, x = packed(50, 200, bits, 64, False, torch.float32), seeded(40, 200)
-    sizes = {"out_features": 50, "bits": bits, "group": 64, "x_bits": x_bits}
+    sizes = {"out_features": 50, "bits": bits, "group": 64, "x_bits": x_bits, "x_blocks": x_blocks}
     whole = linear_int(x, weight, **sizes)  # type: ignore[arg-type]
     assert all(torch.equal(linear_int(x[i], weight, **sizes), whole[i]) for i in range(40))  # type: ignore[arg-type]
 

@@ -51,21 +51,24 @@ def test_whole_numbers_are_multiplied_as_such(
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("x_bits", [8, 16])
+@pytest.mark.parametrize("inputs", [(8, False), (8, True), (16, False)])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("form", [(8, 32, False), (8, 0, True), (4, 64, True), (4, 0, False)])
 def test_other_forms_are_near(
-    form: tuple[int, int, bool], rows: bool, x_bits: int, monkeypatch: pytest.MonkeyPatch
+    form: tuple[int, int, bool],
+    rows: bool,
+    inputs: tuple[int, bool],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bits, group, zero = form
     x, weight = spoiled(20, 200, torch.inf), packed(50, 200, bits, group, zero, torch.float32)
-    rest = (seeded(50), None, 50, bits, group, x_bits)
+    rest = (seeded(50), None, 50, bits, group, *inputs)
     wanted = reference.linear_int(x, weight, *rest)
     monkeypatch.setattr(Tensor, "double", None)
     weight = to_rows(weight, 50, 200, bits, group) if rows else weight
     found = accelerator.linear_int(x, weight, *rest)
     # Of 16 bits the reference takes fixed point, of 8 both do.
-    near = 1e-4 if x_bits == 8 else 3e-3
+    near = 1e-4 if inputs[0] == 8 else 3e-3
     for part in (slice(0, 10), slice(11, 20)):
         torch.testing.assert_close(found[part], wanted[part], rtol=near, atol=near)
     assert not found[10].isfinite().any()

@@ -70,9 +70,9 @@ def test_layers_of_all_shapes() -> None:
     for _ in range(60):
         M, N, K = draw.randint(5, 80), draw.randint(1, 300), draw.randint(1, 900)
         bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 96, 128])
-        x_bits, dtype = draw.choice([8, 16]), draw.choice(FLOATS)
+        form, dtype = draw.choice([(8, False), (8, True), (16, False)]), draw.choice(FLOATS)
         x, weight = seeded(M, K).to(dtype), packed(N, K, bits, group, draw.random() < 0.3, dtype)
-        sizes = (N, bits, group, x_bits)
+        sizes = (N, bits, group, *form)
         found = ops.linear_int(x, *weight, seeded(N), None, *sizes)
         wanted = reference.linear_int(x, weight, seeded(N), None, *sizes)
         assert torch.equal(found, wanted), (M, K, dtype, sizes)
@@ -123,7 +123,7 @@ def test_a_token_of_bf16_does_not_depend_on_its_batch() -> None:
 class Ops:
     """The reference as a kernel's ops, one form of it wrong."""
 
-    def __init__(self, wrong: tuple[int, int] | None) -> None:
+    def __init__(self, wrong: tuple[int, ...] | None) -> None:
         self.wrong = wrong
 
     def linear_bf16(self, x: Tensor, weight: Tensor, bias: Tensor | None, N: int) -> Tensor:
@@ -131,15 +131,22 @@ class Ops:
 
     def linear_int(self, x: Tensor, w: Tensor, s: Tensor, z: Tensor | None, *rest: Any) -> Tensor:
         out = reference.linear_int(x, Packed(w, s, z), *rest)
-        out[-1, -1] += self.wrong == (rest[3], rest[5])
+        out[-1, -1] += self.wrong == (rest[3], *rest[5:])
         return out
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"), [((16, 16), "bf16"), ((8, 8), "W8A8"), ((4, 8), "W4A8"), ((4, 16), "W4A16")]
+    ("wrong", "said"),
+    [
+        ((16, 16), "bf16"),
+        ((8, 8, False), "W8A8"),
+        ((4, 8, False), "W4A8"),
+        ((4, 8, True), "W4A8 in blocks"),
+        ((4, 16, False), "W4A16"),
+    ],
 )
 def test_a_kernel_whose_products_differ_is_refused(
-    wrong: tuple[int, int], said: str, monkeypatch: pytest.MonkeyPatch
+    wrong: tuple[int, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(amx, "_ask_for_tiles", lambda: None)
     with torch.device("meta"):

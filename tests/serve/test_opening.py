@@ -100,12 +100,12 @@ def test_a_files_own_blocks_answer_as_its_dequantized_weights(
     exact = logits(PlainProgram(load_gguf(path)))
     llm = LLM(path, weights=weights, coder=CODER)
     error = (logits(llm.program) - exact).norm() / exact.norm()
-    near = 0.02 if kinds[1] else 0.005  # others become int8 or bf16
-    assert float(error) < near
+    assert float(error) < 0.03  # activations are int8 in blocks, other weights int8 or bf16
     requantized = float((logits(program_of(load_gguf(path), "int4")) - exact).norm() / exact.norm())
     assert requantized > 0.05
     if native.NATIVE.available():
-        assert "int4 in groups of 32" in llm.program.description
+        form = "int4 weights in groups of 32, int8 activations in blocks"
+        assert form in llm.program.description or kinds[1]
     own = "the file's own blocks, not rounded again"
     assert llm.forecast.lines()[0].endswith(f" MiB: {own}")
     assert f"{path}: weights are {own}" in caplog.text

@@ -21,7 +21,7 @@ from torch.nn.functional import linear, pad
 from lezero.core.log import logger
 from lezero.ops.linear import reference
 from lezero.ops.linear.layout import Packed, in_rows, to_rows
-from lezero.ops.quantize.tokens import quantize_tokens
+from lezero.ops.quantize.tokens import quantize_blocks, quantize_tokens
 
 FEW_TOKENS = 64
 """Up to here codes are multiplied where they are read; more tokens share a dequantized weight."""
@@ -38,6 +38,7 @@ def linear_int(
     bits: int,
     group: int,
     x_bits: int,
+    x_blocks: bool = False,
 ) -> Tensor:
     """(M, N) in x's dtype. `x_MK` is contiguous."""
     K = x_MK.shape[1]
@@ -45,7 +46,11 @@ def linear_int(
     if not len(x_MK):
         return x_MK.new_empty(0, out_features)
     packed = to_rows(packed, *sizes)
-    if x_bits == 8:
+    if x_blocks:
+        a_MK, token_MB = quantize_blocks(x_MK, reference.block_of(group))
+        wide = a_MK.unflatten(1, (token_MB.shape[1], -1)) * token_MB[..., None]
+        x_MK = wide.flatten(1)[:, :K].to(x_MK.dtype).contiguous()
+    elif x_bits == 8:
         if bits == 8 and not group and packed.zero is None and _multiplies_int8(x_MK.device):
             return _whole(x_MK, packed, bias, x_scale)
         a_MK, token_M = _tokens(x_MK, x_scale, K)

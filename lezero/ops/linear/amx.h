@@ -92,7 +92,8 @@ INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], fou
 /* Adds a block's whole-number sums, scaled, to those of a tile of tokens: as blocks_tile() does. */
 INLINE void settle(const lezero_linear *l, const workspace *w, const token_tile *t,
                    const panel_pair *p, int64_t b, const int32_t (*found)[32],
-                   const int32_t (*low)[32], found_tile *f, const int D, const int bits) {
+                   const int32_t (*low)[32], found_tile *f, const int D, const int fine,
+                   const int bits) {
   const int64_t R = t->rows, group = l->group ? b * w->block / l->group : 0;
   const int32_t *start = t->start + b * R * D;
   const float *total = t->total + b * R, *x_scale = t->scale + b * R;
@@ -107,7 +108,7 @@ INLINE void settle(const lezero_linear *l, const workspace *w, const token_tile 
         sum = ints_sum(sum, all_ints(D == 2 ? 256 * start[2 * r] + start[2 * r + 1] : start[r]));
       floats v = float_of(sum);
       if (zeros) v = fused_less(zero, all_floats(total[r]), v);
-      const floats step = D == 2 ? product(scale, all_floats(x_scale[r])) : scale;
+      const floats step = fine ? product(scale, all_floats(x_scale[r])) : scale;
       f->sum[r][i] = fused(step, v, f->sum[r][i]);
     }
   }
@@ -117,7 +118,7 @@ INLINE void settle(const lezero_linear *l, const workspace *w, const token_tile 
  * with two digits those of one tile of tokens. */
 INLINE void blocks_step(const lezero_linear *l, const workspace *w, stretch *s, const panel_pair *p,
                         const token_tile t[2], const own_space *own, found_tile *f, const int two,
-                        const int D, const int bits) {
+                        const int D, const int fine, const int bits) {
   const int64_t depth = least(w->block, LINE), begin = s->begin * LINE;
   const int8_t *a0 = t[0].codes + begin * LINE_ROWS * D;
   const int8_t *a1 = D == 2 ? a0 + TILE_BYTES : t[two].codes + begin * LINE_ROWS;
@@ -139,8 +140,8 @@ INLINE void blocks_step(const lezero_linear *l, const workspace *w, stretch *s, 
     }
     if (b == first) continue;
     const int32_t(*before)[LINE_ROWS][32] = own->found[(b - 1) & 1];
-    settle(l, w, t, p, b - 1, before[0], before[1], f, D, bits);
-    if (two && D == 1) settle(l, w, t + 1, p, b - 1, before[1], before[1], f + 1, D, bits);
+    settle(l, w, t, p, b - 1, before[0], before[1], f, D, fine, bits);
+    if (two && D == 1) settle(l, w, t + 1, p, b - 1, before[1], before[1], f + 1, D, fine, bits);
   }
 }
 
@@ -160,20 +161,28 @@ STEP whole_step(GIVEN_STEP) {
   else sums_step(w, s, t, f, 0, 0);
 }
 STEP a8w8_step(GIVEN_STEP) {
-  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 8);
-  else blocks_step(l, w, s, p, t, own, f, 0, 1, 8);
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 0, 8);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 0, 8);
 }
 STEP a8w4_step(GIVEN_STEP) {
-  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 4);
-  else blocks_step(l, w, s, p, t, own, f, 0, 1, 4);
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 0, 4);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 0, 4);
+}
+STEP b8w8_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 1, 8);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 1, 8);
+}
+STEP b8w4_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 1, 4);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 1, 4);
 }
 STEP a16w8_step(GIVEN_STEP) {
   (void)two;
-  blocks_step(l, w, s, p, t, own, f, 1, 2, 8);
+  blocks_step(l, w, s, p, t, own, f, 1, 2, 1, 8);
 }
 STEP a16w4_step(GIVEN_STEP) {
   (void)two;
-  blocks_step(l, w, s, p, t, own, f, 1, 2, 4);
+  blocks_step(l, w, s, p, t, own, f, 1, 2, 1, 4);
 }
 
 typedef void step_function(GIVEN_STEP);
@@ -182,6 +191,7 @@ static step_function *step_of(const lezero_linear *l, const workspace *w) {
   if (w->parts) return bf16_step;
   if (w->whole) return whole_step;
   if (w->digits == 2) return l->bits == 8 ? a16w8_step : a16w4_step;
+  if (w->fine) return l->bits == 8 ? b8w8_step : b8w4_step;
   return l->bits == 8 ? a8w8_step : a8w4_step;
 }
 

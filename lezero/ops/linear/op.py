@@ -27,7 +27,8 @@ _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
 _library.define(
     "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
-    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits) -> Tensor"
+    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits, bool x_blocks=False) "
+    "-> Tensor"
 )
 _library.define(
     "embedding_int(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, SymInt in_features, "
@@ -62,27 +63,34 @@ def linear_int(
     bits: int,
     group: int = 0,
     x_bits: int = 16,
+    x_blocks: bool = False,
     x_scale: Tensor | None = None,
 ) -> Tensor:
     """x wᵀ + bias for a weight of `pack` or `to_rows`: (…, K) → (…, N) in x's dtype.
 
     `bits`: of the weight, 4 or 8. `group`: inputs that share a scale, a multiple of 32, or 0 for a
     scale a row. `x_bits`: 16 keeps activations (weight-only: W8A16, W4A16), 8 rounds each token to
-    int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all. Raises
-    `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
-    not been rounded.
+    int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all; with `x_blocks`
+    each of its blocks has a scale (the widest of 128, 64 and 32 inputs that divides the group; 128
+    with a scale a row). Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable
+    in x and bias, as if x had not been rounded.
     """
     weight, scale, zero = packed
     check_packed("linear_int", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
     _check_x("linear_int", x, padded_inputs(packed, bits), 512 if in_rows(packed) else 64)
     _check_bias("linear_int", bias, out_features)
-    if x_bits not in (8, 16) or (x_scale is not None and (x_bits == 16 or x_scale.numel() != 1)):
+    given = x_scale is not None
+    of_token = x_bits == 8 and not x_blocks
+    if x_bits not in (8, 16) or (x_blocks and x_bits == 16) or (given and not of_token):
         raise ConfigError(
-            f"linear_int: x_bits is {x_bits}, x_scale {None if x_scale is None else 'given'}; "
-            "allowed are 16, or 8 with or without a scale of one element"
+            f"linear_int: x_bits is {x_bits}, x_blocks {x_blocks}, x_scale "
+            f"{'given' if given else None}; allowed are 16, or 8 with x_blocks or an x_scale, or "
+            "neither"
         )
+    if x_scale is not None and x_scale.numel() != 1:
+        raise ConfigError(f"linear_int: x_scale is {tuple(x_scale.shape)}; it has one element")
     return torch.ops.lezero.linear_int(
-        x, weight, scale, zero, bias, x_scale, out_features, bits, group, x_bits
+        x, weight, scale, zero, bias, x_scale, out_features, bits, group, x_bits, x_blocks
     )
 
 
@@ -199,7 +207,7 @@ def _int(
     zero: Tensor | None,
     bias: Tensor | None,
     x_scale: Tensor | None,
-    *sizes: int,
+    *sizes: Any,
 ) -> Tensor:
     x = x.contiguous()
     if _on_kernel(x) and weight.dim() == 4:
@@ -264,7 +272,7 @@ def _differentiate_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _save_int(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, scale, zero, bias, _, ctx.out_features, ctx.bits, ctx.group, _ = inputs
+    x, weight, scale, zero, bias, _, ctx.out_features, ctx.bits, ctx.group, _, _ = inputs
     ctx.in_features, ctx.bias = x.shape[-1], None if bias is None else bias.dtype
     ctx.save_for_backward(weight, scale, zero)
 
@@ -272,7 +280,7 @@ def _save_int(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_int(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     sizes = (ctx.out_features, ctx.in_features, ctx.bits, ctx.group)
     wide = accelerator.dequantize(Packed(*ctx.saved_tensors), *sizes, grad.dtype)
-    return (grad @ wide, *[None] * 3, _bias_grad(ctx, grad), *[None] * 5)
+    return (grad @ wide, *[None] * 3, _bias_grad(ctx, grad), *[None] * 6)
 
 
 def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@
  * kernel multiplies the even and the odd ones apart, and one sum does for both digits. Beside bf16
  * weights it lies there as [pair of inputs][R][which of the pair] in fp32, in one part. Beside it, for each block of inputs: `start`, what the whole-number
  * sum of each digit begins with, -middle · its sum (0 where there are zero points); `total`, the sum of
- * each token as a float; and the scale of each token (x of 16 bits: of each of its blocks).
+ * each token as a float; and the scale of each token, or of each of its blocks.
  *
  * [Note: tokens in lines]
  * Matrix units take a token's inputs in lines of 64 bytes, 64 inputs of 8 bits or 32 of bf16: a tile
@@ -26,7 +26,7 @@ typedef struct {
   int64_t tokens, padded, block, blocks;
   int64_t digits, width; /* sums of whole numbers a token; bytes of an input */
   int whole, parts; /* whole: one sum over all inputs; parts: of bf16, high only or high and low */
-  int fine;         /* a token has a scale for each block */
+  int fine;         /* a token has a scale for each block: 16 bits, or 8 that say so */
   int lines;        /* [Note: tokens in lines] */
   int64_t tiles;
   int8_t *codes;
@@ -53,11 +53,11 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 || WORDS ? 1 : 2;
     w.digits = 1, w.width = WORDS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
-    w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16;
-    w.digits = w.fine && !WORDS ? 2 : 1, w.width = w.fine || WORDS ? 2 : 1;
-    w.whole = l->x_bits == 8 && l->bits == 8 && !l->group && !l->zero;
+    w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_blocks;
+    w.digits = l->x_bits == 16 && !WORDS ? 2 : 1, w.width = l->x_bits == 16 || WORDS ? 2 : 1;
+    w.whole = !w.fine && l->bits == 8 && !l->group && !l->zero;
     w.block = w.whole ? w.padded : l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
-    most = w.whole ? MOST_WHOLE : w.fine ? MOST_DIGITS : MOST_BLOCKS;
+    most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
   if (w.lines) most = LINE_ROWS;
@@ -182,7 +182,7 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
                           const void *x) {
   const int64_t D = w->digits, R = t->rows;
   const token_steps step = steps_of(w, R);
-  const int middle = l->zero ? 0 : l->bits == 8 ? 128 : 8;
+  const int middle = l->zero ? 0 : l->bits == 8 ? 128 : 8, two = l->x_bits == 16;
   float inverse = 0;
   if (!w->fine) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
   for (int64_t b = 0; b < w->blocks; b++) {
@@ -190,11 +190,11 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
     const int64_t filled = least(begin + w->block, w->padded);
     if (w->fine)
       t->scale[b * R + r] =
-          scale_of(largest(x, l->x_type, begin, end), 32639, 0, &inverse);
+          scale_of(largest(x, l->x_type, begin, end), two ? 32639 : 127, 0, &inverse);
     int32_t sums[2];
     const token_part part = {begin, end,  filled, inverse, l->x_scale != 0, t->codes + r * step.row,
                              step};
-    digits_of(&part, x, l->x_type, w->fine, sums);
+    digits_of(&part, x, l->x_type, two, sums);
     for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
     t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
   }

@@ -4,7 +4,8 @@
             which multiplies in fp32, takes it as it is)
     4, 8 bits, x of 8 bits (A8): a (int8), t from `quantize_tokens`, for each group g of inputs
                 y = t · Σ_g s_g · Σ_k a (w - z) + bias
-    4, 8 bits, x of 16 bits (A16): a (int16), t_b from `fixed_point`, for each block b of inputs
+    4, 8 bits, x of 16 bits (A16): a (int16), t_b from `fixed_point`, or of 8 bits in blocks: a
+    (int8), t_b from `quantize_blocks`, for each block b of inputs
                 y = Σ_b (s_b · t_b) · Σ_k a (w - z) + bias
 
     fp8     y = (t · a) (s · w)ᵀ + bias; a (float8) and t from `fp8_tokens`, both factors in x's
@@ -25,7 +26,12 @@ from torch import Tensor
 
 from lezero.ops.linear import rows
 from lezero.ops.linear.layout import Packed, eights, in_rows, unpack, unpack_bf16
-from lezero.ops.quantize.tokens import fixed_point, fp8_tokens, quantize_tokens
+from lezero.ops.quantize.tokens import (
+    fixed_point,
+    fp8_tokens,
+    quantize_blocks,
+    quantize_tokens,
+)
 
 
 def block_of(group: int) -> int:
@@ -54,6 +60,7 @@ def linear_int(
     bits: int,
     group: int,
     x_bits: int,
+    x_blocks: bool = False,
 ) -> Tensor:
     """(M, N) in x's dtype."""
     N, K = out_features, x_MK.shape[1]
@@ -61,13 +68,15 @@ def linear_int(
     scale_NG = scale_NG.float()
     if bits == 4 and zero_NG is None:
         codes_NK = codes_NK.to(torch.int16) - 8
-    if x_bits == 8:
+    of_token = x_bits == 8 and not x_blocks
+    if of_token:
         a_MK, token_M = quantize_tokens(x_MK, x_scale)
         if not group and bits == 8 and zero_NG is None:
             total = (a_MK.double() @ codes_NK.double().T).float()
             return finish(total, token_M[:, None] * scale_NG.T, bias, x_MK.dtype)
     else:
-        a_MK, token_MB = fixed_point(x_MK, block_of(group))
+        blocks = quantize_blocks if x_blocks else fixed_point
+        a_MK, token_MB = blocks(x_MK, block_of(group))
     size = block_of(group)
     out = x_MK.new_zeros(len(x_MK), out_features, dtype=torch.float32)
     for block, begin in enumerate(range(0, x_MK.shape[1], size)):
@@ -78,11 +87,11 @@ def linear_int(
         if zero_NG is not None:
             total = _fused(-zero_NG[:, at].float(), a_MB.sum(1)[:, None].float(), total)
         scale = scale_NG[:, at]
-        if x_bits == 16:
+        if not of_token:
             scale = scale * token_MB[:, block, None]
         out = _fused(scale, total, out)
     ones = torch.ones((), device=out.device)
-    return finish(out, token_M[:, None] if x_bits == 8 else ones, bias, x_MK.dtype)
+    return finish(out, token_M[:, None] if of_token else ones, bias, x_MK.dtype)
 
 
 def linear_fp8(x_MK: Tensor, codes_NK: Tensor, scale_N1: Tensor, bias: Tensor | None) -> Tensor:

@@ -51,7 +51,7 @@ typedef struct {
 static void __attribute__((noinline)) finish(const lezero_linear *l, const workspace *w,
                                              const token_tile *t, const panel_pair *p,
                                              int64_t first, const found_tile *f) {
-  const int token_scale = l->bits != 16 && l->x_bits == 8;
+  const int token_scale = l->bits != 16 && !w->fine;
   for (int i = 0; i < 2; i++) {
     const int64_t n = p->first + 16 * i, outputs = p->outputs[i];
     if (!outputs) break;
@@ -176,11 +176,11 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
 }
 
 INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                        const panel_pair *p, found_tile *f, const int R, const int fine,
-                        const int bits) {
+                        const panel_pair *p, found_tile *f, const int R, const int D,
+                        const int fine, const int bits) {
   const uint8_t *next = p->next;
   UNROLL for (int first = 0; first < 2; first += AT_ONCE(R))
-    blocks_panels(l, w, t, p, f, R, fine && !WORDS ? 2 : 1, fine, bits, first, &next);
+    blocks_panels(l, w, t, p, f, R, WORDS ? 1 : D, fine, bits, first, &next);
 }
 
 /* R tokens of one part, or of a high and a low one; both meet a line of weights while it is there. */
@@ -249,10 +249,13 @@ TILE any_whole(GIVEN) { switch (t->rows) { MANY(MOST_WHOLE, whole_tile) } }
 TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_one) } }
 TILE any_bf16_parts(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_two) } }
 #define COMMA ,
-TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 0 COMMA 8) } }
-TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 0 COMMA 4) } }
-TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 1 COMMA 8) } }
-TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 1 COMMA 4) } }
+/* Tokens of 8 bits with a scale each, of 8 bits in blocks, and of 16 bits: digits and `fine`. */
+TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 0 COMMA 8) } }
+TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 0 COMMA 4) } }
+TILE any_b8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 1 COMMA 8) } }
+TILE any_b8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 1 COMMA 4) } }
+TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 1 COMMA 8) } }
+TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 1 COMMA 4) } }
 
 static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t count,
                              const void *scratch, int64_t begin, int64_t end) {
@@ -269,6 +272,7 @@ static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t coun
       if (l->bits == 16) (w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f);
       else if (w.whole) any_whole(l, &w, &t, &p, &f);
       else if (!w.fine) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f);
+      else if (l->x_bits == 8) (l->bits == 8 ? any_b8w8 : any_b8w4)(l, &w, &t, &p, &f);
       else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, &f);
       finish(l, &w, &t, &p, first, &f);
     }

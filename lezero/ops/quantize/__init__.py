@@ -15,7 +15,7 @@ from lezero.ops.quantize.blocks import (
 )
 from lezero.ops.quantize.grid import FORMATS, Grid
 from lezero.ops.quantize.nibbles import pack_nibbles, unpack_nibbles
-from lezero.ops.quantize.tokens import fixed_point, quantize_tokens
+from lezero.ops.quantize.tokens import fixed_point, quantize_blocks, quantize_tokens
 
 __all__ = [
     "FORMATS",
@@ -27,6 +27,7 @@ __all__ = [
     "nearest_points",
     "pack_nibbles",
     "quantize",
+    "quantize_blocks",
     "quantize_tokens",
     "unpack_nibbles",
 ]

@@ -1,15 +1,16 @@
-"""Activations of 8 and 16 bits: int8 and float8, a scale a token, and 16 bits, a scale a block.
+"""Activations of 8 and 16 bits, as codes and scales: of a token, or of each block of it.
 
-int8 is what W8A8 and W4A8 multiply; float8_e4m3fn, where a token's largest becomes 448, is what
-fp8 weights are multiplied with. 16 bits are what W8A16 and W4A16 multiply: of each block of 32, 64
-or 128 elements of a token the largest becomes 32,639 = 127 · 256 + 127, so that a value is two
-int8 digits, high · 256 + low; an element's error is at most 1.6e-5 of its block's largest (bf16
-would lose up to 3.9e-3 of that largest). Sums of products are then exact whole numbers, whatever
-the order, so that a token's result does not depend on the batch or on the kernel.
+int8 is what W8A8 and W4A8 multiply, with a scale a token, or one for each block of 32, 64 or 128
+elements of it, whose largest becomes 127. float8_e4m3fn, where a token's largest becomes 448, is
+what fp8 weights are multiplied with. 16 bits are what W8A16 and W4A16 multiply: of each block the
+largest becomes 32,639 = 127 · 256 + 127, so that a value is two int8 digits, high · 256 + low; an
+element's error is at most 1.6e-5 of its block's largest (bf16 would lose up to 3.9e-3 of that
+largest). Sums of products are then exact whole numbers, whatever the order, so that a token's
+result does not depend on the batch or on the kernel.
 
 [Note: tokens that are not finite]
-A token (for 16 bits: a block) with a NaN or an infinity has the scale NaN and codes 0, also where
-the scale was given. A finite value beyond a given scale saturates.
+A token (or a block that has its own scale) with a NaN or an infinity has the scale NaN and codes 0,
+also where the scale was given. A finite value beyond a given scale saturates.
 """
 
 from __future__ import annotations
@@ -42,8 +43,17 @@ def fp8_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 
 def fixed_point(x_MK: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """int16 codes (M, blocks · block), zeros past K, and fp32 scales (M, blocks)."""
+    return _blocks(x_MK, block, INT16_LEVELS, torch.int16)
+
+
+def quantize_blocks(x_MK: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """int8 codes (M, blocks · block), zeros past K, and fp32 scales (M, blocks)."""
+    return _blocks(x_MK, block, INT8_LEVELS, torch.int8)
+
+
+def _blocks(x_MK: Tensor, block: int, levels: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     wide = torch.nn.functional.pad(x_MK.float(), (0, -x_MK.shape[1] % block))
-    codes, scale = _levels(wide.unflatten(1, (-1, block)), INT16_LEVELS, torch.int16)
+    codes, scale = _levels(wide.unflatten(1, (-1, block)), levels, dtype)
     return codes.flatten(1), scale
 
 
