@@ -85,7 +85,11 @@ class Two(nn.Module):
 
 def scaled(before: nn.Module, after: nn.Module) -> bool:
     """Whether the first block's norm was folded."""
-    one, two = (model.blocks[0].norm.weight for model in (before, after))
+    return scaled_at(before, after, 0)
+
+
+def scaled_at(before: nn.Module, after: nn.Module, index: int) -> bool:
+    one, two = (model.blocks[index].norm.weight for model in (before, after))
     return not torch.equal(one, two)
 
 
@@ -285,6 +289,28 @@ def test_a_massive_token_does_not_hide_the_others(scheme: Any) -> None:
     model, x = Two(Faint).eval(), torch.randn(32, 64)
     x[0, 0] = 1e4
     assert not scaled(model, quantized(model, scheme, x))
+
+
+class Bent(Block):
+    """What keeps signs, but not sizes, lies between the layers; no one takes what the norm gave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.two(torch.tanh(self.one(x)))
+
+
+@pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
+def test_in_fp16_too_right_pairs_are_told_from_wrong_ones(scheme: Any) -> None:
+    x = torch.randn(32, 64).half()
+    right, faint, bent = (Two(kind).half().eval() for kind in (Block, Faint, Bent))
+    with torch.no_grad():
+        for layer in right.blocks:
+            layer.one.weight.mul_(0.1)  # 1/16 of that is below what fp16 has all digits for
+        made = quantized(right, scheme, [x, 2 * x])
+        assert all(scaled_at(right, made, index) for index in range(2))
+        assert difference(made(x).float(), right(x).float()) < 0.15
+        assert not scaled(faint, quantized(faint, scheme, x))
+        weight = quantized(bent, scheme, x).blocks[0].one.weight.decode()
+        assert difference(weight.float(), bent.blocks[0].one.weight.float()) < 0.1
 
 
 @pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])

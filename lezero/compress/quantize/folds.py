@@ -4,7 +4,7 @@ Multiplying input channels of layers and dividing the outputs of what comes befo
 numbers changes nothing, if no one else reads those outputs and nothing in between mixes channels: a
 norm before projections, the value before the output projection, the up before the down projection.
 Nothing is assumed of the architecture: a pair is tried, by powers of two, which floating point
-multiplies without rounding, and taken when the outputs stay, on every calibration batch.
+multiplies without rounding (in fp16 nearly so), and taken when the outputs stay, on every calibration batch.
 
 Both modules are in one repeated block, whose outputs are what must stay. Elsewhere it would not be
 enough that the model's outputs stay: what the last norm gives to a head is what others read as the
@@ -23,10 +23,14 @@ from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.sites import Site, kind_of
 
 _TRIES = 6
-# The scales of a trial, large so that a wrong pair shows however little it adds to the outputs, and
-# what a right one may change.
-_SCALES = (1 / 16, 16.0)
 _TOLERANCE = 1e-5
+# Trials of a pair: the scales, large so that a wrong pair shows however little it adds to the
+# outputs, and what a right one may change.
+_TRIALS = (((1 / 16, 16.0), _TOLERANCE),)
+# In fp16 small weights lose digits when they are divided, and a right pair may change 1e-3 of a
+# token's largest output. Signs lose nothing, so another reader of the outputs shows by them; what
+# gives a sign on but not a size (a bend, a norm in between) changes far more than 2⁻⁸.
+_TRIALS_FP16 = (((-1.0, 1.0), _TOLERANCE), ((1 / 4, 4.0), 2.0**-8))
 
 
 @dataclass(frozen=True)
@@ -115,28 +119,33 @@ def _width(module: nn.Module) -> int | None:
 
 
 def _holds(fold: Fold, before: list[Tensor], run: Callable[[], list[Tensor]]) -> bool:
-    """Whether the outputs stay when `fold` is made with the scales of a trial."""
+    """Whether the outputs stay when `fold` is made with the scales of the trials."""
+    trials = _TRIALS_FP16 if fold.sites[0].parameter.dtype == torch.float16 else _TRIALS
+    return all(_same(before, _tried(fold, *trial, run), within) for trial, within in trials)
+
+
+def _tried(fold: Fold, one: float, two: float, run: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """The outputs with each channel scaled by `one` or `two`."""
     weight = fold.sites[0].weight()
     mine = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
-    s_K = torch.tensor(_SCALES)[chosen].to(weight.device)
+    s_K = torch.tensor((one, two))[chosen].to(weight.device)
     kept = [(p, p.data) for p in producer_parameters(fold.producer)]
     kept += [(site.parameter, site.parameter.data) for site in fold.sites]
     try:
         for parameter, values in kept:
             parameter.data = values.clone()
         scale_channels(fold.producer, fold.sites, s_K)
-        after = run()
+        return run()
     finally:
         for parameter, values in kept:
             parameter.data = values
-    return _same(before, after)
 
 
-def _same(before: list[Tensor], after: list[Tensor]) -> bool:
+def _same(before: list[Tensor], after: list[Tensor], tolerance: float = _TOLERANCE) -> bool:
     if not before or len(before) != len(after):
         return False
-    return all(near(one, two) for one, two in zip(before, after, strict=True))
+    return all(near(one, two, tolerance) for one, two in zip(before, after, strict=True))
 
 
 def near(
