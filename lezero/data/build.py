@@ -23,12 +23,17 @@ from lezero.data import corpus, store
 from lezero.data.config import DataConfig
 from lezero.data.reading import Document, Findings, find_files, left_out_lines, nothing_usable, read
 from lezero.data.store import TokenRows, Writer
-from lezero.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from lezero.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    load_tokenizer,
+    tokenizer_files,
+)
 from lezero.files.folder import aside, commit
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
-_BUILD = 3
+_BUILD = 4
 """Form of the findings and of the split: a folder of another form is made again."""
 _log = logger("data")
 
@@ -155,7 +160,9 @@ def _tokenizer_files(config: DataConfig) -> list[str]:
     place = Path(config.tokenizer.folder).expanduser()
     if not place.exists():
         raise FileError(f"data.tokenizer.folder: {place}: no such file or folder")
-    return [str(place)] if place.is_file() else sorted(map(str, place.glob("*.*")))
+    if place.is_file():
+        return [str(place), *map(str, tokenizer_files(place))]
+    return sorted(map(str, place.glob("*.*")))
 
 
 def _stamp(path: str) -> tuple[object, ...]:
@@ -183,6 +190,12 @@ def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) 
 
     texts = (text for d in chosen(_TRAIN) for text in (d.prompt, d.text) if text)
     tokenizer = build_tokenizer(config.tokenizer, texts)
+    tokenizer.save(folder / "tokenizer")
+    if load_tokenizer(folder / "tokenizer").digest != tokenizer.digest:
+        raise FileError(
+            f"data.tokenizer.folder: {config.tokenizer.folder}: this tokenizer cannot be saved "
+            "with the run; save it by transformers' save_pretrained and name that folder"
+        )
     files: dict[str, Any] = {}
     for name, part in zip(store.PARTS, (_TRAIN, _HELD), strict=True):
         with Writer(folder, name, tokenizer) as writer:
@@ -192,13 +205,12 @@ def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) 
                 else:
                     writer.add_pair(document.prompt, document.text)
         files |= writer.files()
-    tokenizer.save(folder / "tokenizer")
     body = {
         "files": files,
         "dtype": writer.dtype.str,
         "vocab_size": tokenizer.vocab_size,
         "eos": tokenizer.eos,
-        "tokenizer": load_tokenizer(folder / "tokenizer").digest,
+        "tokenizer": tokenizer.digest,
         "findings": findings.to_json(),
     }
     store.write_manifest(folder, body)

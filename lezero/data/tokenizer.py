@@ -26,6 +26,7 @@ _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
 )
+_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 class Tokenizer:
@@ -94,14 +95,24 @@ class _Bytes(Tokenizer):
 
 
 class _Backed(Tokenizer):
-    """A tokenizer of the package `tokenizers`; `origin` is the folder that its files came from."""
+    """A tokenizer of the package `tokenizers`.
+
+    files: the file of each name that saving copies; without any, it is written out with `settings`
+    beside it.
+    """
 
     def __init__(
-        self, inner: Any, eos: int, origin: Path | None, start: tuple[int, ...] = ()
+        self,
+        inner: Any,
+        eos: int,
+        start: tuple[int, ...] = (),
+        files: dict[str, Path] | None = None,
+        settings: dict[str, Any] | None = None,
     ) -> None:
         inner.no_truncation()
         inner.no_padding()
-        self._inner, self.eos, self._origin, self.start = inner, eos, origin, start
+        self._inner, self.eos, self.start = inner, eos, start
+        self._files, self._settings = files, settings or {}
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         text = f"{eos}\n{inner.to_str()}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
@@ -113,13 +124,13 @@ class _Backed(Tokenizer):
         return str(self._inner.decode(list(tokens), skip_special_tokens=True))
 
     def save(self, folder: str | Path) -> None:
-        if self._origin is None:
-            _save(Path(folder), self._inner.to_str(), {})
+        if self._files is None:
+            eos = self._inner.id_to_token(self.eos)
+            _save(Path(folder), self._inner.to_str(), self._settings | {"eos_token": eos})
             return
         make_folder(Path(folder))
-        for name in _FILES:
-            if (self._origin / name).is_file():
-                shutil.copyfile(self._origin / name, Path(folder) / name)
+        for name, path in self._files.items():
+            shutil.copyfile(path, Path(folder) / name)
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -143,7 +154,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(_first(texts), trainer)
-    return _Backed(inner, inner.token_to_id(EOS), None)
+    return _Backed(inner, inner.token_to_id(EOS))
 
 
 def load_tokenizer(place: str | Path) -> Tokenizer:
@@ -157,19 +168,33 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     if not path.exists():
         raise FileError(f"tokenizer {place}: no such file or folder")
     settings = _settings(folder)
-    if settings.get("lezero") == "bytes":
+    if settings.get("lezero") == "bytes" and file.name == "tokenizer.json":
         return _Bytes()
     if not file.is_file():
-        inner, origin = _converted(folder), None
-    elif file.stat().st_size > _LIMIT:
+        inner, settings = _converted(folder, settings)
+        end, start = _end(inner, settings, folder), _start(inner, settings)
+        return _Backed(inner, end, start, settings=settings)
+    if file.stat().st_size > _LIMIT:
         raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
-    else:
-        library, origin = _library("this tokenizer"), folder
-        try:
-            inner = library.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises plain Exception
-            raise FileError(f"{file}: not a tokenizer file ({error})") from None
-    return _Backed(inner, _end(inner, settings, folder), origin, _start(inner, settings))
+    library = _library("this tokenizer")
+    try:
+        inner = library.Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises plain Exception
+        raise FileError(f"{file}: not a tokenizer file ({error})") from None
+    files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
+    return _Backed(inner, _end(inner, settings, folder), _start(inner, settings), files)
+
+
+def tokenizer_files(place: Path) -> list[Path]:
+    """The files that a tokenizer of this folder, or of this file, is read from or saved with.
+
+    Beside a file of another name than tokenizer.json that is what says its special tokens: the
+    folder's other files are another tokenizer's.
+    """
+    folder = place if place.is_dir() else place.parent
+    own = place.is_dir() or place.name == "tokenizer.json"
+    found = [folder / name for name in (_FILES if own else _SETTINGS)]
+    return [path for path in found if path.is_file()]
 
 
 def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
@@ -214,7 +239,7 @@ def _cut(text: str, start: int, end: int) -> int:
 
 def _settings(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in _SETTINGS:
         path = folder / name
         if not path.is_file():
             continue
@@ -262,7 +287,14 @@ def start_of(plain: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
 _OF_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
 
 
-def _converted(folder: Path) -> Any:
+_KEPT = (
+    *("eos_token", "bos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token"),
+    "chat_template",
+)
+
+
+def _converted(folder: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What transformers makes of a folder without tokenizer.json, and what its settings say."""
     none = FileError(
         f"tokenizer {folder}: the folder holds no tokenizer; copy the files of the model's "
         "(tokenizer.json, tokenizer_config.json) into it"
@@ -273,7 +305,8 @@ def _converted(folder: Path) -> Any:
         what = f"the tokenizer {folder} (it has no tokenizer.json)"
         raise need_extra("hf", "transformers", what) from error
     try:
-        found = AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
+        opened = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        found = opened.backend_tokenizer
     except Exception as error:
         if not any(path for pattern in _OF_TOKENIZERS for path in folder.glob(pattern)):
             raise none from None
@@ -282,7 +315,11 @@ def _converted(folder: Path) -> Any:
     if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
         # for some types of models transformers makes one of special tokens where there is no file
         raise none
-    return found
+    known = {name: getattr(opened, name, None) for name in _KEPT}
+    kept = {name: text for name, text in known.items() if isinstance(text, str)}
+    if isinstance(settings.get("add_bos_token"), bool):
+        kept["add_bos_token"] = settings["add_bos_token"]
+    return found, kept
 
 
 def _library(what: str) -> Any:
@@ -304,7 +341,8 @@ def _save(folder: Path, content: str, extra: dict[str, Any]) -> None:
     files = {
         "tokenizer.json": content,
         "tokenizer_config.json": json.dumps(settings, indent=1) + "\n",
-        "special_tokens_map.json": json.dumps({"eos_token": EOS}, indent=1) + "\n",
+        "special_tokens_map.json": json.dumps({"eos_token": settings["eos_token"]}, indent=1)
+        + "\n",
     }
     try:
         for name, text in files.items():

@@ -295,6 +295,13 @@ def test_trained_tokenizer_comes_from_the_training_text_alone(tmp_path):
     data.tokenizer.save(tmp_path / "tok")
     reused = config(tmp_path / "t.jsonl", tokenizer={"folder": str(tmp_path / "tok")})
     assert prepare(reused, tmp_path / "cache").tokenizer.digest == data.tokenizer.digest
+    (tmp_path / "tok" / "tokenizer.json").rename(tmp_path / "tok" / "wiki.json")
+    named = config(tmp_path / "t.jsonl", tokenizer={"folder": str(tmp_path / "tok" / "wiki.json")})
+    first = prepare(named, tmp_path / "cache")
+    assert first.tokenizer.digest == data.tokenizer.digest
+    (tmp_path / "tok" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "b"}))
+    other = prepare(named, tmp_path / "cache")  # what ends a text is part of the cache's key
+    assert other.tokenizer.eos == data.tokenizer.encode("b")[0]
 
 
 def test_python_docs_are_real_text_in_a_fixed_order():

@@ -111,6 +111,53 @@ def test_bad_folders_are_explained(tmp_path):
         load_tokenizer(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("said", ["config", "map"])
+def test_a_folder_without_tokenizer_json_keeps_its_special_tokens(said, tmp_path):
+    """Its end token is not <|endoftext|>, which is in the vocabulary all the same."""
+    pytest.importorskip("transformers")
+    folder, text = tmp_path / "gpt", TEXTS[0]
+    trained().save(tmp_path / "own")
+    content = json.loads((tmp_path / "own" / "tokenizer.json").read_text())["model"]
+    vocab = content["vocab"] | {"</s>": 400, "<s>": 401}
+    end = {"content": "</s>", "__type": "AddedToken", "special": True}
+    settings = {"eos_token": end, "bos_token": "<s>", "add_bos_token": True}
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    lines = [m if isinstance(m, str) else " ".join(m) for m in content["merges"]]
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *lines]) + "\n")
+    kind = {"tokenizer_class": "GPT2Tokenizer", "chat_template": "{{ messages }}"}
+    where = {"config": {"tokenizer_config.json": kind | settings}}.get(
+        said, {"special_tokens_map.json": settings, "tokenizer_config.json": kind}
+    )
+    for name, content in where.items():
+        (folder / name).write_text(json.dumps(content))
+    found = load_tokenizer(folder)
+    found.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert found.eos == again.eos == 400
+    assert found.start == again.start == (401,)
+    assert found.digest == again.digest
+    assert found.encode(text) == again.encode(text) == trained().encode(text)
+    assert (
+        json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text()).get("chat_template")
+        == "{{ messages }}"
+    )
+
+
+def test_a_file_of_another_name_is_saved_as_itself(tmp_path):
+    folder = tmp_path / "several"
+    train_tokenizer(TEXTS, 300).save(folder)  # another one, beside it
+    trained().save(tmp_path / "own")
+    shutil.copyfile(tmp_path / "own" / "tokenizer.json", folder / "wiki.json")
+    (folder / "vocab.json").write_text("{}")
+    found = load_tokenizer(folder / "wiki.json")
+    found.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").digest == found.digest == trained().digest
+    assert not (tmp_path / "saved" / "vocab.json").exists()
+    bytes_tokenizer().save(folder)
+    assert load_tokenizer(folder / "wiki.json").digest == trained().digest
+
+
 def test_a_model_folder_without_a_tokenizer_is_told_so(tmp_path):
     pytest.importorskip("transformers")
     with pytest.raises(FileError, match="the folder holds no tokenizer; copy"):
