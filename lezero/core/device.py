@@ -90,21 +90,23 @@ def memory_allocated() -> int:
     """Bytes held by tensors on the accelerator; 0 on CPU."""
     import torch
 
+    if accelerator() == "mps":
+        return torch.mps.current_allocated_memory()
     return torch.accelerator.memory_allocated() if accelerator() else 0
 
 
 def max_memory_allocated() -> int:
-    """Highest `memory_allocated` since `reset_peak`, in bytes; 0 on CPU."""
+    """Highest `memory_allocated` since `reset_peak`, in bytes; 0 on CPU, and on MPS: not kept."""
     import torch
 
-    return torch.accelerator.max_memory_allocated() if accelerator() else 0
+    return torch.accelerator.max_memory_allocated() if _keeps_statistics() else 0
 
 
 def reset_peak() -> None:
     """Starts a new measurement for `max_memory_allocated`."""
     import torch
 
-    if accelerator():
+    if _keeps_statistics():
         torch.accelerator.reset_peak_memory_stats()
 
 
@@ -113,6 +115,8 @@ def memory_free(place: torch.device | None = None) -> int:
     0 on CPU."""
     import torch
 
+    if accelerator() == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     if not accelerator():
         return 0
     kept = torch.accelerator.memory_reserved(place) - torch.accelerator.memory_allocated(place)
@@ -123,8 +127,20 @@ def empty_cache() -> None:
     """Gives memory that torch keeps, but no tensor holds, back to the accelerator."""
     import torch
 
-    if accelerator():
+    if accelerator() == "mps":
+        torch.mps.empty_cache()
+    elif accelerator():
         torch.accelerator.empty_cache()
+
+
+def _keeps_statistics() -> bool:
+    """Not MPS: there torch before 2.14 fails at questions about memory."""
+    return accelerator() not in (None, "mps")
+
+
+def with_doubles(x: torch.Tensor) -> torch.Tensor:
+    """`x` where numbers of 64 bits are: MPS has none, so it comes to the CPU from there."""
+    return x.cpu() if x.device.type == "mps" else x
 
 
 def workspace_bytes() -> int:

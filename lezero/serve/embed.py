@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lezero.core import device
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.serve.engine import Engine
 from lezero.serve.program import Fed
@@ -136,7 +137,7 @@ def _run(engine: Engine, running: Sequence[_Passage]) -> None:
         fed.append(Fed(piece, passage.position, passage.blocks, range(len(piece))))
         passages.append(passage)
         left -= len(piece)
-    states_RD = engine.program.states(fed)
+    states_RD = device.with_doubles(engine.program.states(fed))
     pieces = states_RD.split([len(one.tokens) for one in fed])
     for passage, one, piece_ND in zip(passages, fed, pieces, strict=True):
         passage.sum = passage.sum + piece_ND.sum(dim=0, dtype=torch.float64)

@@ -107,8 +107,8 @@ class PlainProgram(Program):
         return passages, whole[: 3 * T].view(3, T)
 
     def _sent(self, x: Tensor) -> Tensor:
-        """Without waiting for what the accelerator computes."""
-        return x.to(self.place, non_blocking=True)
+        """Without waiting for what the accelerator computes, where it takes a copy of `x` first."""
+        return x.to(self.place, non_blocking=self.place.type == "cuda")
 
     def _attend(
         self,

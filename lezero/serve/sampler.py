@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lezero.core import device
 from lezero.models.sampling import chance
 from lezero.serve.request import Request
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
@@ -66,6 +67,7 @@ def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
     for rows where these do not suffice.
     """
     assert logits_RV.shape[0] == len(rows), "one row of logits for each row"
+    logits_RV = device.with_doubles(logits_RV)
     found: list[Drawn | None] = [None] * len(rows)
     V, left = logits_RV.shape[1], list(range(len(rows)))
     for count in [*(count for count in _TRIED_FIRST if count < V), V]:
@@ -155,8 +157,8 @@ def _draw_by_chance(
 ) -> tuple[Tensor, Tensor]:
     """Tokens by inversion, (S,): the first whose share and those before it exceed the drawn number;
     and whether the `count` likeliest ones are enough to be certain of it."""
-    device, V = scores_SV.device, scores_SV.shape[1]
-    asked = _Asked.of(rows, V, device)
+    V = scores_SV.shape[1]
+    asked = _Asked.of(rows, V, scores_SV.device)
     everything = [number for number, row in enumerate(rows) if (row.params.top_k or V) >= V]
     total_S1 = torch.ones_like(highest_S1)
     if len(everything) == len(rows):
@@ -168,7 +170,7 @@ def _draw_by_chance(
     token_SK, sure_S1 = _ranked(scores_SV, count)
     score_SK = scores_SV.gather(1, token_SK).double()
     weight_SK = ((score_SK - highest_S1) / asked.temperature).exp()
-    unsure_SK = torch.arange(count, device=device) >= sure_S1
+    unsure_SK = torch.arange(count, device=scores_SV.device) >= sure_S1
     index_S1, certain_S = _choose(weight_SK.masked_fill(unsure_SK, 0), sure_S1, total_S1, asked, V)
     return token_SK.gather(1, index_S1)[:, 0], certain_S
 
@@ -184,7 +186,7 @@ class _Asked:
     drawn: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocabulary: int, device: torch.device) -> _Asked:
+    def of(cls, rows: Sequence[Row], vocabulary: int, place: torch.device) -> _Asked:
         table = [
             (
                 row.params.temperature,
@@ -195,7 +197,7 @@ class _Asked:
             )
             for row in rows
         ]
-        columns = torch.tensor(table, dtype=torch.float64, device=device).split(1, dim=1)
+        columns = torch.tensor(table, dtype=torch.float64, device=place).split(1, dim=1)
         return cls(*columns)
 
 

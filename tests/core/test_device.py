@@ -70,6 +70,32 @@ def test_a_device_is_the_current_one_for_a_while(monkeypatch: pytest.MonkeyPatch
     assert entered == [1]
 
 
+def test_mps_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> None:
+        raise RuntimeError("Allocator for mps is not a DeviceAllocator.")
+
+    monkeypatch.setattr(device, "accelerator", lambda: "mps")
+    for name in dir(torch.accelerator):
+        if "memory" in name or name == "empty_cache":
+            monkeypatch.setattr(torch.accelerator, name, fails)
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 50)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: 20)
+    monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
+    device.reset_peak()
+    device.empty_cache()
+    assert emptied
+    assert (device.memory_free(), device.memory_free(torch.device("mps", 0))) == (30, 30)
+    assert (device.memory_allocated(), device.max_memory_allocated()) == (20, 0)
+
+
+def test_doubles_are_computed_where_they_are() -> None:
+    here = torch.zeros(2)
+    assert device.with_doubles(here) is here
+    there: Any = SimpleNamespace(device=torch.device("mps"), cpu=lambda: here)
+    assert device.with_doubles(there) is here
+
+
 def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     for name, by_index in {

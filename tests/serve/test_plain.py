@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from lezero.core import device
 from lezero.serve import plain
+from lezero.serve.llm import LLM
 from lezero.serve.plain import PlainProgram, most_tokens
 from lezero.serve.program import Fed
+from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts, small
 
 SHAPES: list[dict[str, Any]] = [{}, {"qk_norm": True}, {"sliding_window": 12}, {"kv_heads": 4}]
@@ -74,6 +78,26 @@ def test_what_a_step_needs_is_sent_once_for_all_layers(monkeypatch: pytest.Monke
         program.run([Fed(range(20), 0, [3, 1], [19]), Fed([4], 0, [2], [0])])
         program.run([Fed([1], 20, [3, 1], [0]), Fed([4, 2, 1], 1, [2], [0])])
         assert len(sent) == 4
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("cuda", False), ("mps", True)])
+def test_only_cuda_copies_what_is_sent_before_it_goes_on(kind: str, waits: bool) -> None:
+    program, sent = ready(), list[tuple[str, bool]]()
+    program.place = torch.device(kind)
+    numbers: Any = SimpleNamespace(to=lambda at, non_blocking: sent.append((at.type, non_blocking)))
+    program._sent(numbers)
+    assert sent == [(kind, not waits)]
+
+
+def test_tokens_and_embeddings_are_computed_where_doubles_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(device, "with_doubles", lambda x: asked.append(tuple(x.shape)) or x)
+    llm = LLM(small(), weights="fp32")
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
+    llm.embed([[1, 2, 3, 4]])
+    assert asked == [(1, llm.program.vocab), (4, llm.program.config.dim)]
 
 
 def test_accelerators_take_larger_steps() -> None:
