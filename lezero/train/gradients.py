@@ -116,8 +116,10 @@ class Sharded(Gradients):
 
     def __init__(self, model: nn.Module, decisions: Decisions) -> None:
         super().__init__(model)
-        self.stage: int = sharding_of(model).stage
-        self._backward = getattr(sharding_of(model), "backward", None)  # FSDP2 has its own
+        sharding = sharding_of(model)
+        self.stage: int = sharding.stage
+        self._backward = getattr(sharding, "backward", None)  # FSDP2 has its own
+        self._muted: Any = sharding if self._backward is None else self._backward
         if groups.world_size() > 1:
             watch.Watch.start()
         for link in wires(model).values():
@@ -134,15 +136,13 @@ class Sharded(Gradients):
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        if self._backward is not None:
-            self._backward.mute = not counts
+        self._muted.mute = not counts
         collect = self.stage < 2 and not last
         try:
             with no_sync(self.model) if collect else contextlib.nullcontext():
                 yield
         finally:
-            if self._backward is not None:
-                self._backward.mute = False
+            self._muted.mute = False
 
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         found: list[Any] = super().of(parameters)

@@ -15,7 +15,7 @@ from lezero.core import groups
 from lezero.core.errors import ConfigError, OrderError
 from lezero.models import Transformer, TransformerConfig
 from lezero.optim import AdamW
-from lezero.parallel.zero import Zero, full_parameters, shard_
+from lezero.parallel.zero import Zero, fsdp, full_parameters, shard_, sharding_of
 from lezero.train import Trainer
 from lezero.train.engine import Engine
 from lezero.train.gradients import wires
@@ -74,6 +74,21 @@ def test_every_stage_agrees_with_one_process(ranks, accumulate, masked_rows, pla
     for rank in ranks(2, every_stage, accumulate, masked_rows, plain_mean):
         for found in rank:
             assert_agree(alone, found)
+
+
+def over_fsdp2(accumulate, masked_rows):
+    fsdp.fits = lambda *_: True
+    engine = make(3, accumulate=accumulate, clip=0.3, loss=plain_masked_mean)
+    assert isinstance(sharding_of(engine.model), fsdp.FsdpSharding)
+    return steps(engine, masked_rows)
+
+
+@pytest.mark.parametrize(("accumulate", "masked_rows"), [(2, range(6, 12)), (3, (0, 1, 6, 7))])
+def test_fsdp2_agrees_where_nothing_counts(ranks, accumulate, masked_rows):
+    """Masked means over nothing are 0 / 0."""
+    alone = train_plain(1, tuple(masked_rows), True)
+    for found in ranks(2, over_fsdp2, accumulate, tuple(masked_rows)):
+        assert_agree(alone, found)
 
 
 def fp32_stages():

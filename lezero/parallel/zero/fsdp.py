@@ -2,15 +2,19 @@
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel" (2023); LeZero adds
 the choice of blocks and the face that its own units have. On a CPU FSDP2 blocks in its hooks, so
-LeZero's own units are used there, and also for models on meta, for parameters without dims (FSDP2
-refuses them), for batch norms beside 16-bit compute and over wires with a codec.
+LeZero's own units are used there, and also for what FSDP2 refuses (parameters without dims, or of
+several types in one block), for models on meta, for batch norms beside 16-bit compute and over
+wires with a codec.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -24,27 +28,57 @@ from lezero.parallel.zero.layout import Part, Rows
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Their parameters stay in the type of their statistics, whatever the rest computes in."""
+OWNED = "_lezero_fsdp"
+
+
+class Owned(NamedTuple):
+    """What a parameter under FSDP2 tells the optimizer's guard, as its attribute `OWNED`."""
+
+    name: str
+    sharding: FsdpSharding
 
 
 def fits(model: nn.Module, config: Zero, wire: Wire, mesh: Mesh, place: torch.device) -> bool:
     """Whether FSDP2 does what is asked."""
     sharded = config.stage == 3 and "shard" in mesh.names() and mesh.size("shard") > 1
     plain = wire.codec == "none" and wire.gather == "none"
-    parameters = list(model.parameters())
-    known = all(p.dim() > 0 and not p.is_meta for p in parameters)
+    known = all(p.dim() > 0 and not p.is_meta for p in model.parameters())
+    known &= all(len({p.dtype for p in one if p.requires_grad}) <= 1 for one in _groups(model))
     if config.compute != "auto":
         known &= not any(isinstance(module, BATCH_NORMS) for module in model.modules())
     return place.type != "cpu" and sharded and plain and known
 
 
+def _alone(model: nn.Module) -> list[nn.Module]:
+    """The blocks that are split by themselves: those that share no weight with another, since FSDP2
+    cannot take it out of one; it belongs to the root."""
+    found = [block for _, block in blocks(model)]
+    owners = Counter(id(p) for block in found for p in block.parameters())
+    return [block for block in found if all(owners[id(p)] == 1 for p in block.parameters())]
+
+
+def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters that FSDP2 gathers together: of each block, and the root's."""
+    found = [list(block.parameters()) for block in _alone(model)]
+    inside = {id(p) for group in found for p in group}
+    return [*found, [p for p in model.parameters() if id(p) not in inside]]
+
+
 class FsdpSharding:
-    """What `sharding_of(model)` gives for a model under FSDP2: the public part of `Sharding`."""
+    """What `sharding_of(model)` gives for a model under FSDP2: the public part of `Sharding`.
+
+    With `mute` this rank's gradients count as zeros in what a backward reduces, whatever they are.
+    """
 
     def __init__(self, model: nn.Module, config: Zero, mesh: Mesh) -> None:
         self.model, self.config, self.stage, self.mesh = model, config, config.stage, mesh
         self.units = [name for name, _ in blocks(model)] + [""]
         self.ranks, self.rank = mesh.size("shard"), mesh.index("shard")
+        self.mute = False
         self._sync = True
+        self._parts = _split_modules(model)
+        for part in self._parts:
+            part.set_custom_reduce_scatter(_Mutable(self))
 
     @property
     def layout(self) -> dict[str, Part]:
@@ -70,6 +104,12 @@ class FsdpSharding:
         model.set_requires_gradient_sync(on)
         return before
 
+    def collected(self) -> bool:
+        """Whether a backward under `no_sync` has left gradients that are not reduced yet."""
+        states = [part._get_fsdp_state() for part in self._parts]
+        groups = [group for state in states for group in _groups_in(state)]
+        return any(_kept(one) for group in groups for one in group.fsdp_params)
+
     def close(self) -> None:
         """Nothing is given back: all groups are the mesh's, and they outlive the model.
 
@@ -78,32 +118,79 @@ class FsdpSharding:
         """
 
 
+class _Mutable:
+    """How FSDP2 reduces gradients: torch's own way, after zeros where this rank is mute."""
+
+    def __init__(self, sharding: FsdpSharding) -> None:
+        self._sharding = sharding
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        if self._sharding.mute:
+            input_tensor.zero_()
+        # torch renamed it in 2.13 and warns of the old name
+        scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        work: dist.Work | None = scatter(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return work
+
+
+def _split_modules(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _groups_in(state: Any) -> list[Any]:
+    """Of one module; torch 2.13 made a list of what was one or None."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if several is None else several
+    return [group for group in found if group is not None]
+
+
+def _kept(parameter: Any) -> bool:
+    """Whether FSDP2 has a gradient of a whole parameter: in fp32, or as it came where that is
+    the type of the sums."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    there = whole is not None and whole.grad is not None
+    return there or parameter.unsharded_accumulated_grad is not None
+
+
 def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
     """Puts FSDP2 around every block and the model, in place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     before = dict(model.named_parameters())
     kinds = {config.compute_dtype(p.dtype) for p in before.values()}
-    compute = kinds.pop() if len(kinds) == 1 else None
-    wide = torch.promote_types(compute or torch.float32, torch.float32)
+    compute = next(iter(kinds)) if len(kinds) == 1 else None
+    wide = torch.float32
+    for kind in kinds:
+        wide = torch.promote_types(wide, kind)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide)
     arranged = mesh.device_mesh if mesh.size("shard") < _world(mesh) else mesh["shard"].device_mesh
-    found = blocks(model)
-    owners: dict[int, int] = {}
-    for _, block in found:
-        for parameter in block.parameters():
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for _, block in found:
-        # A weight that two blocks share belongs to the root; FSDP2 cannot take it out of one.
-        if all(owners[id(p)] == 1 for p in block.parameters()):
-            fully_shard(block, mesh=arranged, mp_policy=policy)
+    for block in _alone(model):
+        fully_shard(block, mesh=arranged, mp_policy=policy)
     fully_shard(model, mesh=arranged, mp_policy=policy)
+    sharding = FsdpSharding(model, config, mesh)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.placements[-1], Shard)
+        setattr(parameter, OWNED, Owned(name, sharding))
         if before[name] is not parameter:
             setattr(before[name], REPLACED, name)
-    return FsdpSharding(model, config, mesh)
+    return sharding
 
 
 def _world(mesh: Mesh) -> int:

@@ -15,6 +15,7 @@ from torch.optim import optimizer as hooks
 
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero import probe
+from lezero.parallel.zero.fsdp import OWNED, FsdpSharding, Owned
 from lezero.parallel.zero.held import HELD, REPLACED
 
 if TYPE_CHECKING:
@@ -51,25 +52,30 @@ def check_state(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            held = getattr(parameter, HELD, None)
-            if held is not None and held.segment.link is not None:
-                name, stage = type(optimizer).__name__, held.segment.unit.sharding.stage
+            found = probe.split(parameter)
+            if found is not None:
                 raise ConfigError(
-                    f"{name} needs whole parameters and cannot keep its state in shards (stage "
-                    f"{stage}); use lz.Zero(stage=0), or an optimizer that works element by "
-                    "element, such as lz.optim.AdamW"
+                    f"{type(optimizer).__name__} needs whole parameters and cannot keep its state "
+                    f"in shards (stage {found.stage}); use lz.Zero(stage=0), or an optimizer that "
+                    "works element by element, such as lz.optim.AdamW"
                 )
 
 
 def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    late = "not reduced over the ranks yet; run the last backward before step outside of no_sync"
+    found: dict[int, FsdpSharding] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             held = getattr(parameter, HELD, None)
             if held is not None and held.mark is not None and parameter.grad is not None:
                 raise OrderError(
-                    f"the gradient of '{held.name}' was collected under no_sync and is not reduced "
-                    "over the ranks yet; run the last backward before step outside of no_sync"
+                    f"the gradient of '{held.name}' was collected under no_sync and is {late}"
                 )
+            owned: Owned | None = getattr(parameter, OWNED, None)
+            if owned is not None:
+                found[id(owned.sharding)] = owned.sharding
+    if any(sharding.collected() for sharding in found.values()):
+        raise OrderError(f"gradients were collected under no_sync and are {late}")
 
 
 def _before_step(

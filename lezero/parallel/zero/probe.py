@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lezero.core import groups
 from lezero.core.errors import ConfigError
+from lezero.parallel.zero.fsdp import OWNED, Owned
 from lezero.parallel.zero.held import HELD, Held, distributed, local
 from lezero.parallel.zero.layout import Rows
-from lezero.parallel.zero.lines import Lines
 from lezero.parallel.zero.materialize import kept_generators
 
 _WIDTH = 8
@@ -36,23 +37,40 @@ def check(optimizer: torch.optim.Optimizer) -> None:
         return  # a forecast has no values, and no other ranks
     if _reaches_further(optimizer):
         return
-    kinds: dict[tuple[int, int, torch.dtype], tuple[int, Held]] = {}
+    kinds: dict[tuple[int, int, torch.dtype], tuple[int, Split]] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            held = getattr(parameter, HELD, None)
-            if held is not None and held.segment.link is not None and held.rows.shape:
-                kinds.setdefault((index, len(held.rows.shape), held.dtype), (index, held))
-    for index, held in kinds.values():
-        lines = held.segment.unit.sharding.lines
-        problem = _differs(optimizer, index, held, lines)
+            found = split(parameter)
+            if found is not None and parameter.dim():
+                kinds.setdefault((index, parameter.dim(), parameter.dtype), (index, found))
+    for index, found in kinds.values():
+        problem = _differs(optimizer, index, found.parameter)
         told = next((text for text in groups.gather_objects(problem) if text), "")
         if told:
-            name, stage = type(optimizer).__name__, held.segment.unit.sharding.stage
             raise ConfigError(
-                f"{name} cannot work on the shards of stage {stage}, as of '{held.name}': {told}; "
-                "use lz.Zero(stage=0), or an optimizer that works element by element, such as "
-                "lz.optim.AdamW"
+                f"{type(optimizer).__name__} cannot work on the shards of stage {found.stage}, as "
+                f"of '{found.name}': {told}; use lz.Zero(stage=0), or an optimizer that works "
+                "element by element, such as lz.optim.AdamW"
             )
+
+
+class Split(NamedTuple):
+    """A parameter of which each rank holds some rows."""
+
+    parameter: DTensor
+    name: str
+    stage: int
+
+
+def split(parameter: torch.Tensor) -> Split | None:
+    """What `lz.shard_` split, by its own units or by FSDP2; None for other parameters."""
+    held: Held | None = getattr(parameter, HELD, None)
+    owned: Owned | None = getattr(parameter, OWNED, None)
+    if not isinstance(parameter, DTensor):
+        return None
+    if held is not None:
+        return Split(parameter, held.name, held.segment.unit.sharding.stage)
+    return Split(parameter, owned.name, owned.sharding.stage) if owned is not None else None
 
 
 def _reaches_further(optimizer: torch.optim.Optimizer) -> bool:
@@ -63,25 +81,27 @@ def _reaches_further(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(value, kinds) for value in tree_leaves(own))
 
 
-def _differs(optimizer: torch.optim.Optimizer, index: int, held: Held, lines: Lines) -> str:
-    """What is wrong with the optimizer on shards; "" for nothing."""
-    rows = Rows((2 * lines.ranks, *[_WIDTH] * (len(held.rows.shape) - 1)), lines.ranks)
-    values = torch.linspace(-1, 1, 2 * rows.numel, dtype=torch.float64).to(lines.place)
+def _differs(optimizer: torch.optim.Optimizer, index: int, like: DTensor) -> str:
+    """What is wrong with the optimizer on shards such as those of `like`; "" for nothing."""
+    mesh, place = like.device_mesh, local(like).device
+    ranks = mesh.size(mesh.ndim - 1)
+    rows = Rows((2 * ranks, *[_WIDTH] * (like.dim() - 1)), ranks)
+    values = torch.linspace(-1, 1, 2 * rows.numel, dtype=torch.float64).to(place)
     # no pattern that a matrix-wise optimizer would leave as it is
-    value, gradient = (values[part::2].sin().view(rows.shape).to(held.dtype) for part in (0, 1))
+    value, gradient = (values[part::2].sin().view(rows.shape).to(like.dtype) for part in (0, 1))
     gradient = gradient * (1 + value.square())
-    first, last = rows.range(lines.rank)
+    first, last = rows.range(mesh.get_local_rank(mesh.ndim - 1))
 
-    def split(tensor: torch.Tensor) -> torch.Tensor:
-        return distributed(tensor[first:last].clone(), rows, lines.mesh)
+    def sharded_as(tensor: torch.Tensor) -> torch.Tensor:
+        return distributed(tensor[first:last].clone(), rows, mesh)
 
-    with kept_generators(lines.place):
+    with kept_generators(place):
         try:
             plain = [_stepped(optimizer, index, value, gradient, seed) for seed in (0, 0, 1)]
         except Exception:
             return ""
         try:
-            sharded = _stepped(optimizer, index, split(value), split(gradient), 0)
+            sharded = _stepped(optimizer, index, sharded_as(value), sharded_as(gradient), 0)
         except Exception as error:
             text = str(error) or type(error).__name__
             return text.splitlines()[0][:200].rstrip(".")
@@ -89,7 +109,7 @@ def _differs(optimizer: torch.optim.Optimizer, index: int, held: Held, lines: Li
         return ""
     moved = (plain[0] - value).abs().max()
     apart = (local(sharded) - plain[0][first:last]).abs().max()
-    near = 64 * torch.finfo(held.dtype).eps
+    near = 64 * torch.finfo(like.dtype).eps
     if float(apart) > near * max(float(moved), float(value.abs().max())):
         return "it does not work element by element, so that it would train otherwise there"
     return ""

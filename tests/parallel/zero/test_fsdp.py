@@ -9,6 +9,7 @@ import torch._dynamo  # loaded once, for all ranks
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core import groups
+from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero import Zero, clip_grad_norm_, fsdp, no_sync, shard_, sharding_of
 from tests.parallel.zero.models import Tiny, batches, loss_of, make, whole
 
@@ -95,6 +96,69 @@ def choices():
 
 def test_when_it_is_used(ranks):
     assert ranks(2, choices) == [[True, False, False, False, False, False]] * 2
+
+
+def of_types(kind):
+    """Vectors of fp32 with parts in bf16."""
+    model = make(Vectors)
+    {
+        "a norm in a block": lambda: model.blocks[1].norm.bfloat16(),
+        "a part of the root": lambda: model.norm.bfloat16(),
+        "a frozen norm": lambda: model.blocks[1].norm.bfloat16().requires_grad_(False),
+        "blocks": lambda: model.blocks.bfloat16(),
+    }[kind]()
+    return model
+
+
+def fits_types(kind):
+    """Whether FSDP2 is asked, and that it can."""
+    zero, mesh = Zero(stage=3, compute="bf16"), Mesh({"shard": 2})
+    found = fsdp.fits(of_types(kind), zero, Wire(), mesh, torch.device("cuda"))
+    if found:
+        fsdp.fits = lambda *_: True
+        model = shard_(of_types(kind), zero)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for tokens in batches(2):
+            loss_of(model, tokens).backward()
+            optimizer.step()
+        assert all(value.isfinite().all() for value in whole(model).values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "used"),
+    [
+        ("a norm in a block", False),
+        ("a part of the root", False),
+        ("a frozen norm", True),
+        ("blocks", True),
+    ],
+)
+def test_which_mixed_types_it_takes(ranks, kind, used):
+    assert ranks(2, fits_types, kind) == [used, used]
+
+
+def misuse():
+    fsdp.fits = lambda *_: True
+    model = shard_(make(Vectors), Zero(stage=3))
+    tokens = next(batches(1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with no_sync(model):
+        loss_of(model, tokens).backward()
+    with pytest.raises(OrderError, match="collected under no_sync and are not reduced"):
+        optimizer.step()
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    for kind, told in {
+        torch.optim.LBFGS: r"LBFGS needs whole parameters .*\(stage 3\)",
+        torch.optim.Adafactor: r"Adafactor cannot work on the shards of stage 3, as of 'scale'",
+    }.items():
+        with pytest.raises(ConfigError, match=told):
+            kind(model.parameters()).step(lambda: 0.0)
+
+
+def test_misuse_is_told(ranks):
+    ranks(2, misuse)
 
 
 def one_after_the_other(given):
