@@ -206,6 +206,22 @@ def test_a_block_that_works_in_place_proves_nothing() -> None:
     assert "scaled no channels" in str(lz.quantization_report(made))
 
 
+def test_smoothing_that_finds_nothing_to_scale_says_so() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+    gpt2 = transformers.GPT2LMHeadModel(config).eval()
+    for model, data, why in (
+        (nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64), "it needs a repeated block"),
+        (gpt2, torch.randint(0, 64, (2, 8)), "Conv1D layers are not scaled"),
+    ):
+        for smooth in (0.5, "auto", None):
+            made = quantized(model, lz.Int8WeightActivation(smooth=smooth), data)
+            said = f"'smooth' scaled no channels: {why}" in str(lz.quantization_report(made))
+            assert said is (smooth is not None)
+    made = quantized(Two(Block).eval(), SMOOTH, torch.randn(8, 64))
+    assert "scaled no channels" not in str(lz.quantization_report(made))
+
+
 class ReadsConvolution(nn.Module):
     """Positive inputs see only the batch norm; others the convolution by itself as well."""
 

@@ -4,7 +4,8 @@ Multiplying input channels of layers and dividing the outputs of what comes befo
 numbers changes nothing, if no one else reads those outputs and nothing in between mixes channels: a
 norm before projections, the value before the output projection, the up before the down projection.
 Nothing is assumed of the architecture: a pair is tried, by powers of two, which floating point
-multiplies without rounding (in fp16 nearly so), and taken when the outputs stay, on every calibration batch.
+multiplies without rounding (fp16 nearly so), and taken when the outputs stay, on every calibration
+batch.
 
 Both modules are in one repeated block, whose outputs are what must stay. Elsewhere it would not be
 enough that the model's outputs stay: what the last norm gives to a head is what others read as the

@@ -69,6 +69,8 @@ class Work:
         """Whether weights of layers were changed before they were quantized."""
         self.folded: dict[int, nn.Module] = {}
         """Batch norms, by the ids of the convolutions that they are part of now."""
+        wanted = [site for site, target in self.sites if self._wants_scales(site, target)]
+        self._scalable = [not site.transposed for site in wanted]
         self._unreached: list[str] = []
         self._kept_scaled: list[str] = []
 
@@ -89,11 +91,8 @@ class Work:
                 )
         self._in_blocks(self.batches)
         self._in_the_rest(self.batches)
-        if self.method.scales_channels and not self.rescaled:
-            self.report.notes.append(
-                f"'{self.recipe.method}' scaled no channels: it needs a repeated block in which a "
-                "layer before another can take the division, so all was rounded to nearest"
-            )
+        if not self.rescaled:
+            self._note_unscaled()
         if self._unreached:
             self.report.notes.append(
                 f"no data was seen to come through {_shown(self._unreached)}: quantized without "
@@ -105,6 +104,19 @@ class Work:
                 + _shown(self._kept_scaled)
             )
         self.rounding.decide(self.report, speed=self.objective == "speed")
+
+    def _note_unscaled(self) -> None:
+        """Says so where SmoothQuant or AWQ had layers, but none that could be scaled."""
+        if not self._scalable:
+            return
+        awq = self.method.scales_channels
+        why = "it needs a repeated block in which a layer before another can take the division"
+        if not any(self._scalable):
+            why = "Conv1D layers are not scaled"
+        self.report.notes.append(
+            f"'{self.recipe.method if awq else 'smooth'}' scaled no channels: {why}, so "
+            + ("all was rounded to nearest" if awq else "activations were rounded as they are")
+        )
 
     def _in_blocks(self, batches: list[Batch]) -> None:
         found = blocks(self.model)
@@ -206,13 +218,15 @@ class Work:
         shared: dict[int, list[Site]] = defaultdict(list)
         for site, target in sites:
             seen = capture.inputs.get(site.users[0].name)
-            wanted = self.method.scales_channels or (
-                self.recipe.smooth is not None and target.activations != "float"
-            )
-            alone = len(site.users) == 1 and site.kind == "linear" and not site.transposed
-            if seen is not None and wanted and alone:
+            alone = len(site.users) == 1 and not site.transposed
+            if seen is not None and alone and self._wants_scales(site, target):
                 shared[id(seen)].append(site)
         return [(capture.inputs[group[0].name], tuple(group)) for group in shared.values()]
+
+    def _wants_scales(self, site: Site, target: Target) -> bool:
+        """Whether this weight's input channels would be scaled, if the layer before can take it."""
+        smooth = self.recipe.smooth is not None and target.activations != "float"
+        return site.kind == "linear" and (self.method.scales_channels or smooth)
 
     def _rescale(self, folds: list[Fold]) -> list[Fold]:
         """SmoothQuant or AWQ, before codes are found; those that were scaled."""
