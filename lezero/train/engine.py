@@ -126,6 +126,8 @@ class Engine:
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0
         self.skipped_in_a_row = 0
+        self.logs_skipped = True
+        """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""
         self._stop = False
         self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
@@ -341,7 +343,7 @@ class Engine:
                 f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
                 "check the data of this step; what was saved before is unharmed."
             )
-        if groups.is_main():  # all ranks know the same
+        if self.logs_skipped and groups.is_main():  # all ranks know the same
             log.warning("step %d: %s. The step is skipped.", step, text)
         return text
 

@@ -11,12 +11,14 @@ back (a resume event, or a step number that does not rise) the reader drops the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import time
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ class StepRecord:
     """One optimizer step as it is shown and stored; what is not known is None.
 
     `tokens` are those of this step over all ranks, `seconds` its wall time, `memory_bytes` the
-    resident memory of this rank above imports now, `forecast_bytes` the forecast peak of it,
+    peak memory of this rank in this step, above imports, `forecast_bytes` the forecast of it,
     `share_of_ceiling` the model's FLOP/s over the measured GEMM ceiling (0 to 1), `skipped` why no
     update was made, `validation_loss` the loss of a validation that followed this step.
     """
@@ -248,31 +250,56 @@ class _Reader:
         return self.made
 
 
+def require_tensorboard() -> Any:
+    """torch's writer for TensorBoard; `MissingExtraError` where the package is not there."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise need_extra("tensorboard", "tensorboard", "TensorBoard output") from error
+    return SummaryWriter
+
+
 class TensorBoardSink:
     """Writes the same records for TensorBoard. Needs the extra "tensorboard"; rank 0 only.
 
-    `resumed_at` hides what an earlier process wrote above that step.
+    `resumed_at` hides what an earlier process wrote above that step. A disk that is full or gone
+    never ends a training: it is reported, and no more is written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], resumed_at: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise need_extra("tensorboard", "tensorboard", "TensorBoard output") from error
         purge = None if resumed_at is None else resumed_at + 1
-        self._writer: Any = SummaryWriter(os.fspath(folder), purge_step=purge)
+        writer = require_tensorboard()
+        self._writer: Any = None
+        with self._guarded():
+            self._writer = writer(os.fspath(folder), purge_step=purge)
 
     def step(self, record: StepRecord) -> None:
-        for name, figure in _BOARD.items():
-            value = getattr(record, figure)
-            if value is not None:
-                self._writer.add_scalar(name, value, record.step)
+        if self._writer is None:
+            return
+        with self._guarded():
+            for name, figure in _BOARD.items():
+                value = getattr(record, figure)
+                if value is not None:
+                    self._writer.add_scalar(name, value, record.step)
 
     def event(self, text: str, step: int) -> None:
-        self._writer.add_text("events", text, step)
+        if self._writer is not None:
+            with self._guarded():
+                self._writer.add_text("events", text, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            with self._guarded():
+                self._writer.close()
+            self._writer = None
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            log.warning("TensorBoard's events are written no more: %s", error.strerror or error)
+            self._writer = None
 
 
 _BOARD = {

@@ -27,6 +27,7 @@ from lezero.plan import StepSpec
 from lezero.train.config import ModelConfig, RunConfig
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
+from lezero.train.metrics import require_tensorboard
 from lezero.train.precision import resolve
 from lezero.train.room import require_room
 
@@ -34,6 +35,8 @@ from lezero.train.room import require_room
 def check(config: RunConfig) -> None:
     """Refuses what is wrong before anything is read, made or written."""
     config.micro_batch(groups.world_size())
+    if config.report.tensorboard and groups.is_main():
+        require_tensorboard()
     if config.model.folder is not None:
         read_config(config.model.folder)
 
@@ -204,7 +207,7 @@ def plan_inputs(
         clip=config.train.clip is not None,
         optimizer=lambda model: build_optimizer(config, model),
         loss=next_token_loss,
-        saves=config.checkpoint.every > 0,
+        saves=True,  # the last generation, if no other
         attention=config.train.attention,
         steps=config.train.steps,
         device=place.type,

@@ -57,7 +57,9 @@ class RunFacts:
         seconds = [v for v in m.known("seconds")[1] if math.isfinite(v)]
         self.seconds = sum(seconds)
         settled = seconds[min(5, len(seconds) // 5) :]
+        copies = [real(event, "memory_bytes") for event in m.happened("checkpoint")]
         memory = [v for v in m.known("memory_bytes")[1] if math.isfinite(v)]
+        memory += [v for v in copies if v is not None]
         self.memory = Compared(
             real(run.forecast, "memory_bytes"),
             max(memory, default=None),

@@ -105,8 +105,9 @@ class RunLog(Callback):
 
     def on_checkpoint(self, trainer: Trainer, step: int) -> None:
         if self.metrics is not None and trainer.saver is not None:
-            stall = trainer.saver.stall_seconds
-            self.metrics.event("checkpoint", step=step, stall_seconds=round(stall, 4))
+            stall = round(trainer.saver.stall_seconds, 4)
+            peak = self._step_peak()  # of the copy; that of the last one is in no step
+            self.metrics.event("checkpoint", step=step, stall_seconds=stall, memory_bytes=peak)
 
     def on_event(self, trainer: Trainer, text: str, level: str) -> None:
         if not self._started:

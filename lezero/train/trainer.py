@@ -148,6 +148,7 @@ class Trainer:
         if groups.is_main():
             self.data.tokenizer.save(self.folder.tokenizer)
         self.engine = recipe.build_engine(config, self.model, decisions)
+        self.engine.logs_skipped = False  # the run's own log tells it
         self.saver = checkpoint.Saver(
             self.folder.checkpoints,
             config.checkpoint.keep,

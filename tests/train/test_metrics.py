@@ -189,3 +189,23 @@ def test_tensorboard_gets_the_figures(tmp_path):
     assert [s.value for s in board.Scalars("loss/train")] == [2.5]
     assert [s.value for s in board.Scalars("loss/validation")] == [2.75]
     assert "step/gradient norm" not in board.Tags()["scalars"]
+
+
+def test_a_full_disk_ends_tensorboards_events_and_nothing_else(tmp_path, caplog):
+    pytest.importorskip("tensorboard")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sink = TensorBoardSink(tmp_path)
+    sink.step(record(1, 2.5))
+    writer = sink._writer
+    writer.add_scalar = full  # as it raises what its thread met
+    with caplog.at_level("WARNING", logger="lezero.metrics"):
+        sink.step(record(2, 2.5))
+        sink.step(record(3, 2.5))
+        sink.close()
+    assert [r.getMessage() for r in caplog.records] == [
+        "TensorBoard's events are written no more: No space left on device"
+    ]
+    writer.close()

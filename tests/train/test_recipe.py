@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from unittest import mock
 
 import pytest
 import torch
 
-from lezero.core.errors import FileError
+from lezero.core.errors import FileError, MissingExtraError
 from lezero.models import Transformer, TransformerConfig, load_hf
 from lezero.models.huggingface import save_hf
 from lezero.parallel.zero import full_parameters, shard_
@@ -72,3 +73,14 @@ def test_validation_passes_are_micro_batches_of_the_same_rows(tmp_path, accumula
     passes = [batch["tokens"] for batch in cut]
     assert {len(tokens) for tokens in passes} == {made.micro_batch(1)}
     assert torch.equal(torch.cat(passes), torch.cat([batch["tokens"] for batch in whole]))
+
+
+def test_what_is_missing_for_the_report_is_said_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"lezero\[tensorboard\]"):
+        recipe.check(config(tmp_path, report={"tensorboard": True}))
+
+
+def test_the_last_checkpoint_is_in_the_forecast_where_there_is_no_other(tmp_path):
+    _, spec = recipe.plan_inputs(config(tmp_path, checkpoint={"every": 0}), 64)
+    assert spec.saves

@@ -317,7 +317,9 @@ def test_a_callback_that_raises_ends_the_run_cleanly(tmp_path):
     assert result.exit_status == 0
 
 
-def test_a_run_that_stays_non_finite_ends_clearly_and_its_checkpoints_are_unharmed(tmp_path):
+def test_a_run_that_stays_non_finite_ends_clearly_and_its_checkpoints_are_unharmed(
+    tmp_path, caplog, capsys
+):
     def poison(trainer):
         trainer.model.layers[1].mlp.gate_proj.weight.data[0, 0] = math.nan
 
@@ -327,6 +329,8 @@ def test_a_run_that_stays_non_finite_ends_clearly_and_its_checkpoints_are_unharm
     assert recorder.calls[-1] == ("end",)
     metrics = read_metrics(tmp_path / "run/metrics.jsonl")
     assert sorted(metrics.skipped) == [8, 9]
+    assert capsys.readouterr().out.count("step 8 skipped: ") == 1, "the view tells it"
+    assert not [r for r in caplog.records if "is skipped" in r.getMessage()], "and nobody else"
     newest = checkpoint.load(tmp_path / "run")
     assert newest.step == 6, "the best one; a loss of NaN is never better"
     assert all(torch.isfinite(t).all() for t in newest.section("model").values())
