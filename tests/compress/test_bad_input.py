@@ -103,6 +103,17 @@ def test_a_bad_field_is_named(field, value):
         lz.Int4Weight(**{field: value})
 
 
+@pytest.mark.parametrize("scales", ["kl", "percentile"])
+def test_groups_have_too_few_values_for_histograms(scales):
+    for kind, group in (
+        (lz.Int4Weight, 64), (lz.Nf4, 64), (lz.Int8Weight, 32), (lz.Fp8, 32),
+        (lz.Int8WeightActivation, 128),
+    ):  # fmt: skip
+        with pytest.raises(lz.ConfigError, match=rf"scales: got '{scales}'.* group \({group}\)"):
+            kind(group=group, scales=scales)
+        assert kind is lz.Nf4 or kind(group="row", scales=scales).scales == scales
+
+
 def test_float8_tokens_ask_for_scales_of_rows():
     with pytest.raises(lz.ConfigError, match="activations='token' allowed is 'row'"):
         lz.Fp8(activations="token", group=64)

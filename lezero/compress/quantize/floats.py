@@ -27,7 +27,8 @@ class Fp8(Scheme):
     group: int | Literal["row", "tensor"] = "row"
     """Inputs that share a scale: "row", "tensor", or a multiple of 32 that divides them."""
     scales: str = "minmax"
-    """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
+    """Which range of weights a scale covers: "minmax" or "mse"; of rows and tensors also
+    "percentile" or "kl"."""
     vocabulary: Literal["fp8", "keep"] = "fp8"
     """Token embeddings and output head."""
 

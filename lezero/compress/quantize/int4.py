@@ -26,7 +26,8 @@ class Int4Weight(Scheme):
     method: str = "nearest"
     """How codes are found: "nearest", "hqq" (no data), "gptq" or "awq" (with data)."""
     scales: str = "mse"
-    """Which range of weights a scale covers: "mse", "minmax", "percentile" or "kl"."""
+    """Which range of weights a scale covers: "mse" or "minmax"; of rows also "percentile" or
+    "kl"."""
     bias_correction: bool = False
     """Take the mean error of the outputs out of the bias (needs data)."""
     vocabulary: Literal["int8", "int4", "keep"] = "int8"

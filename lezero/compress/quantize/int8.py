@@ -26,7 +26,8 @@ class Int8Weight(Scheme):
     method: str = "nearest"
     """How codes are found: "nearest", "gptq", "awq" or "hqq"."""
     scales: str = "minmax"
-    """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
+    """Which range of weights a scale covers: "minmax" or "mse"; of rows and tensors also
+    "percentile" or "kl"."""
     bias_correction: bool = False
     """Take the mean error of the outputs out of the bias (needs data)."""
     vocabulary: Literal["int8", "keep"] = "int8"
@@ -72,7 +73,8 @@ class Int8WeightActivation(Scheme):
     method: str = "nearest"
     """How codes are found: "nearest", "gptq" or "awq"."""
     scales: str = "minmax"
-    """Which range of weights a scale covers: "minmax", "mse", "percentile" or "kl"."""
+    """Which range of weights a scale covers: "minmax" or "mse"; of rows and tensors also
+    "percentile" or "kl"."""
     bias_correction: bool = False
     """Take the mean error of the outputs out of the bias (needs data)."""
     fold_batch_norm: bool = True

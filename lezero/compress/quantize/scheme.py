@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, Self
 
-from lezero.compress.quantize.observers import observers
+from pydantic import model_validator
+
+from lezero.compress.quantize.observers import RULES_OF_GROUPS, observers
 from lezero.compress.quantize.sites import Site
 from lezero.core.config import Config
 from lezero.core.errors import ConfigError
@@ -54,6 +56,16 @@ class Scheme(Config):
     @abstractmethod
     def target(self, site: Site) -> Target | None:
         """What `site` becomes; None: it stays. Raises `ConfigError` where a group does not fit."""
+
+    @model_validator(mode="after")
+    def _ranges_of_groups(self) -> Self:
+        group, scales = getattr(self, "group", None), getattr(self, "scales", "minmax")
+        if isinstance(group, int) and scales not in RULES_OF_GROUPS:
+            raise ValueError(
+                f"scales: got {scales!r}, allowed with a group ({group}) are "
+                f"{' and '.join(map(repr, RULES_OF_GROUPS))}: it has too few values for a histogram"
+            )
+        return self
 
     def recipe(self) -> Recipe:
         given = {f.name: getattr(self, f.name) for f in fields(Recipe) if hasattr(self, f.name)}

@@ -20,6 +20,8 @@ from lezero.ops.grid_fit import least_error
 from lezero.ops.quantize import Grid, find_scale, nearest_points
 from lezero.ops.quantize.grid import LEVELS, SCALE_DTYPES
 
+RULES_OF_GROUPS = ("minmax", "mse")
+"""What says which range a group's scale covers; others need as many values as a row has."""
 _STEPS, _LEAST_KEPT = 20, 0.5
 
 
@@ -30,7 +32,7 @@ def weight_scale(
 
     rule: "minmax", "mse", or another observer's name, whose range then counts. It sees rows
     together, each in units of its largest weight, since one by itself has too few values for a
-    histogram. For grids of groups these are as "minmax".
+    histogram. For grids of groups it is one of `RULES_OF_GROUPS`.
     `importance_K`: how much the error at each input counts for "mse"; the mean square of the
     inputs makes it the expected error of the outputs, were inputs independent.
     """
@@ -49,7 +51,8 @@ def some_rows(w_NK: Tensor) -> tuple[Tensor, ...]:
 def _scale(
     w_NK: Tensor, grid: Grid, rule: str, importance_K: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    if rule == "minmax" or (isinstance(grid.group, int) and rule != "mse"):
+    assert not isinstance(grid.group, int) or rule in RULES_OF_GROUPS, rule
+    if rule == "minmax":
         return find_scale(w_NK, grid)
     if rule == "mse":
         return _least_error(w_NK, grid, importance_K)
