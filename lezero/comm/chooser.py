@@ -37,6 +37,7 @@ from lezero.comm.codec_speed import codec_speed
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Queue
 from lezero.comm.probe import Topology, probe
+from lezero.comm.route import Spans
 from lezero.comm.routing import Routing
 from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
@@ -111,17 +112,26 @@ class Chooser:
         self._began = self._waited = self._own = 0.0
         self._step, self._due = 0, WARM + MEASURED
         self._plain: Plain | None = None
-        self._flushing, self._judge = 0, False
+        self._flushing, self._paying, self._judge = 0, False, False
         self._wait = EVERY
         self._owed: dict[str, float | None] = {}
         self._speeds: dict[str, Speed] = {}
         self._failed: set[str] = set()
         self._gathers: dict[str, float] = {}
 
-    def observe(self, operation: str, key: str, flat: Tensor) -> None:
+    def observe(self, operation: str, key: str, flat: Tensor, spans: Spans = ()) -> None:
         """Before every collective of the link."""
+        feedback = self._routing.feedback
+        assert feedback is not None
         if self.topic in self.decisions.replay:
             self._replay()
+        elif feedback.loaded:
+            owing = any(groups.gather_objects(feedback.holds()))
+            if self.codec == PLAIN and not self._flushing:
+                self._settle(owing)
+        feedback.loaded = False
+        if self._paying and operation != "all_gather":
+            feedback.pay(key, flat, spans, owned=operation == "all_reduce")
         began = time.perf_counter()
         self._traffic[Exchange(operation, flat.numel(), flat.dtype.itemsize)] += 1
         if operation != "all_gather":
@@ -141,6 +151,10 @@ class Chooser:
         self._step += 1
         if self._flushing:
             self._flushed()
+        if self._paying:
+            assert self._routing.feedback is not None
+            self._routing.feedback.drop()
+            self._paying = False
         if self._step == self._due:
             self._decide()
         self._began, self._waited, self._own = time.perf_counter(), self._queue.waited_s, 0.0
@@ -152,6 +166,12 @@ class Chooser:
         self._flushing -= 1
         if not owing or not self._flushing:
             self._use(PLAIN, feedback=False)
+
+    def _settle(self, owing: bool) -> None:
+        """Without a codec: the next step adds what a checkpoint said that encoding owes."""
+        if self._routing.coded is not None:
+            self._use(PLAIN, feedback=owing)
+        self._paying = owing and self._routing.coded is None
 
     def _decide(self) -> None:
         if self._routing.coded is None or not self._possible():
@@ -287,25 +307,30 @@ class Chooser:
 
     def _replay(self) -> None:
         """A resumed run begins with what it had chosen, and with what a codec still owed. Where the
-        ranks and hosts are others, it measures anew."""
+        ranks and hosts are others, or the budget is too small for it, it measures anew."""
         old = self.decisions.replay[self.topic]
         was = old.candidates.get(PLAIN, {}).get(_PLACE, self._place)
+        owes = old.candidates.get(old.chosen, {}).get(_OWED)
+        changed = ""
+        if was != self._place:
+            changed = f"{old.chosen} was chosen with {was}, not {self._place}"
+        elif isinstance(owes, float) and owes > self._budget:
+            changed = f"{old.chosen} owes {owes:.2g} of a gradient; wire.budget is {self._budget:g}"
         held = self._routing.feedback is not None and self._routing.feedback.holds()
-        every = groups.gather_objects([was == self._place, held])
-        same, owing = all(one[0] for one in every), any(one[1] for one in every)
+        changed = next(filter(None, groups.gather_objects(changed)), "")
+        owing = any(groups.gather_objects(held))
         self._due, self._judge = self._step + EVERY, False
-        if same:
+        if not changed:
             self.decisions.record(self.topic, old.chosen)
         del self.decisions.replay[self.topic]
-        if not same:
-            reason = f"measured anew: {old.chosen} was chosen with {was}, not {self._place}"
+        if changed:
+            reason = f"measured anew: {changed}"
             self.decisions.record(self.topic, PLAIN, reason=reason, step=self._step)
             self._forget()
-        if self._routing.coded is not None:
-            if same and old.chosen in CANDIDATES:
-                self._go_on(old)
-            else:
-                self._use(PLAIN, feedback=owing)
+        if self._routing.coded is not None and not changed and old.chosen in CANDIDATES:
+            self._go_on(old)
+        else:
+            self._settle(owing)
 
     def _forget(self) -> None:
         """The next steps are measured as those of a new run."""

@@ -88,6 +88,8 @@ class Feedback:
         self._loaded: _Pieces = {}
         self._spare: _Pieces = {}
         self._scratch: torch.Tensor | None = None  # for packed errors, as large as the largest
+        self.loaded = False
+        """Whether errors came from a checkpoint; who has looked at them clears it."""
 
     def error(self, side: str, key: str, numel: int, spans: Spans) -> torch.Tensor:
         """The error (numel,) of buffer `key`, to be changed in place and given to `keep` before
@@ -116,6 +118,27 @@ class Feedback:
         kept = self._kept[side, key]
         was, kept.fresh = kept.fresh, False
         return was
+
+    def pay(self, key: str, flat: torch.Tensor, spans: Spans, *, owned: bool) -> None:
+        """Adds what is owed of buffer `key` to `flat`, which is then summed as it is; `owned`: also
+        of this rank's chunk of an all-reduce."""
+        length = flat.numel() // self._size
+        begin = self._rank * length
+        claims = [(WORKER, spans, flat)]
+        if owned:
+            mine = flat[begin : begin + length]
+            claims.append((SERVER, cut(spans, begin, begin + length, 0), mine))
+        for side, places, values in claims:
+            error = self.error(side, key, values.numel(), places)
+            values += error
+            self.keep(side, key, error.zero_())
+
+    def drop(self) -> None:
+        """Forgets all errors."""
+        self._kept.clear()
+        self._loaded.clear()
+        self._spare.clear()
+        self._scratch = None
 
     def nbytes(self) -> int:
         """Bytes held for errors."""
@@ -153,9 +176,8 @@ class Feedback:
         With as many ranks as now and the same topology every rank goes on with its own; otherwise
         the pending mean is kept (see the note). What was held before is dropped.
         """
-        self._kept.clear()
-        self._loaded.clear()
-        self._spare.clear()
+        self.drop()
+        self.loaded = True
         parsed = [[_parse(key, data) for key, data in state.items()] for state in states]
         same = len(states) == self._size and all(
             one.share == self.share for state in parsed for one in state if one.side == WORKER

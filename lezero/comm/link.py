@@ -147,8 +147,9 @@ class Link:
         """
         self._check("reduce_scatter", key, flat=flat, out=out)
         self._fits("reduce_scatter", key, "flat", flat, "out", out)
-        self._observe("reduce_scatter", key, flat)
-        steps = self._route.reduce_scatter(flat, out, key, _named(key, flat, spans))
+        named = _named(key, flat, spans)
+        self._observe("reduce_scatter", key, flat, named)
+        steps = self._route.reduce_scatter(flat, out, key, named)
         return self._launch(steps, "reduce_scatter", key, flat, out)
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, *, key: str) -> Pending:
@@ -182,8 +183,9 @@ class Link:
                 "ranks; pad the buffer to a multiple"
             )
         self.check("all_reduce")
-        self._observe("all_reduce", key, flat)
-        steps = self._route.all_reduce(flat, key, _named(key, flat, spans))
+        named = _named(key, flat, spans)
+        self._observe("all_reduce", key, flat, named)
+        steps = self._route.all_reduce(flat, key, named)
         return self._launch(steps, "all_reduce", key, flat)
 
     def close(self) -> None:
@@ -220,9 +222,11 @@ class Link:
             for rank in others:
                 _same("hosts", rank, every[rank]["hosts"], first, every[first]["hosts"])
 
-    def _observe(self, operation: str, key: str, x: torch.Tensor) -> None:
+    def _observe(
+        self, operation: str, key: str, x: torch.Tensor, spans: tuple[Span, ...] = ()
+    ) -> None:
         if self.chooser is not None:
-            self.chooser.observe(operation, key, x)
+            self.chooser.observe(operation, key, x, spans)
 
     def _launch(
         self, steps: Steps, operation: str, key: str, x: torch.Tensor, *others: torch.Tensor

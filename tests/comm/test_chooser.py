@@ -171,8 +171,9 @@ def test_going_back_adds_what_is_still_owed(ranks: RankPool, skipped: int) -> No
     assert max(ranks(2, owed, skipped)) < 1e-4
 
 
-def interrupted() -> float:
-    """A codec is taken back, a checkpoint follows, and another process goes on from it."""
+def interrupted(topology: str, replayed: bool) -> float:
+    """A codec is taken back, a checkpoint follows, and another process goes on from it over
+    `topology`, with or without the decision."""
     off, generator = torch.zeros(NUMEL), torch.Generator().manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         slow_network(patch, [20.0, 21.0])
@@ -186,11 +187,13 @@ def interrupted() -> float:
             record = link.chooser.decisions.to_json()
             states: list[dict[str, torch.Tensor]] = [{}, {}]
             states[link.rank] = link.feedback.state_dict()
-    with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+    wire = Wire.parse({"codec": "auto", "topology": topology})
+    with Link(wire, Mesh({"s": 2}), "s") as link:
         assert link.chooser is not None
         assert link.feedback is not None
         link.feedback.load_state_dict(states)
-        link.chooser.decisions = Decisions.from_json(record)
+        if replayed:
+            link.chooser.decisions = Decisions.from_json(record)
         for _ in range(2):
             values = torch.randn(2, NUMEL, generator=generator)
             off += exchange(link, values) - values.sum(0)
@@ -199,8 +202,12 @@ def interrupted() -> float:
     return float(off.abs().max())
 
 
-def test_what_is_owed_goes_out_after_a_resume_too(ranks: RankPool) -> None:
-    assert max(ranks(2, interrupted)) < 1e-4
+@pytest.mark.parametrize("topology", ["flat", "shared"])
+@pytest.mark.parametrize("replayed", [True, False])
+def test_what_is_owed_goes_out_after_a_resume_too(
+    ranks: RankPool, topology: str, replayed: bool
+) -> None:
+    assert max(ranks(2, interrupted, topology, replayed)) < 1e-4
 
 
 def gathered(gather: str) -> dict[str, Any]:
@@ -265,8 +272,29 @@ def replayed() -> list[Any]:
     return [used, made.replayed, made.chosen]
 
 
+def over_budget() -> list[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0])
+        with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+            assert link.chooser is not None
+            steps(link, WARM + MEASURED)
+            record = link.chooser.decisions.to_json()
+    with Link(Wire(codec="auto", topology="flat", budget=0.01), Mesh({"s": 2}), "s") as link:
+        assert link.chooser is not None
+        link.chooser.decisions = Decisions.from_json(record)
+        used = steps(link, 1)
+        return [used, link.chooser.decisions.records["wire.s"].reason]
+
+
 def test_a_resumed_run_begins_with_what_it_had_chosen(ranks: RankPool) -> None:
     assert ranks(2, replayed) == [[["int4:64"] * 3, True, "int4:64"]] * 2
+
+
+def test_a_smaller_budget_measures_anew(ranks: RankPool) -> None:
+    for used, reason in ranks(2, over_budget):
+        assert used == ["none"]
+        assert reason.startswith("measured anew: int4:64 owes 0."), reason
+        assert reason.endswith("of a gradient; wire.budget is 0.01")
 
 
 def elsewhere() -> list[Any]:
