@@ -46,10 +46,12 @@ def find_culprit(
 
     In order: a parameter that is not finite already; the first module whose output is not finite,
     or whose input is not (the batch's fault where no other module ran before it); the last module
-    in forward order whose gradient is not finite, which is the first that backward reached. The
-    model's gradients are left empty.
+    in forward order whose gradient is not finite, which is the first that backward reached. An
+    output of -inf is what masks are made of, and counts only where the loss alone is not finite
+    after it. The model's gradients are left empty.
     """
     found: list[Culprit] = []
+    masks: list[Culprit] = []
     for name, parameter in model.named_parameters():
         if not _finite(parameter):
             module, _, short = name.rpartition(".")
@@ -59,12 +61,14 @@ def find_culprit(
         return found[0]
     model.zero_grad(set_to_none=True)  # else every rank would see what one of them brought in
     try:
-        with _hooked(model, found), torch.compiler.set_stance("force_eager"):
+        with _hooked(model, found, masks), torch.compiler.set_stance("force_eager"):
             loss = run()
             if together or (not found and _finite(loss)):
                 loss.backward()
         if found:
             return found[0]
+        if not _finite(loss) and masks:
+            return masks[0]
         if not _finite(loss):
             return Culprit("", "", "loss function (the model's output is finite), outside")
         return _bad_gradient(model, SUMMED if together else "gradient")
@@ -81,10 +85,10 @@ def _bad_gradient(model: nn.Module, what: str) -> Culprit:
 
 
 @contextmanager
-def _hooked(model: nn.Module, found: list[Culprit]) -> Iterator[None]:
+def _hooked(model: nn.Module, found: list[Culprit], masks: list[Culprit]) -> Iterator[None]:
     handles, ran = [], list[Owner]()
     for name, module in model.named_modules():
-        hook = _output_hook(name, found, ran)
+        hook = _output_hook(name, found, masks, ran)
         handles.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         yield
@@ -97,8 +101,11 @@ Owner = tuple[str, str]
 """A module that has parameters, and the first of them."""
 
 
-def _output_hook(name: str, found: list[Culprit], ran: list[Owner]) -> Callable[..., None]:
-    """`ran`: the modules with parameters, in the order in which forward left them.
+def _output_hook(
+    name: str, found: list[Culprit], masks: list[Culprit], ran: list[Owner]
+) -> Callable[..., None]:
+    """`ran`: the modules with parameters, in the order in which forward left them. `masks`: where
+    an output held -inf.
 
     A module without any (a block adds what its parts returned) is between two that have some: its
     output came from the last one before it, the gradient there from the first one after it.
@@ -109,16 +116,20 @@ def _output_hook(name: str, found: list[Culprit], ran: list[Owner]) -> Callable[
             return
         own = next((n for n, _ in module.named_parameters(recurse=False)), "")
         outputs = list(_tensors(output))
-        if not all(map(_finite, outputs)):
-            came = any(map(_spoils, _tensors([args, kwargs])))
+        inputs = list(_tensors([args, kwargs]))
+        if any(map(_spoils, outputs)):
+            came = any(map(_spoils, inputs))
+            masked = ", with -inf in its input," if not all(map(_finite, inputs)) else ""
             if came and not ran:  # with the batch
                 found.append(Culprit(name, "", "input"))
             elif not came and (own or not ran):
-                found.append(Culprit(name, own, "output"))
+                found.append(Culprit(name, own, f"output{masked}"))
             else:
                 side = "input" if came else "output"
                 found.append(Culprit(*ran[-1], f"{side} of '{name}', right after the output"))
             return
+        if not all(map(_finite, outputs)) and all(map(_finite, inputs)):
+            masks.append(Culprit(name, own, "output of -inf"))
         if own:
             ran.append((name, own))
         for tensor in outputs:
@@ -157,15 +168,25 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _spoils(tensor: torch.Tensor) -> bool:
-    """Whether an input is no use: -inf is, in masks."""
-    return not _finite(torch.where(tensor == -torch.inf, 0, tensor))
+    """Whether a value is no use to anyone: -inf is, in masks."""
+    values = _values(tensor)
+    if values is None or values.is_complex():
+        return not _finite(tensor)
+    return bool((values.isnan() | values.isposinf()).any())
 
 
-def _finite(tensor: Any) -> bool:
+def _finite(tensor: torch.Tensor) -> bool:
+    values = _values(tensor)
+    return values is None or bool(torch.isfinite(values).all())
+
+
+def _values(tensor: Any) -> torch.Tensor | None:
+    """The numbers of a tensor on this rank, in a type that torch can judge; None for others."""
+    tensor = tensor.detach()
     if hasattr(tensor, "to_local"):
-        tensor = tensor.detach().to_local()
+        tensor = tensor.to_local()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if not (tensor.is_floating_point() or tensor.is_complex()):
-        return True
-    return bool(torch.isfinite(tensor.detach()).all())
+        return None
+    return tensor.float() if tensor.dtype.itemsize == 1 else tensor

@@ -88,4 +88,45 @@ def test_a_mask_of_minus_infinity_is_no_bad_input() -> None:
     model = Masked(2, 2)
     x, mask = torch.ones(1, 2), torch.full((1, 2), -torch.inf)
     said = str(find_culprit(model, lambda: model(x, mask=mask).sum()))
-    assert said == "output of module '(the model)', parameter 'weight'"
+    where = "output, with -inf in its input,"
+    assert said == f"{where} of module '(the model)', parameter 'weight'"
+
+
+class Padded(nn.Linear):
+    """Gives -inf for entries of the vocabulary that no token has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super().forward(x), torch.full((len(x), 1), -torch.inf)], 1)
+
+
+def test_an_output_of_minus_infinity_is_no_cause_where_another_is_found() -> None:
+    class Breaks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y + (y - y).abs().sqrt()  # value 0, gradient 0 · inf
+
+    model = nn.Sequential(Breaks(2, 2), Padded(2, 2))
+    x, targets = torch.ones(3, 2), torch.tensor([0, 1, 0])
+
+    def loss() -> torch.Tensor:
+        return nn.functional.cross_entropy(model(x), targets)
+
+    assert str(find_culprit(model, loss)) == "gradient of module '0', parameter 'bias'"
+    model[0] = nn.Linear(2, 2)
+    targets[0] = 2  # the entry that has -inf
+    assert str(find_culprit(model, loss)) == "output of -inf of module '1', parameter 'weight'"
+
+
+@pytest.mark.parametrize("form", ["sparse", "float8", "complex"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_tensors_that_few_operations_know_are_judged(form: str, bad: bool) -> None:
+    class Takes(nn.Linear):
+        def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.nan
+
+    plain = torch.tensor([1.0, torch.nan if bad else 2.0])
+    make = {"sparse": plain.to_sparse, "complex": plain.cfloat}
+    other = make.get(form, lambda: plain.to(torch.float8_e4m3fn))()
+    model = Takes(2, 2)
+    said = str(find_culprit(model, lambda: model(torch.ones(1, 2), other).sum()))
+    assert said.startswith("input" if bad else "output")
