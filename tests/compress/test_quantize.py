@@ -158,6 +158,23 @@ def test_a_weight_has_what_a_tensor_has_but_is_only_read():
         getattr(weight, "nothing_like_this")  # noqa: B009
 
 
+@pytest.mark.parametrize(
+    "scheme", [lz.Int8Weight(), lz.Int8WeightActivation(), lz.Int4Weight(group=32), lz.Fp8()]
+)
+def test_a_model_for_images_takes_another_memory_format(scheme):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(8, 8, 3), torch.nn.Flatten(), torch.nn.Linear(128, 32)
+    ).eval()
+    x = torch.randn(2, 8, 6, 6)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    with torch.no_grad():
+        wanted = model(x)
+        model.to(memory_format=torch.channels_last)
+        assert difference(model(x), wanted) < 1e-6
+        lz.dequantize_(model)
+
+
 def test_the_filter_chooses_layers():
     model = small()
     lz.quantize_(model, lz.Int8Weight(), filter="layers.*.mlp.*", objective="size")

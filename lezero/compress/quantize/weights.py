@@ -108,7 +108,11 @@ class QuantizedWeight(StandIn):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         names = [name for name in self._buffers if name != "like"]
-        return keeping_types(self, names, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
+        keeping_types(self, names, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
+        # Kernels read codes as they were laid out, whatever `.to(memory_format=…)` asks of images.
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = None if buffer is None else buffer.contiguous()
+        return self
 
 
 class PackedWeight(QuantizedWeight):
