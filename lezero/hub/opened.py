@@ -12,15 +12,18 @@ from lezero.core.errors import FileError
 from lezero.models import Transformer, TransformerConfig, load_gguf, load_hf
 
 
-def open_model(place: str, dtype: torch.dtype | None = None) -> tuple[Transformer, Path | None]:
+def open_model(
+    place: str, dtype: torch.dtype | None = None, gguf_matrices: torch.dtype | None = None
+) -> tuple[Transformer, Path | None]:
     """The model and the folder that holds its tokenizer; None: the tokenizer is in a GGUF file.
 
     `dtype` casts the weights of Hugging Face folders and GGUF files (fp32 there where it is not
-    given). Raises `FileError` when `place` is no model, or is damaged.
+    given); `gguf_matrices` those of two dims in GGUF files, in its place. Raises `FileError` when
+    `place` is no model, or is damaged.
     """
     path = Path(place)
     if path.is_file() and path.suffix == ".gguf":
-        return load_gguf(path, dtype), None
+        return load_gguf(path, dtype, matrices=gguf_matrices), None
     if (path / "config.json").is_file():
         if is_quantized_folder(path):
             model = load_quantized(path)

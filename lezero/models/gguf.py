@@ -59,12 +59,16 @@ _LLAMA3 = {"original_context": 8192, "low_freq_factor": 1.0, "high_freq_factor":
 
 
 def load_gguf(
-    path: str | os.PathLike[str], dtype: torch.dtype | None = None, keep: Keep | None = None
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    keep: Keep | None = None,
+    matrices: torch.dtype | None = None,
 ) -> Transformer:
     """The model in a GGUF file of llama, qwen2 or qwen3, dequantized, on the CPU.
 
     `dtype` is that of the weights, fp32 when not given. keep: is handed the name and the blocks of
-    each matrix of a type in `gguf_blocks.BITS`, which then stays on meta in the model. Errors:
+    each matrix of a type in `gguf_blocks.BITS`, which then stays on meta in the model. matrices:
+    what matrices are cast to in place of `dtype`, so that they are never all in fp32. Errors:
     `FileError` for a missing file, another architecture or tensors that do not fit; `CorruptError`
     for a torn or damaged file; `MissingExtraError` without the `gguf` package.
     """
@@ -75,7 +79,7 @@ def load_gguf(
         config = _config(source)
         with torch.device("meta"):
             model = Transformer(config)
-        fill(model, _tensors(source, config, keep), dtype, str(file))
+        fill(model, _tensors(source, config, keep), dtype, str(file), matrices)
     return model
 
 

@@ -130,12 +130,15 @@ def fill(
     tensors: Iterable[Stored],
     dtype: torch.dtype | None,
     source: str,
+    matrices: torch.dtype | None = None,
 ) -> None:
-    """Gives a model built on meta its weights; errors as `hand_over`."""
+    """Gives a model built on meta its weights; errors as `hand_over`. matrices: in place of
+    `dtype`, for those of two dims."""
     loaded: dict[str, Tensor] = {}
 
     def take(name: str, tensor: Tensor) -> Tensor:
-        loaded[name] = tensor.to(dtype or tensor.dtype, copy=True)
+        kept = matrices if matrices is not None and tensor.dim() == 2 else dtype
+        loaded[name] = tensor.to(kept or tensor.dtype, copy=True)
         return loaded[name]
 
     hand_over(model, tensors, take, source)

@@ -35,7 +35,8 @@ class Forecast:
     draft_bytes: int = 0
     """Of the model that guesses: weights, and keys and values."""
     origin: str = ""
-    """Where the codes of the weights come from, where a file holds them."""
+    """Where the codes of the weights come from, where a file holds them, or what became of codes
+    that no kernel reads."""
     slow: str = ""
     """Why the model is slower than others."""
     kv: str = ""

@@ -12,6 +12,8 @@ import torch
 from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.compress.quantize.ordered import OrderedWeight
+from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.log import logger
@@ -22,6 +24,7 @@ from lezero.ops import linear
 from lezero.ops.decoder import native
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
+from lezero.serve.forecast import mib
 from lezero.serve.foreign import open_foreign
 from lezero.serve.fused import FusedProgram, shape_of
 from lezero.serve.plain import PlainProgram
@@ -54,12 +57,39 @@ def open_program(
     kept = _own_blocks(place, weights)
     if kept is not None:
         rounds = kept_share(Path(place), (4,)) >= 0.5
-        found = program_of(kept.to(device.device()), "auto", x_blocks=rounds)
+        found = program_of(_placed(kept, weights), "auto", x_blocks=rounds)
         found.origin = "the file's own blocks, not rounded again"
         _LOG.info("%s: weights are %s", place, found.origin)
         return found, partial(open_coder, place, None)
-    opened, folder = open_model(place, torch.float32 if weights == "fp32" else None)
-    return program_of(opened.to(device.device()), weights), partial(open_coder, place, folder)
+    opened, folder = open_model(place, torch.float32 if weights == "fp32" else None, _wide(weights))
+    return program_of(_placed(opened, weights), weights), partial(open_coder, place, folder)
+
+
+def _wide(weights: Weights) -> torch.dtype | None:
+    """What matrices of a GGUF file are dequantized to where fp32 is not what will be read."""
+    kernels = device.device().type != "cpu" or native.NATIVE.available()
+    bf16 = weights == "bf16" or (weights == "auto" and kernels)
+    return torch.bfloat16 if bf16 else None
+
+
+def _placed(model: Transformer, weights: Weights) -> Transformer:
+    """The model where it will run; cast before that, where it will be cast at all.
+
+    Raises `ConfigError` where it does not fit.
+    """
+    place = device.device()
+    if place.type == "cpu":
+        return model
+    if weights in ("auto", "bf16") and not quantized_layers(model):
+        model = model.bfloat16()
+    free = device.memory_free(place)
+    needed = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+    if 0 < free < needed:
+        raise ConfigError(
+            f"weights: got {weights!r}, which take {mib(needed)}, but only {mib(free)} of memory "
+            f"are free on {place}; take a quantized or smaller model"
+        )
+    return model.to(place)
 
 
 def _own_blocks(place: str, weights: Weights) -> Transformer | None:
@@ -118,10 +148,42 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
         quantize_(model, scheme, objective="size")
     fused = place == "cpu" and weights != "fp32"
     if fused and native.NATIVE.available() and not shape_of(model).problem():
-        return FusedProgram(model, x_blocks=weights == "int4" if x_blocks is None else x_blocks)
-    if weights == "bf16" or (weights == "auto" and place != "cpu"):
-        model = model.bfloat16()
+        origin, blocks = _unread(model), weights == "int4" if x_blocks is None else x_blocks
+        found = FusedProgram(model, x_blocks=blocks)
+        if origin:
+            found.origin = origin
+            _LOG.warning("weights are %s", origin)
+        return found
+    model = _in_one_type(model, weights, place)
     return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)
+
+
+def _unread(model: Transformer) -> str:
+    """What becomes of quantized layers that the fused program's kernels do not read, for people."""
+    forms, rounds = set[str](), False
+    for layer in quantized_layers(model).values():
+        if type(layer.weight) is PackedWeight and layer.input_scale is None:
+            continue
+        ordered = isinstance(layer.weight, OrderedWeight)
+        forms.add(layer.weight.grid.format + (" in GPTQ's order" if ordered else ""))
+        rounds |= getattr(layer, "x_bits", 16) == 8
+    if not forms:
+        return ""
+    activations = ", and activations are not rounded" if rounds else ""
+    return f"{', '.join(sorted(forms))} turned into bf16, which kernels read{activations}"
+
+
+def _in_one_type(model: Transformer, weights: Weights, place: str) -> Transformer:
+    """With floating numbers in the type that plain operations run in; kernels of accelerators want
+    16 bits beside codes too."""
+    if weights == "fp32":
+        return model.float()
+    if place != "cpu":
+        stays = weights in ("int8", "int4") and model.norm.weight.dtype == torch.float16
+    else:
+        exact = all(x.dtype == torch.float32 for x in model.parameters())
+        stays = weights != "bf16" and (exact or bool(quantized_layers(model)))
+    return model if stays else model.bfloat16()
 
 
 def _int4(model: Transformer) -> Int4Weight:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lezero.compress.quantize import Int8Weight, quantize_
+from lezero.compress.quantize import Fp8, Int4Weight, Int8Weight, Nf4, quantize_
+from lezero.core import device
 from lezero.core.errors import ConfigError, FileError
 from lezero.models import Transformer, load_gguf
 from lezero.ops.decoder import native
+from lezero.serve import opening
 from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
-from lezero.serve.opening import program_of
+from lezero.serve.opening import open_program, program_of
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Fed, Program
 from lezero.serve.sampling import SamplingParams
@@ -36,6 +38,100 @@ def test_bf16_turns_codes_back() -> None:
     assert "bf16 weights" in wide.description or "bfloat16 weights" in wide.description
     assert wide.read_bytes > 1.5 * kept.read_bytes
     assert len(LLM(quantized(), weights="bf16").generate([1, 2, 3], GREEDY)[0].tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [
+        (Fp8(), "fp8 turned into bf16, which kernels read"),
+        (Fp8(activations="token"), "fp8 turned into bf16, which kernels read, and activations are"),
+        (Nf4(group=32), "nf4 turned into bf16, which kernels read"),
+        (Int8Weight(), ""),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_codes_that_kernels_do_not_read_are_told_of(
+    scheme: Any, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = quantize_(small(), scheme, objective="size")
+    program = program_of(model, "auto")
+    if native.NATIVE.available():
+        assert program.origin.startswith(form)
+        assert ("not rounded" in program.origin) == ("activations" in form)
+        assert (f"weights are {form}" in caplog.text) == bool(form)
+        assert ("bf16 weights" in program.description) == bool(form)
+
+
+@pytest.mark.parametrize(
+    ("weights", "given", "place", "runs"),
+    [
+        ("fp32", torch.bfloat16, "cpu", torch.float32),
+        ("fp32", torch.bfloat16, "cuda", torch.float32),
+        ("auto", torch.float16, "cpu", torch.bfloat16),
+        ("auto", torch.float32, "cpu", torch.float32),
+        ("int8", torch.float32, "cpu", torch.float32),
+        ("auto", torch.float32, "cuda", torch.bfloat16),
+        ("int4", torch.float32, "cuda", torch.bfloat16),
+        ("int4", torch.float16, "cuda", torch.float16),
+    ],
+)
+def test_plain_operations_run_in_one_type(
+    weights: Any, given: torch.dtype, place: str, runs: torch.dtype
+) -> None:
+    model: Any = small()
+    if weights in ("int8", "int4"):
+        scheme = Int8Weight() if weights == "int8" else Int4Weight(group=32)
+        model = quantize_(model, scheme, objective="size")
+    model = opening._in_one_type(model.to(given), weights, place)
+    assert {x.dtype for x in model.parameters()} == {runs}
+    assert logits(PlainProgram(model)).isfinite().all()
+
+
+def test_fp32_is_exact_for_models_in_memory_too() -> None:
+    program = program_of(small().bfloat16(), "fp32")
+    assert program.description == "plain torch, float32 weights, keys and values"
+
+
+def test_models_are_cast_before_they_go_to_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, "F16")
+    asked: list[Any] = []
+    free = 1 << 40
+    monkeypatch.setattr(device, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(device, "memory_free", lambda place: asked.append(place) or free)
+    moved: list[set[torch.dtype]] = []
+    real = Transformer.to
+
+    def to(model: Transformer, *given: Any) -> Transformer:
+        moved.append({x.dtype for x in model.parameters()})
+        return real(model, *given)
+
+    monkeypatch.setattr(Transformer, "to", to)
+    program, _ = open_program(path, "auto")
+    assert program.place.type == "meta"
+    assert moved == [{torch.bfloat16}]
+    assert asked == [torch.device("meta")]
+    free = program.weight_bytes - 1
+    with pytest.raises(ConfigError, match=r"weights: got 'auto', which take .* are free on meta"):
+        open_program(path, "auto")
+
+
+def test_matrices_of_a_file_are_never_all_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = written(tmp_path, "Q4_1"), list[Transformer]()
+    real = opening.open_model
+    monkeypatch.setattr(
+        opening, "open_model", lambda *given: opened.append((found := real(*given))[0]) or found
+    )
+    kinds = {}
+    for weights in ("bf16", "fp32"):
+        monkeypatch.setattr(opening, "program_of", lambda model, weights: None)
+        open_program(path, weights)  # type: ignore[arg-type]
+        kinds[weights] = {(x.dim(), x.dtype) for x in opened.pop().parameters()}
+    assert kinds["bf16"] == {(1, torch.float32), (2, torch.bfloat16)}
+    assert kinds["fp32"] == {(1, torch.float32), (2, torch.float32)}
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
