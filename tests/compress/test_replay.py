@@ -58,7 +58,7 @@ class Skips(nn.Module):
         return seen[-1]
 
 
-def inputs_seen(model: nn.Module, batches: list[Tensor]) -> list[list[Tensor]]:
+def inputs_seen(model: nn.Module, batches: list[Any]) -> list[list[Tensor]]:
     seen: list[list[Tensor]] = []
     hooks = []
     for index, (_, block) in enumerate(blocks(model)):
@@ -68,7 +68,7 @@ def inputs_seen(model: nn.Module, batches: list[Tensor]) -> list[list[Tensor]]:
         )
         hooks.append(hook)
     for batch in batches:
-        model(batch)
+        model(*batch) if isinstance(batch, tuple) else model(batch)
     for hook in hooks:
         hook.remove()
     return seen
@@ -116,6 +116,48 @@ def test_a_model_with_skips_is_quantized_and_said_so():
     lz.quantize_(model, lz.Fp8(), data=x, objective="size")
     assert "running all blocks before it" in str(lz.quantization_report(model))
     assert (model(x) - wanted).norm() < 0.1 * wanted.norm()
+
+
+class Towers(nn.Module):
+    """An encoder that only batches with an image go through, and a decoder, whose second block
+    leaves out the batches that have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision = nn.ModuleList(Block() for _ in range(2))
+        self.text = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        if image is not None:
+            for block in self.vision:
+                image, _ = block(image)
+            x = x + image
+        for index, block in enumerate(self.text):
+            if image is not None or index != 1:
+                x, _ = block(x)
+        return x
+
+
+def test_a_batch_that_does_not_come_to_a_block_adds_nothing_to_it() -> None:
+    torch.manual_seed(0)
+    model, x, image = Towers().eval(), torch.randn(4, 16), torch.randn(4, 16)
+    batches = [(x, image), (x,)]
+    with torch.no_grad(), Spill() as spill:
+        (first, second), wanted = (inputs_seen(model, [batch]) for batch in batches), model(x)
+        replay = Replay(model, batches, blocks(model), spill)
+        for index, (_, block) in enumerate(replay.blocks):
+            for batch, seen in enumerate((first, second)):
+                given = []
+
+                def visit(x, given=given, forward=block.forward):
+                    given.append(x.clone())
+                    return forward(x)
+
+                assert replay.run(batch, index, visit) is bool(seen[index])
+                assert len(given) == len(seen[index])
+                assert all(map(torch.equal, given, seen[index]))
+        lz.quantize_(model, lz.Fp8(), data=batches, objective="size")
+        assert (model(x) - wanted).norm() < 0.1 * wanted.norm()
 
 
 def test_what_is_spilled_comes_back_bit_for_bit():
