@@ -270,6 +270,13 @@ def kind() -> str:
     return _place().type
 
 
+def moves(kind: str) -> bool:
+    """Whether the group of all ranks exchanges tensors of this kind of device."""
+    import torch.distributed as dist
+
+    return world_size() == 1 or f"{kind}:" in dist.get_backend_config()
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0") or 0)
 

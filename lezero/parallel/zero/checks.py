@@ -46,6 +46,12 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"lz.shard_: parameters lie on {' and '.join(sorted(kinds))}; move all to one device"
         )
+    (kind,) = kinds
+    if kind != "meta" and not groups.moves(kind):
+        raise ConfigError(
+            f"lz.shard_: parameters lie on {kind}, but these ranks exchange tensors on "
+            f"{groups.kind()}; move the model there first, or join with backend='gloo'"
+        )
     for name, parameter in named.items():
         if parameter.dtype not in _TYPES:
             raise ConfigError(

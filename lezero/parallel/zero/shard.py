@@ -122,10 +122,13 @@ def _place(model: nn.Module) -> torch.device:
 
 @torch.no_grad()
 def _broadcast(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank, as bytes: backends know few types."""
+    """Rank 0's parameters and buffers on every rank, as bytes: backends know few types, and some of
+    them only an accelerator, where a buffer need not lie."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta and tensor.numel():
             data = tensor.data.contiguous()
+            if not groups.moves(data.device.type):
+                data = data.to(device.device())
             with groups.naming_lost_ranks():
                 dist.broadcast(data.view(-1).view(torch.uint8), 0)
             if data.data_ptr() != tensor.data_ptr():

@@ -13,7 +13,7 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core import groups, ledger
 from lezero.core.errors import ConfigError, DistributedError, OrderError
-from lezero.parallel.zero import Zero, clip_grad_norm_, no_sync, probe, shard_, sharding_of
+from lezero.parallel.zero import Zero, clip_grad_norm_, no_sync, probe, shard, shard_, sharding_of
 from tests.parallel.zero.models import batches, loss_of, make
 
 
@@ -67,6 +67,23 @@ def misuse():
         shard_(make(), mesh=Mesh({"shard": 2, "replicate": 1}))
     with pytest.raises(ConfigError, match="stage"):
         Zero(stage=4)
+
+
+def over_an_accelerator():
+    """The group moves only tensors of an accelerator, as NCCL's does."""
+    torch.distributed.get_backend_config = lambda group=None: "cuda:nccl"
+    with pytest.raises(ConfigError, match="parameters lie on cpu, but these ranks exchange"):
+        shard_(make())
+    kind, groups.moves = groups.moves, lambda kind: kind == "accelerator"
+    model = make()
+    model.register_buffer("table", torch.tensor([[0, groups.rank()], [1, 1]]).T)
+    shard._broadcast(model)  # by way of the device of this rank
+    groups.moves = kind
+    return model.table.tolist()
+
+
+def test_what_lies_where_the_group_cannot_reach(ranks):
+    assert ranks(2, over_an_accelerator) == [[[0, 1], [0, 1]]] * 2
 
 
 class Around(torch.optim.Optimizer):
