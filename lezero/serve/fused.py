@@ -19,13 +19,16 @@ from lezero.ops.decoder import (
     MOST_TOKENS,
     BlockCache,
     Decoder,
+    Ending,
     LayerWeights,
     Shape,
     Weight,
     block_bytes,
 )
-from lezero.serve.merged import merged, multiply
+from lezero.serve.merged import merged
 from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
+
+_Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, BlockCache]
 
 
 class FusedProgram(Program):
@@ -54,7 +57,7 @@ class FusedProgram(Program):
         for index, block in enumerate(model.layers):
             weights.append(_layer(block, x_blocks))
             model.layers[index] = nn.Identity()
-        self._decoder = Decoder(self._shape, weights)
+        self._decoder = Decoder(self._shape, weights, Ending(self._norm, self._head))
         self._cache: BlockCache | None = None
         self.keep_kv("bf16")
 
@@ -69,10 +72,18 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        return multiply(self.states(fed), self._head)
+        return self._decoder.logits(*self._given(fed), wanted_rows(fed, torch.int32))
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
+        self._decoder.run(*(given := self._given(fed)))
+        x_RD = given[0][wanted_rows(fed)]
+        return torch.nn.functional.rms_norm(
+            x_RD, (self.config.dim,), self._norm, self.config.norm_eps
+        )
+
+    def _given(self, fed: Sequence[Fed]) -> _Given:
+        """What the decoder takes of a step; the residual stream first."""
         assert self._cache is not None, "reserve the cache first"
         tokens = torch.tensor([token for one in fed for token in one.tokens])
         x_TD = self._embedding(tokens).float()
@@ -81,14 +92,9 @@ class FusedProgram(Program):
         for one in fed:
             chunks.append([first, len(one.tokens), one.position])
             first += len(one.tokens)
-        self._decoder.run(
-            *(x_TD, self._rope.cos_TP, self._rope.sin_TP),
-            *(torch.tensor(chunks, dtype=torch.int32), block_table(fed), self._cache),
-        )
-        rows = wanted_rows(fed)
-        return torch.nn.functional.rms_norm(
-            x_TD[rows], (self.config.dim,), self._norm, self.config.norm_eps
-        )
+        angles = (self._rope.cos_TP, self._rope.sin_TP)
+        chunks_C3 = torch.tensor(chunks, dtype=torch.int32)
+        return (x_TD, *angles, chunks_C3, block_table(fed), self._cache)
 
     def matrices(self) -> list[tuple[Weight, ...]]:
         """The matrices of each layer, in the order in which a step reads them."""

@@ -158,14 +158,14 @@ def ending(config: TransformerConfig) -> str:
     return f", angles are others beyond {config.context} tokens, which end it here"
 
 
-def wanted_rows(fed: Sequence[Fed]) -> Tensor:
-    """The rows of the step that logits are wanted of: (R,) int64."""
+def wanted_rows(fed: Sequence[Fed], dtype: torch.dtype = torch.int64) -> Tensor:
+    """The rows of the step that logits are wanted of: (R,)."""
     found: list[int] = []
     first = 0
     for one in fed:
         found += [first + row for row in one.rows]
         first += len(one.tokens)
-    return torch.tensor(found, dtype=torch.int64)
+    return torch.tensor(found, dtype=dtype)
 
 
 def block_table(fed: Sequence[Fed]) -> Tensor:

@@ -13,6 +13,7 @@ from lezero.core.errors import ConfigError
 from lezero.ops.decoder import (
     BlockCache,
     Decoder,
+    Ending,
     LayerWeights,
     Shape,
     Weight,
@@ -142,6 +143,28 @@ def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(
     alone = together([150], besides=False)
     for splits, besides in (([1] * 150, False), ([7] * 20 + [10], True), ([100, 1, 49], True)):
         assert torch.equal(together(splits, besides), alone)
+
+
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("form", ["bf16", "W8A16", "W4A8 in blocks"])
+def test_logits_are_those_of_the_last_states(form, kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    torch.manual_seed(0)
+    ending = Ending(torch.rand(PLAIN.dim) + 0.5, weight(333, PLAIN.dim, True, **FORMS[form]))
+    decoder, angles = Decoder(PLAIN, layers(PLAIN, form), ending), tables(PLAIN)
+    table = torch.randperm(BLOCKS)[:40].view(2, 20).int()
+    chunks = torch.tensor([[0, 40, 0], [40, 3, 0]], dtype=torch.int32)
+    x = torch.randn(43, PLAIN.dim)
+    decoder.run(states := x.clone(), *angles, chunks, table, poisoned(PLAIN))
+    for rows in ([42], [0, 39, 41], range(43), []):
+        wanted = reference.logits(PLAIN, ending, states[list(rows)])
+        given = torch.tensor(list(rows), dtype=torch.int32)
+        found = decoder.logits(x.clone(), *angles, chunks, table, poisoned(PLAIN), given)
+        assert found.shape == (len(rows), 333)
+        # The norm's sum is taken in another order; one code of eight bits may fall elsewhere.
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=3e-2 if "A8" in form else 1e-4)
 
 
 def test_threads_do_not_change_a_bit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from lezero.ops.linear import (
     unpack,
     unpack_bf16,
 )
+from lezero.ops.native import Kernel
 from lezero.ops.quantize import Grid, dequantize, quantize
 from lezero.profiler import MemorySampler
 from tests.ops.conformance import Args, OpConformance
@@ -228,6 +230,18 @@ def looked_up(bits: int) -> int:
     with MemorySampler() as memory:
         embedding_int(ids, weight, **sizes)  # type: ignore[arg-type]
     return memory.above
+
+
+@pytest.mark.parametrize("kernel", native.NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_embedding_kernels_equal_the_reference(bits: int, kernel: Kernel) -> None:
+    ops = native.NATIVE.load(kernel)
+    for N, K, group in ((40, 70, 32), (16, 300, 0), (33, 129, 64), (5, 1, 0), (20, 128, 96)):
+        for zero, kept, dtype in itertools.product((False, True), FLOATS, FLOATS):
+            weight, ids = packed(N, K, bits, group, zero, kept), torch.arange(N - 1, -1, -1)
+            found = torch.full((N, K), math.nan, dtype=dtype)
+            ops.embedding(ids, *weight, found, bits, group)
+            assert torch.equal(found, reference.embedding(ids, weight, K, bits, group, dtype))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

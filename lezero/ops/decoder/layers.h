@@ -83,10 +83,22 @@ static lezero_linear down_of(const lezero_step *s, const lezero_layer *y) {
   return linear_of(s, &y->down, s->D, s->F);
 }
 
+/* Of the wanted rows; whatever the weight is, what goes in and comes out is fp32. */
+static lezero_linear head_of(const lezero_step *s) {
+  lezero_linear l = linear_of(s, s->head, s->V, s->D);
+  l.M = s->rows, l.x_type = LEZERO_FP32;
+  return l;
+}
+
 static void *carve(char **at, size_t bytes) {
   char *found = *at;
   *at += (bytes + 63) / 64 * 64;
   return found;
+}
+
+static void make_room(const lezero_linear *l, size_t *prepared, size_t *own) {
+  *prepared = (size_t)larger_of((int64_t)*prepared, (int64_t)lezero_linear_scratch(l, l->M));
+  *own = (size_t)larger_of((int64_t)*own, (int64_t)lezero_linear_own_scratch(l, l->M));
 }
 
 static layout lay_out_step(const lezero_step *s, char *base) {
@@ -98,10 +110,11 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   for (int64_t i = 0; i < s->layers; i++) {
     const lezero_layer *y = s->layer + i;
     const lezero_linear all[] = {qkv_of(s, y), out_of(s, y), gate_up_of(s, y), down_of(s, y)};
-    for (int j = 0; j < 4; j++) {
-      prepared = (size_t)larger_of((int64_t)prepared, (int64_t)lezero_linear_scratch(all + j, s->T));
-      own = (size_t)larger_of((int64_t)own, (int64_t)lezero_linear_own_scratch(all + j, s->T));
-    }
+    for (int j = 0; j < 4; j++) make_room(all + j, &prepared, &own);
+  }
+  if (s->rows) {
+    const lezero_linear head = head_of(s);
+    make_room(&head, &prepared, &own);
   }
   a.each = (own + 63) / 64 * 64;
   a.shared = carve(&at, sizeof(shared_state));
@@ -179,8 +192,8 @@ INLINE float inverse_rms(const void *x, int type, int64_t first, int64_t n, floa
   return 1 / sqrtf(lanes_total(sum) / (float)n + eps);
 }
 
-/* x += delta, then its norm to `rows`, for one row. */
-static void normalise(const worker *w, int64_t row, const float *weight, const lezero_weight *next,
+/* x += delta for one row, then its norm to row `to` of `rows`, in `type`; weight 0: no norm. */
+static void normalise(const worker *w, int64_t row, int64_t to, const float *weight, int type,
                       int delta_type) {
   const lezero_step *s = w->s;
   float *x = s->x + row * s->D;
@@ -190,13 +203,12 @@ static void normalise(const worker *w, int64_t row, const float *weight, const l
       const floats v = read16(w->a.delta, delta_type, row * s->D + i, n);
       write16(x, LEZERO_FP32, i, n, sum_of(read16(x, LEZERO_FP32, i, n), v));
     }
-  if (!next) return;
+  if (!weight) return;
   const floats factor = all_floats(inverse_rms(x, LEZERO_FP32, 0, s->D, s->eps));
   for (int64_t i = 0; i < s->D; i += 16) {
     const int64_t n = least_of(s->D - i, 16);
     const floats v = product(read16(x, LEZERO_FP32, i, n), factor);
-    write16(w->a.rows, type_of(next), row * s->D + i, n,
-            product(v, read16(weight, LEZERO_FP32, i, n)));
+    write16(w->a.rows, type, to * s->D + i, n, product(v, read16(weight, LEZERO_FP32, i, n)));
   }
 }
 
@@ -213,24 +225,24 @@ static void activate(const worker *w, int64_t row, int found_type, const lezero_
   }
 }
 
-/* Prepares rows for a product, tile by tile, after `fill` wrote them (or null). */
+/* Prepares the rows of a product, tile by tile, after `fill` wrote them (or null). */
 typedef void filler(const worker *w, int64_t row, const void *how);
 
 static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) {
   l->x = w->a.rows;
-  const int64_t tiles = lezero_linear_tiles(l, w->s->T), first = from(w, tiles), end = upto(w, tiles);
-  const int64_t rows = w->s->T / tiles, longer = w->s->T % tiles; /* as the tiles are split */
+  const int64_t tiles = lezero_linear_tiles(l, l->M), first = from(w, tiles), end = upto(w, tiles);
+  const int64_t rows = l->M / tiles, longer = l->M % tiles; /* as the tiles are split */
   const int64_t last = end * rows + least_of(end, longer);
   if (fill)
     for (int64_t row = first * rows + least_of(first, longer); row < last; row++) fill(w, row, how);
-  lezero_linear_prepare(l, 0, w->s->T, w->a.prepared, first, end);
+  lezero_linear_prepare(l, 0, l->M, w->a.prepared, first, end);
   meet(w);
 }
 
 static void multiply(worker *w, lezero_linear *l, void *out) {
   l->out = out;
   const int64_t pairs = lezero_linear_pairs(l);
-  lezero_linear_multiply(l, 0, w->s->T, w->a.prepared, w->a.own + w->begin * (int64_t)w->a.each,
+  lezero_linear_multiply(l, 0, l->M, w->a.prepared, w->a.own + w->begin * (int64_t)w->a.each,
                          from(w, pairs), upto(w, pairs));
   meet(w);
 }
@@ -246,7 +258,12 @@ typedef struct {
 
 static void fill_normalised(const worker *w, int64_t row, const void *how) {
   const filled_by *f = how;
-  normalise(w, row, f->weight, f->next, f->type);
+  normalise(w, row, row, f->weight, type_of(f->next), f->type);
+}
+
+static void fill_wanted(const worker *w, int64_t row, const void *how) {
+  const filled_by *f = how;
+  normalise(w, w->s->row[row], row, f->weight, LEZERO_FP32, f->type);
 }
 
 static void fill_activated(const worker *w, int64_t row, const void *how) {
@@ -272,5 +289,11 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     multiply(w, &down, w->a.delta);
     delta = down.x_type;
   }
-  for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) normalise(w, row, 0, 0, delta);
+  if (s->rows) {
+    lezero_linear head = head_of(s);
+    prepare(w, &head, fill_wanted, &(filled_by){s->norm, 0, delta});
+    multiply(w, &head, s->logits);
+  } else {
+    for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) normalise(w, row, row, 0, 0, delta);
+  }
 }

@@ -1,8 +1,8 @@
 """All layers of a decoder in one call, over a cache of blocks. See `reference.py`.
 
-Letters: T tokens of a step, C chunks (tokens of one sequence that follow each other), L layers, D
-width of the residual stream, H query heads, K key-value heads, E width of a head, F width inside
-SwiGLU.
+Letters: T tokens of a step, C chunks (tokens of one sequence that follow each other), R rows that
+logits are wanted of, V vocabulary, L layers, D width of the residual stream, H query heads, K
+key-value heads, E width of a head, F width inside SwiGLU.
 
 [Note: addresses]
 A step of thirty layers reads six hundred tensors. Handing them to an op each time would cost a
@@ -20,13 +20,15 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.ops.decoder import reference
 from lezero.ops.decoder.native import NATIVE
-from lezero.ops.decoder.weights import LayerWeights
+from lezero.ops.decoder.weights import Ending, LayerWeights, Weight
 
 BLOCK = 16
 """Tokens of a cache block."""
 MOST_TOKENS = 256
 """Tokens of a step."""
 WIDEST_HEAD = 256
+_NO_ROWS = torch.empty(0, dtype=torch.int32, device="cpu")
+_NO_LOGITS = torch.empty(0, 0, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,13 @@ def block_bytes(head_dim: int, bits: int) -> int:
 class Decoder:
     """The layers of one model. Keeps the weights, whose addresses it hands to the kernels.
 
-    Raises `ConfigError` for matrices that do not fit the shape, and for one with a `problem`.
+    ending: what `logits` needs. Raises `ConfigError` for matrices that do not fit the shape, and
+    for one with a `problem`.
     """
 
-    def __init__(self, shape: Shape, layers: Sequence[LayerWeights]) -> None:
+    def __init__(
+        self, shape: Shape, layers: Sequence[LayerWeights], ending: Ending | None = None
+    ) -> None:
         if shape.problem():
             raise ConfigError(shape.problem())
         self.shape, self.layers = shape, tuple(layers)
@@ -88,7 +93,13 @@ class Decoder:
             _check(shape, layer, index)
         rows = [layer.row() for layer in self.layers]
         self._table = torch.tensor(rows, dtype=torch.int64)
-        self._sizes: dict[tuple[int, int], int] = {}
+        self.ending = ending
+        if ending is not None:
+            V = ending.head.out_features
+            _check_matrix("head", ending.head, V, shape.dim)
+        end = [] if ending is None else ending.row()
+        self._end = torch.tensor(end, dtype=torch.int64)
+        self._sizes: dict[tuple[int, int, int], int] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def run(
@@ -110,17 +121,46 @@ class Decoder:
         if not NATIVE.available():
             reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
             return
-        s = self.shape
-        key = (x_TD.shape[0], torch.get_num_threads())
+        given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
+        self._run(given, _NO_ROWS, _NO_LOGITS, cache.bits)
+
+    def logits(
+        self,
+        x_TD: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        chunks: Tensor,
+        table: Tensor,
+        cache: BlockCache,
+        rows: Tensor,
+    ) -> Tensor:
+        """fp32 logits (R, V) of rows of x_TD (int32, each once), by the `ending`.
+
+        The rest as `run`; what is left in x_TD is nobody's.
+        """
+        assert self.ending is not None
+        if not NATIVE.available():
+            reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
+            return reference.logits(self.shape, self.ending, x_TD[rows])
+        logits_RV = torch.empty(len(rows), self.ending.head.out_features)
+        given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
+        self._run(given, rows, logits_RV, cache.bits)
+        return logits_RV
+
+    def _run(
+        self, given: tuple[Tensor, ...], rows: Tensor, logits_RV: Tensor, cache_bits: int
+    ) -> None:
+        s, T, R, V = self.shape, len(given[0]), len(rows), logits_RV.shape[1]
+        key = (T, R, torch.get_num_threads())
         if key not in self._sizes:
-            sizes = (s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn)
-            self._sizes[key] = NATIVE.ops.scratch(x_TD.shape[0], self._table, *sizes) + 64
+            sizes = (s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn, V)
+            self._sizes[key] = NATIVE.ops.scratch(T, R, self._table, self._end, *sizes) + 64
         if self._room.numel() < self._sizes[key]:
             self._room = torch.empty(self._sizes[key], dtype=torch.uint8)
         room = self._room[-self._room.data_ptr() % 64 :]
         NATIVE.ops.run(
-            *(x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values, room),
-            *(s.heads, s.head_dim, s.ffn, s.eps, s.window, cache.bits),
+            *(*given, room, self._end, rows, logits_RV),
+            *(s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits),
         )
 
 
@@ -133,9 +173,12 @@ def _check(shape: Shape, layer: LayerWeights, index: int) -> None:
         "down": (layer.down, shape.dim, shape.ffn),
     }
     for name, (weight, N, K) in wanted.items():
-        if (weight.out_features, weight.in_features) != (N, K):
-            raise ConfigError(
-                f"layer {index}, {name}: {weight.out_features} × {weight.in_features}, expected "
-                f"{N} × {K}"
-            )
-        weight.check(f"layer {index}, {name}")
+        _check_matrix(f"layer {index}, {name}", weight, N, K)
+
+
+def _check_matrix(what: str, weight: Weight, N: int, K: int) -> None:
+    if (weight.out_features, weight.in_features) != (N, K):
+        raise ConfigError(
+            f"{what}: {weight.out_features} × {weight.in_features}, expected {N} × {K}"
+        )
+    weight.check(what)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lezero.ops.decoder.weights import LayerWeights, Weight
+from lezero.ops.decoder.weights import Ending, LayerWeights, Weight
 from lezero.ops.linear import reference as linear
 
 if TYPE_CHECKING:
@@ -43,6 +43,14 @@ def run(
         found = multiply(norm(x_TD, layer.norm2, shape.eps), layer.gate_up).float()
         gate, up = found.chunk(2, 1)
         x_TD += multiply(F.silu(gate) * up, layer.down).float()
+
+
+def logits(shape: Shape, ending: Ending, x_RD: Tensor) -> Tensor:
+    """See `Decoder.logits`. Rows are fp32, also where the head has 16 bits."""
+    head, rows_RD = ending.head, norm(x_RD, ending.norm, shape.eps)
+    if head.bits == 16:
+        return linear.linear_bf16(rows_RD, head.packed.weight, head.bias, head.out_features)
+    return multiply(rows_RD, head)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -67,5 +67,17 @@ class LayerWeights:
         return [*found, *(_address(x) for x in norms)]
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What logits are made of: norm, fp32 (D,), of the last states, and the head, (V, D)."""
+
+    norm: Tensor
+    head: Weight
+
+    def row(self) -> list[int]:
+        """The head as `lezero_weight` holds it, then the norm."""
+        return [*self.head.row(), _address(self.norm)]
+
+
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()

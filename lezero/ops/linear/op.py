@@ -236,9 +236,14 @@ def _embedding(
         low, high = flat.aminmax()
         if low < 0 or high >= rows:
             raise IndexError(f"embedding_int: ids from {low} to {high}; there are {rows}")
-    packed = Packed(weight, scale, zero)
-    work = (reference if on_cpu else accelerator).embedding
-    return work(flat, packed, in_features, bits, group, dtype).view(*ids.shape, in_features)
+    if _on_kernel(flat) and weight.dim() == 4:
+        found = torch.empty((len(flat), in_features), dtype=dtype)
+        native.NATIVE.ops.embedding(flat, weight, scale, zero, found, bits, group)
+    else:
+        work = (reference if on_cpu else accelerator).embedding
+        packed = Packed(weight, scale, zero)
+        found = work(flat, packed, in_features, bits, group, dtype)
+    return found.view(*ids.shape, in_features)
 
 
 def _fake_linear(x: Tensor, *rest: Any) -> Tensor:

@@ -47,6 +47,9 @@ size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count);
 void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
                             const void *scratch, void *own, int64_t begin, int64_t end);
 
+/* Writes rows begin to end of (ids, K), of x's type, to `out`: those of the weight, dequantized. */
+void lezero_embedding(const lezero_linear *l, const int64_t *ids, int64_t begin, int64_t end);
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

@@ -105,6 +105,21 @@ Tensor linear_int(const Tensor& x, const Tensor& weight, const Tensor& scale,
   return out;
 }
 
+// `out`: (ids, K), to be written; ids are rows that the weight has.
+void embedding(const Tensor& ids, const Tensor& weight, const Tensor& scale,
+               std::optional<Tensor> zero, const Tensor& out, int64_t bits, int64_t group) {
+  lezero_linear l{};
+  l.K = out.size(1), l.out = out.data_ptr(), l.x_type = type(out);
+  l.weight = weight.data_ptr(), l.bits = static_cast<int>(bits), l.group = group;
+  l.scale = scale.data_ptr(), l.scale_type = type(scale);
+  l.zero = zero ? zero->data_ptr() : nullptr;
+  const auto* rows = static_cast<const int64_t*>(ids.data_ptr());
+  const int64_t grain = std::max<int64_t>(1, kProductsAThread / 16 / std::max<int64_t>(l.K, 1));
+  torch::stable::parallel_for(0, ids.numel(), grain, [&](int64_t begin, int64_t end) {
+    lezero_embedding(&l, rows, begin, end);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
@@ -113,9 +128,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
       "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
       "Tensor? x_scale, int out_features, int bits, int group, int x_bits, "
       "bool x_blocks=False) -> Tensor");
+  m.def(
+      "embedding(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, Tensor(a!) out, int bits, "
+      "int group) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {
   m.impl("linear_bf16", TORCH_BOX(&linear_bf16));
   m.impl("linear_int", TORCH_BOX(&linear_int));
+  m.impl("embedding", TORCH_BOX(&embedding));
 }

@@ -278,3 +278,5 @@ static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t coun
     }
   }
 }
+
+#include "embedding.h"
