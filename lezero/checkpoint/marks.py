@@ -36,7 +36,17 @@ def read_mark(root: Path, name: str) -> int | None:
     return step
 
 
-def marked_steps(root: Path) -> set[int]:
-    """Every step that some mark in `root` points at."""
-    steps = {read_mark(root, path.stem) for path in Path(root).glob("*.json")}
-    return {step for step in steps if step is not None}
+def read_marks(root: Path) -> tuple[dict[int, str], list[Path]]:
+    """The marks in `root`: their names by step (the first, where a step has several), and the files
+    of those that are damaged."""
+    names: dict[int, str] = {}
+    damaged = []
+    for path in sorted(Path(root).glob("*.json")):
+        try:
+            step = read_mark(root, path.stem)
+        except FileError:
+            damaged.append(path)
+            continue
+        if step is not None:
+            names.setdefault(step, path.stem)
+    return names, damaged

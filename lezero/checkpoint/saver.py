@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lezero.checkpoint.buffers import HostBuffers
 from lezero.checkpoint.crew import Crew
-from lezero.checkpoint.marks import marked_steps, write_mark
+from lezero.checkpoint.marks import read_marks, write_mark
 from lezero.checkpoint.rows import slices
 from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError
@@ -28,7 +28,8 @@ class Saver:
     """Writes generations under `root` and keeps the newest `keep` and every marked one.
 
     Once a generation is complete, newer ones of a history that was left are moved aside, as
-    `superseded-…`: what was saved last is what a load finds.
+    `superseded-…`: what was saved last is what a load finds. Of those the newest `keep` stay, and
+    of those with a mark, `superseded-best-…`, again the newest `keep`.
 
     With `together` every rank makes one, at the same time, for a root that all of them see, and all
     call `save` at the same steps: each writes the rows that it has (see `rows`), and a generation
@@ -146,10 +147,13 @@ class Saver:
         return self._set_aside(step) if self.leads else []
 
     def _set_aside(self, step: int) -> list[Path]:
-        moved = []
+        moved: list[Path] = []
+        names, _ = read_marks(self.root)
         for path in list_generations(self.root):
-            if (step_of(path) or 0) > step:
-                target = path.with_name(f"superseded-{path.name}-{time.time_ns():x}")
+            number = step_of(path) or 0
+            if number > step:
+                kind = f"superseded-{names[number]}" if number in names else "superseded"
+                target = path.with_name(f"{kind}-{path.name}-{time.time_ns():x}")
                 path.rename(target)
                 moved.append(target)
         if moved:
@@ -225,13 +229,19 @@ class Saver:
                 _log.warning(f"{self.root}: {error}")
 
     def _prune(self) -> None:
-        keep = marked_steps(self.root)
+        marked, damaged = read_marks(self.root)
+        for path in damaged:
+            _log.warning(f"{path} is damaged: no generation that it may mean is deleted")
+        since = max((path.stat().st_mtime_ns for path in damaged), default=0)
         for path in list_generations(self.root)[: -self.keep]:
-            if step_of(path) not in keep:
+            if step_of(path) not in marked and path.stat().st_mtime_ns > since:
                 discard(path)
-        superseded = sorted(self.root.glob("superseded-*"), key=lambda p: p.name.rsplit("-", 1)[1])
-        for path in superseded[: -self.keep]:
-            discard(path)
+        superseded: dict[str, list[Path]] = {}
+        for path in sorted(self.root.glob("superseded-*"), key=lambda p: p.name.rsplit("-", 1)[1]):
+            superseded.setdefault(path.name.partition("-step-")[0], []).append(path)
+        for paths in superseded.values():
+            for path in paths[: -self.keep]:
+                discard(path)
 
     def _failed(self, step: int, error: Exception) -> None:
         self.error, self._lost = error, step

@@ -79,6 +79,7 @@ class Trainer:
         self.saver: checkpoint.Saver | None = None
         self.validation: EvalLoader | None = None
         self.best: float | None = None
+        self._best_before: tuple[int, float | None] = (-1, None)
         self.last_validation: float | None = None
         self.resumed_from: int | None = None
         self._saved_step = -1
@@ -277,7 +278,9 @@ class Trainer:
             return
         self.last_validation = loss
         self._tell("on_validation", loss)
-        if math.isfinite(loss) and (self.best is None or loss < self.best):
+        better = math.isfinite(loss) and (self.best is None or loss < self.best)
+        if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another
+            self._best_before = self.engine.step, self.best
             self.best = loss
             if self.config.checkpoint.every:
                 self.save("best")
@@ -330,6 +333,8 @@ class Trainer:
         """`then`: what happens now; empty for the last try, whose failure ends the run anyway."""
         while self._failed:
             step, error = self._failed.popleft()
+            if step == self._best_before[0]:  # what is not on the disk is not the best one there
+                self.best = self._best_before[1]
             if then:
                 self.event(f"checkpoint of step {step} was not written, {then}: {error}", "error")
 

@@ -69,7 +69,7 @@ def test_retention_keeps_newest_and_marked(tmp_path):
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
 
 
-def test_a_damaged_mark_is_told_and_stops_pruning(tmp_path):
+def test_a_damaged_mark_is_told_and_what_it_may_mean_stays(tmp_path):
     with Saver(tmp_path, keep=1) as saver:
         saver.save(1, {}, {})
         saver.mark("best", 1)
@@ -77,9 +77,10 @@ def test_a_damaged_mark_is_told_and_stops_pruning(tmp_path):
         (tmp_path / "best.json").write_text(
             (tmp_path / "best.json").read_text().replace("1}", "7}")
         )
-        saver.save(2, {}, {})
-        saver.wait()
-        assert steps(tmp_path) == [1, 2]
+        for step in (2, 3, 4):
+            saver.save(step, {}, {})
+            saver.wait()
+            assert steps(tmp_path) == [1, step]
     with pytest.raises(FileError, match=r"best\.json"):
         load(tmp_path, mark="best")
     with pytest.raises(FileError, match="no generation is marked 'worst'"):
@@ -196,6 +197,20 @@ def test_no_more_than_keep_are_left_aside(tmp_path):
         saver.save(2, {}, {})
         saver.wait()
         assert sorted(tmp_path.glob("superseded-*")) == sorted(newest)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_best_of_a_left_history_outlives_its_newer_ones(tmp_path, keep):
+    with Saver(tmp_path, keep=keep) as saver:
+        for step in (1, 7, 8, 9):
+            saver.save(step, {}, {})
+            saver.mark("best", 1)
+        saver.rewind(0)
+        for step in (1, 2):
+            saver.save(step, {}, {})
+    aside = sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("superseded-*"))
+    newest = [f"superseded-step-0000000{step}" for step in (7, 8, 9)]
+    assert aside == ["superseded-best-step-00000001", *newest[-keep:]]
 
 
 # Starts one writer process for each line "ROOT STEP" that comes in, and waits for it to be killed.

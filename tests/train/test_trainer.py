@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lezero import checkpoint
+from lezero.checkpoint.crew import Crew
 from lezero.core.errors import ConfigError, CorruptError, FileError, NumericsError
 from lezero.files import list_generations, read_generation, step_of
 from lezero.train import Callback, RunConfig, Trainer, TrainResult
@@ -342,6 +343,25 @@ def test_a_callback_may_stop_the_run(tmp_path):
     assert result.step in (3, 4)
     assert result.exit_status == 0, "nobody was killed"
     assert steps_in(tmp_path) == [result.step]
+
+
+def test_a_best_generation_that_was_not_written_is_not_the_best(tmp_path, monkeypatch):
+    losses = iter([3.0, 2.0, 2.5, 2.9])
+    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(losses))
+    write = Crew.write
+
+    def full(crew, root, step, *rest):
+        if step == 4:
+            raise FileError("the disk is full")
+        write(crew, root, step, *rest)
+
+    monkeypatch.setattr(Crew, "write", full)
+    recorder = Recorder(at5=lambda trainer: trainer.saver.wait())
+    _, trainer = train(
+        tmp_path, recorder, train__steps=8, validation={"every": 2}, checkpoint={"every": 8}
+    )
+    assert checkpoint.read_mark(trainer.folder.checkpoints, "best") == 6
+    assert trainer.best == 2.5
 
 
 def test_tensorboard_gets_the_same_curves(tmp_path):
