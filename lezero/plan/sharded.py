@@ -49,7 +49,8 @@ def topology(spec: StepSpec) -> str:
     asked = spec.wire.topology
     if asked != "auto":
         return asked
-    encoded = spec.wire.codec not in ("none", AUTO) or spec.wire.gather != "none"
+    gathers = spec.zero is not None and spec.zero.stage > 0 and spec.wire.gather != "none"
+    encoded = spec.wire.codec not in ("none", AUTO) or gathers
     if spec.device != "cpu":
         return "flat"
     if spec.neighbours == spec.ranks:

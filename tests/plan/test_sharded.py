@@ -8,7 +8,7 @@ from lezero.comm.probe import Level
 from lezero.comm.wire import Wire
 from lezero.models import Transformer, TransformerConfig
 from lezero.parallel.zero import Zero
-from lezero.plan import StepSpec, communication, kinds
+from lezero.plan import StepSpec, communication, kinds, sharded
 from lezero.plan.capacity import suggest
 from lezero.plan.forecast import memory_of
 from lezero.plan.trace import Trace, trace_step
@@ -111,6 +111,11 @@ def test_time_of_an_exchange_is_by_the_probe() -> None:
     assert fast == pytest.approx(2e-3 + 10 * (1e-3 + 4e6 / 1e9 + 1.5 * 4e6 / 1e10))
     coded = communication.seconds(trace, spec(2, wire=Wire(codec="int8", feedback="worker")))
     assert coded["codec"] > 0
+
+
+def test_a_codec_of_gathers_is_of_no_account_where_nothing_is_gathered() -> None:
+    wire = Wire(gather="int8")
+    assert [sharded.topology(spec(stage, wire=wire)) for stage in (0, 1)] == ["shared", "flat"]
 
 
 def test_encoding_of_gathered_parameters_takes_time() -> None:

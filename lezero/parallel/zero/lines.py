@@ -55,7 +55,8 @@ class Lines:
         self.ranks, self.replicas = sizes["shard"], sizes["replicate"]
         self.rank = mesh.index("shard") if self.ranks > 1 else 0
         self.shard = Link(wire, mesh, "shard") if self.ranks > 1 else None
-        self.replicate = Link(wire, mesh, "replicate") if self.replicas > 1 else None
+        summing = wire.model_copy(update={"gather": "none"})  # nothing is gathered over this axis
+        self.replicate = Link(summing, mesh, "replicate") if self.replicas > 1 else None
         self.mesh: DeviceMesh | None = mesh.device_mesh if self.ranks > 1 else None
         self.types = links.TYPES
         self._slabs: dict[int, Slabs] = {}

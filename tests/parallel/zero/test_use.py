@@ -83,6 +83,21 @@ def test_evaluation_and_changes_by_hand(ranks):
             torch.testing.assert_close(output, expected)
 
 
+def ways(stage):
+    """How gradients travel where parameters would be gathered through a codec."""
+    axes = {"replicate": 4} if stage == 0 else {"replicate": 2, "shard": 2}
+    model = shard_(make(), Zero(stage=stage), wire=Wire(gather="int8"), mesh=Mesh(axes))
+    lines = sharding_of(model).lines
+    found = [None if link is None else link.topology for link in (lines.shard, lines.replicate)]
+    sharding_of(model).close()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "found"), [(0, [None, "shared"]), (2, ["flat", "shared"])])
+def test_a_codec_of_gathers_leaves_memory_to_sums(ranks, stage, found):
+    assert ranks(4, ways, stage) == [found] * 4
+
+
 def trained_after_inference():
     """Losses of two steps of which the first follows an evaluation in inference mode."""
     found = []
