@@ -42,13 +42,21 @@ def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]
 class Passages:
     """Prompts that are embedded step by step, between steps of the engine, in whose cache they take
     room: requests that run may be preempted. first: the number that errors give the first prompt.
+    waits: not those that were already since they last drew a token; then the engine must step too.
 
     Raises `ConfigError` for a prompt that is empty or never fits. Close it, or step to the end.
     """
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], first: int = 0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        first: int = 0,
+        *,
+        waits: bool = False,
+    ) -> None:
         check_prompts(engine, prompts)
-        self._engine = engine
+        self._engine, self._waits = engine, waits
         self._all = [_Passage(number, list(prompt)) for number, prompt in enumerate(prompts, first)]
         self._waiting, self._running = deque(self._all), list[_Passage]()
 
@@ -56,7 +64,7 @@ class Passages:
         """One pass through the model, or none while others hold the room; whether it was the last
         one."""
         engine = self._engine
-        _admit(engine, self._waiting, self._running)
+        _admit(engine, self._waiting, self._running, self._waits)
         if self._running:
             _run(engine, self._running)
             self._running = [x for x in self._running if not _ended(engine, x)]
@@ -111,14 +119,14 @@ def check_prompts(engine: Engine, prompts: Sequence[Sequence[int]], name: str = 
             )
 
 
-def _admit(engine: Engine, waiting: deque[_Passage], running: list[_Passage]) -> None:
+def _admit(engine: Engine, waiting: deque[_Passage], running: list[_Passage], waits: bool) -> None:
     """Starts prompts as long as one more step has room; the first one in any case."""
     room = engine.program.most_tokens - sum(len(x.tokens) - x.position for x in running)
     while waiting and (room > 0 or not running):
         passage = waiting[0]
         count = engine.pool.blocks_for(len(passage.tokens))
         if not running:
-            engine.scheduler.make_room(count)
+            engine.scheduler.make_room(count, once=waits)
         if engine.pool.free_count < count:
             return
         passage.blocks = engine.pool.allocate(count)

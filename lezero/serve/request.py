@@ -61,6 +61,8 @@ class Request:
     cached: int = 0
     """Tokens of the prompt that were found in the cache when it first ran."""
     preemptions: int = 0
+    made_room: bool = False
+    """It was preempted for embeddings since it last drew a token."""
     reason: Reason | None = None
     error: str | None = None
     arrived_s: float | None = None

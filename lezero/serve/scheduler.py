@@ -140,14 +140,24 @@ class Scheduler:
             del request.tokens[-beyond:]
             del request.logprobs[len(request.answer) :]
 
-    def make_room(self, blocks: int) -> None:
+    def make_room(self, blocks: int, *, once: bool = False) -> None:
         """Preempts requests, the last in turn first, until so many blocks are free; none where it
-        would be in vain, since others than requests hold too many."""
-        held = {block for request in self.running for block in request.blocks}
+        would be in vain, since others than requests hold too many.
+
+        once: spares those that made room since they last drew a token. Whoever asks again and again
+        for all of it must wait for them in between, so that each of them ends.
+        """
+        giving = [request for request in self.running if not (once and request.made_room)]
+        held = {block for request in giving for block in request.blocks}
+        for request in self.running:
+            if once and request.made_room:
+                held.difference_update(request.blocks)
         if self.pool.free_count + len(held) < blocks:
             return
         while self.pool.free_count < blocks:
-            self._preempt(Step(0), self.running[-1])
+            request = giving.pop()
+            request.made_room = once
+            self._preempt(Step(0), request)
 
     def schedule(self) -> Step:
         """The next step; it has no chunks when there is nothing to do."""
@@ -308,8 +318,10 @@ class Scheduler:
         for drawn in draws:
             if reason is None:
                 reason = request.take(drawn)
-        if draws and request.first_token_s is None:
-            request.first_token_s = self._clock()
+        if draws:
+            request.made_room = False
+            if request.first_token_s is None:
+                request.first_token_s = self._clock()
         # Refused drafts, and accepted ones after the end, are in the cache but not in the text.
         request.computed = min(chunk.known + accepted, len(request.tokens))
         request.drafts = ()

@@ -63,6 +63,33 @@ def test_nobody_makes_room_in_vain() -> None:
     plan.check()
 
 
+def test_a_request_that_made_room_draws_a_token_before_it_does_so_again() -> None:
+    plan = scheduler(blocks=6, size=4, room=8)
+    plan.add(a := request("a", 12))
+
+    def embeds() -> bool:
+        """Whether a text that takes all room found it."""
+        plan.make_room(6, once=True)
+        if plan.pool.free_count < 6:
+            return False
+        plan.pool.release(plan.pool.allocate(6))
+        return True
+
+    assert run(plan) == [("a", 0, 8)]
+    assert embeds()
+    assert run(plan) == [("a", 0, 8)]
+    assert not embeds()
+    assert run(plan) == [("a", 8, 4)]
+    assert len(a.answer) == 1
+    assert embeds()
+    run(plan)
+    plan.add(b := request("b", 2, new=1))
+    assert not embeds()
+    plan.make_room(6)  # whoever must have it gets it
+    assert (a.state, b.state, a.preemptions) == (State.WAITING, State.WAITING, 3)
+    plan.check()
+
+
 def test_priority_comes_before_arrival() -> None:
     plan = scheduler(room=4, requests=4)
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -5)):

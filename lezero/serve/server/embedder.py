@@ -36,7 +36,8 @@ class Embedding:
 
 
 class Embedder:
-    """Works in the engine's thread. Clients take turns, and so do they and answers that run."""
+    """Works in the engine's thread. Clients take turns, and so do they and answers that run: one
+    that gave its room to a text draws a token before the next text takes it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -81,7 +82,8 @@ class Embedder:
         """One pass with as many prompts as fit a step, at least one; whether all are done."""
         done = len(asked.vectors)
         if asked.going is None:
-            asked.going = Passages(self._engine, self._next(asked.prompts[done:]), done)
+            some = self._next(asked.prompts[done:])
+            asked.going = Passages(self._engine, some, done, waits=True)
         if not asked.going.step():
             return False
         asked.vectors += asked.going.embeddings()

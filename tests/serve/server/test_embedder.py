@@ -77,6 +77,32 @@ def test_texts_that_take_all_room_and_answers_end_and_are_the_same_as_alone(bloc
     assert llm.engine.pool.used_count == 0
 
 
+def test_texts_without_end_do_not_starve_an_answer() -> None:
+    llm = engine_for(94)
+    prompt = LONG[:600]  # takes several steps before its first token
+    plain = engine_for().generate([prompt], PARAMS.model_copy(update={"max_tokens": 3}))
+    request = llm.request(prompt, PARAMS.model_copy(update={"max_tokens": 3}))
+    embedder = Embedder(llm.engine)
+    embedded = 0
+
+    def again(outcome: Any) -> None:
+        nonlocal embedded
+        embedded += isinstance(outcome, list)
+        embedder.add(Embedding([LONG], again))
+
+    for _ in range(2):
+        embedder.add(Embedding([LONG], again))
+    llm.engine.add(request)
+    for _ in range(100):
+        llm.engine.step()
+        if request.reason is not None:
+            break
+        assert embedder.step() is None
+    assert request.answer == plain[0].tokens
+    assert request.preemptions <= 3, "more than once for each token"
+    assert embedded >= 2, "texts starve"
+
+
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_text_that_is_given_up_midway_leaves_nothing(drops: bool) -> None:
     llm = engine_for()
