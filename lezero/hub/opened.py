@@ -35,7 +35,7 @@ def open_model(
 
 
 def _from_run(path: Path) -> tuple[Transformer, Path]:
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.load(path, select=lambda name: name.startswith("model/"))
     shape = loaded.documents.get("model")
     run = path if (path / "tokenizer").is_dir() else path.parent
     run = run if (run / "tokenizer").is_dir() else run.parent

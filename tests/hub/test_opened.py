@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import lezero as lz
+from lezero import checkpoint
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.hub.opened import open_model
 from lezero.serve.llm import LLM
@@ -20,7 +22,9 @@ def test_a_run_opens_whole_and_answers(tmp_path: Path) -> None:
     engine = lz.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
     engine.save(tmp_path, model=model.config.to_dict())
     tokenizer.save(tmp_path / "tokenizer")
-    opened, folder = open_model(str(tmp_path), torch.float32)
+    with mock.patch.object(checkpoint, "load", wraps=checkpoint.load) as load:
+        opened, folder = open_model(str(tmp_path), torch.float32)
+    assert not load.call_args.kwargs["select"]("optimizer/embed.weight/exp_avg")
     assert folder == tmp_path / "tokenizer"
     tensors = [*opened.parameters(), *opened.buffers()]
     assert not any(tensor.is_meta for tensor in tensors)
