@@ -15,6 +15,7 @@ from lezero.core.errors import ConfigError, LeZeroError, NumericsError
 from lezero.hub.load import load_into
 from lezero.hub.weights import read_weights
 from lezero.nn.buffers import BufferSnapshot
+from lezero.nn.wrappers import why_wrapped
 
 
 class NotAModuleError(LeZeroError, TypeError):
@@ -96,14 +97,8 @@ def _check_module(module: object) -> None:
             "got a TorchScript module, whose layers cannot be changed; give the module it was "
             "scripted or traced from"
         )
-    wrapped = {"_orig_mod": "torch.compile", "module": "DistributedDataParallel or DataParallel"}
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    for name, wrapper in wrapped.items():
-        if name in module._modules and (name == "_orig_mod" or isinstance(module, wrappers)):
-            raise NotAModuleError(
-                f"got a module wrapped by {wrapper}, which renames every parameter; give the "
-                f"module inside it (wrapped.{name}) and wrap or compile afterwards"
-            )
+    if wrapped := why_wrapped(module):
+        raise NotAModuleError(wrapped)
 
 
 def _check_outputs(module: nn.Module, loaded: dict[str, Any] | None, example_inputs: Any) -> None:

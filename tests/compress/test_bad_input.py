@@ -129,6 +129,11 @@ def test_what_is_no_module_is_named(tmp_path):
     ):
         with pytest.raises(lz.ConfigError, match=r"lz\.\w+: got a dict, allowed is a torch.nn.Mod"):
             call({})
+        for wrap in (torch.nn.DataParallel, lambda x: torch.compile(x, backend="eager")):
+            with pytest.raises(
+                lz.ConfigError, match=r"lz\.\w+: got a module wrapped by .*wrapped\."
+            ):
+                call(wrap(nn.Sequential(nn.Linear(32, 32))))
 
 
 def test_orders_that_cannot_work():

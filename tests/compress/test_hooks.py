@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lezero as lz
 from lezero.compress.quantize.modules import quantized_layers
-from tests.compress.test_quantize import difference
+from tests.compress.test_quantize import difference, small, tokens
 
 X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
@@ -265,3 +265,15 @@ def test_a_head_shares_its_inputs_with_a_layer_of_static_activations() -> None:
     lz.quantize_(model, scheme, data=ids, objective="size")
     assert model.head.input_scale is None
     assert float(model.value.input_scale * 127) == pytest.approx(float(hidden.abs().max()), rel=0.1)
+
+
+def test_blocks_that_were_compiled_are_seen_too() -> None:
+    model, (data, *_) = small(), tokens(1)
+    scheme = lz.Int8WeightActivation(activations="tensor")
+    plain = lz.quantize_(copy.deepcopy(model), scheme, data=data, objective="size")
+    for block in model.layers:
+        block.compile(backend="eager")
+    with torch.no_grad():
+        model(data)
+        lz.quantize_(model, scheme, data=data, objective="size")
+        assert torch.equal(model(data), plain(data))

@@ -23,6 +23,7 @@ from lezero.compress.quantize.weights import (
     keeping_types,
 )
 from lezero.core.errors import ConfigError
+from lezero.nn.wrappers import why_wrapped
 from lezero.ops.linear import conv_int8
 
 # What the float layer and the quantized one have of their own. All else on a module stays: hooks,
@@ -175,9 +176,12 @@ class QuantizedConv(QuantizedLayer):
 
 
 def check_module(model: object, what: str) -> None:
-    """`ConfigError` where `what` got no module."""
+    """`ConfigError` where `what` got no module, or one that others wrap (a file of it would fit
+    no model)."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{what}: got a {type(model).__name__}, allowed is a torch.nn.Module")
+    if wrapped := why_wrapped(model):
+        raise ConfigError(f"{what}: {wrapped}")
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:

@@ -77,7 +77,8 @@ def quantize_(
     In a process group every rank calls it, with the same model and data: what rank 0 measures
     counts for all.
 
-    Errors: `ConfigError` (a value, data that the model does not take, no layer that fits, a group
+    Errors: `ConfigError` (a value, a module wrapped by torch.compile or DDP, data that the model does
+    not take, no layer that fits, a group
     that does not divide), `OrderError` (quantized or sharded already, an optimizer that holds the
     weights), `NumericsError` (NaN in weights or activations with the layer's name, a budget that is
     not met with the layers to blame), `CapacityError` (the original weights wait on the disk until
@@ -162,7 +163,9 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
     report.metric_name = "metric" if metric is not None else "error of the outputs"
     report.quality_before = _figure(metric(model)) if metric is not None else 0.0
     work = Work(request, journal, spill)
-    work.run()
+    # Compiled blocks would go past the hooks and the replaced forwards that calibration needs.
+    with torch.compiler.set_stance("force_eager"):
+        work.run()
 
     def measure() -> float:
         if metric is not None:
