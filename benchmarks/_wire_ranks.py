@@ -93,9 +93,9 @@ class LeZero(Plain):
     def counting(self, link, launch):
         """Adds up what the formula says of every collective."""
 
-        def counted(steps, operation, key, x):
+        def counted(steps, operation, key, x, *others):
             self.formula += link.sent_bytes(operation, x.numel(), x.dtype)
-            return launch(steps, operation, key, x)
+            return launch(steps, operation, key, x, *others)
 
         return counted
 

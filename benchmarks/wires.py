@@ -13,7 +13,8 @@ of 128 tokens. A codec counts for the speedup when its loss is within 1% of DDP'
 The last line is one JSON object: `speedup_…` is the best such codec's tokens/s over DDP's,
 `loss_gap_pct` its loss against DDP's, `loopback_auto` tokens/s of codec auto over no codec where
 nothing can pay, `codec_bandwidth_share_min` that of `benchmarks/codecs.py`, `bytes_formula_exact`
-whether every link counted what the formula says.
+whether every link counted what the formula says (all-reduces in all these runs; reduce-scatters and
+all-gathers in a few steps of stage 3).
 """
 
 from __future__ import annotations
@@ -81,6 +82,13 @@ def loopback_sides(quick: bool) -> list[Side]:
     ]
 
 
+def counted_sides(quick: bool) -> list[Side]:
+    """Where gradients are reduce-scattered and parameters gathered; only the bytes count."""
+    wire = {"codec": "int4", "feedback": "worker", "gather": "int8"}
+    zero = {"stage": 3, "compute": "bf16"}
+    return [side(__file__, "stage 3", job("lezero", quick, wire=wire, zero=zero, steps=3))]
+
+
 def gaps(losses: Result) -> dict[str, float]:
     """Loss against DDP's, as a fraction, by codec."""
     if "DDP" in losses.failed:
@@ -132,8 +140,10 @@ def main() -> None:
         print(flush=True)
     home = compare(loopback_sides(quick), rounds=1 if quick else 5, threads=1)
     results.append(home)
-    if home.failed:
-        raise SystemExit("; ".join(f"{name}: {why}" for name, why in home.failed.items()))
+    results.append(compare(counted_sides(quick), rounds=1, threads=1))
+    failed = home.failed | results[-1].failed
+    if failed:
+        raise SystemExit("; ".join(f"{name}: {why}" for name, why in failed.items()))
     figures["loopback_auto"] = home.ratio("tokens_s", "auto", "no codec")
     figures["loss_gap_pct"] = 100 * gap[chosen] if chosen else None
     kernels = Side("codecs", (sys.executable, str(Path(RANK).with_name("codecs.py")), "--quick"))
