@@ -122,3 +122,26 @@ def test_what_was_kept_is_undone_saved_and_loaded(tmp_path: Any) -> None:
     assert bits(again) == bits(model)
     x = build()[1]
     assert torch.equal(again(x), model(x))
+
+
+def told_of_a_budget(after: tuple[float, float]) -> tuple[str, float | None]:
+    """In a rank of its own, whose metric is `after[rank]` once the model is quantized."""
+    model, x = build()
+    figures = iter([1.0, after[groups.rank()]])
+    options: dict[str, Any] = {"objective": "size", "budget": 0.1}
+    try:
+        lz.quantize_(model, lz.Int8Weight(), data=x, metric=lambda m: next(figures, 9.0), **options)
+    except lz.NumericsError as error:
+        assert type(model.left) is nn.Linear
+        return str(error), None
+    return type(model.left).__name__, lz.quantization_report(model).quality_after
+
+
+def test_a_budget_is_judged_by_one_rank_for_all(ranks: RankPool) -> None:
+    met = ranks(2, told_of_a_budget, (1.05, 5.0))
+    assert met == [("QuantizedLinear", 1.05)] * 2
+    missed = ranks(2, told_of_a_budget, (5.0, 1.05))
+    assert all("metric is 5 (before: 1)" in words for words, _ in missed)
+    one, two = ranks(2, told_of_a_budget, (1.05, float("nan")))
+    assert "rank 1: metric: gave nan" in one[0]
+    assert two[0].startswith("metric: gave nan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.work import Work
-from lezero.core import device, ledger
+from lezero.core import device, groups, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 
@@ -77,12 +78,11 @@ def quantize_(
     In a process group every rank calls it, with the same model and data: what rank 0 measures
     counts for all.
 
-    Errors: `ConfigError` (a value, a module wrapped by torch.compile or DDP, data that the model does
-    not take, no layer that fits, a group
-    that does not divide), `OrderError` (quantized or sharded already, an optimizer that holds the
-    weights), `NumericsError` (NaN in weights or activations with the layer's name, a budget that is
-    not met with the layers to blame), `CapacityError` (the original weights wait on the disk until
-    all is done, and do not fit).
+    Errors: `ConfigError` (a value, a module wrapped by torch.compile or DDP, data that the model
+    does not take, no layer that fits, a group that does not divide), `OrderError` (quantized or
+    sharded already, an optimizer that holds the weights), `NumericsError` (NaN in weights or
+    activations with the layer's name, a budget that is not met with the layers to blame),
+    `CapacityError` (the original weights wait on the disk until all is done, and do not fit).
     """
     _check(model, config, objective, metric, budget, data)
     batches = None if data is None else read_batches(data)
@@ -161,17 +161,20 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
             "budget: the model's outputs hold no floating-point tensor to compare; give metric="
         )
     report.metric_name = "metric" if metric is not None else "error of the outputs"
-    report.quality_before = _figure(metric(model)) if metric is not None else 0.0
+    report.quality_before = _agreed(lambda: _figure(metric(model))) if metric is not None else 0.0
     work = Work(request, journal, spill)
     # Compiled blocks would go past the hooks and the replaced forwards that calibration needs.
     with torch.compiler.set_stance("force_eager"):
         work.run()
 
-    def measure() -> float:
+    def measured() -> float:
         if metric is not None:
             return _figure(metric(model))
         assert batches is not None
         return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
+
+    def measure() -> float:
+        return _agreed(measured)
 
     report.bytes_after = _bytes(model)
     if metric is not None or seen:
@@ -297,6 +300,24 @@ def _figure(value: Any) -> float:
     if not math.isfinite(number):
         raise NumericsError(f"metric: gave {number} for the model, allowed is a finite number")
     return number
+
+
+def _agreed(measure: Callable[[], float]) -> float:
+    """What rank 0 measures, on every rank; where any fails all do, so that all undo what they did.
+    Every rank measures, since a metric may communicate."""
+    failure: Exception | None = None
+    found, problem = 0.0, ""
+    try:
+        found = measure()
+    except Exception as error:
+        failure, problem = error, str(error) or type(error).__name__
+    told = groups.gather_objects((found, problem))
+    if failure is not None:
+        raise failure
+    for rank, (_, problem) in enumerate(told):
+        if problem:
+            raise NumericsError(f"rank {rank}: {problem}")
+    return told[0][0]
 
 
 def _bytes(model: nn.Module) -> int:
