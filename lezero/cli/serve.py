@@ -17,6 +17,12 @@ def serve(
         typer.Option(help="Instead: PACKAGE.MODULE:FUNCTION, which gives (module, example)."),
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name that a proxy on this machine passes on; more than once for more."
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str, typer.Option(help="The model's name for clients.")] = "",
     weights: Annotated[
@@ -85,6 +91,7 @@ def serve(
         **{"host": host, "port": port, "name": name, "keys": keys, "queue": queue, "rate": rate},
         **{"drain_s": drain, "public_without_keys": public_without_keys},
         **{"p99_ms": p99_ms, "body_bytes": body_kib << 10, "record": record},
+        allow_hosts=tuple(allow_host or ()),
     )
     engine = {"weights": weights, "kv": kv, "context": context, "max_requests": max_requests}
     engine |= {"cache_mib": cache_mib, "speculate": speculate, "draft": draft}

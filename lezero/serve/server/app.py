@@ -122,8 +122,9 @@ class App:
             return
         host = exchange.header("host").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if name not in _LOCAL_NAMES | {self.config.host, f"[{self.config.host}]"}:
-            raise Problem(421, "host: this server answers to localhost alone")
+        own = {self.config.host, f"[{self.config.host}]", *map(str.lower, self.config.allow_hosts)}
+        if name not in _LOCAL_NAMES | own:
+            raise Problem(421, "host: this server answers to localhost and --allow-host alone")
 
     def _check_client(self, exchange: Exchange) -> None:
         client = exchange.client

@@ -25,6 +25,9 @@ class ServeConfig(Config):
     """Whether others on the network may ask without a key."""
     record: str | None = None
     """Folder for decisions.json; by default one of the cache folder, for each model."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names, besides those of this machine, that a server on loopback answers to: those that a
+    proxy on the same machine passes on from its clients."""
     queue: int = Field(default=64, ge=0)
     """Requests that may wait besides those that run; more are told to come again (429)."""
     p99_ms: float = Field(default=50.0, gt=0, le=600_000)

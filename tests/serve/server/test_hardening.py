@@ -105,6 +105,14 @@ def test_other_ways_to_ask(client) -> None:
     assert "access-control-allow-origin" not in client.ask("/v1/models").headers
 
 
+def test_a_proxys_public_name_can_be_allowed() -> None:
+    with serving(small_llm(), allow_hosts=("LLM.example.com",)) as client:
+        assert client.ask("/health", host="llm.example.com").status == 200
+        assert client.ask("/health", host="llm.example.com:443").status == 200
+        assert client.ask("/health", host="x.llm.example.com").status == 421
+        assert client.ask("/health", host="localhost").status == 200
+
+
 def test_a_slow_sender_of_headers_is_cut_off(client) -> None:
     with client.connect() as connection:
         began = time.monotonic()
