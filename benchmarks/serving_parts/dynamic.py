@@ -2,9 +2,10 @@
 
 Requests of one text each come at Poisson times, in the same order at the same times for every side.
 A side's figure is the highest rate of a ladder at which 99% of all requests are answered within the
-target (one that is refused counts as late), interpolated on the first rung that fails. The fixed
-pairs are swept on the rung where the tuned side is near its end; the best few of them climb the
-ladder. Sides take turns, and no HTTP is between, which would load the same cores.
+target. All sides refuse what would come too late, so that only plans differ, and a request that is
+refused counts as late. The fixed pairs are swept on the rung where the tuned side is near its end;
+the best few of them climb the ladder. Sides take turns, and no HTTP is between, which would load
+the same cores.
 
 `--quick` takes a small random encoder and few requests: it shows that it runs, and no figure.
 """
@@ -119,9 +120,8 @@ class _Contest:
     def _late(self, plan: Plan | None, rate: float) -> float:
         """Share of requests that are refused or late, at `rate` a second."""
         count = max(40, int(rate * self._seconds))
-        kind = Batcher if plan is None else _Patient
         curve = copy.deepcopy(self._curve)
-        batcher = kind(curve, target_s=TARGET_S, waiting=count, mix=self._mix, plan=plan)
+        batcher = Batcher(curve, target_s=TARGET_S, waiting=count, mix=self._mix, plan=plan)
         runner = Runner(self._encoder, batcher)
         runner.start()
         try:
@@ -131,13 +131,6 @@ class _Contest:
         self.asked += count
         self.runs += 1
         return late / count
-
-
-class _Patient(Batcher):
-    """A fixed pair as servers have it: it refuses nothing."""
-
-    def _wait_s(self, now: float, more: float = 0.0) -> float:
-        return 0.0
 
 
 def _drive(runner: Runner, items: Sequence[Any], rate: float) -> int:
