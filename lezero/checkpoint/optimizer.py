@@ -84,6 +84,7 @@ def unpack_optimizer(
         for key, value in saved["options"].items():
             group[key] = _fitted(value, group.get(key))
         on_device = bool(group.get("capturable") or group.get("fused"))
+        on_device &= not getattr(optimizer, "steps_on_host", False)
         by_id = {id(parameter): name for name, parameter in names.items()}
         for parameter in group["params"]:
             name = by_id[id(parameter)]

@@ -34,6 +34,7 @@ from lezero.optim.groups import parameter_groups
 
 Masters = Literal["none", "fp32", "remainder"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_PIECE = 1 << 20  # elements encoded at once: the plain operations take many times their memory
 _TYPES = (torch.float32, torch.bfloat16)
 _WHOLE = (Tensor, nn.Parameter, type(None))
 
@@ -43,6 +44,12 @@ class WeightOptimizer(Optimizer):
 
     _masters: Masters = "none"
     _eight_bit: bool = False
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether `step` stays on the CPU, whatever the groups say (`fused`, from a checkpoint of
+        torch's kernels): LeZero's read it there."""
+        return self._masters != "none" or self._eight_bit
 
     def masters(self, model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The exact fp32 value of each parameter that this optimizer updates, by its name.
@@ -95,12 +102,11 @@ class WeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the types that it was saved with."""
         super().load_state_dict(state_dict)
-        keep = self._masters != "none" or self._eight_bit
         held = [p for group in self.param_groups for p in group["params"]]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         for parameter, index in zip(held, saved, strict=True):
             for key, value in state_dict["state"].get(index, {}).items():
-                if keep and isinstance(value, Tensor):
+                if self.steps_on_host and isinstance(value, Tensor):
                     place = "cpu" if key == "step" else parameter.device
                     self.state[parameter][key] = value.to(place, copy=True)
             self.check_state(parameter, self.state.get(parameter, {}))
@@ -130,6 +136,7 @@ class WeightOptimizer(Optimizer):
         state = self.state[parameter]
         if "exp_avg" not in state:
             self._begin(parameter, state)
+        self._fit_moments(parameter, state)
         self._fit_master(parameter, state)
         extra = state.get("master", state.get("remainder"))
         weight = tuple(map(_local, (parameter, extra, grad)))
@@ -141,9 +148,7 @@ class WeightOptimizer(Optimizer):
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """State of a parameter that was never updated: zeros."""
         local = _local(parameter)
-        coded = self._eight_bit and parameter.dim() > 0 and eight_bit.suits(parameter.shape)
-        if coded:
-            _refuse_columns(parameter)
+        coded = self._codes(parameter)
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         for moment in _MOMENTS:
             kind = torch.uint8 if coded else torch.float32
@@ -155,14 +160,42 @@ class WeightOptimizer(Optimizer):
                 whole = eight_bit.scales_shape(parameter.shape)
                 state[f"{moment}_scale"] = _placed(scales, parameter, torch.Size(whole))
 
+    def _codes(self, parameter: Tensor) -> bool:
+        """Whether this parameter's moments are kept in 8 bits; `ConfigError` where they cannot."""
+        coded = self._eight_bit and parameter.dim() > 0 and eight_bit.suits(parameter.shape)
+        if coded:
+            _refuse_columns(parameter)
+        return coded
+
+    def _fit_moments(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Gives state the kind of moments that this optimizer keeps, whatever it was loaded with:
+        codes of 8 bits, or fp32."""
+        if "exp_avg_scale" in state:
+            return
+        coded = self._codes(parameter)
+        for moment in _MOMENTS:
+            if not coded:
+                state[moment] = state[moment].float()
+                continue
+            local = _local(state[moment])
+            rows, columns = local.shape[0], parameter.shape[1:].numel()
+            codes = torch.empty(rows, columns, dtype=torch.uint8, device=local.device)
+            shape = eight_bit.scales_shape(local.shape)
+            scales = torch.empty(shape, dtype=torch.float32, device=local.device)
+            several = max(_PIECE // columns, 1)
+            for first in range(0, rows, several):
+                part = slice(first, first + several)
+                values = local[part].float().reshape(-1, columns)
+                codes[part], scales[part] = eight_bit.encode(values, moment == "exp_avg")
+            whole = torch.Size(eight_bit.scales_shape(parameter.shape))
+            state[moment] = _placed(codes.view(local.shape), parameter, parameter.shape)
+            state[f"{moment}_scale"] = _placed(scales, parameter, whole)
+
     def _fit_master(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Gives state the kind of master asked for, exactly, whatever kind it was loaded with."""
         wanted = {"fp32": "master", "remainder": "remainder"}.get(self._masters)
         if parameter.dtype != torch.bfloat16:
             wanted = None
-        if not self._eight_bit:
-            for moment in _MOMENTS:
-                state[moment] = state[moment].float()
         found = next((key for key in ("master", "remainder") if key in state), None)
         if found == wanted:
             return

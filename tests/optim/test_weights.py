@@ -249,3 +249,38 @@ def test_moments_of_8_bits_are_refused_where_nothing_updates_them() -> None:
     train(made, eight, 1)
     with pytest.raises(ConfigError, match="moments of 8 bits, which AdamW does not update"):
         AdamW(made, masters="remainder").load_state_dict(eight.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_moments_of_torch_become_8_bits(dtype: torch.dtype) -> None:
+    made = model(dtype)
+    theirs = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    train(made, theirs, 3)
+    other = copy.deepcopy(made)
+    eight = AdamW8bit(list(other.parameters()), lr=1e-3)
+    eight.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    train(made, theirs, 1, begin=3)
+    train(other, eight, 1, begin=3)
+    weight, bias = other[0].weight, other[0].bias
+    assert eight.state[weight]["exp_avg"].dtype == torch.uint8
+    assert eight.state[weight]["exp_avg_sq_scale"].shape == (120, 1)
+    assert eight.state[bias]["exp_avg"].dtype == torch.float32
+    # An update is at most some lr; what 8 bits lose of the moments changes it by a tenth at most.
+    allowed = 2e-4 + torch.finfo(dtype).eps * made[0].weight.abs()
+    assert ((weight - made[0].weight).abs() <= allowed).float().mean() > 0.99
+    train(other, eight, 1, begin=4)
+
+
+def test_the_number_of_steps_stays_on_the_host() -> None:
+    """State of torch's fused kernel, whose `step` lies on the device, goes on with masters."""
+    made = model()
+    fused = AdamW(made)
+    train(made, fused, 1)
+    assert fused.param_groups[0]["fused"]
+    packed = pack_optimizer(fused, dict(made.named_parameters()))
+    elsewhere = model().to("meta")
+    again = AdamW(elsewhere, masters="fp32")
+    unpack_optimizer(again, dict(elsewhere.named_parameters()), *packed)
+    for parameter in elsewhere.parameters():
+        assert again.state[parameter]["exp_avg"].is_meta
+        assert again.state[parameter]["step"].device.type == "cpu"
