@@ -3,6 +3,9 @@
 Rank 0 keeps the terminal, so a live view works there. Every other rank writes into a named pipe
 that one thread here reads; nothing piles up on disk, and the end of each rank's stderr is kept for
 the message about a rank that died.
+
+A line "error: …" waits before it is shown: every rank explains a common error, and the launcher
+tells it once. It is shown after all where its rank goes on, or ends without a failure that is told.
 """
 
 from __future__ import annotations
@@ -12,12 +15,14 @@ import os
 import selectors
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import IO
 
 _LINE = 8192
 _KEPT = 15
+_WAITS_S = 5.0
 
 
 class Output:
@@ -27,6 +32,7 @@ class Output:
         self._tags = dict.fromkeys(range(ranks), "")
         self._tails: dict[int, deque[str]] = {r: deque(maxlen=_KEPT) for r in range(ranks)}
         self._rest: dict[tuple[int, str], bytes] = {}
+        self._waiting: deque[tuple[float, str]] = deque()
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._paths: dict[tuple[int, str], str] = {}
@@ -47,6 +53,8 @@ class Output:
 
         An empty name leaves the stream as it is.
         """
+        with self._lock:
+            self._show_waiting(0.0)
         for local, rank in ranks.items():
             self._tags[local] = f"[rank {rank}] "
             self._tails[local].clear()
@@ -56,12 +64,14 @@ class Output:
         return outs, errs
 
     def tail(self, local: int) -> list[str]:
-        """The last lines that a rank wrote to its stderr in this round (none for rank 0)."""
+        """The last lines that a rank wrote to its stderr in this round (none for rank 0), for the
+        one message about the job; errors that wait to be shown are not shown any more."""
         self._drain()
         with self._lock:
             rest = self._rest.pop((local, "err"), b"")
             if rest:
                 self._line(local, "err", rest)
+            self._waiting.clear()
             return list(self._tails[local])
 
     def close(self) -> None:
@@ -71,6 +81,7 @@ class Output:
         for (local, stream), rest in self._rest.items():
             if rest:
                 self._line(local, stream, rest)
+        self._show_waiting(0.0)
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
@@ -78,6 +89,8 @@ class Output:
     def _run(self) -> None:
         while not self._stop.is_set():
             self._drain(0.1)
+            with self._lock:
+                self._show_waiting(_WAITS_S)
 
     def _drain(self, wait: float = 0.0) -> None:
         """Reads what is there. `wait` bounds the time spent on waiting for something."""
@@ -102,13 +115,18 @@ class Output:
 
     def _line(self, local: int, stream: str, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip("\r")
+        tag = self._tags[local]
+        told = tag + text.removeprefix(tag)  # LeZero's own messages bear it already
         if stream == "err":
             self._tails[local].append(text)
             if text.startswith("error: "):
-                return  # every rank explains a common error; it is told once, at the end
-        tag = self._tags[local]
-        told = tag + text.removeprefix(tag)  # LeZero's own messages bear it already
+                self._waiting.append((time.monotonic(), told))
+                return
         say(told, sys.stdout if stream == "out" else sys.stderr)
+
+    def _show_waiting(self, older_s: float) -> None:
+        while self._waiting and time.monotonic() - self._waiting[0][0] >= older_s:
+            say(self._waiting.popleft()[1])
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:

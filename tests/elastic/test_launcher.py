@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
-from lezero.elastic import LaunchConfig, launch, restarts
+from lezero.elastic import LaunchConfig, launch, output, restarts
 from lezero.elastic.launcher import _resolve
 
 LZ = [sys.executable, "-c", "import sys; from lezero.cli.main import main; sys.exit(main())"]
@@ -143,6 +143,28 @@ def test_commands_that_explain_themselves_are_not_repeated(tmp_path, capfd):
     script = write(tmp_path, "print('error: no such file', file=sys.stderr)\nsys.exit(2)\n")
     assert run(script) == 2
     assert capfd.readouterr().err.strip() == "error: no such file"
+
+
+def test_errors_of_a_rank_that_goes_on_are_shown(tmp_path, capfd, monkeypatch):
+    script = write(tmp_path, "print('error: trying again', file=sys.stderr, flush=True)\n")
+    assert run(script) == 0
+    assert sorted(capfd.readouterr().err.splitlines()) == [
+        "[rank 1] error: trying again",
+        "error: trying again",
+    ]
+    monkeypatch.setattr(output, "_WAITS_S", 0.05)
+    shown = output.Output(tmp_path, 2, show_all=False)
+    _, errs = shown.assign({0: 0, 1: 1})
+    Path(errs[1]).write_text("error: still here\n")
+    end = time.monotonic() + 10
+    while "still here" not in (err := capfd.readouterr().err) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert err == "[rank 1] error: still here\n"
+    monkeypatch.setattr(output, "_WAITS_S", 60.0)
+    Path(errs[1]).write_text("error: the end\n")
+    assert shown.tail(1) == ["error: still here", "error: the end"]
+    shown.close()
+    assert "the end" not in capfd.readouterr().err
 
 
 def test_module_and_program(tmp_path, capfd, monkeypatch):
