@@ -2,7 +2,8 @@
 
 A benchmark passes when it ends with status 0 and its last line is one JSON object. Two run side by
 side: a short form shows that a benchmark works, and its times are no figures. For the same reason
-what it measures of the machine is kept in a cache of its own, which is gone afterwards.
+threads that wait sleep, so that the other one has the core, and what is measured of the machine is
+kept in a cache of its own, which is gone afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def check(path: Path, cache: str) -> str:
     done = subprocess.run(
         [sys.executable, path, "--quick"],
         cwd=FOLDER.parent,
-        env={**os.environ, "LEZERO_CACHE": cache},
+        env={**os.environ, "LEZERO_CACHE": cache, "OMP_WAIT_POLICY": "passive"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
