@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -114,6 +115,10 @@ def _check_out(config: CompressConfig) -> None:
         raise ConfigError(f"out: got {out}, which is the model itself; name another folder")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out: {out} is there already; name a new folder")
+    there = next(folder for folder in out.absolute().parents if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "cannot be written to" if there.is_dir() else "is a file"
+        raise FileError(f"out: {out}: {there} {what}; name another folder")
 
 
 def _rows(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny, field_validator
+from pydantic import Field, SerializeAsAny, field_validator, model_validator
 
 from lezero.compress.quantize import (
     Fp8,
@@ -23,6 +23,7 @@ from lezero.compress.quantize import (
     Nf4,
     Scheme,
 )
+from lezero.compress.quantize.exported import why_not_exported
 from lezero.core.config import Config, read_yaml, set_path
 from lezero.data.config import DataConfig
 
@@ -80,6 +81,13 @@ class CompressConfig(Config):
             raise ValueError(f"kind {found!r} is none of {', '.join(SCHEMES)}")
         fields = {str(key): item for key, item in given.items() if key != "kind"}
         return SCHEMES[given["kind"]](**fields)
+
+    @model_validator(mode="after")
+    def _layout_holds(self) -> Self:
+        why = why_not_exported(self.scheme) if self.layout == "compressed-tensors" else ""
+        if why:
+            raise ValueError(f"layout 'compressed-tensors': {why}")
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Self:

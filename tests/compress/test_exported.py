@@ -115,6 +115,11 @@ def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(lz.ConfigError, match=said):
             save_quantized(quantized(scheme), tmp_path / "x", layout="compressed-tensors")
+    half = small().half()
+    half.get_submodule(LAYER).weight.data[3] *= 1e-4
+    lz.quantize_(half, lz.Int8Weight(), objective="size")
+    with pytest.raises(lz.ConfigError, match=f"scales of '{LAYER}' down to .* in torch.float16"):
+        save_quantized(half, tmp_path / "x", layout="compressed-tensors")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64))
     lz.quantize_(model, lz.Int8Weight(), objective="size")
     with pytest.raises(lz.ConfigError, match="allowed is a model of"):
@@ -122,3 +127,4 @@ def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(lz.ConfigError, match="layout: got 'onnx'"):
         save_quantized(model, tmp_path / "x", layout="onnx")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+    save_quantized(half.bfloat16(), tmp_path / "x", layout="compressed-tensors")

@@ -101,6 +101,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"modle": "x"}, "did you mean 'model'"),
     "model": ({"model": "/nowhere"}, "/nowhere: no such file"),
     "no model": ({"model": "{place}/tokenizer"}, "it holds no generation"),
+    "fp8 for servers": (
+        {"scheme": "fp8", "layout": "compressed-tensors"},
+        "layout 'compressed-tensors': Fp8 cannot be written in it; int4 and int8 can",
+    ),
+    "hqq for servers": (
+        {"scheme": {"kind": "int4_weight", "method": "hqq"}, "layout": "compressed-tensors"},
+        "zero points of 'hqq'",
+    ),
+    "below a file": ({"out": "{place}/text.txt/a/b"}, r"out: .*text\.txt is a file"),
     "itself": ({"out": "{place}/model"}, "the model itself"),
     "data": ({"data": {"train": ["/nowhere.txt"], "sequence": 32}}, "/nowhere.txt: no such file"),
     "long": ({"data": {"train": ["python-docs"], "sequence": 128}}, "model's context of 64"),
@@ -130,6 +139,15 @@ def test_what_cannot_be_done_is_said_first(name: str, place: Path, tmp_path: Pat
     with pytest.raises(lz.LeZeroError, match=said):
         compress(CompressConfig.parse({**settings(place, tmp_path), **_filled(change, place)}))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_said_first(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lezero.jobs.compress.os.access", lambda *_: False)  # a read-only disk
+    config = CompressConfig.parse(settings(place, tmp_path / "new"))
+    with pytest.raises(lz.FileError, match=rf"out: .*{tmp_path.name} cannot be written to"):
+        compress(config)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Mixtral"])

@@ -1,4 +1,4 @@
-"""Quantized models in the compressed-tensors layout, which vLLM, SGLang and transformers read.
+"""Quantized models in the compressed-tensors layout, which other servers and transformers read.
 
 Source: the layout of the package compressed-tensors 0.20, formats `pack-quantized` (int4, and int8
 without rounded activations) and `int-quantized` (int8 with rounded activations). Of a layer:
@@ -6,6 +6,9 @@ without rounded activations) and `int-quantized` (int8 with rounded activations)
     weight_packed (N, K bits / 32) int32, lowest bits first, codes counted from 0, weight_shape; or
     weight (N, K) int8; weight_scale (N, G); weight_zero_point with zero points: packed along N, or
     int8; input_scale (1,) with static activations.
+
+transformers computes all of it. vLLM and SGLang take W8A8 with one weight scale a row only, not in
+groups.
 
 Embeddings and the output head are written as floats, since few servers read quantized ones. Scales
 get the type of the model's other tensors.
@@ -22,9 +25,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lezero.compress.quantize.floats import Fp8, Nf4
 from lezero.compress.quantize.foreign import pack_int32
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
+from lezero.compress.quantize.scheme import Scheme
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core.errors import ConfigError
 from lezero.models import Transformer
@@ -71,7 +76,7 @@ def export_compressed_tensors(
             groups.append((scheme, [name_there(name)]))
         parts = _parts(name, weight, scheme["format"], dtype)
         if layer.input_scale is not None:
-            parts["input_scale"] = layer.input_scale.reshape(1).to(dtype)
+            parts["input_scale"] = _stored(name, layer.input_scale.reshape(1), dtype)
         if layer.bias is not None:
             parts["bias"] = layer.bias.detach()
         tensors |= {f"{name_there(name)}.{part}": value for part, value in parts.items()}
@@ -85,6 +90,15 @@ def export_compressed_tensors(
         tokenizer_folder,
         {"quantization_config": _config(groups, model, set(layers))},
     )
+
+
+def why_not_exported(scheme: Scheme) -> str:
+    """What of a model quantized by `scheme` the layout cannot hold; nothing where it can."""
+    if isinstance(scheme, Fp8 | Nf4):
+        return f"{type(scheme).__name__} cannot be written in it; int4 and int8 can"
+    if getattr(scheme, "method", None) == "hqq":
+        return "the zero points of 'hqq' are no whole numbers; take another method"
+    return ""
 
 
 def _can(weight: nn.Module) -> bool:
@@ -159,7 +173,7 @@ def _parts(name: str, weight: PackedWeight, form: str, dtype: torch.dtype) -> di
     codes, scale, zero = weight.unpacked()
     bits, middle = weight.grid.bits, 1 << (weight.grid.bits - 1)
     counted = codes.to(torch.int16) + (middle if codes.dtype == torch.int8 else 0)
-    parts = {"weight_scale": scale.to(dtype)}
+    parts = {"weight_scale": _stored(name, scale, dtype)}
     whole = None
     if zero is not None:
         whole = zero.float().round()
@@ -178,6 +192,17 @@ def _parts(name: str, weight: PackedWeight, form: str, dtype: torch.dtype) -> di
     if whole is not None:
         parts["weight_zero_point"] = pack_int32(whole.to(torch.int16), bits, 0)
     return parts
+
+
+def _stored(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in the model's type; `ConfigError` where it has not even bf16's digits for them."""
+    stored = scale.to(dtype)
+    if bool(((stored.float() - scale.float()).abs() > scale.float().abs() * 2.0**-8).any()):
+        raise ConfigError(
+            f"layout 'compressed-tensors': scales of '{name}' down to {float(scale.min()):.1g} "
+            f"lose their digits in {dtype}, the model's type; write model.bfloat16()"
+        )
+    return stored
 
 
 def _floats(model: Transformer, quantized: set[str], dtype: torch.dtype) -> dict[str, Tensor]:
