@@ -277,6 +277,11 @@ def moves(kind: str) -> bool:
     return world_size() == 1 or f"{kind}:" in dist.get_backend_config()
 
 
+def ranks_here() -> int:
+    """How many ranks of this job share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) if launched() else 1
+
+
 def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0") or 0)
 

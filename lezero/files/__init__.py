@@ -18,7 +18,7 @@ from lezero.files.generation import (
 )
 from lezero.files.reading import Rows, Select, read_documents, read_generation
 from lezero.files.sealed import check_json, seal, unseal
-from lezero.files.tensorfile import Form, check_tensor, empty_bytes
+from lezero.files.tensorfile import Form, check_tensor, empty_bytes, mapped_bytes
 
 __all__ = [
     "Form",
@@ -33,6 +33,7 @@ __all__ = [
     "discard",
     "empty_bytes",
     "list_generations",
+    "mapped_bytes",
     "read_documents",
     "read_generation",
     "read_small",

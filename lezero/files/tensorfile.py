@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ CHUNK = 16 << 20
 """Bytes of a tensor that share one digest."""
 
 _HUGE = 4 << 20
+_blocks: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _PIECE = 1 << 20  # small enough that a piece is still in the cache when it is used again
 
 DTYPES: dict[str, torch.dtype] = {
@@ -152,10 +154,16 @@ def empty_bytes(size: int) -> tuple[Tensor, memoryview]:
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):
             block.madvise(mmap.MADV_HUGEPAGE)
+        _blocks.add(block)
         flat = torch.frombuffer(block, dtype=torch.uint8)
     else:
         flat = torch.empty(size, dtype=torch.uint8)
     return flat, memoryview(_numpy(flat))
+
+
+def mapped_bytes() -> int:
+    """Host memory that this process holds by `empty_bytes` apart from the C heap."""
+    return sum(map(len, _blocks))
 
 
 def read_digested(descriptor: int, begin: int, target: memoryview) -> str | None:

@@ -8,7 +8,8 @@ stays within a share of the memory that this process may use: above it, free blo
 A kept block serves again only where it still fits: while the pool is on, tensors get their memory
 as Note [Aligned blocks] in `allocator.py` tells.
 
-The setting belongs to the whole process, not to one model. It costs resident memory (the peak of a
+The setting belongs to the whole process, not to one model: it ends with the last pool that is
+disabled. It costs resident memory (the peak of a
 step stays resident between steps; the forecast counts it) and never changes a computed value.
 `LEZERO_POOL=0` or `pool: false` switches it off. Without glibc it does nothing.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 from lezero.core.errors import ConfigError
 from lezero.core.flags import flag
+from lezero.files import mapped_bytes
 from lezero.memory.allocator import tensors_from_malloc
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
@@ -30,6 +32,7 @@ _LARGEST = 2**31 - 1  # mallopt takes an int: blocks above 2 GiB still go straig
 _TOP_PAD = 64 << 20
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
+_enabled = 0  # pools of this process that are on
 
 
 class _MallInfo2(ctypes.Structure):
@@ -73,7 +76,8 @@ class PoolStats:
 
 
 class HostPool:
-    """Keeps freed host blocks for reuse, up to `share` of `memory_limit` bytes.
+    """Keeps freed host blocks for reuse, up to `share` of `memory_limit` bytes, which are those
+    that this process may use: ranks on one machine share its memory.
 
     Call `after_step()` once a training step: it extends huge pages over a grown heap and gives free
     blocks back when more than the bound is kept.
@@ -91,9 +95,12 @@ class HostPool:
 
     def enable(self) -> bool:
         """Starts keeping blocks; False where the flag, the platform or the C library forbids it."""
+        global _enabled
         libc = _libc()
         if libc is None or not flag("LEZERO_POOL"):
             return False
+        if self.enabled:
+            return True
         self._other = max(0, _resident() - _in_use(libc))
         self.enabled = bool(
             libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
@@ -101,20 +108,26 @@ class HostPool:
             and libc.mallopt(_M_TOP_PAD, _TOP_PAD)
         )
         if self.enabled:
+            _enabled += 1
             tensors_from_malloc(True)
         return self.enabled
 
     def disable(self) -> None:
-        """Back to glibc's own thresholds; free blocks return to the kernel."""
+        """Back to glibc's own thresholds, unless another pool is on; free blocks return to the
+        kernel."""
+        global _enabled
         libc = _libc()
         if libc is None or not self.enabled:
+            return
+        self.enabled = False
+        _enabled -= 1
+        if _enabled:
             return
         libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
         libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
         libc.mallopt(_M_TOP_PAD, 128 << 10)
         tensors_from_malloc(False)
         libc.malloc_trim(0)
-        self.enabled = False
 
     def after_step(self) -> None:
         """Keeps the pool within its bound; about 20 µs, later every eighth step only."""
@@ -153,11 +166,13 @@ def _in_use(libc: ctypes.CDLL) -> int:
 
 
 def _resident() -> int:
-    """Resident bytes of this process. Free blocks that were given back count as free in malloc's
-    own books for ever, so only the kernel knows what is really kept."""
+    """Resident bytes of this process that may be the heap's: no files, no shared memory, no copies
+    of checkpoints. Free blocks that were given back count as free in malloc's own books for ever,
+    so only the kernel knows what is really kept."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            resident, shared = map(int, file.read().split()[1:3])
+        return (resident - shared) * os.sysconf("SC_PAGE_SIZE") - mapped_bytes()
     except (OSError, ValueError, IndexError):
         return 0
 

@@ -139,7 +139,8 @@ def threads_of(spec: StepSpec) -> int:
 def as_in_a_step(spec: StepSpec) -> Iterator[None]:
     """Threads and host pool as the step will have them; as before afterwards."""
     threads = torch.get_num_threads()
-    pool = HostPool(facts.memory_limit()) if spec.pool and spec.device == "cpu" else None
+    limit = facts.memory_limit() // spec.neighbours
+    pool = HostPool(limit) if spec.pool and spec.device == "cpu" else None
     torch.set_num_threads(threads_of(spec))
     try:
         if pool is not None:

@@ -327,7 +327,7 @@ def _measured(measure: Callable[[], float]) -> Callable[[], float]:
 
 def host_pool(decisions: Decisions) -> HostPool | None:
     """The host memory pool, switched on where the platform has it; a recorded decision."""
-    pool = HostPool(memory_limit())
+    pool = HostPool(memory_limit() // groups.ranks_here())
     on = pool.enable()
     decisions.record(
         "host memory pool",

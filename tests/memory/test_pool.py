@@ -60,6 +60,52 @@ def test_the_flag_switches_it_off():
     assert off["on"] is False
 
 
+def test_what_is_no_heap_counts_as_no_kept_block(tmp_path):
+    """A checkpoint's copy, a file that is mapped, and memory that ranks share."""
+    code = """
+    import json, mmap, numpy, torch
+    from lezero.files import empty_bytes
+    from lezero.memory import HostPool
+    pool = HostPool(8 << 30)
+    pool.enable()
+    before = pool.stats().kept
+    copy, _ = empty_bytes(64 << 20)
+    copy.zero_()
+    file = numpy.memmap({path!r}, mode="w+", shape=64 << 20)
+    file[:] = 1
+    shared = mmap.mmap(-1, 64 << 20)
+    numpy.frombuffer(shared, numpy.uint8)[:] = 1
+    held = pool.stats().kept - before
+    del copy, _
+    print(json.dumps([held, pool.stats().kept - before]))
+    """
+    held, after = run(code.format(path=str(tmp_path / "mapped")))
+    assert abs(held) < 8 << 20
+    assert abs(after) < 8 << 20
+
+
+def test_the_last_pool_that_ends_switches_it_off():
+    code = """
+    import json, torch
+    from lezero.memory import HostPool
+    from lezero.plan import StepSpec
+    from lezero.plan.measure import as_in_a_step
+    def kept(pool):
+        del_me = torch.ones(32 << 20)
+        del del_me
+        return pool.stats().kept > 100 << 20
+    pool = HostPool(8 << 30)
+    pool.enable()
+    with as_in_a_step(StepSpec(batch=1, tokens=1)):
+        pass
+    found = [kept(pool)]
+    pool.enable()
+    pool.disable()
+    print(json.dumps([*found, kept(pool)]))
+    """
+    assert run(code) == [True, False]
+
+
 def test_bad_share():
     with pytest.raises(ConfigError, match="share: got 0"):
         HostPool(1 << 30, share=0)
