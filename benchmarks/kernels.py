@@ -176,18 +176,19 @@ def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         M, N, K = (draw.randint(1, 300) for _ in range(3))
-        bits, group, x_bits = draw.choice([4, 8]), draw.choice([0, *GROUPS]), draw.choice([8, 16])
+        bits, group = draw.choice([4, 8]), draw.choice([0, *GROUPS])
+        form = draw.choice([(8, False), (8, True), (16, False)])
         dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
         x = torch.randn(M, K, generator=generator).to(dtype)
         weight = torch.randn(N, K, generator=generator)
         bias = torch.randn(N, generator=generator) if draw.random() < 0.5 else None
         grid = Grid("int4" if bits == 4 else "int8", group or "row", draw.random() < 0.5)
         packed = pack(*quantize(weight, grid), bits=bits)
-        wanted = reference.linear_int(x, packed, bias, None, N, bits, group, x_bits)
+        wanted = reference.linear_int(x, packed, bias, None, N, bits, group, *form)
         plain, near = pack_bf16(weight), 1e-4 if dtype == torch.float32 else 2e-2
         other = reference.linear_bf16(x, plain, bias, N).float()
         for ops in every.values():
-            found = ops.linear_int(x, *packed, bias, None, N, bits, group, x_bits)
+            found = ops.linear_int(x, *packed, bias, None, N, bits, group, *form)
             one = ops.linear_bf16(x, plain, bias, N).float()
             failures += not torch.equal(found, wanted)
             # AVX2 takes fp32 as it is; the reference keeps 16 bits of it.
