@@ -20,6 +20,7 @@ from lezero.core.errors import ConfigError
 _SAMPLED = 64  # one of so many values is looked at to find the threshold
 _PIECE = 1 << 17  # values compared with it at once: they stay in cache
 _MAGNITUDE = 0x7FFFFFFF
+_HUGE = 3.38e38  # above it bf16 may round to infinity
 
 
 @codecs.register("topk")
@@ -70,8 +71,8 @@ class TopkCodec(Codec):
         payload.copy_(torch.cat([part.view(torch.uint8) for part in parts]))
         if error is not None:
             total[places] = torch.where(sent.isfinite(), 0.0, error[places].float())
-            if not sent.isfinite().any():  # being the largest, more of them may have stayed behind
-                total = torch.where(total.isfinite(), total, error.float())
+            if not sent.abs().min() < _HUGE:  # more of them may have stayed behind
+                total = torch.where(total.to(error.dtype).isfinite(), total, error.float())
             error.copy_(total)
 
     def decode(self, payload: Tensor, out: Tensor, add: bool = False) -> None:

@@ -165,6 +165,18 @@ class CodecConformance:
         assert self.decoded(self.encoded(values(777), error), 777).isfinite().all()
         assert error.isfinite().all()
 
+    @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("large", [3.4e38, -3.39e38])
+    def test_the_largest_numbers_spoil_no_error(self, large: float, kept: torch.dtype) -> None:
+        """What decodes to infinity leaves an error that is finite, and so does what is dropped."""
+        x, error = values(2049), torch.full((2049,), 0.125, dtype=kept)
+        x[[3, 300, 301, 302, 303, 2048]] = large
+        self.encoded(x, error)
+        assert error.isfinite().all()
+        error[error.abs() > 1e30] = 0  # of what was dropped, to be sent next
+        assert self.decoded(self.encoded(values(2049), error), 2049).isfinite().all()
+        assert error.isfinite().all()
+
     def test_the_same_on_any_number_of_threads(self) -> None:
         x, before = values(300_001), torch.get_num_threads()
         try:

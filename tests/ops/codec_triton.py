@@ -29,8 +29,9 @@ def differences(form: str, numel: int, block: int) -> list[str]:
     for dtype, kept in ((torch.float32, None), (torch.float32, 0), (torch.bfloat16, 1)):
         x = values(numel).to(dtype).to(DEVICE)
         first = None if kept is None else (x.float().nan_to_num(0.5, 0.5, 0.5) / 3)
-        if first is not None and kept:
-            first = first.bfloat16()
+        if first is not None:
+            first = torch.where(x.float().abs() > 3e38, 0.125, first)
+            first = first.bfloat16() if kept else first
         size = payload_bytes(form, numel, block)
         payloads = [torch.full((size,), 0xA5, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
         errors = [None if first is None else first.clone() for _ in range(2)]

@@ -6,6 +6,7 @@
 
 #include "codec.h"
 
+#define NEARLY_INFINITE 0x7F7D0000u  // from here on rounding up may decode, or keep, an infinity
 #define STREAMED (1 << 22)  // elements, 16 MiB: more than the caches keep until it is used
 
 typedef struct {
@@ -71,21 +72,22 @@ static uint8_t* at(void* base, int type, int64_t element) {
 }
 
 // Encodes one padded block: `data` and `kept` get the bytes of a full block, `lost` y - decoded.
-// False for a block that is not finite.
+// 0 for a block that is not finite, 2 for one with values so large that `lost` may not be.
 static int encode_block(int form, const float* y, int64_t n, int64_t block, uint16_t* scale,
                         uint8_t* kept, uint8_t* data, float* lost) {
   _Alignas(64) float pairs[LEZERO_MAX_BLOCK / 2], back[LEZERO_MAX_BLOCK / 2];
   if (form == LEZERO_SIGN) {
-    *scale = (uint16_t)mean_scale(magnitude_sum(y, block), n);
+    const float sum = magnitude_sum(y, block);
+    *scale = (uint16_t)mean_scale(sum, n);
     const int good = *scale != LEZERO_BF16_NAN;
     encode_sign(y, block, from_bits((uint32_t)*scale << 16), data, good ? lost : 0);
     if (!good) memset(data, 0, (size_t)block / 8);
-    return good;
+    return good ? 1 + (to_bits(sum) >= NEARLY_INFINITE) : 0;
   }
   const uint32_t top = sparse(form) ? keep_two(y, block, kept, pairs) : largest_magnitude(y, block);
   const float levels = form == LEZERO_INT8 || form == LEZERO_24_INT8 ? 127.0f : 7.0f;
   const uint32_t bits = scale_above(top, levels);
-  const int good = bits != LEZERO_BF16_NAN;
+  const int good = bits == LEZERO_BF16_NAN ? 0 : 1 + (top >= NEARLY_INFINITE);
   const float step = from_bits(bits << 16), inverse = bits && good ? 1.0f / step : 0.0f;
   *scale = (uint16_t)bits;
   _Alignas(64) float instead[LEZERO_MAX_BLOCK];
@@ -109,6 +111,15 @@ static int encode_block(int form, const float* y, int64_t n, int64_t block, uint
     subtract_spread(y, back, kept, block, lost);
   }
   return good;
+}
+
+// What is lost where that is finite as it is kept, else the error that was there.
+static void keep_finite(float* lost, const void* error, int type, int64_t n) {
+  _Alignas(64) float before[LEZERO_MAX_BLOCK];
+  read_block(before, error, type, n);
+  const uint32_t infinite = type == LEZERO_FP32 ? 0x7F800000u : 0x7F7F8000u;
+  for (int64_t i = 0; i < n; i++)
+    if ((to_bits(lost[i]) & 0x7FFFFFFFu) >= infinite) lost[i] = before[i];
 }
 
 void lezero_codec_encode(const lezero_codec* c, int64_t first, int64_t last) {
@@ -142,6 +153,7 @@ void lezero_codec_encode(const lezero_codec* c, int64_t first, int64_t last) {
       memcpy(to_kept, kept, (size_t)kept_bytes(c->form, n));
     }
     if (c->form != LEZERO_24_BF16) memcpy(c->payload + 2 * b, &scale, 2);
+    if (error && good > 1) keep_finite(lost, error, c->error_type, n);
     if (error && good) write_block(error, c->error_type, lost, n, 0);
   }
 }

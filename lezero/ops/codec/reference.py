@@ -11,8 +11,10 @@ For each block of elements x (fp32; the error, if there is one, already added):
 
 [Note: values that are not finite]
 A block that holds one has the scale NaN and decodes to NaN (2:4: its kept elements do), never to
-something finite; its error stays what it was. A scale so small that 1/s overflows (|x|max below
-about 1.5e-36 for int8, 8e-38 for int4) becomes 0: the block decodes to zeros, its error to x.
+something finite; its error stays what it was. So does that of a value within 1% of the largest
+number that is rounded to an infinity, or whose loss is where errors are kept in bf16. A scale so
+small that 1/s overflows (|x|max below about 1.5e-36 for int8, 8e-38 for int4) becomes 0: the block
+decodes to zeros, its error to x.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def encode(values: Tensor, payload: Tensor, error: Tensor | None, form: str, blo
     if error is not None:
         lost = (x_KB - decoded_KB).flatten()[: layout.numel]
         whole = good_K1.expand_as(x_KB).flatten()[: layout.numel]
+        whole = whole & lost.to(error.dtype).isfinite()
         error.copy_(torch.where(whole, lost, error.float()))
 
 

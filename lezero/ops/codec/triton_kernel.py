@@ -27,6 +27,7 @@ INT8, INT4, SIGN, SPARSE_BF16, SPARSE_INT8, SPARSE_INT4 = map(tl.constexpr, rang
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding and subtracting it rounds to an integer
 NAN = tl.constexpr(0x7FC0)
 INFINITE = tl.constexpr(0x7F800000)
+INFINITE_IN_BF16 = tl.constexpr(0x7F7F8000)  # what is rounded to infinity there
 _TILE = 2048
 
 
@@ -52,6 +53,13 @@ def _read(x, at, mask, BF16: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _write(x, at, value, mask, BF16: tl.constexpr):  # type: ignore[no-untyped-def]
     tl.store(x + at, _to_bf16(value).to(tl.int16) if BF16 else value, mask)
+
+
+@triton.jit
+def _keep(error, at, lost, mask, BF16: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes what was lost, but where that is infinite as it is kept."""
+    finite = _size(lost) < (INFINITE_IN_BF16 if BF16 else INFINITE)
+    _write(error, at, lost, mask & finite, BF16)
 
 
 @triton.jit
@@ -114,9 +122,9 @@ def _encode_dense(  # type: ignore[no-untyped-def]
         byte = (i0 + 8) | ((i1 + 8) << 4)
         tl.store(payload + data + even // 2, byte.to(tl.uint8), even < numel)
     if KEPT > 0:
-        _write(error, even, x0 - q0 * step[:, None], good[:, None] & (even < numel), KEPT == 2)
+        _keep(error, even, x0 - q0 * step[:, None], good[:, None] & (even < numel), KEPT == 2)
         odd = good[:, None] & (even + 1 < numel)
-        _write(error, even + 1, x1 - q1 * step[:, None], odd, KEPT == 2)
+        _keep(error, even + 1, x1 - q1 * step[:, None], odd, KEPT == 2)
 
 
 @triton.jit
@@ -153,7 +161,7 @@ def _encode_sign(  # type: ignore[no-untyped-def]
     if KEPT > 0:
         scale = _from_bf16(bits)[:, None, None]
         lost = value - tl.where(negative, -scale, scale)
-        _write(error, at + each, lost, good[:, None, None] & (at + each < numel), KEPT == 2)
+        _keep(error, at + each, lost, good[:, None, None] & (at + each < numel), KEPT == 2)
 
 
 @triton.jit
@@ -216,13 +224,13 @@ def _encode_sparse(  # type: ignore[no-untyped-def]
             tl.store(payload + data + four, ((i0 + 8) | ((i1 + 8) << 4)).to(tl.uint8), there)
     if KEPT > 0:
         there = there & fine
-        _write(error, at, x0 - tl.where(k0 > 0, d0, 0.0), there, KEPT == 2)
+        _keep(error, at, x0 - tl.where(k0 > 0, d0, 0.0), there, KEPT == 2)
         lost = x1 - tl.where(k1 > 0, tl.where(k0 > 0, d1, d0), 0.0)
-        _write(error, at + 1, lost, there & (at + 1 < numel), KEPT == 2)
+        _keep(error, at + 1, lost, there & (at + 1 < numel), KEPT == 2)
         lost = x2 - tl.where(k2 > 0, tl.where(k3 > 0, d0, d1), 0.0)
-        _write(error, at + 2, lost, there & (at + 2 < numel), KEPT == 2)
+        _keep(error, at + 2, lost, there & (at + 2 < numel), KEPT == 2)
         lost = x3 - tl.where(k3 > 0, d1, 0.0)
-        _write(error, at + 3, lost, there & (at + 3 < numel), KEPT == 2)
+        _keep(error, at + 3, lost, there & (at + 3 < numel), KEPT == 2)
 
 
 @triton.jit
