@@ -243,6 +243,12 @@ def test_what_is_not_read_is_refused_by_name(name: str, gptq: Path) -> None:
         (gptq / "config.json").write_text(json.dumps(config))
 
 
+def test_a_model_that_is_quantized_takes_no_other(gptq: Path) -> None:
+    model = load_quantized(gptq)
+    with pytest.raises(lz.OrderError, match="give the float model, this one is quantized already"):
+        load_quantized(gptq, model)
+
+
 def test_tensors_that_do_not_fit_are_named(gptq: Path, tmp_path: Path) -> None:
     tensors = load_file(gptq / "model.safetensors")
     (tmp_path / "config.json").write_bytes((gptq / "config.json").read_bytes())

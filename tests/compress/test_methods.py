@@ -71,6 +71,15 @@ def test_gptq_keeps_weights_of_inputs_that_calibration_did_not_reach():
     assert float((dequantize(*codes, grid)[:, 5] - w[:, 5]).abs().max()) < 0.25
 
 
+def test_gptq_names_the_layers_whose_inputs_it_cannot_use() -> None:
+    w, inputs = torch.randn(8, 64), inputs_of(torch.randn(100, 64))
+    inputs.layers.append("other")
+    assert inputs.hessian is not None
+    inputs.hessian[0, 1] = inputs.hessian[1, 0] = 1e9
+    with pytest.raises(lz.NumericsError, match="of the inputs of layer, other is not positive"):
+        GPTQ().codes(w, Grid("int4", group=32), "minmax", inputs)
+
+
 def test_layers_that_share_inputs_share_the_factor():
     made = torch.Generator().manual_seed(0)
     inputs = inputs_of(torch.randn(100, 64, generator=made))

@@ -25,7 +25,12 @@ from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
 from lezero.compress.quantize.imported import import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
-from lezero.compress.quantize.modules import SCALES, QuantizedLayer, check_module
+from lezero.compress.quantize.modules import (
+    SCALES,
+    QuantizedLayer,
+    check_module,
+    quantized_layers,
+)
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, OrderError
@@ -128,14 +133,16 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     root = Path(folder)
     if model is not None:
         check_module(model, "lz.load_quantized")
+        if quantized_layers(model):
+            raise OrderError(
+                "lz.load_quantized: give the float model, this one is quantized already"
+            )
     if not (root / _MANIFEST).is_file():
         return import_quantized(root, model)
     known = read_generation(root, select=lambda name: False)
     layers = _layers(known, root)
     if model is None:
         model = _build(known, root)
-    elif any(isinstance(part, QuantizedLayer) for part in model.modules()):
-        raise OrderError("lz.load_quantized: give the float model, this one is quantized already")
     biased = _expect(model, layers, known, root)
     wanted = {_PREFIX + name for name in _stored(known)}
     tensors = read_generation(root, select=wanted.__contains__).tensors

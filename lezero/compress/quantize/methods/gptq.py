@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ class GPTQ(Method):
         scale_NG, zero_NG = scale.expand(each), None if zero is None else zero.expand(each)
         if inputs.factor is None:
             assert inputs.hessian is not None
-            inputs.factor, inputs.hessian = _factored(inputs.hessian), None
+            inputs.factor, inputs.hessian = _factored(inputs.hessian, inputs.layers), None
         L, order = inputs.factor
         for rows in some_rows(w_NK):
             rows.copy_(rows[:, order])
@@ -69,9 +71,9 @@ class GPTQ(Method):
         return Quantized(codes_NK[:, torch.argsort(order)], scale, zero)
 
 
-def _factored(H: Tensor) -> tuple[Tensor, Tensor]:
+def _factored(H: Tensor, layers: Sequence[str]) -> tuple[Tensor, Tensor]:
     """L in H's memory, and the order in which inputs are taken. See [Note: one Hessian in
-    memory]."""
+    memory]. layers: whose inputs it is of."""
     diagonal = H.diagonal()
     order = torch.argsort(diagonal, descending=True, stable=True)
     damping = float(diagonal.mean()) * _DAMPING
@@ -83,8 +85,8 @@ def _factored(H: Tensor) -> tuple[Tensor, Tensor]:
     torch.linalg.cholesky_ex(L, out=(L, info))
     if int(info):
         raise NumericsError(
-            "GPTQ: the Hessian of a layer's inputs is not positive definite; give more, or more "
-            "varied, calibration data"
+            f"GPTQ: the Hessian of the inputs of {', '.join(layers)} is not positive definite; "
+            "give more, or more varied, calibration data"
         )
     return L, order
 
