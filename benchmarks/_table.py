@@ -20,12 +20,14 @@ rounds, and a ratio is the ratio of two medians. A side that fails is a row that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,24 @@ def arguments(
     if options.threads is None:
         options.threads = len(os.sched_getaffinity(0))
     return options
+
+
+@contextlib.contextmanager
+def nothing_measured() -> Iterator[None]:
+    """A cache folder without figures of this machine; what was built in the user's is used."""
+    from lezero.core import facts
+
+    built, before = facts.cache_folder() / "native", os.environ.get("LEZERO_CACHE")
+    built.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="lezero-cache-") as folder:
+        (Path(folder) / "native").symlink_to(built)
+        os.environ["LEZERO_CACHE"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["LEZERO_CACHE"]
+            if before is not None:
+                os.environ["LEZERO_CACHE"] = before
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from torch import Tensor, nn
 
-from lezero.core import groups
+from lezero.core import facts, groups
 from tests.house.floors import ROOT
 from tests.ranks import RankPool
 
@@ -85,6 +85,22 @@ def test_the_last_line_is_one_json_object(
         "count": 3,
         "good": True,
     }
+
+
+def test_a_side_that_measures_afresh_leaves_the_users_figures(
+    frame: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path))
+    (tmp_path / "operations-x.json").touch()
+    with frame.nothing_measured():
+        assert [path.name for path in facts.cache_folder().iterdir()] == ["native"]
+        (facts.cache_folder() / "native" / "built").touch()
+    assert facts.cache_folder() == tmp_path
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        "built",
+        "native",
+        "operations-x.json",
+    ]
 
 
 def test_memory_counts_what_is_held(frame: ModuleType) -> None:
