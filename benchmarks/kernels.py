@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from _table import arguments, columns, finish
@@ -29,6 +29,7 @@ from torch.nn.functional import linear
 from lezero.ops.build import BuildError
 from lezero.ops.linear import Packed, linear_bf16, linear_int, native, pack, pack_bf16, reference
 from lezero.ops.quantize import Grid, quantize
+from lezero.ops.quantize.grid import SCALE_DTYPES
 
 POOL = 1 << 30
 SHAPES = [(4096, 4096), (11008, 4096)]
@@ -59,18 +60,20 @@ class Layers:
         whole = self.pool[: len(self.pool) // size * size].view(dtype)
         return list(whole.view(-1, *shape).unbind())
 
-    def ints(self, bits: int, group: int, x_bits: int) -> Way:
+    def ints(self, bits: int, group: int, x_bits: int, zero_point: bool = False) -> Way:
         N, K = self.N, self.K
         weights = self.cut(torch.uint8, N // 16, K // 64 * bits * 2, 16, 4)
         scales = self.scales(len(weights), bits, group)
+        zeros = torch.full_like(scales, 7) if zero_point else None
 
         def work(i: int) -> Tensor:
-            packed = Packed(weights[i], scales[i], None)
+            packed = Packed(weights[i], scales[i], None if zeros is None else zeros[i])
             options = {"bits": bits, "group": group, "x_bits": x_bits}
             return linear_int(self.x, packed, out_features=N, **options)
 
-        name = f"W{bits}A{x_bits}" + (f" g{group}" if group else "")
-        return Way(name, work, len(weights), weights[0].nbytes + scales[0].nbytes)
+        name = f"W{bits}A{x_bits}" + (f" g{group}" if group else "") + " z" * zero_point
+        numbers = scales[0].nbytes * (1 + zero_point)
+        return Way(name, work, len(weights), weights[0].nbytes + numbers)
 
     def scales(self, copies: int, bits: int, group: int) -> Tensor:
         """Of each copy, as they are read with it; those of A8 and A16 are the same."""
@@ -149,7 +152,7 @@ def bench(
     layers = Layers(pool, *shape, M)
     ways = [layers.bf16(), layers.ints(8, 0, 8), layers.ints(8, 0, 16)]
     ways += [layers.ints(4, group, x_bits) for x_bits in (8, 16) for group in GROUPS]
-    ways = [*layers.torch_ways(), *ways]
+    ways = [*layers.torch_ways(), *ways, layers.ints(4, 64, 16, zero_point=True)]
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     reads = []
     for number in range(rounds):
@@ -170,9 +173,9 @@ def kernels() -> dict[str, Any]:
 
 
 def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
-    """How many random layers were tried, by `every` kernel, and how many differ from the
-    reference."""
-    draw, tries, failures = random.Random(0), 0, 0
+    """How many random layers were tried, each by `every` kernel, and how many products differ from
+    the reference's."""
+    draw, failures = random.Random(0), 0
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
         M, N, K = (draw.randint(1, 300) for _ in range(3))
@@ -182,8 +185,11 @@ def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
         x = torch.randn(M, K, generator=generator).to(dtype)
         weight = torch.randn(N, K, generator=generator)
         bias = torch.randn(N, generator=generator) if draw.random() < 0.5 else None
-        grid = Grid("int4" if bits == 4 else "int8", group or "row", draw.random() < 0.5)
-        packed = pack(*quantize(weight, grid), bits=bits)
+        kept: Literal["fp32", "fp16"] = draw.choice(["fp32", "fp16"])
+        grid = Grid("int4" if bits == 4 else "int8", group or "row", draw.random() < 0.5, kept)
+        codes, *numbers = quantize(weight, grid)
+        scale, zero = (n if n is None else n.to(SCALE_DTYPES[kept]) for n in numbers)
+        packed = pack(codes, scale, zero, bits=bits)
         wanted = reference.linear_int(x, packed, bias, None, N, bits, group, *form)
         plain, near = pack_bf16(weight), 1e-4 if dtype == torch.float32 else 2e-2
         other = reference.linear_bf16(x, plain, bias, N).float()
@@ -193,8 +199,7 @@ def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
             failures += not torch.equal(found, wanted)
             # AVX2 takes fp32 as it is; the reference keeps 16 bits of it.
             failures += not torch.allclose(one, other, rtol=near, atol=near * K**0.5)
-            tries += 1
-    return tries, failures
+    return count, failures
 
 
 def main() -> None:

@@ -22,16 +22,19 @@ SIDES = {
     "openvino": "nncf",
 }
 BATCH = 16
+CALIBRATION = 4
+"""Batches that calibrate; the others judge."""
 
 
 def run(side: str, place: str, quick: bool) -> dict[str, Any]:
     """Figures of one side. `place`: the model's folder; "" for a random small one."""
     model, batches = _inputs(place, quick)
+    calibration, judging = split(batches)
     with torch.no_grad():
-        exact = torch.cat([_pooled(model(**x)[0], x) for x in batches])
-    call = _MAKE[side](model, batches)
+        exact = torch.cat([_pooled(model(**x)[0], x) for x in judging])
+    call = _MAKE[side](model, calibration)
     with torch.no_grad():
-        found = torch.cat([_pooled(call(x), x) for x in batches])
+        found = torch.cat([_pooled(call(x), x) for x in judging])
     timed = batches[-1]
     return {
         "seconds": seconds(lambda: call(timed), 5 if quick else 20),
@@ -40,13 +43,19 @@ def run(side: str, place: str, quick: bool) -> dict[str, Any]:
     }
 
 
+def split(batches: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Those that calibrate, and those that judge."""
+    at = min(CALIBRATION, len(batches) // 2)
+    return batches[:at], batches[at:]
+
+
 def _inputs(place: str, quick: bool) -> tuple[nn.Module, list[dict[str, Tensor]]]:
     sentences = [
         " ".join(text.split()[at : at + 40])
         for _, text in sorted(topics.items())
         for at in range(0, min(400, len(text.split()) - 40), 40)
     ][::4]
-    sentences = sentences[: len(sentences) // BATCH * BATCH][: 16 if quick else 160]
+    sentences = sentences[: len(sentences) // BATCH * BATCH][: (2 if quick else 10) * BATCH]
     if quick:
         from transformers import BertConfig, BertModel
 
@@ -98,7 +107,7 @@ def _lezero(model: nn.Module, batches: Any) -> Any:
     import lezero as lz
 
     scheme = lz.Int8WeightActivation(vocabulary="keep")
-    lz.quantize_(model, scheme, data=batches[:4], objective="speed")
+    lz.quantize_(model, scheme, data=batches, objective="speed")
     return lambda x: model(**x)[0]
 
 
@@ -115,7 +124,7 @@ def _quanto(model: nn.Module, batches: Any) -> Any:
 
     quantize(model, weights=qint8, activations=qint8)
     with torch.no_grad(), Calibration():
-        for batch in batches[:4]:
+        for batch in batches:
             model(**batch)
     freeze(model)
     return lambda x: model(**x)[0]
@@ -157,7 +166,7 @@ def _openvino(model: nn.Module, batches: Any) -> Any:
     names = ["input_ids", "attention_mask"]
     first = {name: batches[0][name] for name in names}
     converted = openvino.convert_model(_First(model), example_input=first)
-    items = [{name: x[name].numpy() for name in names} for x in batches[:4]]
+    items = [{name: x[name].numpy() for name in names} for x in batches]
     small = nncf.quantize(
         converted, nncf.Dataset(items), model_type=nncf.ModelType.TRANSFORMER, subset_size=4
     )

@@ -108,10 +108,11 @@ def _token_seconds(model: nn.Module, prefix: torch.Tensor) -> float:
 @torch.no_grad()
 def _embeddings(scheme: Any, place: str, quick: bool) -> dict[str, Any]:
     model, batches = minilm._inputs(place, quick)
-    exact = torch.cat([minilm._pooled(model(**x)[0], x) for x in batches])
+    calibration, judging = minilm.split(batches)
+    exact = torch.cat([minilm._pooled(model(**x)[0], x) for x in judging])
     model = model.bfloat16() if scheme is None else model
-    _quantize(model, scheme, batches[:2])
-    found = torch.cat([minilm._pooled(model(**x)[0], x) for x in batches])
+    _quantize(model, scheme, calibration[:2])
+    found = torch.cat([minilm._pooled(model(**x)[0], x) for x in judging])
     cosine = nn.functional.cosine_similarity(exact, found)
     timed = batches[-1]
     return {
