@@ -17,6 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from lezero.core.config import Config
+from lezero.core.device import with_doubles
 from lezero.core.errors import NumericsError
 
 
@@ -45,7 +46,7 @@ def probabilities(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     Among equal logits the lower token comes first, so top-k keeps exactly k tokens. Top-p keeps a
     token while those before it have less than top_p together, so at least one is kept.
     """
-    order_BV, kept_BV = _sorted(logits_BV, sampling)
+    order_BV, kept_BV = _sorted(with_doubles(logits_BV), sampling)
     return torch.zeros_like(kept_BV).scatter_(1, order_BV, kept_BV)
 
 
@@ -61,13 +62,14 @@ def choose(
         raise NumericsError("the model's logits hold NaN; no token can be chosen from them")
     if sampling.temperature == 0.0:
         return logits_BV.argmax(dim=-1)
+    place, logits_BV = logits_BV.device, with_doubles(logits_BV)
     order_BV, kept_BV = _sorted(logits_BV, sampling)
     drawn = [chance(sampling.seed, p, s) for p, s in zip(positions, samples, strict=True)]
     drawn_B1 = torch.tensor(drawn, dtype=torch.float64, device=logits_BV.device)[:, None]
     reached_BV = kept_BV.cumsum(dim=-1)
     index_B1 = torch.searchsorted(reached_BV, drawn_B1 * reached_BV[:, -1:], right=True)
     last_B1 = (kept_BV > 0).sum(dim=-1, keepdim=True) - 1
-    return order_BV.gather(1, torch.minimum(index_B1, last_B1))[:, 0]
+    return order_BV.gather(1, torch.minimum(index_B1, last_B1))[:, 0].to(place)
 
 
 def _sorted(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

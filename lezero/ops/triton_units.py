@@ -26,6 +26,16 @@ def _counts(device: torch.device, stream: int) -> Tensor:
     return torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
 
 
+def try_out(place: torch.device) -> None:
+    """Compiles and launches a kernel that does nothing of note; raises what stands in the way."""
+    _one[(1,)](torch.empty(1, dtype=torch.int32, device=place))
+
+
+@triton.jit
+def _one(to):  # type: ignore[no-untyped-def]
+    tl.store(to, 1)
+
+
 @triton.jit
 def times(a, b, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """a b in fp32. WIDE: in the interpreter, which does not multiply bf16."""

@@ -10,7 +10,6 @@ Shapes: B sequences, D width, H heads, E numbers of a head, V vocabulary, T posi
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer
 from lezero.ops.linear import Packed
+from lezero.ops.triton_runs import triton_runs
 
 _KINDS = (torch.bfloat16, torch.float16)
 
@@ -52,7 +52,7 @@ class Decoder:
     def suits(model: Transformer) -> bool:
         """Whether kernels run all of it: on an NVIDIA device, with Triton."""
         c, place = model.config, model.norm.weight.device
-        if place.type != "cuda" or importlib.util.find_spec("triton") is None:
+        if not triton_runs(place):
             return False
         widths = (c.dim, c.ffn, c.heads * c.head_dim)
         even = c.head_dim in (32, 64, 128, 256) and not any(width % 32 for width in widths)

@@ -109,7 +109,7 @@ def whole_numbers() -> Iterator[tuple[str, bool]]:
 
 def layers() -> Iterator[tuple[str, bool]]:
     """All together, as accelerators run them."""
-    accelerator._runs_triton = lambda place: True
+    accelerator.triton_runs = lambda place: True
     kinds = itertools.product(
         (3, 70), ((4, 32, True), (4, 0, False), (8, 0, False)), FLOATS, (8, 16)
     )

@@ -104,9 +104,9 @@ for make, dtype in (
     launches = []
     wanted = trained(make, dtype, launches)
     assert not launches
-    op.runs_triton = lambda place: True
+    op.triton_runs = lambda place: True
     found = trained(make, dtype, launches)
-    op.runs_triton = lambda place: False
+    op.triton_runs = lambda place: False
     assert max(launches) > 1
     assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True)), dtype
 print("alike")

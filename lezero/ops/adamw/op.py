@@ -6,8 +6,6 @@ an accelerator, and the reference everything else.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +16,7 @@ from lezero.core.errors import ConfigError
 from lezero.ops.adamw import eight_bit, reference
 from lezero.ops.adamw.native import NATIVE
 from lezero.ops.adamw.reference import Problem
+from lezero.ops.triton_runs import triton_runs
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _OPTIONS = "float lr, float beta1, float beta2, float eps, float weight_decay"
@@ -106,7 +105,7 @@ def adamw_all(name: str, arguments: Iterable[tuple[Any, ...]]) -> None:
     """Calls the op `name` ("adamw_" or "adamw8bit_") with each; an accelerator does all at once."""
     together = []
     for one in arguments:
-        if not runs_triton(one[0].device):
+        if not triton_runs(one[0].device):
             getattr(torch.ops.lezero, name)(*one)
         elif all(x.is_contiguous() for x in one if isinstance(x, Tensor)):
             together.append(_CHECKS[name](*one))
@@ -122,12 +121,12 @@ def _run(problem: Problem) -> None:
         return
     name = "adamw8bit" if len(state) == 4 else "adamw"
     native = param.device.type == "cpu" and NATIVE.available()
-    if not runs_triton(param.device) and not native:
+    if not triton_runs(param.device) and not native:
         getattr(reference, name)(param, extra, grad, *state, c)
         return
     weight, *moments = (x.contiguous() for x in (param, *state))
     more = None if extra is None else extra.contiguous()
-    if runs_triton(param.device):
+    if triton_runs(param.device):
         _launch([Problem(weight, more, grad.contiguous(), tuple(moments), c)])
     else:
         tables = (eight_bit.tables(),) if len(state) == 4 else ()
@@ -142,15 +141,6 @@ def _launch(problems: list[Problem]) -> None:
     from lezero.ops.adamw import triton_kernel
 
     triton_kernel.step(problems)
-
-
-def runs_triton(place: torch.device) -> bool:
-    return place.type != "cpu" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _kind(param: Tensor, extra: Tensor | None) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.ops.codec import native, reference
 from lezero.ops.codec.layout import BLOCKS, FORMS, Layout
+from lezero.ops.triton_runs import triton_runs
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define(
@@ -84,7 +83,7 @@ def _encode(values: Tensor, payload: Tensor, error: Tensor | None, form: str, bl
         values = values.float()
     if values.device.type == "cpu" and native.NATIVE.available():
         native.NATIVE.ops.encode(values, payload, error, FORMS.index(form), block)
-    elif _has_triton(values):
+    elif triton_runs(values.device):
         from lezero.ops.codec import triton_kernel
 
         triton_kernel.encode(values, payload, error, form, block)
@@ -99,16 +98,12 @@ def _decode(payload: Tensor, out: Tensor, form: str, block: int, add: bool) -> N
         out.copy_(wide)
     elif out.device.type == "cpu" and native.NATIVE.available():
         native.NATIVE.ops.decode(payload, out, FORMS.index(form), block, add)
-    elif _has_triton(out):
+    elif triton_runs(out.device):
         from lezero.ops.codec import triton_kernel
 
         triton_kernel.decode(payload, out, form, block, add)
     else:
         reference.decode(payload, out, form, block, add)
-
-
-def _has_triton(x: Tensor) -> bool:
-    return x.device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _fake_encode(

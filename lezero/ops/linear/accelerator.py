@@ -12,7 +12,6 @@ each call.
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from lezero.core.log import logger
 from lezero.ops.linear import reference
 from lezero.ops.linear.layout import Packed, in_rows, to_rows
 from lezero.ops.quantize.tokens import quantize_blocks, quantize_tokens
+from lezero.ops.triton_runs import triton_runs
 
 FEW_TOKENS = 64
 """Up to here codes are multiplied where they are read; more tokens share a dequantized weight."""
@@ -55,7 +55,7 @@ def linear_int(
             return _whole(x_MK, packed, bias, x_scale)
         a_MK, token_M = _tokens(x_MK, x_scale, K)
         x_MK = (a_MK * token_M[:, None]).to(x_MK.dtype)
-    if len(x_MK) <= FEW_TOKENS and _runs_triton(x_MK.device):
+    if len(x_MK) <= FEW_TOKENS and triton_runs(x_MK.device):
         from lezero.ops.linear import triton_few
 
         if triton_few.suits(x_MK.dtype, bits, group):
@@ -74,7 +74,7 @@ def dequantize(
 ) -> Tensor:
     """The (N, K) weight that a packed one stands for; on the CPU too."""
     sizes = (out_features, in_features, bits, group)
-    if in_rows(packed) and _runs_triton(packed.weight.device):
+    if in_rows(packed) and triton_runs(packed.weight.device):
         from lezero.ops.linear import triton_rows
 
         return triton_rows.dequantize(packed, *sizes, dtype)
@@ -88,7 +88,7 @@ def embedding(
 
     By triton, an id that the weight does not have gives a row of NaN; else it is torch's error.
     """
-    if in_rows(packed) and _runs_triton(packed.weight.device):
+    if in_rows(packed) and triton_runs(packed.weight.device):
         from lezero.ops.linear import triton_rows
 
         return triton_rows.embedding(ids, packed, in_features, bits, group, dtype)
@@ -97,7 +97,7 @@ def embedding(
 
 def _tokens(x_MK: Tensor, x_scale: Tensor | None, columns: int) -> tuple[Tensor, Tensor]:
     """`quantize_tokens`, filled up to so many columns, by zeros."""
-    if _runs_triton(x_MK.device):
+    if triton_runs(x_MK.device):
         from lezero.ops.linear import triton_tokens
 
         return triton_tokens.quantize_tokens(x_MK, x_scale, columns)
@@ -110,7 +110,7 @@ def _whole(x_MK: Tensor, packed: Packed, bias: Tensor | None, x_scale: Tensor | 
     M, (weight, scale, _) = len(x_MK), packed
     N, columns = weight.shape
     a_MK, token_M = _tokens(x_MK, x_scale, columns)
-    if _runs_triton(x_MK.device):
+    if triton_runs(x_MK.device):
         from lezero.ops.linear import triton_w8a8
 
         return triton_w8a8.linear_w8a8(a_MK, token_M, weight, scale, bias, x_MK.dtype)
@@ -122,17 +122,8 @@ def _whole(x_MK: Tensor, packed: Packed, bias: Tensor | None, x_scale: Tensor | 
     return reference.finish(total_MN.float(), factor, bias, x_MK.dtype)
 
 
-def _runs_triton(device: torch.device) -> bool:
-    return device.type == "cuda" and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _multiplies_int8(device: torch.device) -> bool:
-    return _runs_triton(device) or _torch_multiplies_int8(device.type)
+    return triton_runs(device) or _torch_multiplies_int8(device.type)
 
 
 @functools.cache
