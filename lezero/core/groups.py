@@ -270,13 +270,6 @@ def kind() -> str:
     return _place().type
 
 
-def moves(kind: str) -> bool:
-    """Whether the group of all ranks exchanges tensors of this kind of device."""
-    import torch.distributed as dist
-
-    return world_size() == 1 or f"{kind}:" in dist.get_backend_config()
-
-
 def ranks_here() -> int:
     """How many ranks of this job share this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) if launched() else 1

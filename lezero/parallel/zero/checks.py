@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -47,7 +48,7 @@ def check_model(model: nn.Module) -> None:
             f"lz.shard_: parameters lie on {' and '.join(sorted(kinds))}; move all to one device"
         )
     (kind,) = kinds
-    if kind != "meta" and not groups.moves(kind):
+    if kind != "meta" and not moves(kind):
         raise ConfigError(
             f"lz.shard_: parameters lie on {kind}, but these ranks exchange tensors on "
             f"{groups.kind()}; move the model there first, or join with backend='gloo'"
@@ -61,6 +62,11 @@ def check_model(model: nn.Module) -> None:
             )
         if isinstance(parameter, DTensor):
             raise OrderError(f"lz.shard_: parameter '{name}' is a DTensor, so it is split already")
+
+
+def moves(kind: str) -> bool:
+    """Whether the group of all ranks exchanges tensors of this kind of device."""
+    return groups.world_size() == 1 or f"{kind}:" in dist.get_backend_config()
 
 
 def check_max_norm(model: nn.Module, config: Zero) -> None:

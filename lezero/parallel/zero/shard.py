@@ -127,7 +127,7 @@ def _broadcast(model: nn.Module) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.is_meta and tensor.numel():
             data = tensor.data.contiguous()
-            if not groups.moves(data.device.type):
+            if not checks.moves(data.device.type):
                 data = data.to(device.device())
             with groups.naming_lost_ranks():
                 dist.broadcast(data.view(-1).view(torch.uint8), 0)
