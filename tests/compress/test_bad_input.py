@@ -21,14 +21,16 @@ from tests.compress.test_quantize import small, tokens
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Checks that classes, parameter objects, values and outputs are as before."""
+    """Checks that classes, parameter objects, values, strides and modes are as before."""
     classes = {name: type(module) for name, module in model.named_modules()}
     state = copy.deepcopy(model.state_dict())
     ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     training = {name: module.training for name, module in model.named_modules()}
+    strides = [parameter.stride() for parameter in model.parameters()]
     yield
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == ids
+    assert [parameter.stride() for parameter in model.parameters()] == strides
     now = model.state_dict()
     assert list(now) == list(state)
     for name, value in state.items():
@@ -242,6 +244,18 @@ def test_a_budget_names_the_convolution_whose_batch_norm_was_folded():
             metric=lambda m: next(calls, float("nan")),
             budget=0.2,
         )
+
+
+def test_a_model_in_another_memory_format_stays_in_it() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)).eval()
+    model.to(memory_format=torch.channels_last)
+    model.append(nn.Linear(4, 64))
+    model[3].weight.data = torch.randn(4, 64).T
+    assert not any(model[index].weight.is_contiguous() for index in (0, 2, 3))
+    data = torch.randn(2, 8, 8, 8)
+    for scheme in (lz.Int8WeightActivation(), lz.Int8Weight()):
+        with unchanged(model), pytest.raises(lz.NumericsError, match="budget"):
+            lz.quantize_(model, scheme, data=data, objective="size", budget=1e-9)
 
 
 def test_a_metric_is_compared_with_what_it_was():

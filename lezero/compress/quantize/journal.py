@@ -2,7 +2,9 @@
 
 Before a module changes, `remember` notes what it is made of. `release` moves a parameter's values
 to the disk, so that the quantized weight can take their place in memory. `undo` gives every module
-its class, its parameters (the same objects, with the same values), buffers and attributes back.
+its class, its parameters (the same objects, with the same values and strides), buffers and
+attributes back. Released values come back in memory of their own: what else had a view of the old
+(a flat buffer, a process that shares it) has none of the new.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ class Journal:
         self._modules: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
         self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._released: dict[int, nn.Parameter] = {}
+        self._strides: dict[int, tuple[int, ...]] = {}
 
     def remember(self, module: nn.Module) -> None:
         """Call it before the class, parameters or attributes of `module` change."""
@@ -45,6 +48,8 @@ class Journal:
         """As `keep_values`, to the disk: for weights."""
         if id(parameter) not in self._released:
             self._spill.put(("original", id(parameter)), parameter.data)
+            # A view with gaps comes back without them.
+            self._strides[id(parameter)] = torch.empty_like(parameter, device="meta").stride()
             self._released[id(parameter)] = parameter  # now that there is something to give back
 
     def release(self, parameter: nn.Parameter) -> None:
@@ -84,7 +89,14 @@ class Journal:
     def _give_back(self, key: int) -> None:
         parameter = self._released[key]
         values = self._spill.get(("original", key))
-        if parameter.data.shape == values.shape:
-            parameter.data.copy_(values)
+        if parameter.data.shape != values.shape:
+            stride = self._strides[key]
+            parameter.data = values if stride == values.stride() else _arranged(values, stride)
         else:
-            parameter.data = values
+            parameter.data.copy_(values)
+
+
+def _arranged(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy with these strides: `channels_last`, a transposed weight."""
+    made = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+    return made.copy_(values)
