@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from lezero import checkpoint
-from lezero.checkpoint.crew import Crew
 from lezero.core.errors import ConfigError, CorruptError, FileError, NumericsError
 from lezero.files import list_generations, read_generation, step_of
 from lezero.train import Callback, RunConfig, Trainer, TrainResult
-from lezero.train.engine import Engine
 from lezero.train.metrics import read_metrics
 from tests.train.runs import config, filled_cache, one_thread, settings
 
@@ -131,16 +129,6 @@ def test_generations_are_kept_as_configured_with_best_and_last(finished):
         "state", "optimizer", "random", "decisions", "environment", "cursor", "progress", "config",
         "model",
     }  # fmt: skip
-
-
-def test_the_best_generation_outlives_its_turn(tmp_path, monkeypatch):
-    told = iter([3.0, 2.0, 2.5, 4.0, 2.1, math.nan])
-    monkeypatch.setattr(Engine, "evaluate", lambda self, batches: next(told))
-    _, trainer = train(
-        tmp_path, train__steps=12, validation={"every": 2}, checkpoint={"every": 2, "keep": 1}
-    )
-    assert checkpoint.read_mark(trainer.folder.checkpoints, "best") == 4
-    assert steps_in(tmp_path) == [4, 12]
 
 
 def test_every_file_of_a_run_is_there_and_sane(finished):
@@ -343,25 +331,6 @@ def test_a_callback_may_stop_the_run(tmp_path):
     assert result.step in (3, 4)
     assert result.exit_status == 0, "nobody was killed"
     assert steps_in(tmp_path) == [result.step]
-
-
-def test_a_best_generation_that_was_not_written_is_not_the_best(tmp_path, monkeypatch):
-    losses = iter([3.0, 2.0, 2.5, 2.9])
-    monkeypatch.setattr(Engine, "evaluate", lambda engine, batches: next(losses))
-    write = Crew.write
-
-    def full(crew, root, step, *rest):
-        if step == 4:
-            raise FileError("the disk is full")
-        write(crew, root, step, *rest)
-
-    monkeypatch.setattr(Crew, "write", full)
-    recorder = Recorder(at5=lambda trainer: trainer.saver.wait())
-    _, trainer = train(
-        tmp_path, recorder, train__steps=8, validation={"every": 2}, checkpoint={"every": 8}
-    )
-    assert checkpoint.read_mark(trainer.folder.checkpoints, "best") == 6
-    assert trainer.best == 2.5
 
 
 def test_tensorboard_gets_the_same_curves(tmp_path):
