@@ -7,7 +7,7 @@ import torch
 from lezero.models import Sampling
 from lezero.models.sampling import choose
 from lezero.serve import Drawn, SamplingParams
-from lezero.serve.sampler import Row, draw
+from lezero.serve.sampler import Row, draw, likeliest
 
 MIXED = [
     SamplingParams(temperature=0.0),
@@ -192,6 +192,17 @@ def test_penalties_that_leave_no_number_are_named() -> None:
     assert "after the penalties that were asked for" in str(drawn.error)
     (plain,) = draw(torch.full((1, 8), torch.nan), [Row(SamplingParams(), 1, 3)])
     assert "penalties" not in str(plain.error)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 17, 48, 3000, 3072, 4096])
+def test_the_likeliest_token_is_the_first_of_equals(vocabulary: int) -> None:
+    rows_RV = logits(9, vocabulary)
+    rows_RV[1], rows_RV[2, vocabulary // 2], rows_RV[3] = 0.0, torch.nan, -torch.inf
+    rows_RV[4, -1] = torch.inf
+    highest, token = likeliest(rows_RV)
+    wanted = rows_RV.max(-1)
+    torch.testing.assert_close(highest, wanted.values, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(token, wanted.indices)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 5])
