@@ -1,0 +1,98 @@
+"""Batch norms become part of convolutions only where no one else reads those, in any batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from tests.compress.test_folds import Opaque, quantized
+from tests.compress.test_quantize import difference
+
+
+class ReadsConvolution(nn.Module):
+    """Positive inputs see only the batch norm; others the convolution by itself as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.norm.running_var.fill_(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.norm(y)
+        return z if x.min() >= 0 else z + y
+
+
+def test_batch_norms_too_are_folded_only_where_every_batch_agrees() -> None:
+    torch.manual_seed(0)
+    model, x = ReadsConvolution().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        for data, folded in (([x, x], True), ([x, -x], False), ([-x, x], False)):
+            made = quantized(model, lz.Int8WeightActivation(), data)
+            assert isinstance(made.norm, FoldedBatchNorm) is folded
+            for batch in data:
+                assert difference(made(batch), model(batch)) < 0.05
+
+
+class Shares(nn.Module):
+    """Another convolution, which the calibration data does not reach, has the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.other = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(3, 8, 3)
+        self.last = nn.Conv2d(8, 8, 1)
+        self.other.weight = self.conv.weight
+        self.norm.running_var.fill_(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.conv(x))) if x.min() >= 0 else self.other(x)
+
+
+def test_a_convolution_that_shares_its_weight_takes_no_batch_norm() -> None:
+    model, x = Shares().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), x)
+        assert not isinstance(made.norm, FoldedBatchNorm)
+        assert difference(made(-x), model(-x)) < 0.02
+
+
+class TwoNorms(nn.Module):
+    """Two batch norms read one convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.one, self.two = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.one.running_var.fill_(4.0)
+        self.two.running_var.fill_(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return self.one(y) + self.two(y)
+
+
+def test_a_convolution_with_two_batch_norms_takes_neither() -> None:
+    model, x = TwoNorms().eval(), torch.rand(2, 3, 8, 8)
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), x)
+        assert type(made.one) is type(made.two) is nn.BatchNorm2d
+        assert difference(made.conv.weight.decode(), model.conv.weight) < 0.01
+        assert difference(made(x), model(x)) < 0.02
+
+
+class Wrapped(ReadsConvolution):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(-x.abs()))
+
+
+def test_batch_norms_stay_where_the_outputs_cannot_be_seen() -> None:
+    model, x = Wrapped().eval(), torch.rand(2, 3, 8, 8)
+    made = quantized(model, lz.Int8WeightActivation(), x)
+    assert not isinstance(made.norm, FoldedBatchNorm)
+    assert lz.quantization_report(made).quality_after is None
+    with pytest.raises(lz.ConfigError, match="budget: the model's outputs hold no floating-point"):
+        lz.quantize_(model, lz.Int8WeightActivation(), data=x, objective="size", budget=0.1)
