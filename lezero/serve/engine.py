@@ -212,19 +212,30 @@ class Engine:
 
     def _run(self, chunks: Sequence[Chunk]) -> list[list[Drawn]]:
         """What is drawn for each chunk: the accepted drafts, then one more."""
-        fed, rows = [], []
+        fed, asked = [], []
         for chunk in chunks:
             guesses = range(len(chunk.drafts) + 1 if chunk.samples else 0)
-            rows += [Row.of(chunk.request, chunk.drafts[:count]) for count in guesses]
+            asked += [(chunk.request, chunk.drafts[:count]) for count in guesses]
             wanted = range(chunk.count - len(guesses), chunk.count)
             fed.append(Fed(chunk.tokens, chunk.start, chunk.request.blocks, wanted))
-        drawn = iter(draw(self.program.run(fed), rows))
+        drawn = iter(self._drawn(fed, asked))
         found: list[list[Drawn]] = []
         for chunk in chunks:
             count = len(chunk.drafts) + 1 if chunk.samples else 0
             mine = [next(drawn) for _ in range(count)]
             found.append(mine[: _kept(chunk.drafts, mine)])
         return found
+
+    def _drawn(
+        self, fed: Sequence[Fed], asked: Sequence[tuple[Request, Sequence[int]]]
+    ) -> list[Drawn]:
+        """What is drawn for each wanted row: of a request, behind some of its guesses."""
+        if not asked or not all(request.greedy for request, _ in asked):
+            return draw(self.program.run(fed), [Row.of(*one) for one in asked])
+        return [
+            Drawn(token, error=None if token >= 0 else no_token(Row.of(*one)))
+            for token, one in zip(self.program.best(fed), asked, strict=True)
+        ]
 
 
 def _kept(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer
 from lezero.models.transformer import TransformerBlock
 from lezero.ops.decoder import (
@@ -25,6 +26,8 @@ from lezero.ops.decoder import (
     Weight,
     block_bytes,
 )
+from lezero.ops.linear import embedding_rows
+from lezero.serve.likeliest import best_tokens
 from lezero.serve.merged import merged
 from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
 
@@ -72,7 +75,14 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        return self._decoder.logits(*self._given(fed), wanted_rows(fed, torch.int32))
+        return self._decoder.logits(*self._given(fed), wanted_rows(fed, torch.int32))[0]
+
+    @torch.no_grad()
+    def best(self, fed: Sequence[Fed]) -> list[int]:
+        rows = wanted_rows(fed, torch.int32)
+        logits_RV, best_R = self._decoder.logits(*self._given(fed), rows, best=True)
+        found: list[int] = best_R.tolist()
+        return best_tokens(logits_RV) if -1 in found else found
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
@@ -86,7 +96,7 @@ class FusedProgram(Program):
         """What the decoder takes of a step; the residual stream first."""
         assert self._cache is not None, "reserve the cache first"
         tokens = torch.tensor([token for one in fed for token in one.tokens])
-        x_TD = self._embedding(tokens).float()
+        x_TD = self._embedded(tokens)
         self._rope.ready(max(one.position + len(one.tokens) for one in fed), x_TD.device)
         chunks, first = [], 0
         for one in fed:
@@ -95,6 +105,14 @@ class FusedProgram(Program):
         angles = (self._rope.cos_TP, self._rope.sin_TP)
         chunks_C3 = torch.tensor(chunks, dtype=torch.int32)
         return (x_TD, *angles, chunks_C3, block_table(fed), self._cache)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """fp32 (T, D); the engine has seen that they are tokens of the model."""
+        weight = getattr(self._embedding, "weight", None)
+        if not isinstance(weight, PackedWeight):
+            return self._embedding(tokens).float()
+        form = (self.config.dim, weight.grid.bits, weight.group, weight.dtype)
+        return embedding_rows(tokens, weight.parts(), *form).float()
 
     def matrices(self) -> list[tuple[Weight, ...]]:
         """The matrices of each layer, in the order in which a step reads them."""

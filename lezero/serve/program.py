@@ -15,6 +15,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.models import TransformerConfig
 from lezero.serve.flight import Flight
+from lezero.serve.likeliest import best_tokens
 
 _MOST_ROWS = 256
 
@@ -84,6 +85,11 @@ class Program(ABC):
     @abstractmethod
     def run(self, fed: Sequence[Fed]) -> Tensor:
         """fp32 logits (R, V) of the wanted rows, in order. Keys and values go into the blocks."""
+
+    def best(self, fed: Sequence[Fed]) -> list[int]:
+        """`run` where only the likeliest tokens are asked for: of each wanted row the one with the
+        largest logit, the first of equals; -1 where that logit is not a finite number."""
+        return best_tokens(self.run(fed))
 
     def launch(
         self, fed: Sequence[Fed], after: Flight | None = None, rows: Sequence[int] = ()

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.models.sampling import chance
+from lezero.serve.likeliest import likeliest
 from lezero.serve.request import Request
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
 
 # Sorting a whole vocabulary costs more than all else. Few tokens nearly always reach top-p, or the
 # drawn number, so the most likely ones are tried first, then more, then all.
 _TRIED_FIRST = (256, 4096)
-_PIECE, _LEAST_PIECE = 256, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +118,6 @@ def _tried(logits_RV: Tensor, rows: Sequence[Row], count: int) -> list[Drawn | N
             sure = number not in uncertain
             drawn.append(Drawn(token, logprobs.get(number)) if sure else None)
     return drawn
-
-
-def likeliest(scores_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row's largest score, and the first token that has it; a NaN counts as the largest.
-
-    In two steps: a CPU finds the largest of pieces at the speed of its cache, but is five times
-    slower where it looks for its place at once.
-    """
-    R, V = scores_RV.shape
-    size = math.gcd(V, _PIECE)
-    if size < _LEAST_PIECE:
-        highest_R, token_R = scores_RV.max(dim=-1)
-        return highest_R, token_R
-    pieces_RPS = scores_RV.view(R, -1, size)
-    highest_R, piece_R = pieces_RPS.amax(-1).max(-1)
-    inside_R = pieces_RPS[torch.arange(R, device=piece_R.device), piece_R].argmax(-1)
-    return highest_R, piece_R * size + inside_R
 
 
 def no_token(row: Row) -> str:

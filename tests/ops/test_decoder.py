@@ -159,12 +159,39 @@ def test_logits_are_those_of_the_last_states(form, kernel, monkeypatch):
     x = torch.randn(43, PLAIN.dim)
     decoder.run(states := x.clone(), *angles, chunks, table, poisoned(PLAIN))
     for rows in ([42], [0, 39, 41], range(43), []):
-        wanted = reference.logits(PLAIN, ending, states[list(rows)])
+        wanted, _ = reference.logits(PLAIN, ending, states[list(rows)])
         given = torch.tensor(list(rows), dtype=torch.int32)
-        found = decoder.logits(x.clone(), *angles, chunks, table, poisoned(PLAIN), given)
+        found, _ = decoder.logits(x.clone(), *angles, chunks, table, poisoned(PLAIN), given)
         assert found.shape == (len(rows), 333)
         # The norm's sum is taken in another order; one code of eight bits may fall elsewhere.
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=3e-2 if "A8" in form else 1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("vocabulary", [1, 31, 33, 700])
+def test_the_best_of_the_logits_is_the_first_of_equals(vocabulary, threads):
+    torch.manual_seed(0)
+    head = torch.randn(vocabulary, PLAIN.dim).repeat_interleave(2, 0)[:vocabulary]  # twins
+    codes, scale, _ = quantize(head, Grid("int8"))
+    bias = torch.randn(vocabulary).repeat_interleave(2, 0)[:vocabulary] - 5  # no largest above 0
+    made = Weight(Packed(*pack(codes, scale.float(), None, bits=8)), bias, vocabulary, PLAIN.dim, 8)
+    decoder, angles = (
+        Decoder(PLAIN, layers(PLAIN, "W8A16"), Ending(torch.ones(96), made)),
+        tables(PLAIN),
+    )
+    table, chunks = torch.arange(8)[None].int(), torch.tensor([[0, 40, 0]], dtype=torch.int32)
+    x, rows, before = torch.randn(40, PLAIN.dim), torch.arange(40).int(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for bad in (None, torch.nan, torch.inf):
+            if bad is not None:
+                bias[vocabulary // 2] = bad
+            given = (x.clone(), *angles, chunks, table, poisoned(PLAIN), rows)
+            found, best = decoder.logits(*given, best=True)
+            wanted = found.argmax(1) if bad is None else torch.full((40,), -1)
+            assert torch.equal(best, wanted)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_threads_do_not_change_a_bit():

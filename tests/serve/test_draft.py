@@ -17,7 +17,7 @@ from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import Speculator
-from tests.serve.models import prompts, small
+from tests.serve.models import prompts, runs, small
 from tests.serve.server.running import coder
 
 KINDS = {
@@ -139,7 +139,7 @@ def test_a_new_request_finds_what_the_draft_has_seen() -> None:
         fed.append(sum(len(one.tokens) for one in given))
         return run(given)
 
-    inner(llm).program.run = counted  # type: ignore[method-assign, assignment]
+    runs(inner(llm).program, counted)
     prompt = prompts(1, longest=100, seed=8)[0] + [5] * 40
     llm.generate([prompt], params)
     first = sum(fed)

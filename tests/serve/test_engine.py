@@ -11,7 +11,7 @@ from lezero.serve.answer import Completion
 from lezero.serve.llm import LLM
 from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
-from tests.serve.models import prompts, small
+from tests.serve.models import prompts, runs, small
 
 PARAMS = SamplingParams(max_tokens=20, seed=3, logprobs=1)
 BAD = 96
@@ -28,7 +28,7 @@ def broken(llm: LLM, bad: Callable[[Fed], bool]) -> list[int]:
             raise RuntimeError("a bug in a kernel")
         return run(fed)
 
-    llm.program.run = raising  # type: ignore[method-assign]
+    runs(llm.program, raising)
     return calls
 
 
@@ -81,7 +81,7 @@ def test_what_only_fails_together_harms_nobody(caplog: Any) -> None:
             raise MemoryError
         return run(fed)
 
-    llm.program.run = crowded  # type: ignore[method-assign]
+    runs(llm.program, crowded)
     assert heard(llm.generate(given(), PARAMS)) == expected
 
 

@@ -7,7 +7,8 @@ import torch
 from lezero.models import Sampling
 from lezero.models.sampling import choose
 from lezero.serve import Drawn, SamplingParams
-from lezero.serve.sampler import Row, draw, likeliest
+from lezero.serve.likeliest import best_tokens, likeliest
+from lezero.serve.sampler import Row, draw
 
 MIXED = [
     SamplingParams(temperature=0.0),
@@ -203,6 +204,7 @@ def test_the_likeliest_token_is_the_first_of_equals(vocabulary: int) -> None:
     wanted = rows_RV.max(-1)
     torch.testing.assert_close(highest, wanted.values, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(token, wanted.indices)
+    assert best_tokens(rows_RV) == wanted.indices.where(wanted.values.isfinite(), -1).tolist()
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 5])

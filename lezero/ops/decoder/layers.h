@@ -25,6 +25,7 @@ enum {
   WIDEST = 256, /* width of a head */
   RANGE = 256,  /* keys, see [Note: ranges] */
   MOST_RANGES = 1024,
+  BEST_BYTES = 16, /* of a best_logit */
 };
 #define LOWEST (-1e30f)
 
@@ -52,6 +53,7 @@ typedef struct {
   float *query_scales; /* (T, H), beside a cache of codes */
   range_sums *sums;
   void *prepared;
+  struct best_logit *best; /* (crew, rows) */
   char *own;      /* of each worker, `each` bytes */
   size_t each, bytes;
 } layout;
@@ -126,6 +128,7 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   a.query_scales = carve(&at, (size_t)(s->T * s->H) * 4);
   a.sums = carve(&at, MOST_RANGES * sizeof(range_sums)); /* memory is taken as it is used */
   a.prepared = carve(&at, prepared);
+  a.best = carve(&at, (size_t)(s->crew * s->rows) * BEST_BYTES);
   a.own = carve(&at, a.each * (size_t)s->crew);
   a.bytes = (size_t)(at - base);
   return a;
@@ -239,16 +242,21 @@ static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) 
   meet(w);
 }
 
-static void multiply(worker *w, lezero_linear *l, void *out) {
+static void multiply_own(const worker *w, lezero_linear *l, void *out) {
   l->out = out;
   const int64_t pairs = lezero_linear_pairs(l);
   lezero_linear_multiply(l, 0, l->M, w->a.prepared, w->a.own + w->begin * (int64_t)w->a.each,
                          from(w, pairs), upto(w, pairs));
+}
+
+static void multiply(worker *w, lezero_linear *l, void *out) {
+  multiply_own(w, l, out);
   meet(w);
 }
 
 #include "cache.h"
 #include "attention.h"
+#include "best.h"
 
 typedef struct {
   const float *weight;
@@ -292,7 +300,11 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
   if (s->rows) {
     lezero_linear head = head_of(s);
     prepare(w, &head, fill_wanted, &(filled_by){s->norm, 0, delta});
-    multiply(w, &head, s->logits);
+    multiply_own(w, &head, s->logits);
+    if (!s->best) return;
+    find_best(w, &head);
+    meet(w);
+    if (w->begin == 0) join_best(w);
   } else {
     for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) normalise(w, row, row, 0, 0, delta);
   }

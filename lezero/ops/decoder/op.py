@@ -29,6 +29,7 @@ MOST_TOKENS = 256
 WIDEST_HEAD = 256
 _NO_ROWS = torch.empty(0, dtype=torch.int32, device="cpu")
 _NO_LOGITS = torch.empty(0, 0, device="cpu")
+_NO_BEST = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Decoder:
             reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
             return
         given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
-        self._run(given, _NO_ROWS, _NO_LOGITS, cache.bits)
+        self._run(given, _NO_ROWS, _NO_LOGITS, _NO_BEST, cache.bits)
 
     def logits(
         self,
@@ -133,22 +134,30 @@ class Decoder:
         table: Tensor,
         cache: BlockCache,
         rows: Tensor,
-    ) -> Tensor:
+        best: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         """fp32 logits (R, V) of rows of x_TD (int32, each once), by the `ending`.
 
-        The rest as `run`; what is left in x_TD is nobody's.
+        best: also where each row's largest logit is, the first of equals, int64 (R,); -1 where any
+        logit is not finite. The rest as `run`; what is left in x_TD is nobody's.
         """
         assert self.ending is not None
         if not NATIVE.available():
             reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
-            return reference.logits(self.shape, self.ending, x_TD[rows])
+            return reference.logits(self.shape, self.ending, x_TD[rows], best)
         logits_RV = torch.empty(len(rows), self.ending.head.out_features)
         given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
-        self._run(given, rows, logits_RV, cache.bits)
-        return logits_RV
+        best_R = torch.empty(len(rows) if best else 0, dtype=torch.int64)
+        self._run(given, rows, logits_RV, best_R, cache.bits)
+        return logits_RV, best_R
 
     def _run(
-        self, given: tuple[Tensor, ...], rows: Tensor, logits_RV: Tensor, cache_bits: int
+        self,
+        given: tuple[Tensor, ...],
+        rows: Tensor,
+        logits_RV: Tensor,
+        best_R: Tensor,
+        cache_bits: int,
     ) -> None:
         s, T, R, V = self.shape, len(given[0]), len(rows), logits_RV.shape[1]
         key = (T, R, torch.get_num_threads())
@@ -159,7 +168,7 @@ class Decoder:
             self._room = torch.empty(self._sizes[key], dtype=torch.uint8)
         room = self._room[-self._room.data_ptr() % 64 :]
         NATIVE.ops.run(
-            *(*given, room, self._end, rows, logits_RV),
+            *(*given, room, self._end, rows, logits_RV, best_R),
             *(s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits),
         )
 

@@ -54,6 +54,7 @@ typedef struct {
   const float *norm;
   const lezero_weight *head; /* (V, D) */
   float *logits;      /* (rows, V) */
+  int64_t *best;      /* (rows,): the largest logit's place, best.h; or null */
   void *scratch;    /* aligned to 64 */
   int64_t crew;     /* workers, which all run at once */
 } lezero_step;

@@ -45,12 +45,15 @@ def run(
         x_TD += multiply(F.silu(gate) * up, layer.down).float()
 
 
-def logits(shape: Shape, ending: Ending, x_RD: Tensor) -> Tensor:
+def logits(shape: Shape, ending: Ending, x_RD: Tensor, best: bool = False) -> tuple[Tensor, Tensor]:
     """See `Decoder.logits`. Rows are fp32, also where the head has 16 bits."""
     head, rows_RD = ending.head, norm(x_RD, ending.norm, shape.eps)
     if head.bits == 16:
-        return linear.linear_bf16(rows_RD, head.packed.weight, head.bias, head.out_features)
-    return multiply(rows_RD, head)
+        found = linear.linear_bf16(rows_RD, head.packed.weight, head.bias, head.out_features)
+    else:
+        found = multiply(rows_RD, head)
+    places = found.argmax(1).where(found.isfinite().all(1), -1)
+    return found, places if best else places[:0]
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -34,10 +34,12 @@ int64_t scratch(int64_t T, int64_t rows, const Tensor& layers, const Tensor& end
   return static_cast<int64_t>(lezero_decoder_scratch(&s));
 }
 
-// `rows`: of which logits are wanted, `logits`: theirs; both empty where x is what comes out.
+// `rows`: of which logits are wanted, `logits`: theirs; both empty where x is what comes out. `best`:
+// of each row its largest logit's place, or empty.
 void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor& sin,
          const Tensor& chunks, const Tensor& table, const Tensor& keys, const Tensor& values,
          const Tensor& room, const Tensor& ending, const Tensor& rows, const Tensor& logits,
+         const Tensor& best,
          int64_t H, int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits) {
   const int64_t K = keys.size(2);
   lezero_step s = step_of(x.size(0), layers, x.size(1), H, K, E, F);
@@ -52,6 +54,7 @@ void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor&
   want(s, ending, rows.size(0), logits.size(1));
   s.row = static_cast<const int32_t*>(rows.data_ptr());
   s.logits = static_cast<float*>(logits.data_ptr());
+  s.best = best.numel() ? static_cast<int64_t*>(best.data_ptr()) : nullptr;
   s.scratch = room.data_ptr(), s.eps = static_cast<float>(eps), s.window = window;
   lezero_decoder_begin(&s);
   torch::stable::parallel_for(0, s.crew, 1, [&](int64_t begin, int64_t end) {
@@ -68,7 +71,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def(
       "run(Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, Tensor chunks, Tensor table, "
       "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, Tensor ending, Tensor rows, "
-      "Tensor(e!) logits, int H, int E, int F, float eps, int window, int cache_bits) -> ()");
+      "Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, float eps, int window, int cache_bits) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {

@@ -32,13 +32,14 @@ from lezero.ops.linear.layout import (
     unpack_bf16,
 )
 from lezero.ops.linear.native import available, kernel_name
-from lezero.ops.linear.op import embedding_int, linear_bf16, linear_int
+from lezero.ops.linear.op import embedding_int, embedding_rows, linear_bf16, linear_int
 
 __all__ = [
     "Packed",
     "available",
     "conv_int8",
     "embedding_int",
+    "embedding_rows",
     "from_rows",
     "in_rows",
     "kernel_name",

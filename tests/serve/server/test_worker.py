@@ -15,7 +15,7 @@ from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.run import Server
-from tests.serve.models import small
+from tests.serve.models import runs, small
 from tests.serve.server.running import Client, coder, serving, small_llm, until
 
 POISON = 200
@@ -107,7 +107,7 @@ def test_a_step_that_fails_ends_the_request_at_fault_alone(caplog) -> None:
         assert found.status == 500
         assert "bug" not in found.error["message"]
 
-    llm.program.run = broken  # type: ignore[method-assign]
+    runs(llm.program, broken)
     given = prompts(6)
     expected = alone(given)
     with serving(llm) as client:
@@ -123,7 +123,7 @@ def test_a_server_whose_model_fails_at_once_does_not_start(caplog) -> None:
     def broken(fed: Any) -> Any:
         raise RuntimeError("a bug in a kernel")
 
-    llm.program.run = broken  # type: ignore[method-assign]
+    runs(llm.program, broken)
     with pytest.raises(LeZeroError, match="not give even one token"):
         Server(llm, ServeConfig(port=0)).run()
 
@@ -135,7 +135,7 @@ def test_an_engine_that_always_fails_is_not_healthy(caplog) -> None:
         raise RuntimeError("a bug in a kernel")
 
     with serving(llm) as client:
-        llm.program.run = broken  # type: ignore[method-assign]
+        runs(llm.program, broken)
         assert client.complete("x").status == 500
         until(lambda: client.server.worker.broken is not None)
         assert client.ask("/health").status == 503
