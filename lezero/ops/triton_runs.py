@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from lezero.core import device
 from lezero.core.log import logger
 
 
@@ -24,9 +26,9 @@ def _compiles(place: torch.device) -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     try:
-        from lezero.ops import triton_units
-
-        triton_units.try_out(place)
+        # Modes of torch (fake tensors, a default device) are per thread; this one has none.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_try_out, place).result()
     except Exception as error:  # of the compiler's, the driver's or Triton's own kinds
         logger("ops").warning(
             "Triton does not compile on %s (%s: %s): kernels run as plain PyTorch, slower; it "
@@ -37,3 +39,11 @@ def _compiles(place: torch.device) -> bool:
         )
         return False
     return True
+
+
+def _try_out(place: torch.device) -> None:
+    from lezero.ops import triton_units
+
+    with device.using(place):
+        triton_units.try_out(place)
+        torch.accelerator.synchronize(place)

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lezero.core.errors import ConfigError
-from lezero.ops.adamw import NATIVE, eight_bit, masters, reference
+from lezero.ops.adamw import NATIVE, eight_bit, masters, op, reference
 
 KINDS = ("fp32", "bf16", "master", "remainder")
 C = reference.coefficients(3, 1e-2, 0.9, 0.999, 1e-8, 0.1)
@@ -232,6 +233,19 @@ def test_the_ops_take_views_and_slices_alike(name: str) -> None:
     turned = [x.t().contiguous().t() for x in copies(given) if x is not None]
     op(turned[0], turned[1], grad.t().contiguous().t(), *turned[2:], step, *OPTIONS)
     assert same(list(turned), whole)
+
+
+@pytest.mark.parametrize("name", ["adamw_", "adamw8bit_"])
+def test_a_forecast_for_an_accelerator_launches_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "triton_runs", lambda place: place.type == "cuda")
+    monkeypatch.setattr(op, "_launch", None)
+    with FakeTensorMode(), torch.device("cuda:0"):
+        x, step = torch.empty(4, 300), torch.empty((), device="cpu")
+        codes, scale = x.to(torch.uint8), torch.empty(eight_bit.scales_shape(x.shape))
+        state = (x, x) if name == "adamw_" else (codes, scale, codes, scale)
+        op.adamw_all(name, [(x, None, x, *state, step, 1e-3, 0.9, 0.99, 1e-8, 0.0)])
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:

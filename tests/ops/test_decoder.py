@@ -167,9 +167,13 @@ def test_logits_are_those_of_the_last_states(form, kernel, monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=3e-2 if "A8" in form else 1e-4)
 
 
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("vocabulary", [1, 31, 33, 700])
-def test_the_best_of_the_logits_is_the_first_of_equals(vocabulary, threads):
+def test_the_best_of_the_logits_is_the_first_of_equals(vocabulary, threads, kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
     torch.manual_seed(0)
     head = torch.randn(vocabulary, PLAIN.dim).repeat_interleave(2, 0)[:vocabulary]  # twins
     codes, scale, _ = quantize(head, Grid("int8"))

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lezero import ops
 from lezero.ops import triton_runs as found
 
-GPU = torch.device("cuda", 0)
+GPU = torch.device("cuda", 1)
+
+
+class Current(AbstractContextManager[None]):
+    """The current device."""
+
+    index: int | None = 0
+
+    def __init__(self, index: int | None) -> None:
+        self.now = index
+
+    def __enter__(self) -> None:
+        Current.index = self.now
+
+    def __exit__(self, *_: object) -> None:
+        Current.index = 0
 
 
 @pytest.fixture(autouse=True)
 def asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(found.importlib.util, "find_spec", lambda name: object())
+    finds = importlib.util.find_spec
+    monkeypatch.setattr(
+        *(importlib.util, "find_spec"),
+        lambda name, *rest: name == "triton" or finds(name, *rest),
+    )
+    monkeypatch.setattr(torch.accelerator, "device_index", Current)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda place: None)
     found._compiles.cache_clear()
     yield
     found._compiles.cache_clear()
@@ -30,6 +54,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *problems: Exception) -> list[torc
     asked: list[torch.device] = []
 
     def try_out(place: torch.device) -> None:
+        assert Current.index == place.index
+        assert not isinstance(torch.empty(1), FakeTensor)
         asked.append(place)
         for problem in problems:
             raise problem
@@ -42,7 +68,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, *problems: Exception) -> list[torc
 
 def test_a_small_kernel_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = stand_in(monkeypatch)
-    assert found.triton_runs(GPU)
+    with FakeTensorMode():
+        assert found.triton_runs(GPU)
     assert found.triton_runs(GPU)
     assert asked == [GPU]
     assert not found.triton_runs(torch.device("cpu"))
@@ -64,6 +91,6 @@ def test_what_stands_in_the_way_is_said_once(
         assert not found.triton_runs(GPU)
     assert len(asked) == 1
     (said,) = [record.getMessage() for record in caplog.records]
-    assert f"Triton does not compile on cuda:0 ({type(problem).__name__}: " in said
+    assert f"Triton does not compile on cuda:1 ({type(problem).__name__}: " in said
     assert "python3-dev" in said
     assert "\n" not in said

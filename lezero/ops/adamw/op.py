@@ -1,7 +1,7 @@
 """The ops `lezero::adamw_` and `lezero::adamw8bit_`: arguments checked, then the best kernel.
 
 Both work in place on one parameter; `adamw_all` on many. The native kernels serve the CPU, Triton
-an accelerator, and the reference everything else.
+NVIDIA's and AMD's accelerators, and the reference everything else.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lezero.core.errors import ConfigError
 from lezero.ops.adamw import eight_bit, reference
@@ -105,7 +106,7 @@ def adamw_all(name: str, arguments: Iterable[tuple[Any, ...]]) -> None:
     """Calls the op `name` ("adamw_" or "adamw8bit_") with each; an accelerator does all at once."""
     together = []
     for one in arguments:
-        if not triton_runs(one[0].device):
+        if isinstance(one[0], FakeTensor) or not triton_runs(one[0].device):
             getattr(torch.ops.lezero, name)(*one)
         elif all(x.is_contiguous() for x in one if isinstance(x, Tensor)):
             together.append(_CHECKS[name](*one))
