@@ -15,6 +15,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     A list is taken as ready-made micro-batches and must have `parts` members. Tensors without dims
     go whole into each; `ConfigError` when the first dims of the others differ. Arrays are cut as
     tensors are, and so are columns: sequences inside the batch that hold neither, such as texts.
+    Tuples of settings go whole into each (`_is_settings`).
     """
     if isinstance(batch, list):
         if len(batch) != parts:
@@ -117,9 +119,23 @@ def _slice(batch: Batch, rows: range, size: int, name: str) -> Batch:
         return _like_mapping(batch, {key: inside(key, value) for key, value in batch.items()})
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes):
         return batch
+    if name and _is_settings(batch, size):
+        return batch
     if name and batch and not hasattr(batch, "_fields") and not _holds_arrays(batch):
         return _rows_of(batch, rows, size, name)
     return _like(batch, [inside(i, value) for i, value in enumerate(batch)])
+
+
+def _is_settings(value: Sequence[Any], size: int) -> bool:
+    """Whether it is a tuple of numbers, such as an image size, or one of numbers and texts that
+    are not as many as the `size` rows. A column of numbers is a list, an array or a tensor; a
+    column of texts is a tuple where rows are tuples (`default_collate`).
+    """
+    if not isinstance(value, tuple) or hasattr(value, "_fields"):
+        return False
+    if all(isinstance(each, Number) for each in value):
+        return True
+    return len(value) != size and all(isinstance(each, Number | str | bytes) for each in value)
 
 
 def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:

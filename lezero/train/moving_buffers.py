@@ -6,6 +6,7 @@ training stay finite: only evaluation, and every checkpoint, would show it.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lezero.nn.buffers import BufferSnapshot
@@ -16,9 +17,11 @@ _LARGEST_BYTES = 4 << 20
 class MovingBuffers:
     """The buffers that steps change, as they were before this one.
 
-    Candidates are floating-point buffers of at most 4 MiB and single numbers, those that are part
-    of the state dict. What stayed as it was in a step is copied again only after something wrote
-    to it, so a model without running statistics pays for one step's copies.
+    Candidates are dense floating-point buffers of at most 4 MiB and single numbers, those that are
+    part of the state dict. What stayed as it was in a step is copied again only after something
+    wrote to it, so a model without running statistics pays for one step's copies. Once written to
+    it counts as moving: DDP writes every buffer onto itself at each forward pass, and comparing
+    values makes the host wait for an accelerator, where copying does not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +45,7 @@ class MovingBuffers:
             key = kept.module, kept.name
             if key in self._moving:
                 continue
-            if kept.unchanged():
+            if key not in self._still and kept.unchanged():
                 self._still[key] = kept.buffer, _version(kept.buffer)
             else:
                 self._moving.add(key)
@@ -52,6 +55,8 @@ class MovingBuffers:
         if name in module._non_persistent_buffers_set:
             return False
         buffer = module._buffers[name]
+        if buffer is not None and buffer.layout is not torch.strided:
+            return False  # few operations know sparse tensors
         if (module, name) in self._moving:
             return True
         seen = self._still.get((module, name))

@@ -40,11 +40,29 @@ def test_texts_and_arrays_are_cut_with_the_tensors_beside_them(pair):
         assert part["x"].tolist() == part["own"].tolist() == [row[0] for row in part["seen"]]
 
 
-@pytest.mark.parametrize("odd", [["a", "b", "c"], ("a",), np.arange(3)])
+@pytest.mark.parametrize("odd", [["a", "b", "c"], ([1], ["a"]), np.arange(3)])
 def test_a_column_of_another_length_is_refused(odd):
     with pytest.raises(ConfigError, match=rf"has 4 samples, but its 'odd' has {len(odd)}, so it"):
         split({"x": torch.ones(4), "odd": odd}, 2)
     assert split({"x": torch.ones(4), "odd": odd}, 1)[0]["odd"] is odd
+
+
+@pytest.mark.parametrize(
+    "settings", [(224, 224), (0.5, 1, 2.0, True), torch.Size([4, 3]), ("a",), ("mean", 224, b"")]
+)
+def test_a_tuple_of_settings_goes_whole_into_each(settings):
+    x = torch.ones(4)
+    assert [part["own"] for part in split({"x": x, "own": settings}, 2)] == [settings] * 2
+    assert [part[1] for part in split((x, settings), 2)] == [settings] * 2
+    assert split({"x": x, "own": [settings] * 4}, 2)[1]["own"] == [settings] * 2
+
+
+def test_a_tuple_with_a_text_for_each_sample_is_cut():
+    column = ("a", "b", 3, "d")
+    assert [part["own"] for part in split({"x": torch.ones(4), "own": column}, 2)] == [
+        ("a", "b"),
+        (3, "d"),
+    ]
 
 
 class Fields(UserDict):
