@@ -127,15 +127,17 @@ def _slice(batch: Batch, rows: range, size: int, name: str) -> Batch:
 
 
 def _is_settings(value: Sequence[Any], size: int) -> bool:
-    """Whether it is a tuple of numbers, such as an image size, or one of numbers and texts that
-    are not as many as the `size` rows. A column of numbers is a list, an array or a tensor; a
-    column of texts is a tuple where rows are tuples (`default_collate`).
+    """Whether it is a tuple of numbers and texts, such as an image size, that are not as many as
+    the `size` rows. One of as many is a column, as `zip(*rows)` and `default_collate` give them:
+    whole, it would go with the wrong rows without a word.
     """
     if not isinstance(value, tuple) or hasattr(value, "_fields"):
         return False
-    if all(isinstance(each, Number) for each in value):
-        return True
-    return len(value) != size and all(isinstance(each, Number | str | bytes) for each in value)
+    return (
+        isinstance(value, torch.Size)
+        or len(value) != size
+        and all(isinstance(each, Number | str | bytes) for each in value)
+    )
 
 
 def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:

@@ -48,7 +48,7 @@ def test_a_column_of_another_length_is_refused(odd):
 
 
 @pytest.mark.parametrize(
-    "settings", [(224, 224), (0.5, 1, 2.0, True), torch.Size([4, 3]), ("a",), ("mean", 224, b"")]
+    "settings", [(224, 224), (0.5, True), torch.Size([4, 3, 1, 1]), ("a",), ("mean", 224, b"")]
 )
 def test_a_tuple_of_settings_goes_whole_into_each(settings):
     x = torch.ones(4)
@@ -57,12 +57,10 @@ def test_a_tuple_of_settings_goes_whole_into_each(settings):
     assert split({"x": x, "own": [settings] * 4}, 2)[1]["own"] == [settings] * 2
 
 
-def test_a_tuple_with_a_text_for_each_sample_is_cut():
-    column = ("a", "b", 3, "d")
-    assert [part["own"] for part in split({"x": torch.ones(4), "own": column}, 2)] == [
-        ("a", "b"),
-        (3, "d"),
-    ]
+@pytest.mark.parametrize("column", [("a", "b", 3, "d"), (7, 8, 9, 10)])
+def test_a_tuple_with_an_entry_for_each_sample_is_cut(column):
+    parts = [part["own"] for part in split({"x": torch.ones(4), "own": column}, 2)]
+    assert parts == [column[:2], column[2:]]
 
 
 class Fields(UserDict):
