@@ -2,10 +2,13 @@
 
 [Note: drawn neighbours] An example is often all zeros or ones, and rows that are equal hide what
 they take from each other: attention over two equal keys gives what it gives over one. So rows are
-compared alone and beside others that differ: floating numbers are drawn, whole ones mirrored
-between the least and the largest of the example (with 0 and 1, so that tokens stay in a
-vocabulary). A module may refuse such inputs, lengths of 0 for example, so each kind is also changed
-alone.
+compared alone and beside others that differ: floating numbers are drawn, whole ones trade places
+with each other, the least with the largest and so on. On a CPU they are also mirrored between the
+least and the largest, with 0 and 1, so that constant ones change too. A module may refuse such
+inputs, lengths of 0 or types of a vocabulary of 1 for example, so each kind, and each mirrored
+input, is also changed alone. On an accelerator an index out of range is no refusal: it ends all
+work of the process there, so nothing but numbers of the example is tried, and should a place not
+take another place's number, the server must not start.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ Run = Callable[[Sequence[Row]], Sequence[Row]]
 _LOG = logger("serve")
 
 
-def check_rows(run: Run, example: Row, coarseness: float) -> None:
+def check_rows(run: Run, example: Row, coarseness: float, on_cpu: bool = True) -> None:
     """Raises `ConfigError` where a row's answer depends on who is beside it, and where the module
     fails on the example itself. See [Note: drawn neighbours].
 
-    coarseness: the relative rounding step of the module's parameters.
+    coarseness: the relative rounding step of the module's parameters. on_cpu: whether the module
+    and its inputs are there.
     """
     try:
         for rows in ([example], [example, example]):
@@ -38,9 +42,15 @@ def check_rows(run: Run, example: Row, coarseness: float) -> None:
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"module: fails on its example ({problem})") from error
-    seen = [_check(run, row, other, coarseness) for row, other in _pairs(example)]
+    pairs = list(_pairs(example, on_cpu))  # made while the device surely works
+    seen = [_check(run, row, other, coarseness) for row, other in pairs]
     if not any(seen):
-        _LOG.warning("the module takes no rows but its example's; they may depend on each other")
+        _LOG.warning(
+            "rows may depend on each other: the module takes none but its example's, or it is on "
+            "an accelerator and all inputs of the example are constant whole numbers"
+        )
+    if not (on_cpu or all(seen)):
+        _check_survival(run, example)
 
 
 def _check(run: Run, row: Row, other: Row, coarseness: float) -> bool:
@@ -60,27 +70,56 @@ def _check(run: Run, row: Row, other: Row, coarseness: float) -> bool:
     return True
 
 
-def _pairs(example: Row) -> Iterator[tuple[Row, Row]]:
+def _check_survival(run: Run, example: Row) -> None:
+    """Refuses a module whose device stopped at one of the inputs that were tried."""
+    try:
+        run([example])
+    except Exception as error:
+        raise ConfigError(
+            "module: its device stopped at other numbers than the example's, or its own in other "
+            f"places; give an example of numbers that all places of an input take ({error})"
+        ) from error
+
+
+def _pairs(example: Row, on_cpu: bool) -> Iterator[tuple[Row, Row]]:
     """A row, and what is put beside it."""
     draw = torch.Generator().manual_seed(0)
-    whole = {name: _mirrored(x) for name, x in example.items() if not _floats(x)}
     first, second = (
         {n: torch.randn(x.shape, generator=draw).to(x) for n, x in example.items() if _floats(x)}
         for _ in range(2)
     )
-    if first and whole:
-        yield example, example | first | whole
-        yield example | first | whole, example | second
     if first:
         yield example, example | first
         yield example | first, example | second
-    if whole:
+    for whole in _other_whole(example, on_cpu):
+        if first:
+            yield example, example | first | whole
+            yield example | first | whole, example | second
         yield example, example | whole
         yield example | whole, example
 
 
+def _other_whole(example: Row, on_cpu: bool) -> Iterator[Row]:
+    """Other numbers for whole inputs, for one or more at a time."""
+    whole = {name: x for name, x in example.items() if not _floats(x)}
+    traded = {name: _traded(x) for name, x in whole.items() if len(x.long().unique()) > 1}
+    if traded:
+        yield traded
+    if on_cpu and whole:
+        mirrored = {name: _mirrored(x) for name, x in whole.items()}
+        yield mirrored
+        if len(mirrored) > 1:
+            yield from ({name: x} for name, x in mirrored.items())
+
+
 def _floats(x: Tensor) -> bool:
     return x.dtype.is_floating_point
+
+
+def _traded(x: Tensor) -> Tensor:
+    """The example's own numbers: the least for the largest, the second for the second largest."""
+    values, places = x.long().unique(return_inverse=True)
+    return values.flip(0)[places].to(x.dtype)
 
 
 def _mirrored(x: Tensor) -> Tensor:

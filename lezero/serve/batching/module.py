@@ -8,6 +8,7 @@ batch) is found at the start and refused.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import sys
@@ -47,7 +48,10 @@ class InferModule(BatchedModel):
         self.largest = self.example if largest is None else _named(largest, "largest")
         _check_forms(self.example, self.largest)
         self._size = sum(x[0].numel() for x in self.example.values())
-        check_rows(self.run, {name: x[0] for name, x in self.example.items()}, self._coarseness)
+        row = {name: x[0] for name, x in self.example.items()}
+        tensors = itertools.chain(row.values(), module.parameters(), module.buffers())
+        on_cpu = all(x.device.type == "cpu" for x in tensors)
+        check_rows(self.run, row, self._coarseness, on_cpu)
         shapes = ", ".join(f"{k} {self.shape_text(k)}" for k in self.example)
         self.description = f"{type(module).__name__} of {shapes}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
+from lezero.serve.batching.independence import Row, check_rows
 from lezero.serve.batching.module import InferModule, module_of
 from tests.serve.server.batch_running import Net
 
@@ -119,6 +121,19 @@ class Tokens(nn.Module):
         return found
 
 
+class Typed(nn.Module):
+    """As RoBERTa's: types of a vocabulary of 1 beside the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Tokens()
+
+    def forward(self, ids: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+        assert int(kinds.max()) < 1, "an index out of range"
+        found: torch.Tensor = self.tokens(ids)
+        return found
+
+
 class Padded(nn.Module):
     """Rows with lengths, of which none may be 0."""
 
@@ -137,6 +152,8 @@ class Padded(nn.Module):
         (nn.TransformerEncoderLayer(8, 2, 16), torch.zeros(1, 5, 8)),
         (Tokens(), torch.zeros(1, 5, dtype=torch.int64)),
         (Tokens(), torch.ones(1, 5, dtype=torch.int64)),
+        (Typed(), (torch.tensor([[0, 1, 1]]), torch.zeros(1, 3, dtype=torch.int64))),
+        (Typed(), (torch.zeros(1, 3, dtype=torch.int64),) * 2),
         (Padded(), (torch.zeros(1, 4), torch.ones(1, dtype=torch.int64))),
         (Crowd().double(), torch.zeros(1, 4, dtype=torch.bfloat16)),
     ],
@@ -182,6 +199,31 @@ def test_a_module_that_takes_only_its_example_is_told_of(
     assert "may depend on each other" in caplog.text
     with pytest.raises(ConfigError, match=r"fails on its example.*AssertionError: ones"):
         InferModule(OnlyOnes(), torch.zeros(1, 4))
+
+
+class Device:
+    """Runs of rows as on an accelerator: after an index out of range nothing runs."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.stopped = torch.tensor(sizes), False
+
+    def run(self, rows: Sequence[Row]) -> Sequence[Row]:
+        ids = torch.stack([row["ids"] for row in rows])
+        self.stopped |= bool((ids >= self.sizes).any())
+        if self.stopped:
+            raise RuntimeError("device-side assert triggered")
+        return [{"out": x} for x in ids - ids.float().mean(0)]
+
+
+def test_an_accelerator_is_asked_for_the_examples_numbers_only() -> None:
+    constant = Device(1, 1, 1)
+    check_rows(constant.run, {"ids": torch.tensor([0, 0, 0])}, 0.0, on_cpu=False)
+    assert not constant.stopped
+    ids = {"ids": torch.tensor([0, 4, 2])}
+    with pytest.raises(ConfigError, match="depend on each other"):
+        check_rows(Device(5, 5, 5).run, ids, 0.0, on_cpu=False)
+    with pytest.raises(ConfigError, match="its device stopped"):
+        check_rows(Device(3, 5, 3).run, {"ids": torch.tensor([2, 4, 2])}, 0.0, on_cpu=False)
 
 
 def test_inputs_of_clients_are_put_where_the_example_is() -> None:
