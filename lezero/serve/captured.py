@@ -3,7 +3,8 @@
 A step of so little work waits for the host, which launches hundreds of kernels. A graph launches
 all of them at once, but always with the same shapes and addresses: so there is one for each number
 of sequences and of blocks a sequence, both rounded up to a power of two, made when first needed.
-Where one cannot be made, for want of memory, steps of its size run as the plain program runs them.
+Where one cannot be made, for want of memory or because another thread used the device meanwhile,
+steps of its size run as the plain program runs them.
 Rows and blocks that are too many point at a block that belongs to nobody. Where kernels of
 `decoding.py` suit the model, they are what is captured, unless Triton cannot build them here (no
 compiler, no headers of Python, too little shared memory).
@@ -100,12 +101,16 @@ class CapturedProgram(PlainProgram):
     def _made(self, sizes: tuple[int, int]) -> _Step | None:
         """The step of so many sequences and blocks, or None where it cannot be captured."""
         flying_B = self._best_B.clone()  # the step's first run writes there
+        step: _Step | None = None
         try:
-            step = _Step(*sizes, self.place)
+            step = made = _Step(*sizes, self.place)
             step.fill([], self._nobody)
-            step.replay, step.logits_BV = self._capture(lambda: self._decode(step))
-        except Exception as error:  # Triton's are no RuntimeErrors
-            if self._decoder is None or "out of memory" in str(error):
+            step.replay, step.logits_BV = self._capture(lambda: self._decode(made))
+        except Exception as error:  # Triton's own are of many types
+            # Kernels that ran before were built: then the capture failed, as it does where another
+            # thread uses the device meanwhile, and the next one may not.
+            of_cuda = isinstance(error, torch.AcceleratorError) or "out of memory" in str(error)
+            if self._decoder is None or step is None or step.ran or of_cuda:
                 without = "steps of %d sequences, %d blocks run without a graph: %s"
                 _LOG.warning(without, *sizes, error)
                 return None
@@ -129,6 +134,7 @@ class CapturedProgram(PlainProgram):
             places = (step.position_B, step.table_BW, self._keys, self._values)
             logits_BV = self._decoder.logits(token_B, *places).float()
         self._best_B[: len(logits_BV)] = best_token(logits_BV)
+        step.ran = True
         return logits_BV
 
     def _plainly(self, step: _Step, token_B: Tensor) -> Tensor:
@@ -191,6 +197,8 @@ class _Step:
 
     replay: Callable[[], None]
     logits_BV: Tensor
+    ran = False
+    """Whether it was launched once, graph or not."""
 
     def __init__(self, sequences: int, blocks: int, place: torch.device) -> None:
         self._shape, pinned = (sequences, 3 + blocks), place.type == "cuda"

@@ -126,7 +126,9 @@ def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
     [
         (subprocess.CalledProcessError(1, "gcc"), False),  # of Triton, without Python.h
         (NotImplementedError("shared memory"), False),
+        (RuntimeError("Failed to find C compiler"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (torch.AcceleratorError("CUDA error: operation not permitted", 900), True),
     ],
     ids=lambda given: type(given).__name__,
 )
@@ -143,6 +145,33 @@ def test_kernels_that_cannot_be_built_give_way_to_plain_operations(
     assert answers(captured, 200) == answers(PlainProgram(model), 200)
     assert (captured._decoder is not None) == stays
     assert all((step is None) == stays for step in captured._steps.values())
+
+
+def test_kernels_stay_where_only_a_capture_fails() -> None:
+    class Kernels:
+        def logits(self, token_B: Tensor, *given: Any) -> Tensor:
+            return F.one_hot(token_B + 1, 256).double()
+
+    captures = 0
+
+    def interrupted(run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        nonlocal captures
+        captures += 1
+        if captures > 1:
+            return again(run)
+        run()
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    model = small().double()
+    captured = CapturedProgram(model, interrupted)
+    kernels = captured._decoder = Kernels()  # type: ignore[assignment]
+    captured.reserve(8)
+    assert captured.launch([Fed([5], 0, [1], [0])]) is None
+    flight = captured.launch([Fed([5], 0, [1], [0]), Fed([7], 0, [2], [0])])
+    assert flight is not None
+    assert flight.tokens() == [6, 8]
+    assert captured._decoder is kernels
+    assert captures == 2  # one for each size
 
 
 def test_all_work_is_done_with_the_models_device_as_the_current_one(
