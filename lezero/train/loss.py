@@ -133,11 +133,9 @@ def _is_settings(value: Sequence[Any], size: int) -> bool:
     """
     if not isinstance(value, tuple) or hasattr(value, "_fields"):
         return False
-    return (
-        isinstance(value, torch.Size)
-        or len(value) != size
-        and all(isinstance(each, Number | str | bytes) for each in value)
-    )
+    if isinstance(value, torch.Size):
+        return True
+    return len(value) != size and all(isinstance(each, Number | str | bytes) for each in value)
 
 
 def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:
