@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -35,6 +36,7 @@ from lezero.elastic.worker import ERROR_FILE, python_command
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _MARK = "LEZERO_LAUNCH"
+_ENDING_S = 5.0
 """In the environment of every process of one launch: which one. Run ids are for all machines."""
 _RANK_KEYS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE"),
@@ -266,8 +268,22 @@ def _forwarding(process: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def _sweep(mark: str) -> None:
-    """Kills what a killed agent left behind: every process that carries this launch's mark."""
+    """Kills what a killed agent left behind: every process that carries this launch's mark. Returns
+    when they have ended, or after a few seconds."""
+    killed = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(_MARK) == mark:
                 process.kill()
+                killed.append(process)
+    until = time.monotonic() + _ENDING_S
+    while any(map(_runs, killed)) and time.monotonic() < until:
+        time.sleep(0.005)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """A zombie has ended: who started it has not asked for its status yet, and may never do so."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
