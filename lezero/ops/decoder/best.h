@@ -6,6 +6,7 @@ typedef struct best_logit {
   int32_t most, bad;
   int64_t token;
 } best_logit;
+_Static_assert(sizeof(best_logit) == BEST_BYTES, "the room that layers.h makes for one");
 
 enum { PIECE = 256 }; /* columns that are gone through again for the place of the largest */
 
