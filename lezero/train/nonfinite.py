@@ -115,21 +115,15 @@ def _output_hook(
         if found:
             return
         own = next((n for n, _ in module.named_parameters(recurse=False)), "")
-        outputs = list(_tensors(output))
-        inputs = list(_tensors([args, kwargs]))
-        if any(map(_spoils, outputs)):
-            came = any(map(_spoils, inputs))
-            masked = ", with -inf in its input," if not all(map(_finite, inputs)) else ""
-            if came and not ran:  # with the batch
-                found.append(Culprit(name, "", "input"))
-            elif not came and (own or not ran):
-                found.append(Culprit(name, own, f"output{masked}"))
-            else:
-                side = "input" if came else "output"
-                found.append(Culprit(*ran[-1], f"{side} of '{name}', right after the output"))
+        outputs, inputs = list(_tensors(output)), list(_tensors([args, kwargs]))
+        finite = all(map(_finite, inputs))
+        came = any(map(_spoils, inputs))
+        if any(map(_spoils, outputs)) or (came and not all(map(_finite, outputs))):
+            masked = "" if finite else ", with -inf in its input,"
+            found.append(_blame(name, own, ran, came, f"output{masked}"))
             return
-        if not all(map(_finite, outputs)) and all(map(_finite, inputs)):
-            masks.append(Culprit(name, own, "output of -inf"))
+        if not all(map(_finite, outputs)):
+            masks.append(_blame(name, own, ran, not finite, "output of -inf"))
         if own:
             ran.append((name, own))
         for tensor in outputs:
@@ -137,6 +131,16 @@ def _output_hook(
                 tensor.register_hook(_gradient_hook(name, own, found, ran, len(ran)))
 
     return hook
+
+
+def _blame(name: str, own: str, ran: list[Owner], came: bool, output: str) -> Culprit:
+    """Of a bad output. `came`: it came in with the input."""
+    if came and not ran:  # with the batch
+        return Culprit(name, "", "input")
+    if not came and (own or not ran):
+        return Culprit(name, own, output)
+    side = "input" if came else "output"
+    return Culprit(*ran[-1], f"{side} of '{name}', right after the output")
 
 
 def _gradient_hook(

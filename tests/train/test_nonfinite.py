@@ -60,7 +60,7 @@ class Norm(nn.Module):
         ),
         (
             lambda x: x,
-            lambda: Block(lambda x: x, before=lambda x: x / 0),
+            lambda: Block(lambda x: x, before=lambda x: x.abs() / 0),
             "input of '1.inner', right after the output of module '0.inner', parameter 'weight'",
         ),
     ],
@@ -74,8 +74,11 @@ def test_a_module_with_parameters_is_named(
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_batch_that_is_not_finite_blames_no_parameter(bad: float) -> None:
-    model = nn.Sequential(Block(lambda x: x), nn.Linear(2, 1))
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_batch_that_is_not_finite_blames_no_parameter(bad: float, sign: float) -> None:
+    block = Block(lambda x: x)
+    nn.init.constant_(block.inner.weight, sign)  # -1: the first output is of -inf, as a mask is
+    model = nn.Sequential(block, nn.Linear(2, 1))
     x = torch.tensor([[1.0, bad]])
     assert str(find_culprit(model, lambda: model(x).sum())) == "input of module '0.inner'"
 
