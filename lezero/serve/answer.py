@@ -43,10 +43,12 @@ class Piece:
 
 
 class Answer:
-    """The text of a request, as its tokens come."""
+    """The text of a request, as its tokens come. Decoded when it is asked for, unless a stop string
+    must be looked for."""
 
     def __init__(self, request: Request, coder: Coder | None) -> None:
-        self.request, self.text = request, ""
+        self.request = request
+        self._known, self._pending = "", list[int]()
         self._ends = request.end_tokens | set(request.params.stop_token_ids)
         self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
         self._stops = StopStrings(request.params.stop)
@@ -57,18 +59,32 @@ class Answer:
         for number, token in enumerate(tokens, 1):
             last = token == self.request.tokens[-1] and self.request.reason == "stop"
             if self._text is not None and not (last and token in self._ends):
-                self.text += self._stops.add(self._text.add(token))
-            if self._stops.found is not None:
+                self._pending.append(token)
+            if self.request.params.stop and self._found():
                 scheduler.stop(self.request, beyond=len(tokens) - number)
                 return tokens[:number]
         return tokens
 
+    @property
+    def text(self) -> str:
+        """What is certain of it."""
+        self._found()
+        return self._known
+
+    def _found(self) -> bool:
+        """Decodes what came; whether a stop string ended it."""
+        if self._text is not None:
+            for token in self._pending:
+                self._known += self._stops.add(self._text.add(token))
+            self._pending.clear()
+        return self._stops.found is not None
+
     def completion(self) -> Completion:
         """The whole answer, once the request has ended."""
         request = self.request
-        if self._text is not None and self._stops.found is None:
-            self.text += self._stops.add(self._text.finish())
-            self.text += self._stops.finish()
+        if not self._found() and self._text is not None:
+            self._known += self._stops.add(self._text.finish())
+            self._known += self._stops.finish()
             if self._stops.found is not None and request.reason == "length":
                 request.reason = "stop"  # half a character behind it held it back
         first = request.first_token_s
