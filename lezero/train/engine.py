@@ -256,8 +256,11 @@ class Engine:
         stop, self._stop = self._stop, False
         if groups.world_size() == 1:
             return count, stop
-        both = groups.all_reduce_sum(torch.tensor([count, int(stop)]), "counts")
-        return int(both[0]), bool(both[1])
+        mine = torch.tensor([count, int(stop), int(self.gradients.outdated())])
+        total, stops, outdated = groups.all_reduce_sum(mine, "counts").tolist()
+        if outdated:
+            self.gradients.renew()
+        return total, bool(stops)
 
     def _set_lr(self) -> float:
         if self.schedule is not None:

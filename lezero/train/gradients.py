@@ -7,6 +7,7 @@ backward pass exchanges, and what the norm of all gradients is.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
+from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.sharding import shardings_in
 
 
@@ -31,6 +33,13 @@ class Gradients:
     def begin(self) -> None:
         """Before the first micro-batch of a step: drops what a caller or a failed step has left."""
         self.model.zero_grad(set_to_none=True)
+
+    def outdated(self) -> bool:
+        """Whether other parameters are trained now than those whose gradients meet."""
+        return False
+
+    def renew(self) -> None:
+        """When that is so on any rank; every rank calls it together."""
 
     def micros(self, counts: list[int]) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
@@ -69,16 +78,30 @@ class Replicated(Gradients):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        from torch.nn.parallel import DistributedDataParallel
-
         watch.Watch.start()
-        self._names = {id(p): name for name, p in model.named_parameters()}
         self._silent = False
         self._meeting = 0  # buckets on their way
+        self._wrap()
+
+    def outdated(self) -> bool:
+        return _trained(self.model) != self._trained
+
+    def renew(self) -> None:
+        trained = {n: "trained" for n, p in self.model.named_parameters() if p.requires_grad}
+        agree("the parameters that are trained", trained)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """DDP knows for ever which parameters were trained when it was built."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        self._trained = _trained(self.model)
+        self._names = {id(p): name for name, p in self.model.named_parameters()}
         self._wrapped = DistributedDataParallel(
-            model, find_unused_parameters=True, gradient_as_bucket_view=True
+            self.model, find_unused_parameters=True, gradient_as_bucket_view=True
         )
-        self._wrapped.register_comm_hook(None, lambda _, bucket: self._meet(bucket))
+        meet = weakref.WeakMethod(self._meet)  # torch never lets go of a cycle through its hook
+        self._wrapped.register_comm_hook(None, lambda _, bucket: meet()(bucket))  # type: ignore[misc]
         self.module = self._wrapped
 
     @contextlib.contextmanager
@@ -104,6 +127,10 @@ class Replicated(Gradients):
         if self._silent:  # a loss that is 0 / 0 where nothing counts has gradients of NaN
             bucket.buffer().zero_()
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+
+def _trained(model: nn.Module) -> list[int]:
+    return [id(p) for p in model.parameters() if p.requires_grad]
 
 
 class Sharded(Gradients):

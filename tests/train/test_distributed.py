@@ -223,6 +223,35 @@ def test_validation_over_uneven_numbers_of_batches(ranks):
         assert empty != empty
 
 
+def unfrozen_later(only_on_rank_0=False):
+    """The embedding joins after 3 steps, and the head leaves after 6."""
+    torch.manual_seed(0)
+    model = Tiny().double()
+    model.embed.requires_grad_(False)
+    engine = Engine(
+        model, AdamW(model, lr=1e-2), loss=next_token_loss, precision="fp32", compile="off"
+    )
+    figures = []
+    for step, batch in enumerate(global_batches(9)):
+        if step == 3 and groups.rank() <= (0 if only_on_rank_0 else 1):
+            model.embed.requires_grad_(True)
+            engine.optimizer.add_param_group({"params": list(model.embed.parameters())})
+        if step == 6:
+            model.head.requires_grad_(False)
+        result = engine.train_step(mine(batch))
+        figures.append((result.loss, result.grad_norm, result.tokens))
+    return figures, {name: p.detach().numpy() for name, p in model.named_parameters()}
+
+
+def test_what_is_unfrozen_in_mid_run_trains_on_every_rank(ranks):
+    alone = unfrozen_later()
+    for rank in ranks(2, unfrozen_later):
+        assert_agree(alone, rank)
+    told = "the parameters that are trained: 'embed.weight' is 'trained' on rank 0 but 'nothing'"
+    with pytest.raises(DistributedError, match=told):
+        ranks(2, unfrozen_later, only_on_rank_0=True)
+
+
 class Rows:
     digest = "d"
 
