@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -83,8 +84,8 @@ def unpack_optimizer(
     for group, saved in groups:
         for key, value in saved["options"].items():
             group[key] = _fitted(value, group.get(key))
-        on_device = bool(group.get("capturable") or group.get("fused"))
-        on_device &= not getattr(optimizer, "steps_on_host", False)
+        own = getattr(optimizer, "steps_on_host", False)  # LeZero's kernels
+        on_device = bool(group.get("capturable") or group.get("fused")) and not own
         by_id = {id(parameter): name for name, parameter in names.items()}
         for parameter in group["params"]:
             name = by_id[id(parameter)]
@@ -93,8 +94,7 @@ def unpack_optimizer(
                 if isinstance(value, dict):
                     tensor = tensors[f"{prefix}{name}/{key}"]
                     stays = key == "step" and not on_device
-                    place = "cpu" if stays else parameter.device
-                    value = tensor.detach().to(place, copy=True)
+                    value = _laid(tensor, parameter, "cpu" if stays else parameter.device, own)
                 state[key] = value
             if state:
                 optimizer.state[parameter] = state
@@ -185,6 +185,15 @@ def _matched(
             )
         pairs.append((group, saved[members]))
     return pairs
+
+
+def _laid(tensor: Tensor, parameter: Tensor, place: torch.device | str, contiguous: bool) -> Tensor:
+    """A copy at `place`, laid out in memory as the parameter is unless `contiguous`: torch's fused
+    kernels walk weights and moments side by side and never look at their strides."""
+    alike = tensor.shape == parameter.shape and not hasattr(parameter, "to_local")
+    if contiguous or not alike or parameter.is_contiguous():
+        return tensor.detach().to(place, copy=True)
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def _plain(value: Any, what: str) -> Any:

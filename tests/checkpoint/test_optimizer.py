@@ -71,6 +71,28 @@ def test_state_comes_back_bit_for_bit(tmp_path, kind, options, dtype):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_state_lies_in_memory_as_its_parameter_does(tmp_path, kind):
+    """Fused kernels pair weights and moments by their place in memory."""
+    options = {"fused": True, "lr": 0.1} | ({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    pair = [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+    pair[1].load_state_dict(pair[0].state_dict())
+    first, second = (kind(module.parameters(), **options) for module in pair)
+    gradient = torch.randn(4, 3, 3, 3)
+    pair[0].weight.grad = gradient.to(memory_format=torch.channels_last)
+    first.step()
+    pair[1].load_state_dict(pair[0].state_dict())
+    tensors, document = pack_optimizer(first, dict(pair[0].named_parameters()))
+    path = write_generation(tmp_path, 1, tensors=tensors, documents={"optimizer": document})
+    read = read_generation(path)
+    names = dict(pair[1].named_parameters())
+    unpack_optimizer(second, names, read.tensors, read.documents["optimizer"])
+    for module, optimizer in zip(pair, (first, second), strict=True):
+        module.weight.grad = gradient.flip(0).to(memory_format=torch.channels_last)
+        optimizer.step()
+    assert torch.equal(pair[0].weight, pair[1].weight)
+
+
 def packed(**options):
     module = model()
     optimizer = grouped(module, torch.optim.AdamW, **options)
