@@ -141,17 +141,21 @@ def _leaves(output: Any) -> Iterator[Any]:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no KV cache, no nested tensors, random state untouched; all put back
-    afterwards."""
+    """Eval mode, no gradients, no KV cache, no nested tensors, random state untouched, no weights
+    that autocast holds; all put back afterwards."""
     flags = [(part, part.training) for part in model.modules()]
     # Parts have configs of their own (a decoder has a copy). With a cache a block run twice would
     # see its own keys of the first time.
     configs = {id(c): c for part in model.modules() if (c := getattr(part, "config", None))}
-    cached = [(c, c.use_cache) for c in configs.values() if hasattr(c, "use_cache")]
+    cached = [(c, c.use_cache) for c in configs.values() if _can_switch(c)]
     # Quantized layers take no nested tensors, so they are compared with what is computed without.
     nested: list[Any] = [m for m in model.modules() if getattr(m, "use_nested_tensor", False)]
+    holds_weights = torch.is_autocast_cache_enabled()
     model.eval()
     try:
+        # Weights change here, and what autocast made of them would stay.
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(False)
         for part in nested:
             part.use_nested_tensor = False
         for config, _ in cached:
@@ -160,12 +164,25 @@ def quiet(model: nn.Module) -> Iterator[None]:
         with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for config, before in cached:
-            config.use_cache = before
-        for part in nested:
-            part.use_nested_tensor = True
         for part, training in flags:
             part.training = training
+        for part in nested:
+            part.use_nested_tensor = True
+        torch.set_autocast_cache_enabled(holds_weights)
+        torch.clear_autocast_cache()
+        for config, before in cached:
+            config.use_cache = before
+
+
+def _can_switch(config: Any) -> bool:
+    """Whether it has a `use_cache` that can be set: a frozen record's cannot."""
+    if not hasattr(config, "use_cache"):
+        return False
+    try:
+        config.use_cache = config.use_cache
+    except Exception:
+        return False
+    return True
 
 
 def _is_batch(data: Any) -> bool:

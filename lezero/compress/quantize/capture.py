@@ -37,10 +37,11 @@ class Capture:
             user.module.register_forward_pre_hook(self._hook(user), with_kwargs=True)
             for user in self._users
         ]
+        own = {user.module for user in self._users}  # which may hold an adapter
         hooks += [
             module.register_forward_hook(self._order)
             for module in part.modules()
-            if not self.calls and next(module.children(), None) is None
+            if not self.calls and (module in own or next(module.children(), None) is None)
         ]
         try:
             yield

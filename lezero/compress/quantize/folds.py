@@ -4,8 +4,10 @@ Multiplying input channels of layers and dividing the outputs of what comes befo
 numbers changes nothing, if no one else reads those outputs and nothing in between mixes channels: a
 norm before projections, the value before the output projection, the up before the down projection.
 Nothing is assumed of the architecture: a pair is tried, by powers of two, which floating point
-multiplies without rounding (fp16 nearly so), and taken when the outputs stay, on every calibration
-batch.
+multiplies without rounding (fp16 nearly so), and taken when on every calibration batch the outputs
+stay, the layers are given their inputs divided by just these numbers, and every other layer with
+weights is given what it was given before. The last two hold for layers too whose part in the
+outputs is nothing (an expert that no token chose).
 
 Both modules are in one repeated block, whose outputs are what must stay. Elsewhere it would not be
 enough that the model's outputs stay: what the last norm gives to a head is what others read as the
@@ -14,12 +16,15 @@ model's hidden states, or as a text's embedding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.evidence import Evidence, Given, gather
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.sites import Site, kind_of
 
@@ -47,28 +52,35 @@ def find_folds(
     groups: list[tuple[Inputs, tuple[Site, ...]]],
     calls: list[nn.Module],
     private: Collection[int],
+    chosen: Collection[int],
     run: Callable[[], list[Tensor]],
 ) -> list[Fold]:
     """The fold of each group of linear layers that share their inputs, where there is one.
 
     calls: modules in the order in which they were called. private: ids of the parameters that are
-    in one place of the model only. run: the outputs of the block that holds them; without tensors
+    in one place of the model only. chosen: ids of the layers that are to be quantized: of linear
+    layers only these are written to. run: the outputs of the block that holds them; without tensors
     nothing is proved.
     """
     if not groups:
         return []
-    before = copied(run())
-    if not _same(before, run()):
+    before = gather(calls, run)
+    before = Evidence(copied(before.outputs), before.given)
+    if not _same(before.outputs, run()):
         return []  # outputs that do not repeat prove nothing
     found = []
     for inputs, sites in groups:
+        layers = [site.users[0].module for site in sites]
         if not all(id(site.parameter) in private for site in sites):
             continue
-        places = [calls.index(site.users[0].module) for site in sites]
+        if not all(any(x.any() for x in before.given.get(layer, ())) for layer in layers):
+            continue  # inputs of zeros stay what they are whatever they are divided by
         K = sites[0].weight().shape[1]
         tried = 0
-        for producer in reversed(calls[: min(places)]):
+        for producer in reversed(calls[: min(map(calls.index, layers))]):
             if _width(producer) != K or tried == _TRIES:
+                continue
+            if kind_of(producer) == "linear" and id(producer) not in chosen:
                 continue
             if not all(id(p) in private for p in producer_parameters(producer)):
                 continue
@@ -81,9 +93,9 @@ def find_folds(
 
 
 def still_holding(
-    folds: list[Fold], before: list[Tensor], run: Callable[[], list[Tensor]]
+    folds: list[Fold], before: Evidence, run: Callable[[], list[Tensor]]
 ) -> list[Fold]:
-    """Those of `folds` that hold on another batch too. before: its outputs, in memory that a run
+    """Those of `folds` that hold on another batch too. before: with outputs in memory that a run
     does not write to. One after the other, since a trial holds the weights of its layers twice."""
     return [fold for fold in folds if _holds(fold, before, run)]
 
@@ -102,6 +114,7 @@ def scale_channels(fold_producer: nn.Module, sites: tuple[Site, ...], s_K: Tenso
         rows.div_(s_K.view(-1, *[1] * (rows.dim() - 1)))
     for site in sites:
         site.weight().mul_(s_K)
+    torch.clear_autocast_cache()  # it holds weights as they were
 
 
 def producer_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -119,28 +132,61 @@ def _width(module: nn.Module) -> int | None:
     return len(weight) if weight.dim() == 1 else None
 
 
-def _holds(fold: Fold, before: list[Tensor], run: Callable[[], list[Tensor]]) -> bool:
-    """Whether the outputs stay when `fold` is made with the scales of the trials."""
+def in_one_place(model: nn.Module) -> set[int]:
+    """Ids of the parameters that one module has, which is itself in one place of the model."""
+    count = Counter(
+        id(parameter)
+        for _, module in model.named_modules(remove_duplicate=False)
+        for parameter in module._parameters.values()
+    )
+    return {key for key, places in count.items() if places == 1}
+
+
+def _holds(fold: Fold, before: Evidence, run: Callable[[], list[Tensor]]) -> bool:
+    """Whether outputs and inputs are as they should be when `fold` is made with the scales of the
+    trials."""
     trials = _TRIALS_FP16 if fold.sites[0].parameter.dtype == torch.float16 else _TRIALS
-    return all(_same(before, _tried(fold, *trial, run), within) for trial, within in trials)
+    return all(_passes(fold, scales, before, run, within) for scales, within in trials)
 
 
-def _tried(fold: Fold, one: float, two: float, run: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """The outputs with each channel scaled by `one` or `two`."""
+def _passes(
+    fold: Fold,
+    scales: tuple[float, float],
+    before: Evidence,
+    run: Callable[[], list[Tensor]],
+    within: float,
+) -> bool:
+    """Whether `fold` holds with each channel scaled by one of two numbers."""
     weight = fold.sites[0].weight()
     mine = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
-    s_K = torch.tensor((one, two))[chosen].to(weight.device)
+    s_K = torch.tensor(scales)[chosen].to(weight.device)
     kept = [(p, p.data) for p in producer_parameters(fold.producer)]
     kept += [(site.parameter, site.parameter.data) for site in fold.sites]
     try:
         for parameter, values in kept:
             parameter.data = values.clone()
         scale_channels(fold.producer, fold.sites, s_K)
-        return run()
+        after = gather(before.given, run)
     finally:
         for parameter, values in kept:
             parameter.data = values
+        torch.clear_autocast_cache()
+    same = _same(before.outputs, after.outputs, within)
+    return same and _reaches_only(fold, s_K, before.given, after.given, within)
+
+
+def _reaches_only(fold: Fold, s_K: Tensor, before: Given, after: Given, within: float) -> bool:
+    """Whether the fold's layers were given their inputs divided by `s_K`, and all others theirs."""
+    divided = {site.users[0].module for site in fold.sites}
+    for layer, xs in before.items():
+        ys = after[layer]
+        if layer in divided and len(xs) == len(ys):
+            ys = [y.float() * s_K for y in ys]
+            xs = [x.float() for x in xs]
+        if len(xs) != len(ys) or not all(map(partial(near, tolerance=within), xs, ys)):
+            return False
+    return True
 
 
 def _same(before: list[Tensor], after: list[Tensor], tolerance: float = _TOLERANCE) -> bool:

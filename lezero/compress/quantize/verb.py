@@ -65,7 +65,8 @@ def quantize_(
             keyword arguments, or one of these as the only batch. It goes through the model block by
             block, so that memory stays near that of the model (docs/quantization.md).
         filter: patterns of layer names ("*.mlp.*"), or a function of (name, module); layers that
-            it does not take stay as they are.
+            it does not take stay as they are (a norm whose outputs only chosen layers read may
+            take in the scales of their channels).
         objective: "speed" leaves a layer as it was unless its quantized form is faster here, at the
             shapes of the first batch (without data: for one token). "size" leaves only those that
             would not become smaller.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
 from lezero.compress.quantize.capture import Capture, record_for
+from lezero.compress.quantize.evidence import Evidence, noting
 from lezero.compress.quantize.folds import (
     Fold,
     copied,
     find_folds,
+    in_one_place,
     producer_parameters,
     still_holding,
 )
@@ -64,7 +66,8 @@ class Work:
         self.sites = list({id(site): (site, to) for site, to in self.targets.values()}.values())
         self.speed = LayerSpeed(self.report.decisions)
         self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
-        self.private = _in_one_place(request.model)
+        self.private = in_one_place(request.model)
+        self.chosen = {id(user.module) for site, _ in self.sites for user in site.users}
         self.rescaled = False
         """Whether weights of layers were changed before they were quantized."""
         self.folded: dict[int, nn.Module] = {}
@@ -80,9 +83,8 @@ class Work:
                 self._finish(site, target, {})
             return
         if self.recipe.fold_batch_norm:
-            chosen = {id(user.module) for site, _ in self.sites for user in site.users}
             folded = fold_batch_norms_(
-                self.model, self.batches, chosen, self.private, self.journal, self.spill
+                self.model, self.batches, self.chosen, self.private, self.journal, self.spill
             )
             self.folded = {id(conv): norm for conv, norm in folded}
             if folded:
@@ -149,18 +151,18 @@ class Work:
             def look(*args: Any, **kwargs: Any) -> Any:
                 nonlocal folds
                 first = not capture.calls
-                with capture.watching(block):
+                with capture.watching(block), noting(capture.calls if folds else ()) as given:
                     output = forward(*args, **kwargs)
 
                 def again() -> list[Tensor]:
                     return comparable(forward(*args, **kwargs))
 
                 if first:
-                    folds = find_folds(
-                        self._groups(capture, sites), capture.calls, self.private, again
-                    )
+                    groups = self._groups(capture, sites)
+                    folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
                 elif folds:
-                    folds = still_holding(folds, copied(comparable(output)), again)
+                    seen = Evidence(copied(comparable(output)), given)
+                    folds = still_holding(folds, seen, again)
                 return output
 
             for batch in range(len(replay.batches)):
@@ -382,13 +384,3 @@ class Work:
 def _shown(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _in_one_place(model: nn.Module) -> set[int]:
-    """Ids of the parameters that one module has, which is itself in one place of the model."""
-    count = Counter(
-        id(parameter)
-        for _, module in model.named_modules(remove_duplicate=False)
-        for parameter in module._parameters.values()
-    )
-    return {key for key, places in count.items() if places == 1}
