@@ -10,12 +10,11 @@ at most.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass, field
 
-from lezero.serve.batching.curve import Curve
+from lezero.serve.batching.curve import Curve, slowest
 from lezero.serve.batching.plan import LATE, Plan, finished, tune
 
 MOST = 256
@@ -47,6 +46,8 @@ class Ask:
     kind: Hashable = None
     payload: object = None
     arrived_s: float = 0.0
+    foretold_s: float = 0.0
+    """In which it would be answered, as it seemed when it came."""
     begun: int = 0
     """Items that run or have run."""
     is_long: bool = False
@@ -63,6 +64,35 @@ class Batch:
 
     items: list[tuple[Ask, int]]
     work: float
+
+
+class Arrived:
+    """What came of late: how much work of each kind, and how fast."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Requests that ever came."""
+        self._last: deque[tuple[float, Hashable, float]] = deque()
+        self._of_kind: dict[Hashable, tuple[int, float]] = {}
+
+    def add(self, now: float, kind: Hashable, work: float) -> None:
+        """Takes in that a request came."""
+        self.count += 1
+        self._last.append((now, kind, work))
+        count, sum_ = self._of_kind.get(kind, (0, 0.0))
+        self._of_kind[kind] = count + 1, sum_ + work
+        if len(self._last) > _LATELY:
+            _, kind, work = self._last.popleft()
+            count, sum_ = self._of_kind.pop(kind)
+            if count > 1:
+                self._of_kind[kind] = count - 1, sum_ - work
+
+    def work_in(self, seconds: float, now: float, kind: Hashable) -> float:
+        """Work of a kind that comes in so many seconds, as it did of late."""
+        if len(self._last) < 2 or kind not in self._of_kind:
+            return 0.0
+        past = max(now - self._last[0][0], 1e-9)
+        return self._of_kind[kind][1] / past * seconds
 
 
 class Batcher:
@@ -87,9 +117,9 @@ class Batcher:
         self.curve, self.target_s, self.most_waiting, self.most = curve, target_s, waiting, most
         self._mix: deque[float] = deque(mix, maxlen=_MIX)
         self._late: deque[bool] = deque(maxlen=_LATELY)
+        self._beyond: deque[float] = deque(maxlen=_LATELY)
         self._began, self._steps = 0.0, 0
-        self._arrived: deque[float] = deque(maxlen=_LATELY)
-        self._seen = 0
+        self._came = Arrived()
         self._front: deque[Ask] = deque()
         self._back: deque[Ask] = deque()
         self._busy_until: float | None = None
@@ -111,10 +141,14 @@ class Batcher:
 
     @property
     def margin(self) -> float:
-        """By how much answers are expected to come later than the curve says: the more were late,
-        the nearer to the slowest steps of late."""
+        """By how much answers are expected to come later than foretold: the more were late, the
+        nearer to what the slowest steps of late took beyond the curve, or to what the latest
+        answers took beyond what was foretold, whichever is more."""
         share = sum(self._late) / len(self._late) if len(self._late) >= _FEW else 0.0
-        return 1.0 + (self.curve.spread() - 1.0) * min(1.0, share / LATE)
+        if share == 0.0:
+            return 1.0
+        most = max(self.curve.spread(), slowest(self._beyond, 1 - LATE))
+        return 1.0 + (most - 1.0) * min(1.0, share / LATE)
 
     def add(self, ask: Ask, now: float) -> None:
         """Takes a request in; raises `FullError` for one that would come too late, or is one too
@@ -131,15 +165,15 @@ class Batcher:
         if ask.is_long:
             self._back.append(ask)
             return
-        wait = self._wait_s(now, ask.work) * self.margin
+        ask.foretold_s = self._wait_s(now, ask)
+        wait = ask.foretold_s * self.margin
         ahead = self._front or self._busy_until is not None
         if ahead and wait > self.target_s:
             reason = f"the answer would take {wait:.3f} s, the target is {self.target_s:g} s"
             raise FullError(reason, wait - self.target_s)
         self._front.append(ask)
-        self._arrived.append(now)
+        self._came.add(now, ask.kind, ask.work)
         self._mix.append(ask.work)
-        self._seen += 1
 
     def cancel(self, ask: Ask) -> None:
         """Forgets a request; items that run already run to their end."""
@@ -170,7 +204,10 @@ class Batcher:
         self._busy_until = None
         for ask, item in batch.items:
             if item == len(ask.works) - 1 and not ask.is_long:
-                self._late.append(self._began + seconds - ask.arrived_s > self.target_s)
+                took = self._began + seconds - ask.arrived_s
+                self._late.append(took > self.target_s)
+                if ask.foretold_s > self.target_s / 2:  # of others nobody asks how late they are
+                    self._beyond.append(took / ask.foretold_s)
         if learn:
             self.curve.learn(batch.work, seconds)
         if not self._fixed:
@@ -193,23 +230,43 @@ class Batcher:
                 work = more
         return items, work, work >= most_work or len(items) >= most
 
-    def _wait_s(self, now: float, more: float = 0.0) -> float:
-        """Seconds until so much more work behind those that wait would be done."""
+    def _wait_s(self, now: float, ask: Ask | None = None) -> float:
+        """Seconds until this request, behind those that wait, would be answered; without one, until
+        all that wait would be."""
         running = 0.0 if self._busy_until is None else max(0.0, self._busy_until - now)
-        waiting = more + sum(sum(x.works[x.begun :]) if x.begun else x.work for x in self._front)
-        full = self._full_work
-        steps = math.ceil(waiting / full - 1e-9) - 1
-        before = running + self.plan.delay_s + max(0, steps) * self.curve.seconds(full)
+        before, full = running + self.plan.delay_s, self._full_work
+        steps = self._steps_to(ask)
+        for kind, work in steps[:-1]:
+            coming = self._came.work_in(before, now, kind) if work < full else 0.0
+            before += self.curve.seconds(min(work + coming, full))
+        kind, work = steps[-1]
         # Those that come in the meantime fill the last step up.
-        last = waiting - max(0, steps) * full + self._work_in(before, now)
+        last = work + self._came.work_in(before, now, kind)
         return before + self.curve.seconds(max(min(last, full), 1e-9))
 
-    def _work_in(self, seconds: float, now: float) -> float:
-        """Work that comes in so many seconds, as it did of late."""
-        if len(self._arrived) < 2:
-            return 0.0
-        past = max(now - self._arrived[0], 1e-9)
-        return len(self._arrived) / past * self._mean * seconds
+    def _steps_to(self, ask: Ask | None) -> list[tuple[Hashable, float]]:
+        """(kind, work) of the steps to come, up to the one that ends with this request.
+
+        Each begins with the request that has waited longest, and takes others of its kind along.
+        """
+        full, kinds, works = self._full_work, list[Hashable](), list[float]()
+        latest: dict[Hashable, int] = {}
+        for one in (*self._front, *(() if ask is None else (ask,))):
+            left = sum(one.works[one.begun :]) if one.begun else one.work
+            at = latest.get(one.kind, -1)
+            while left > 1e-9 * one.work:
+                if at < 0 or full - works[at] <= 1e-9 * full:
+                    at = latest[one.kind] = len(works)
+                    kinds.append(one.kind)
+                    works.append(0.0)
+                taken = min(left, full - works[at])
+                works[at] += taken
+                left -= taken
+        if not works:
+            return [(None, 0.0)]
+        last = len(works) - 1
+        end = 1 + (last if ask is None else latest.get(ask.kind, last))
+        return list(zip(kinds[:end], works[:end], strict=True))
 
     def _take_plan(self, plan: Plan) -> None:
         self.plan = plan
@@ -231,6 +288,6 @@ class Batcher:
         now_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
         changed = [a / b for a, b in zip(now_s, self._planned_s, strict=True)]
         changed.append(mean / self._mean)
-        known = self._seen >= _ENOUGH
+        known = self._came.count >= _ENOUGH
         if known and any(not 1 / _SHIFT < x < _SHIFT for x in changed):
             self._search = tune(self.curve, list(self._mix), self.target_s, self.most)

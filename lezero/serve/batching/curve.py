@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _DRIFT = 0.15
 _LOCAL = 0.25
@@ -62,10 +62,9 @@ class Curve:
         on = s + (s2 - s) / (w2 - w) * (work - w)
         return min(max(on, s * work / w), s)
 
-    def spread(self, share: float = 0.95) -> float:
+    def spread(self) -> float:
         """How much longer than expected steps take, but for the slowest of them; at least 1."""
-        found = sorted(self.ratios)
-        return max(1.0, found[min(len(found) - 1, int(share * len(found)))]) if found else 1.0
+        return slowest(self.ratios)
 
     def learn(self, work: float, seconds: float) -> None:
         """Takes in that a step of so much work took so long."""
@@ -101,6 +100,12 @@ class Curve:
         for at, weight in ends:
             self._seconds[at] *= float(ratio ** (_LOCAL * weight))
         self._seconds = _rising(self._seconds)
+
+
+def slowest(ratios: Iterable[float], share: float = 0.95) -> float:
+    """Of what was measured over what was expected: the most, but for the largest; at least 1."""
+    found = sorted(ratios)
+    return max(1.0, found[min(len(found) - 1, int(share * len(found)))]) if found else 1.0
 
 
 def _rising(values: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lezero.serve.batching.batcher import Ask, Batch, Batcher, FullError
+from lezero.serve.batching.batcher import Arrived, Ask, Batch, Batcher, FullError
 from lezero.serve.batching.curve import Curve
 from lezero.serve.batching.plan import Plan
 from tests.serve.batching.virtual import TARGET, drive, measured, stream
@@ -121,6 +121,48 @@ def test_kinds_do_not_run_together() -> None:
         kinds.append([ask.kind for ask, _ in found.items])
         made.done(found, 0.001)
     assert kinds == [["a", "a"], ["b", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rate", "least"), [(16, 300, 280), (64, 300, 210), (64, 1500, 330)]
+)
+def test_requests_of_many_kinds_are_in_time_or_refused(kinds: int, rate: int, least: int) -> None:
+    """Each kind takes a step of its own: what waits is more than its work says."""
+    drawn = random.Random(0)
+    asks = [(at, Ask(ask.works, drawn.randrange(kinds))) for at, ask in stream(rate, 5000)]
+    costly = lambda work, now: 0.005 + 0.0002 * work  # noqa: E731
+    told = drive(batcher(curve=measured(costly)), asks, costly)
+    assert len(told.latencies) / told.ended >= least
+    settled = told.latencies[len(told.latencies) // 5 :]
+    assert sum(x > TARGET for x in settled) <= 0.015 * len(settled)
+
+
+def test_what_waits_of_other_kinds_counts_by_its_steps() -> None:
+    made = batcher(curve=Curve([(1.0, 0.01), (8.0, 0.01)]), plan=Plan(8))
+    for kind in "abac":
+        made.add(Ask([1.0], kind), 0.0)
+    same, other = Ask([1.0], "a"), Ask([1.0], "d")
+    made.add(same, 0.0)
+    made.add(other, 0.0)
+    assert same.foretold_s == pytest.approx(0.01), "with the two before it"
+    assert other.foretold_s == pytest.approx(0.04)
+    made.add(Ask([1.0], "e"), 0.0)
+    with pytest.raises(FullError, match="target"):
+        made.add(Ask([1.0], "f"), 0.0)
+    late = Ask([1.0], "b")
+    made.add(late, 0.0)
+    assert late.foretold_s == pytest.approx(0.02)
+
+
+def test_kinds_that_came_long_ago_are_forgotten() -> None:
+    came = Arrived()
+    for number in range(1000):
+        came.add(0.1 * number, number // 2 * 2, 3.0)
+    assert came.count == 1000
+    assert came.work_in(1.0, 100.0, 0) == 0.0
+    past = 100.0 - 0.1 * (1000 - 256)
+    assert came.work_in(2.0, 100.0, 998) == pytest.approx(2.0 * 6.0 / past)
+    assert len(came._of_kind) == 128
 
 
 def test_long_requests_let_others_pass() -> None:
