@@ -14,7 +14,7 @@ from lezero import checkpoint
 from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
 from lezero.models import Transformer
@@ -361,8 +361,9 @@ class Trainer:
         """A file beside the checkpoints is not worth the training."""
         try:
             write()
-        except OSError as error:
-            self.event(f"{name} was not written: {error.strerror or error}", "warning")
+        except (OSError, LeZeroError) as error:
+            reason = getattr(error, "strerror", None) or error
+            self.event(f"{name} was not written: {reason}", "warning")
 
     def event(self, text: str, level: str = "info") -> None:
         """Tells every callback something that a person should see."""

@@ -12,10 +12,11 @@ import pytest
 from lezero.core.errors import ConfigError, FileError
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import Transformer, TransformerConfig
-from lezero.train import run_folder
+from lezero.train import Callback, Trainer, run_folder
 from lezero.train.config import ReportConfig
 from lezero.train.run_folder import RunFolder, write_aside
 from lezero.train.writer import Writer
+from tests.train.runs import config
 
 HOLD = """
 import sys
@@ -83,7 +84,42 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
 
 def test_every_prompt_of_the_config_gets_its_sample(tmp_path):
     model = Transformer(TransformerConfig(vocab=257, dim=8, layers=1, heads=1, context=16))
-    config = ReportConfig(samples=("", "The ", "longer than the model reads"), sample_tokens=3)
-    RunFolder(tmp_path).write_samples(model, bytes_tokenizer(), config)
+    wanted = ReportConfig(samples=("", "The ", "longer than the model reads"), sample_tokens=3)
+    RunFolder(tmp_path).write_samples(model, bytes_tokenizer(), wanted)
     samples = json.loads((tmp_path / "sample.json").read_text())
-    assert [sample["prompt"] for sample in samples] == list(config.samples)
+    assert [sample["prompt"] for sample in samples] == list(wanted.samples)
+
+
+def test_dynamic_rope_reaches_beyond_the_context(tmp_path):
+    """Samples and `lz generate` then do without a cache of keys."""
+    shape = TransformerConfig.parse(
+        {
+            **{"vocab": 257, "dim": 8, "layers": 1, "heads": 1, "context": 8},
+            "rope_scaling": {"kind": "dynamic", "factor": 4.0},
+        }
+    )
+    model = Transformer(shape)
+    report = ReportConfig(samples=("The prompt ",), sample_tokens=12)
+    RunFolder(tmp_path).write_samples(model, bytes_tokenizer(), report)
+    assert len(json.loads((tmp_path / "sample.json").read_text())) == 1
+    writer = Writer(model, bytes_tokenizer(), stop=())
+    for tokens in (None, 12):
+        assert "".join(writer.write("The", tokens)).startswith("The")
+    with pytest.raises(ConfigError, match="more than the model's context of 32"):
+        next(writer.write("The", 32))
+
+
+def test_samples_that_cannot_be_made_do_not_end_the_run(tmp_path):
+    class Heard(Callback):
+        def on_event(self, trainer, text, level):
+            told.append((text, level))
+
+    def fails():
+        raise ConfigError("the prompt is empty: give at least one token")
+
+    told: list[tuple[str, str]] = []
+    trainer = Trainer(config(tmp_path))
+    trainer.callbacks = [Heard()]
+    trainer._try_to_write("sample.json", fails)
+    reason = "the prompt is empty: give at least one token"
+    assert told == [(f"sample.json was not written: {reason}", "warning")]
