@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
@@ -61,8 +62,11 @@ def check_budget(
             kept = ", ".join(f"'{x.name}'" for x in worst[:count])
             remedy = f"leaving out {kept} would meet it (filter=)"
             break
+    why = ""
+    if math.isinf(after):
+        why = ", since values are not finite, or not zero, that were"
     raise NumericsError(
-        f"lz.quantize_: {report.metric_name} is {number(after)} (before: {number(before)}), and "
-        f"budget={budget:g} allows {number(limit)}. Most of the error comes from {named}; "
+        f"lz.quantize_: {report.metric_name} is {number(after)}{why} (before: {number(before)}), "
+        f"and budget={budget:g} allows {number(limit)}. Most of the error comes from {named}; "
         f"{remedy}. The model is as it was"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.observers import observers
 from lezero.compress.quantize.scheme import Recipe, Target
@@ -57,13 +58,15 @@ class Capture:
                 return  # an expert that gets no token: nothing came through the layer
             known = self.inputs.get(user.name)
             image = user.kind == "conv"
-            version = _version(x)
+            version, autocast = _version(x), Autocast.now(x.device)
             same = (r for seen, at, r in self._seen if seen is x and at == version)
-            shared = next((r for r in same if r.image == image), None)
+            alike = (r for r in same if r.image == image and r.autocast == autocast)
+            shared = next(alike, None)
             if known is None:
                 known = shared if shared is not None else self._make(user)
                 if known is shared:
                     known.layers.append(user.name)
+                known.autocast = autocast
                 self.inputs[user.name] = known
             if known is shared:
                 return

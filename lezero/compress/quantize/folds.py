@@ -199,11 +199,13 @@ def near(
     one: Tensor, two: Tensor, tolerance: float = _TOLERANCE, *, per_sample: bool = False
 ) -> bool:
     """Whether no element differs by more than `tolerance` times the largest of its token (along the
-    last dim) or sample (index of dim 0). Tokens with massive values would hide all others."""
+    last dim) or sample (index of dim 0). Tokens with massive values would hide all others; what is
+    not finite in both has to be the same."""
     if one.shape != two.shape:
         return False
     if not one.numel():
         return True
     dims = tuple(range(1, one.dim())) if per_sample else (-1,)
-    most = one.abs().amax(dims, keepdim=True)
-    return bool(((one - two).abs() <= tolerance * most).all())
+    most = one.abs().where(one.isfinite(), 0.0).amax(dims, keepdim=True)
+    same = (one == two) | (one.isnan() & two.isnan())
+    return bool((same | ((one - two).abs() <= tolerance * most)).all())

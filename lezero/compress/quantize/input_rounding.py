@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from lezero.compress.quantize.inputs import Inputs
-from lezero.compress.quantize.layer import relative_error
+from lezero.compress.quantize.layer import output_error
 from lezero.compress.quantize.modules import QuantizedLayer, QuantizedLinear
 from lezero.compress.quantize.report import QuantizationReport
 from lezero.compress.quantize.scheme import Target
@@ -77,7 +77,7 @@ class InputRounding:
             exact = layer.forward(x)
             costs.append(_cost(exact, rounded))
             del rounded
-            errors.append(relative_error(module.forward(x), exact))
+            errors.append(output_error(site, layer, module.forward(x), exact))
         before, after, xs = zip(*pairs, strict=True)
         seconds = self.speed.measure(form, before, after, xs)
         _set_bits(after, 8)
@@ -141,14 +141,15 @@ def _set_bits(layers: Sequence[object], bits: int) -> None:
 
 
 def _cost(exact: Tensor, rounded: Tensor) -> float:
-    """c of two outputs (…, N); tokens that give nothing but zeros do not count."""
+    """c of two outputs (…, N); tokens that give nothing but zeros, or what is not finite, do not
+    count."""
     total, count = 0.0, 0
     y_MN, y8_MN = (y.reshape(-1, y.shape[-1]) for y in (exact, rounded))
     rows = max(1, _AT_ONCE // max(1, y_MN.shape[1]))
     for one, two in zip(y_MN.split(rows), y8_MN.split(rows), strict=True):
         size = one.float().square().sum(1)
         wrong = (two.float() - one.float()).square().sum(1)
-        used = size > 0
+        used = (size > 0) & (size + wrong).isfinite()
         total += float((wrong[used] / size[used]).sum())
         count += int(used.sum())
     return float((total / max(1, count)) ** 0.5)

@@ -5,11 +5,13 @@ Layers that are given the same tensor (query, key and value projections) share o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.observers import Observer, arranged
 from lezero.core.errors import NumericsError
 
@@ -17,9 +19,10 @@ from lezero.core.errors import NumericsError
 class Inputs:
     """Statistics of a layer's inputs, along the channels K (of images: dim 1).
 
-    first: the input of the first batch, whole. absmax, mean, mean_square, mean_size: per channel,
-    over all batches; mean_size is that of |x|. hessian: Σ x xᵀ (K, K), where asked for; a method
-    may use it up, and leave in `factor` what it made of it for the layers that share the inputs.
+    first: the input of the first batch, whole; `autocast`: under which it came. absmax, mean,
+    mean_square, mean_size: per channel, over all batches; mean_size is that of |x|. hessian: Σ x xᵀ
+    (K, K), where asked for; a method may use it up, and leave in `factor` what it made of it for
+    the layers that share the inputs.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class Inputs:
         self.layers = [layer]
         self.image = image
         self.first: Tensor | None = None
+        self.autocast: Autocast | None = None
         self.count = 0
         self.absmax = self.mean = self.mean_square = self.mean_size = torch.empty(0)
         self.observer = observer
@@ -52,6 +56,10 @@ class Inputs:
             )
         if self.first is None:
             self.first = x.detach().clone()
+        with Autocast.off(x.device).again():
+            self._count(x)
+
+    def _count(self, x: Tensor) -> None:
         if self.observer is not None:
             self.observer.observe(arranged(x.detach(), "tensor"))
         x_MK = self.rows(x).float()
@@ -73,6 +81,10 @@ class Inputs:
                 self.hessian = x_MK.new_zeros(x_MK.shape[1], x_MK.shape[1])
             self.hessian.addmm_(x_MK.T, x_MK)
         self.count = total
+
+    def as_called(self) -> AbstractContextManager[object]:
+        """What the layer is computed in to compare it on `first`."""
+        return nullcontext() if self.autocast is None else self.autocast.again()
 
     def rows(self, x: Tensor) -> Tensor:
         """`x` as (M, K): a row a token, or a place of an image."""

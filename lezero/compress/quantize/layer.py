@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lezero.compress.quantize.bias_correction import corrected_bias
 from lezero.compress.quantize.inputs import Inputs
@@ -38,7 +39,7 @@ def build(
     `inputs` by the name of the user; those that no data went through are missing.
     """
     weight = site.weight()
-    seen = inputs.get(_linear_user(site).name)
+    seen = inputs.get(linear_user(site).name)
     flat = weight.flatten(1)
     grid = target.grid
     if grid.scale_dtype == "fp16":
@@ -80,7 +81,8 @@ def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs |
     return Quantized(codes, torch.cat(scales), torch.cat(zeros) if zeros else None)
 
 
-def _linear_user(site: Site) -> User:
+def linear_user(site: Site) -> User:
+    """The layer that counts for the weight: of a tied one the linear layer."""
     return next((user for user in site.users if user.kind == site.kind), site.users[0])
 
 
@@ -134,16 +136,36 @@ def quantized_bytes(layers: list[QuantizedLayer], users: tuple[User, ...]) -> in
 
 def relative_error(wanted: Tensor, found: Tensor) -> float:
     """‖found - wanted‖ / ‖wanted‖ in fp32, in parts so that no whole fp32 copy is made; the host
-    waits once, for the sums."""
+    waits once, for the sums.
+
+    Places where both are the same infinity (what a mask leaves) or NaN do not count. Infinite where
+    one alone is not finite, and where `wanted` is nothing but zeros and `found` is not.
+    """
+    wrong, whole = _squares(wanted, found, torch.float32)
+    if not math.isfinite(wrong + whole):
+        wrong, whole = _squares(*_finite_places(wanted, found), torch.float64)
+    if not math.isfinite(wrong + whole):
+        return math.inf
+    if whole == 0:
+        return 0.0 if wrong == 0 else math.inf
+    return float((wrong / whole) ** 0.5)
+
+
+def _squares(wanted: Tensor, found: Tensor, kind: torch.dtype) -> tuple[float, float]:
+    """‖found - wanted‖² and ‖wanted‖²; squares that the type `kind` does not hold are infinite."""
     sums = torch.zeros(2, dtype=torch.float64, device=wanted.device)
     most = at_once(wanted.device)
     for one, two in zip(wanted.flatten().split(most), found.flatten().split(most), strict=True):
-        both = ((two.float() - one.float()).square(), one.float().square())
+        both = ((two.to(kind) - one.to(kind)).square(), one.to(kind).square())
         sums += torch.stack([x.sum(dtype=torch.float64) for x in both])
     wrong, whole = sums.tolist()
-    if whole == 0:
-        return 0.0 if wrong == 0 else float("inf")
-    return float((wrong / whole) ** 0.5)
+    return wrong, whole
+
+
+def _finite_places(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Both without the places where they are not finite and the same."""
+    same = ~torch.isfinite(wanted) & ((wanted == found) | (wanted.isnan() & found.isnan()))
+    return wanted[~same], found[~same]
 
 
 def weight_error(site: Site, layers: list[QuantizedLayer]) -> float:
@@ -151,6 +173,10 @@ def weight_error(site: Site, layers: list[QuantizedLayer]) -> float:
     return relative_error(site.weight(), layers[0].weight.decode(torch.float32))
 
 
-def output_error(module: nn.Module, layer: QuantizedLayer, x: Tensor) -> float:
-    """Relative error of the layer's output for `x`, which its hooks have seen already."""
-    return relative_error(module.forward(x), layer.forward(x))
+def output_error(site: Site, layer: QuantizedLayer, wanted: Tensor, found: Tensor) -> float:
+    """Relative error of the layer's outputs, of its weight where those are nothing but zeros;
+    infinite where an output is not finite that was."""
+    error = relative_error(wanted, found)
+    if math.isfinite(error) or bool(wanted.any()) or not bool(found.isfinite().all()):
+        return error
+    return weight_error(site, [layer])

@@ -22,8 +22,8 @@ class LayerReport:
     """One weight. `form`: what it is now ("int8", "int4 g64", …, or "as it was" and why).
 
     bits: stored, per weight, scales included. error: ‖quantized - float‖ / ‖float‖ of the layer's
-    outputs on the first calibration batch, without data of the weight. seconds_before and
-    seconds_after: of the layer on that batch; None where nothing was measured.
+    outputs on the first calibration batch; of the weight without data, and where those are zeros.
+    seconds_before and seconds_after: of the layer on that batch; None where nothing was measured.
     """
 
     name: str

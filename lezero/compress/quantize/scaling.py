@@ -7,16 +7,20 @@ into the model. Not scaling at all is one of the candidates.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.folds import Fold, producer_parameters, scale_channels
+from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.methods import Method
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
-from lezero.compress.quantize.scheme import Target
+from lezero.compress.quantize.scheme import Recipe, Target
 from lezero.compress.quantize.sites import Site
 from lezero.ops.quantize import Grid, nearest_points, quantize_tokens
 
@@ -24,6 +28,87 @@ _SAMPLE = 256
 _AT_ONCE = 1 << 20  # weights that are multiplied together, 4 MiB in fp32
 SMOOTH_ALPHAS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
 AWQ_ALPHAS = tuple(step / 20 for step in range(1, 21))
+
+
+class Scaling:
+    """Does it for the layers of a request, before codes are found."""
+
+    def __init__(
+        self, recipe: Recipe, method: Method, sites: list[tuple[Site, Target]], journal: Journal
+    ) -> None:
+        self.recipe, self.method, self.journal = recipe, method, journal
+        self.targets = {site.name: target for site, target in sites}
+        self.done = False
+        """Whether weights of layers were changed."""
+        self.kept: list[str] = []
+        """Layers that stayed as they were, but for their channels."""
+        wanted = [site for site, target in sites if self._wanted(site, target)]
+        self._scalable = [not site.transposed for site in wanted]
+
+    def why_nothing(self) -> list[str]:
+        """A note where there were layers to scale, but none could be."""
+        if self.done or not self._scalable:
+            return []
+        awq = self.method.scales_channels
+        why = "it needs a repeated block in which a layer before another can take the division"
+        if not any(self._scalable):
+            why = "Conv1D layers are not scaled"
+        return [
+            f"'{self.recipe.method if awq else 'smooth'}' scaled no channels: {why}, so "
+            + ("all was rounded to nearest" if awq else "activations were rounded as they are")
+        ]
+
+    def groups(
+        self, inputs: dict[str, Inputs], sites: list[tuple[Site, Target]]
+    ) -> list[tuple[Inputs, tuple[Site, ...]]]:
+        """The layers whose input channels are to be scaled, by the inputs they share."""
+        shared: dict[int, list[Site]] = defaultdict(list)
+        for site, target in sites:
+            seen = inputs.get(site.users[0].name)
+            alone = len(site.users) == 1 and not site.transposed
+            if seen is not None and alone and self._wanted(site, target):
+                shared[id(seen)].append(site)
+        return [(inputs[group[0].name], tuple(group)) for group in shared.values()]
+
+    def _wanted(self, site: Site, target: Target) -> bool:
+        """Whether this weight's input channels would be scaled, if the layer before can take it."""
+        smooth = self.recipe.smooth is not None and target.activations != "float"
+        return site.kind == "linear" and (self.method.scales_channels or smooth)
+
+    def scale(self, folds: list[Fold]) -> list[Fold]:
+        """SmoothQuant or AWQ; the folds that were scaled."""
+        scaled = []
+        for fold in folds:
+            target = self.targets[fold.sites[0].name]
+            rule, self.done = self.recipe.scales, True
+            with Autocast.off(fold.sites[0].parameter.device).again():
+                if self.method.scales_channels:
+                    changed = scale_for_weights(fold, target, rule, self.journal)
+                else:
+                    assert self.recipe.smooth is not None
+                    changed = smooth(fold, target, rule, self.recipe.smooth, self.journal)
+            scaled += [fold] if changed else []
+        return scaled
+
+    def take_back(self, scaled: list[Fold]) -> None:
+        """What was scaled for layers that stay as they were, all of them, gets its values back. A
+        layer may be scaled in one fold and be the producer of another: they go together."""
+        together: list[dict[int, nn.Parameter]] = []
+        for fold in scaled:
+            own = [*producer_parameters(fold.producer), *(site.parameter for site in fold.sites)]
+            mine = {id(parameter): parameter for parameter in own}
+            linked = [other for other in together if other.keys() & mine.keys()]
+            together = [other for other in together if not other.keys() & mine.keys()]
+            for other in linked:
+                mine |= other
+            together.append(mine)
+        for parameters in together:
+            if all(parameter.numel() for parameter in parameters.values()):  # none was released
+                self.journal.take_back(parameters.values())
+                continue
+            for site in (site for fold in scaled for site in fold.sites):
+                if id(site.parameter) in parameters and site.parameter.numel():
+                    self.kept.append(site.name)
 
 
 def smooth(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lezero.compress.quantize.autocast import Autocast
 from lezero.core import device
 from lezero.core.decisions import Decisions
 
@@ -37,10 +38,11 @@ class LayerSpeed:
         xs: Sequence[Tensor],
     ) -> tuple[float, float]:
         """Seconds of the float layers and of the quantized ones, each on its input; without hooks,
-        which stay with the layer either way."""
+        which stay with the layer either way, under the `torch.autocast` that is on."""
         shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.") for x in xs)
         sizes = "; ".join(_describe(module) for module in before)
-        key = f"{sizes} on {shapes} → {label}"
+        cast = Autocast.now(xs[0].device).dtype
+        key = f"{sizes} on {shapes} → {label}" + (f" cast to {cast}" if cast else "")
         if key not in self._known:
             self._known[key] = in_turns(
                 lambda: [module.forward(x) for module, x in zip(before, xs, strict=True)],

@@ -180,7 +180,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
     report.bytes_after = _bytes(model)
     if metric is not None or seen:
         report.quality_after = measure()
-        check_budget(request, measure, journal, rescaled=work.rescaled, folded=work.folded)
+        check_budget(request, measure, journal, rescaled=work.scaling.done, folded=work.folded)
     if batches is not None:
         report.seconds_after = _seconds(model, batches[0])
         if request.objective == "speed" and quantized_layers(model):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
 from lezero.compress.quantize.capture import Capture, record_for
@@ -18,7 +19,6 @@ from lezero.compress.quantize.folds import (
     copied,
     find_folds,
     in_one_place,
-    producer_parameters,
     still_holding,
 )
 from lezero.compress.quantize.input_rounding import InputRounding
@@ -27,6 +27,7 @@ from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import (
     adopt,
     build,
+    linear_user,
     output_error,
     quantized_bytes,
     weight_error,
@@ -36,7 +37,7 @@ from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.replay import Replay
 from lezero.compress.quantize.report import LayerReport
 from lezero.compress.quantize.request import Request
-from lezero.compress.quantize.scaling import scale_for_weights, smooth
+from lezero.compress.quantize.scaling import Scaling
 from lezero.compress.quantize.scheme import Target
 from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.speed import AS_IT_WAS, LayerSpeed
@@ -68,14 +69,10 @@ class Work:
         self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
         self.private = in_one_place(request.model)
         self.chosen = {id(user.module) for site, _ in self.sites for user in site.users}
-        self.rescaled = False
-        """Whether weights of layers were changed before they were quantized."""
         self.folded: dict[int, nn.Module] = {}
         """Batch norms, by the ids of the convolutions that they are part of now."""
-        wanted = [site for site, target in self.sites if self._wants_scales(site, target)]
-        self._scalable = [not site.transposed for site in wanted]
+        self.scaling = Scaling(self.recipe, self.method, self.sites, self.journal)
         self._unreached: list[str] = []
-        self._kept_scaled: list[str] = []
 
     def run(self) -> None:
         if self.batches is None:
@@ -93,32 +90,18 @@ class Work:
                 )
         self._in_blocks(self.batches)
         self._in_the_rest(self.batches)
-        if not self.rescaled:
-            self._note_unscaled()
+        self.report.notes += self.scaling.why_nothing()
         if self._unreached:
             self.report.notes.append(
                 f"no data was seen to come through {_shown(self._unreached)}: quantized without "
                 "it, and the error is that of the weight"
             )
-        if self._kept_scaled:
+        if self.scaling.kept:
             self.report.notes.append(
                 "their channels are scaled all the same, as layers beside them are quantized: "
-                + _shown(self._kept_scaled)
+                + _shown(self.scaling.kept)
             )
         self.rounding.decide(self.report, speed=self.objective == "speed")
-
-    def _note_unscaled(self) -> None:
-        """Says so where SmoothQuant or AWQ had layers, but none that could be scaled."""
-        if not self._scalable:
-            return
-        awq = self.method.scales_channels
-        why = "it needs a repeated block in which a layer before another can take the division"
-        if not any(self._scalable):
-            why = "Conv1D layers are not scaled"
-        self.report.notes.append(
-            f"'{self.recipe.method if awq else 'smooth'}' scaled no channels: {why}, so "
-            + ("all was rounded to nearest" if awq else "activations were rounded as they are")
-        )
 
     def _in_blocks(self, batches: list[Batch]) -> None:
         found = blocks(self.model)
@@ -158,7 +141,7 @@ class Work:
                     return comparable(forward(*args, **kwargs))
 
                 if first:
-                    groups = self._groups(capture, sites)
+                    groups = self.scaling.groups(capture.inputs, sites)
                     folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
                 elif folds:
                     seen = Evidence(copied(comparable(output)), given)
@@ -167,11 +150,11 @@ class Work:
 
             for batch in range(len(replay.batches)):
                 replay.run(batch, index, look, store=False)
-            scaled = self._rescale(folds)
+            scaled = self.scaling.scale(folds)
             self._observe_again(scaled, replay, index, block)
             for site, target in sites:
                 self._finish(site, target, capture.inputs)
-            self._scale_back(scaled)
+            self.scaling.take_back(scaled)
             del capture
         if hand_on and replay.is_chain:
             for batch in range(len(replay.batches)):
@@ -213,57 +196,6 @@ class Work:
             if all(user.name.startswith(inside) for user in site.users)
         ]
 
-    def _groups(
-        self, capture: Capture, sites: list[tuple[Site, Target]]
-    ) -> list[tuple[Inputs, tuple[Site, ...]]]:
-        """The layers whose input channels SmoothQuant or AWQ scales, by the inputs they share."""
-        shared: dict[int, list[Site]] = defaultdict(list)
-        for site, target in sites:
-            seen = capture.inputs.get(site.users[0].name)
-            alone = len(site.users) == 1 and not site.transposed
-            if seen is not None and alone and self._wants_scales(site, target):
-                shared[id(seen)].append(site)
-        return [(capture.inputs[group[0].name], tuple(group)) for group in shared.values()]
-
-    def _wants_scales(self, site: Site, target: Target) -> bool:
-        """Whether this weight's input channels would be scaled, if the layer before can take it."""
-        smooth = self.recipe.smooth is not None and target.activations != "float"
-        return site.kind == "linear" and (self.method.scales_channels or smooth)
-
-    def _rescale(self, folds: list[Fold]) -> list[Fold]:
-        """SmoothQuant or AWQ, before codes are found; those that were scaled."""
-        scaled = []
-        for fold in folds:
-            target = self.targets[fold.sites[0].name][1]
-            rule, self.rescaled = self.recipe.scales, True
-            if self.method.scales_channels:
-                done = scale_for_weights(fold, target, rule, self.journal)
-            else:
-                assert self.recipe.smooth is not None
-                done = smooth(fold, target, rule, self.recipe.smooth, self.journal)
-            scaled += [fold] if done else []
-        return scaled
-
-    def _scale_back(self, scaled: list[Fold]) -> None:
-        """What was scaled for layers that stay as they were, all of them, gets its values back. A
-        layer may be scaled in one fold and be the producer of another: they go together."""
-        together: list[dict[int, nn.Parameter]] = []
-        for fold in scaled:
-            own = [*producer_parameters(fold.producer), *(site.parameter for site in fold.sites)]
-            mine = {id(parameter): parameter for parameter in own}
-            linked = [other for other in together if other.keys() & mine.keys()]
-            together = [other for other in together if not other.keys() & mine.keys()]
-            for other in linked:
-                mine |= other
-            together.append(mine)
-        for parameters in together:
-            if all(parameter.numel() for parameter in parameters.values()):  # none was released
-                self.journal.take_back(parameters.values())
-                continue
-            for site in (site for fold in scaled for site in fold.sites):
-                if id(site.parameter) in parameters and site.parameter.numel():
-                    self._kept_scaled.append(site.name)
-
     def _observe_again(
         self, scaled: list[Fold], replay: Replay, index: int, block: nn.Module
     ) -> None:
@@ -297,7 +229,16 @@ class Work:
         if target.activations == "tensor" and any(not inputs[x.name].absmax.any() for x in users):
             self._leave(site, "the calibration data gave it nothing but zeros, which have no scale")
             return
-        layers = build(site, target, self.recipe, self.method, inputs)
+        with Autocast.off(site.parameter.device).again():
+            layers = build(site, target, self.recipe, self.method, inputs)
+        known = inputs.get(linear_user(site).name)
+        with nullcontext() if known is None else known.as_called():
+            self._judge(site, target, layers, inputs)
+
+    def _judge(
+        self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
+    ) -> None:
+        """Takes the quantized layers of a weight, or leaves it, by what they cost and gain."""
         size = quantized_bytes(layers, site.users)
         measured = self._measure(site, target, layers, inputs)
         seen = [
@@ -305,7 +246,10 @@ class Work:
             for user, layer in zip(site.users, layers, strict=True)
             if user.name in inputs and (first := inputs[user.name].first) is not None
         ]
-        errors = [output_error(user.module, layer, first) for user, layer, first in seen]
+        errors = [
+            output_error(site, layer, user.module.forward(x), layer.forward(x))
+            for user, layer, x in seen
+        ]
         error = max(errors) if errors else weight_error(site, layers)
         if not math.isfinite(error):
             raise NumericsError(

@@ -1,0 +1,35 @@
+"""Under which `torch.autocast` a layer is called: it is compared and timed under the same one.
+
+A model may turn it on in its own forward, so that a layer with weights in fp32 is given bf16.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """What it casts to on a kind of device; `dtype` None: nothing, it is off."""
+
+    device: str
+    dtype: torch.dtype | None
+
+    @classmethod
+    def now(cls, place: torch.device) -> Autocast:
+        kind = place.type
+        on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return cls(kind, torch.get_autocast_dtype(kind) if on else None)
+
+    @classmethod
+    def off(cls, place: torch.device) -> Autocast:
+        return cls(place.type, None)
+
+    def again(self) -> AbstractContextManager[object]:
+        """In it the same counts as when this was noted."""
+        if self == Autocast.now(torch.device(self.device)):
+            return nullcontext()
+        return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None)

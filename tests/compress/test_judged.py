@@ -1,0 +1,96 @@
+"""What a layer and the whole are judged by where outputs are zeros or infinite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.folds import near
+from lezero.compress.quantize.layer import relative_error
+from tests.compress.test_quantize import difference
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "error"),
+    [
+        ([3.0, 4.0], [3.0, 4.5], 0.1),
+        ([3.0, 4.0, -INF, INF, NAN], [3.0, 4.5, -INF, INF, NAN], 0.1),
+        ([3.0, -INF], [3.0, INF], INF),
+        ([3.0, -INF], [3.0, 1.0], INF),
+        ([3.0, 1.0], [3.0, NAN], INF),
+        ([3e30, 4e30], [3e30, 4.5e30], 0.1),
+        ([0.0, -INF], [0.0, -INF], 0.0),
+        ([0.0], [1e-9], INF),
+        ([], [], 0.0),
+    ],
+)
+def test_the_error_of_outputs_that_are_not_all_finite(
+    wanted: list[float], found: list[float], error: float
+) -> None:
+    one, two = torch.tensor(wanted), torch.tensor(found)
+    assert relative_error(one, two) == pytest.approx(error)
+    if one.numel():
+        assert near(one, two, 0.2) is (error < 0.2)
+
+
+def test_an_infinity_hides_no_other_of_its_token() -> None:
+    one = torch.tensor([[1.0, -INF]])
+    assert near(one, one.clone())
+    assert not near(one, torch.tensor([[1.1, -INF]]))
+
+
+class Barred(nn.Module):
+    """A head some of whose outputs are barred."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(x))).masked_fill(torch.arange(32) < 5, -INF)
+
+
+def test_barred_outputs_have_an_error_and_a_budget() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(16, 64)
+    for data in (x, [x, 2 * x]):
+        model = lz.quantize_(Barred(), lz.Int8Weight(), data=data, objective="size", budget=0.05)
+        assert 0 < (lz.quantization_report(model).quality_after or 0) < 0.05
+    with pytest.raises(lz.NumericsError, match=r"error of the outputs is 0\.\d+ .*'head'"):
+        lz.quantize_(Barred(), lz.Int8Weight(), data=x, objective="size", budget=1e-6)
+
+
+class Zeros(nn.Module):
+    """Its first layer is given nothing but zeros by the first batch; `bias`: of that layer."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=bias), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.first(x) + self.second(y)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "scheme",
+    [lz.Int8Weight(bias_correction=True), lz.Int8WeightActivation(bias_correction=True)],
+    ids=["w8", "w8a8"],
+)
+def test_a_first_batch_of_zeros_is_no_nan(scheme: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    model, x, zeros = Zeros(bias).eval(), torch.randn(16, 64) + 1, torch.zeros(16, 64)
+    with torch.no_grad():
+        wanted = model(x, x)
+        lz.quantize_(model, scheme, data=[(zeros, x), (x, x)], objective="size")
+        assert difference(model(x, x), wanted) < 0.03
+    first = lz.quantization_report(model).layers[0]
+    assert first.quantized
+    assert 0 < (first.error or 0) < 0.02
