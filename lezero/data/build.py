@@ -33,7 +33,7 @@ from lezero.files.folder import aside, commit
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
-_BUILD = 4
+_BUILD = 5
 """Form of the findings and of the split: a folder of another form is made again."""
 _log = logger("data")
 
@@ -223,6 +223,7 @@ class _Parts:
         self.config = config
         self.share = config.validation if isinstance(config.validation, float) else 0.0
         self.seen: set[int] = set()
+        self.held: set[int] = set()  # of the validation files
         self.smallest = (2.0, -1)
 
     def scan(self, paths: list[str], part: int | None, findings: Findings) -> Iterator[int]:
@@ -230,11 +231,15 @@ class _Parts:
         for at, document in enumerate(read(paths, self.config, findings)):
             words = f"{self.config.seed}\0{document.prompt}\0{document.text}"
             number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
+            held = part is None and number in self.held
             again = number in self.seen and self.config.duplicates != "keep"
             self.seen.add(number)
-            if again:
+            if part == _HELD:
+                self.held.add(number)
+            if held or again:
                 refuse = self.config.duplicates == "refuse"
-                where, said = document.source, "occurred before"
+                said = "is in the validation files" if held else "occurred before"
+                where = document.source
                 findings.bad(where, "duplicate", said, refuse=refuse, file=document.file)
                 yield _DROPPED
                 continue

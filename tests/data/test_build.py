@@ -180,6 +180,19 @@ def test_validation_files_are_kept_out_of_training(tmp_path):
     assert data.findings["left_out"] == {"duplicate": 1}
 
 
+def test_duplicates_that_are_kept_do_not_bring_validation_files_into_training(tmp_path):
+    jsonl(tmp_path / "t.jsonl", {"text": "kept"}, {"text": "shared"}, {"text": "kept"})
+    jsonl(tmp_path / "v.jsonl", {"text": "shared"}, {"text": "shared"})
+    files = {"validation": [str(tmp_path / "v.jsonl")], "duplicates": "keep"}
+    data = prepare(config(tmp_path / "t.jsonl", **files), tmp_path / "cache")
+    assert data.train.tokens == 2 * len("kept.")
+    assert data.validation.tokens == 2 * len("shared.")
+    assert data.findings["left_out"] == {"duplicate": 1}
+    files["validation"] = [str(tmp_path / "t.jsonl")]
+    with pytest.raises(ConfigError, match="is in the validation files"):
+        prepare(config(tmp_path / "t.jsonl", **files), tmp_path / "cache")
+
+
 def test_duplicates_are_skipped_kept_or_refused(tmp_path):
     jsonl(tmp_path / "d.jsonl", {"text": "same"}, {"text": "same"})
     tokens = {
