@@ -126,7 +126,8 @@ def _check_fit(
     if document["class"] != type(optimizer).__name__:
         raise FileError(
             f"the checkpoint holds the state of {document['class']}, this optimizer is "
-            f"{type(optimizer).__name__}"
+            f"{type(optimizer).__name__}; build the one it was saved with, or begin in another "
+            "folder"
         )
     _same_names(set(document["parameters"]), set(names), "optimizer parameters")
     for name, parameter in names.items():

@@ -7,7 +7,8 @@ same order: module swaps before the split, the split before recompute, recompute
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from lezero.optim import AdamW, AdamW8bit
 from lezero.parallel.zero import Zero, shard_, sharding_of
 from lezero.parallel.zero.materialize import allocate_
 from lezero.plan import StepSpec
-from lezero.train.config import ModelConfig, RunConfig
+from lezero.train.config import ModelConfig, RunConfig, TrainConfig
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
 from lezero.train.metrics import require_tensorboard
@@ -136,6 +137,17 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> AdamW | AdamW8bit:
         masters=train.masters,
     )
     return made
+
+
+def lost_state(now: TrainConfig, before: Mapping[str, Any]) -> str:
+    """The change since `before`, a checkpoint's `train` section, to an optimizer that cannot take
+    over the state; empty where it can."""
+    optimizer, masters = before.get("optimizer", "adamw"), before.get("masters", "none")
+    if optimizer != now.optimizer:
+        return f"train.optimizer: {optimizer} → {now.optimizer}"
+    if masters != "none" == now.masters:
+        return f"train.masters: {masters} → none, which would lose the exact weights"
+    return ""
 
 
 def build_engine(config: RunConfig, model: nn.Module, decisions: Decisions) -> Engine:

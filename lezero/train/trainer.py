@@ -182,9 +182,11 @@ class Trainer:
         return engine_state.kept_precision(state, self.config.train.precision)
 
     def _check_same_run(self, loaded: checkpoint.Loaded) -> None:
-        """Refuses a checkpoint of another model or other data while the folder is untouched."""
+        """Refuses a checkpoint of another model, another optimizer or other data while the folder
+        is untouched."""
         try:
             cursor, shape = loaded.documents["cursor"], loaded.documents["model"]
+            before = loaded.documents["config"]["train"]
         except KeyError as error:
             raise FileError(
                 f"{loaded.path} was not written by a run of the trainer (no {error}); "
@@ -194,10 +196,13 @@ class Trainer:
         other = [
             f"{key}: {shape.get(key)} → {now[key]}" for key in now if shape.get(key) != now[key]
         ]
-        if other:
+        what = f"another model ({', '.join(other)})" if other else ""
+        if not other and (changed := recipe.lost_state(self.config.train, before)):
+            what = f"another optimizer ({changed})"
+        if what:
             raise FileError(
-                f"{loaded.path} is of another model ({', '.join(other)}): name another run folder, "
-                "or set checkpoint.resume=false"
+                f"{loaded.path} is of {what}: name another run folder, or set "
+                "checkpoint.resume=false"
             )
         self.loader.seek(cursor)
 

@@ -14,6 +14,7 @@ from lezero.models import Transformer, TransformerConfig, load_hf
 from lezero.models.huggingface import save_hf
 from lezero.parallel.zero import full_parameters, shard_
 from lezero.train import recipe
+from lezero.train.config import TrainConfig
 from tests.train.runs import config, settings
 
 SHAPE = {"vocab": 64, "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "context": 32}
@@ -84,3 +85,11 @@ def test_what_is_missing_for_the_report_is_said_before_anything_is_made(tmp_path
 def test_the_last_checkpoint_is_in_the_forecast_where_there_is_no_other(tmp_path):
     _, spec = recipe.plan_inputs(config(tmp_path, checkpoint={"every": 0}), 64)
     assert spec.saves
+
+
+def test_exact_weights_are_not_lost_in_a_resume_without_masters():
+    exact = TrainConfig(precision="bf16", masters="fp32")
+    kept = exact.model_copy(update={"masters": "remainder"})
+    assert "train.masters: fp32 → none" in recipe.lost_state(TrainConfig(), exact.to_dict())
+    for before, now in ((TrainConfig(), TrainConfig()), (TrainConfig(), exact), (exact, kept)):
+        assert recipe.lost_state(now, before.to_dict()) == ""

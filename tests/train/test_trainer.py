@@ -200,6 +200,12 @@ def test_other_data_or_another_model_is_refused(copied):
         train(copied, data__train=[str(copied / "other.txt")], train__steps=30)
     with pytest.raises(FileError, match="is of another model"):
         train(copied, model={"layers": 1, "dim": 32, "heads": 2}, train__steps=30)
+    files = [copied / "run" / name for name in ("config.yaml", "forecast.json", "data.json")]
+    before = [file.read_bytes() for file in files]
+    told = r"another optimizer \(train.optimizer: adamw → adamw8bit\): name another run folder, or"
+    with pytest.raises(FileError, match=told):
+        train(copied, train__optimizer="adamw8bit", train__steps=30)
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_without_resume_histories_do_not_mix(copied):
