@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,9 +58,9 @@ def from_pytorch(
         strict: False lets keys be missing or left over (they are named in a warning); shapes
             must agree all the same, as in torch.
 
-    Errors: `NotAModuleError` (also a `TypeError`); `ConfigError` for a path that is none;
-    `FileError` for a file that cannot be read, is refused or does not fit the module;
-    `NumericsError` where outputs differ.
+    Errors: `NotAModuleError` (also a `TypeError`); `ConfigError` for a path that is none, or
+    outputs without a tensor; `FileError` for a file that cannot be read, is refused or does not
+    fit the module; `NumericsError` where outputs differ.
     """
     _check_module(module)
     if not isinstance(state_dict_path, str | os.PathLike | None):
@@ -147,7 +148,32 @@ def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [leaf.clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    """Copies of all tensors of an output; `ConfigError` when nothing of it can be compared."""
+    found = [leaf.clone() for leaf in _leaves(output) if isinstance(leaf, Tensor)]
+    if not found:
+        raise ConfigError(
+            f"example_inputs: the module gives a {type(output).__name__} for them, in which no "
+            "tensor is found, so that there is nothing to compare; let it return tensors (in "
+            "dicts, sequences or dataclasses, too), or leave example_inputs out"
+        )
+    return found
+
+
+def _leaves(output: Any) -> Iterator[Any]:
+    """What an output consists of, also within dataclasses and kinds of dicts and sequences that
+    torch's trees do not know."""
+    for leaf in pytree.tree_leaves(output):
+        inner: Iterable[Any] = ()
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            inner = [getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)]
+        elif isinstance(leaf, Mapping):
+            inner = leaf.values()
+        elif isinstance(leaf, list | tuple):
+            inner = leaf
+        else:
+            yield leaf
+        for part in inner:
+            yield from _leaves(part)
 
 
 @contextmanager

@@ -113,7 +113,10 @@ def _rehearse(module: nn.Module, given: dict[str, Any], source: str) -> tuple[li
     for tensor in _state(module).values():
         if isinstance(tensor, UnsizedParameter):
             memo[id(tensor)] = tensor.again(torch.empty(0, device="meta", dtype=tensor.dtype))
-        elif not nn.parameter.is_lazy(tensor):
+        elif nn.parameter.is_lazy(tensor):  # the load sizes it where it lies
+            lazy: Any = type(tensor)
+            memo[id(tensor)] = lazy(tensor.requires_grad, device="meta", dtype=tensor.dtype)
+        else:
             twin: Tensor = torch.empty_like(tensor, device="meta")
             if isinstance(tensor, nn.Parameter):
                 twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)

@@ -36,7 +36,7 @@ class BufferSnapshot:
     """Copies of a module's buffers, of those alone for which `wanted(module, name)` is true.
 
     A forward pass may write into a buffer, resize it, or put another tensor in its place; each is
-    undone by `restore`. A buffer on the meta device has no values to keep.
+    undone by `restore`. A buffer on the meta device, or without a size yet, has no values to keep.
     """
 
     def __init__(
@@ -46,7 +46,8 @@ class BufferSnapshot:
             KeptBuffer(module, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in model.modules()
             for name, buffer in module._buffers.items()
-            if wanted(module, name) and not (buffer is not None and buffer.is_meta)
+            if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
+            and wanted(module, name)
         ]
 
     @torch.no_grad()

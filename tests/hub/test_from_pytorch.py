@@ -1,6 +1,9 @@
 """from_pytorch: the same module, safely loaded, with its outputs checked."""
 
 import warnings
+from collections import UserDict
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +94,32 @@ def test_inputs_as_keywords_and_outputs_as_structures():
     assert from_pytorch(Two(), example_inputs=[X, X])
 
 
+def test_outputs_are_found_in_any_structure_and_their_lack_is_told():
+    @dataclass
+    class Output:
+        logits: object
+
+    class Mine(UserDict):
+        pass
+
+    class Counting(nn.Linear):
+        def forward(self, x):
+            self.calls = getattr(self, "calls", 0) + 1
+            return self.wrap(super().forward(x) + self.calls)
+
+    def counting(wrap):
+        module = Counting(2, 2)
+        module.wrap = wrap
+        return from_pytorch(module, example_inputs=torch.randn(1, 2))
+
+    for wrap in (Output, lambda y: Output([Mine(y=y)]), lambda y: {"o": Output(y)}):
+        with pytest.raises(NumericsError, match="differs from a second run"):
+            counting(wrap)
+    for wrap in (lambda y: float(y.sum()), lambda y: SimpleNamespace(y=y), lambda y: None):
+        with pytest.raises(ConfigError, match=r"^example_inputs: the module gives a .* no tensor"):
+            counting(wrap)
+
+
 def test_outputs_that_do_not_repeat_are_told():
     class Drifts(nn.Module):
         calls = 0
@@ -160,6 +189,22 @@ def test_loading_sizes_a_dynamic_layer(tmp_path):
     module = from_pytorch(DynamicWeightGenerator(), path, example_inputs=torch.randn(2, 4, 5, 5))
     assert module.channels == 4
     assert torch.equal(module.weight, source.weight)
+
+
+def test_loading_sizes_lazy_layers_of_torch(tmp_path):
+    def unsized():
+        return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+
+    source, x = unsized(), torch.randn(3, 8)
+    source(x)
+    path = save(source.state_dict(), tmp_path / "lazy.pt")
+    module = from_pytorch(unsized(), path, example_inputs=x)
+    assert torch.equal(module.eval()(x), source.eval()(x))
+    wrong = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.Linear(5, 2))
+    with pytest.raises(FileError, match=r"'2.weight' is \(2, 4\), the module's \(2, 5\)"):
+        from_pytorch(wrong, path)
+    assert nn.parameter.is_lazy(wrong[0].weight)
+    assert from_pytorch(unsized(), example_inputs=x)[0].weight.shape == (4, 8)
 
 
 def test_missing_and_left_over_keys_name_the_nearest(tmp_path):
