@@ -18,9 +18,9 @@ from tests.compress.test_quantize import small, tokens
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.inner = nn.Linear(16, 16)
+        self.inner = nn.Linear(width, width)
 
     def forward(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, None]:
         return torch.tanh(self.inner(x)) + (0 if shift is None else shift), None
@@ -203,3 +203,113 @@ def test_what_a_killed_process_has_spilled_goes_with_the_next_one(monkeypatch, t
         spill.put("y", torch.ones(10))
         assert len(list(tmp_path.rglob("0"))) == 1
     assert not list(tmp_path.rglob("0"))
+
+
+class State:
+    """What blocks hand on: `depth` counts those that it went through."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.depth = x, 0
+
+
+class Writes(nn.Module):
+    """A block that writes to an object, and gives it or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, state: State) -> State:
+        state.x = state.x + 3 * self.inner(state.x)
+        state.depth += 1
+        return state
+
+
+class Handing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for block in self.blocks:
+            state = block(state)
+        assert state.depth == 3
+        return state.x
+
+
+def static_scales(model: nn.Module) -> Tensor:
+    return torch.cat([m.input_scale for m in model.modules() if hasattr(m, "input_scale")])
+
+
+def test_blocks_that_write_to_an_object_get_it_as_in_an_ordinary_run() -> None:
+    torch.manual_seed(0)
+    model, batches = Handing().eval(), [torch.randn(8, 64), torch.randn(8, 64)]
+    with torch.no_grad():
+        seen: list[list[Tensor]] = [[], [], []]
+        for index, block in enumerate(model.blocks):
+            block.inner.register_forward_pre_hook(
+                lambda module, args, index=index: seen[index].append(args[0])
+            )
+        for batch in batches:
+            model(batch)
+        wanted = torch.stack([torch.cat(xs).abs().max() / 127 for xs in seen])
+        scheme = lz.Int8WeightActivation(activations="tensor", smooth=None)
+        lz.quantize_(model, scheme, data=batches, objective="size")
+    # Blocks before have rounded weights by then.
+    assert torch.allclose(static_scales(model), wanted, rtol=0.05)
+    assert "running all blocks before it" in str(lz.quantization_report(model))
+
+
+class Loops(nn.Module):
+    """Goes through its blocks as often as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Block(64) for _ in range(3))
+
+    def forward(self, x: Tensor, times: int, skips: bool = False) -> Tensor:
+        for _ in range(times):
+            for block in self.parts:
+                more, _ = block(x)
+                x = x + more if skips else 2 * more
+        return x
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_the_order_of_every_kind_of_batch_counts(first: int) -> None:
+    torch.manual_seed(0)
+    model, x = Loops().eval(), torch.randn(4, 64)
+    once = [(x, 1), (x + 1, 1)]
+    other = (4 * x, 4 - first)
+    with torch.no_grad(), Spill() as spill:
+        assert len(Replay(model, once, blocks(model), spill).blocks) == 3
+        assert not Replay(model, [(x, first), other], blocks(model), spill).blocks
+        wanted = model(*other)
+        scheme = lz.Int8WeightActivation(activations="tensor", smooth=None)
+        lz.quantize_(model, scheme, data=[(x, first), other], objective="size")
+        assert (model(*other) - wanted).norm() < 0.1 * wanted.norm()
+
+
+def test_the_paths_of_every_kind_of_batch_count() -> None:
+    model, x = Loops().eval(), torch.randn(4, 64)
+    with torch.no_grad(), Spill() as spill:
+        for batches, is_chain in (
+            ([(x, 1), (x[:2], 1)], True),
+            ([(x, 1), (x, 1, True)], False),
+            ([(x, 1, True), (x, 1)], False),
+        ):
+            replay = Replay(model, batches, blocks(model), spill)
+            assert len(replay.blocks) == 3
+            assert replay.is_chain is is_chain
+
+
+def test_a_batch_like_another_is_not_run_again_for_its_order() -> None:
+    calls = []
+    model, x = Loops().eval(), torch.randn(4, 64)
+    model.register_forward_pre_hook(lambda module, args: calls.append(1))
+    with torch.no_grad(), Spill() as spill:
+        Replay(model, [(x, 1)], blocks(model), spill)
+        alone = len(calls)
+        Replay(model, [(x, 1)] * 5, blocks(model), spill)
+        assert len(calls) == 2 * alone

@@ -75,11 +75,32 @@ def _says_its_length(data: Any) -> bool:
 
 
 def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(_plain(batch)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(plain(batch)) if isinstance(leaf, Tensor)]
+
+
+def copied(batch: Batch) -> Batch:
+    """The batch in memory of its own, for a model that works in place on what it is given; tensors
+    that are one stay one."""
+    made: dict[int, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = leaf.detach().clone()
+        return made[id(leaf)]
+
+    found: Batch = pytree.tree_map(copy, plain(batch))
+    return found
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
-    """What the model gives for one batch."""
+    """What the model gives for one batch, which stays what it is."""
+    return given(model, copied(batch))
+
+
+def given(model: nn.Module, batch: Batch) -> Any:
+    """What the model gives for one batch, which it may write to."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
@@ -98,7 +119,7 @@ def first_call(model: nn.Module, batch: Batch, index: int = 0) -> Any:
     except Exception as error:
         shapes = pytree.tree_map(
             lambda leaf: f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else leaf,
-            _plain(batch),
+            plain(batch),
         )
         raise ConfigError(
             f"data: the model does not take batch {index}, {shapes}: "
@@ -189,6 +210,6 @@ def _is_batch(data: Any) -> bool:
     return isinstance(data, Tensor | tuple | Mapping)
 
 
-def _plain(batch: Any) -> Any:
+def plain(batch: Any) -> Any:
     """Mappings of other libraries (a tokenizer's, a model's output) as plain dictionaries."""
     return dict(batch) if isinstance(batch, Mapping) else batch

@@ -9,9 +9,10 @@ needs.
 [Note: which outputs are stored]
 What block k - 1 gave, and the last block of each list of blocks (a decoder reads the encoder's).
 The others hand on zeros of the right shape, which take no memory. Whether block k then gets the
-inputs that it gets in an ordinary run is checked bit for bit on the first batch before anything is
-changed; a model with other paths between its blocks (skip connections) computes all blocks before k
-each time instead.
+inputs that it gets in an ordinary run is checked bit for bit, before anything is changed, on the
+first batch and on each that has other arguments than those before it; a model with other paths
+between its blocks (skip connections) computes all blocks before k each time instead. So does one
+whose blocks hand each other an object of a class of its own: what they write to it is not stored.
 """
 
 from __future__ import annotations
@@ -19,22 +20,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lezero.compress.quantize.batches import Batch, Reached, call, first_call
+from lezero.compress.quantize.batches import Batch, Reached, call, first_call, plain
 from lezero.compress.quantize.spill import Spill
 
 Run = Callable[..., Any]
+_VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, torch.Size)
+_NAMES = (torch.dtype, torch.device, torch.layout, type, FunctionType, BuiltinFunctionType)
+_PLAIN = (Tensor, nn.Module, *_VALUES, *_NAMES)
 
 
 class Replay:
     """`blocks`: (name, module) in the order in which `model` calls them, each once.
 
     `is_chain`: whether stored outputs are enough, see [Note: which outputs are stored].
+    `has_state`: blocks are given an object that they may write to, so none is run twice with it.
     """
 
     def __init__(
@@ -45,10 +52,11 @@ class Replay:
         spill: Spill,
     ) -> None:
         self.model, self.batches, self.spill = model, batches, spill
+        self.has_state = False
         self.blocks = self._in_order(blocks)
-        self.is_chain = True
-        if self.blocks:
-            self.is_chain = self._check()
+        self.is_chain = not self.has_state
+        for batch in _unlike(batches, shapes=False) if self.blocks else ():
+            self.is_chain = self.is_chain and self._check(batch)
 
     def run(self, batch: int, block: int, visit: Run, *, store: bool = True) -> bool:
         """Calls `visit(*args, **kwargs)` with what block number `block` is given for a batch; what
@@ -93,44 +101,64 @@ class Replay:
         return name.rpartition(".")[0] != after.rpartition(".")[0]
 
     def _in_order(self, blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-        """The blocks that the model calls, in that order; none when one is called twice."""
+        """The blocks that the first batch comes to, in that order; none when a batch comes to one
+        of them twice, or in another order. Batches of the same shapes go the same way."""
         self._shapes: dict[tuple[int, int], Any] = {}
+        self._walks: dict[int, dict[int, str]] = {}
+        self.blocks = blocks
+        ways = [self._walk(batch) for batch in _unlike(self.batches, shapes=True)]
+        first = ways[0]
+        for way in ways:
+            here = set(way)
+            if [k for k in way if k in first] != [k for k in first if k in here]:
+                return []
+        if len(set(first)) < len(first):
+            return []
+        place = {index: at for at, index in enumerate(first)}
+        for batch, seen in self._walks.items():
+            self._walks[batch] = {place[k]: seen[k] for k in seen if k in place}
+        return [blocks[index] for index in first]
+
+    def _walk(self, batch: int) -> list[int]:
+        """The blocks that a batch comes to, one after the other, with digests of what they get."""
         order: list[int] = []
-        self._digests: list[str] = []
+        seen = self._walks[batch] = {}
 
         def noting(index: int, forward: Run) -> Run:
             def note(*args: Any, **kwargs: Any) -> Any:
                 order.append(index)
-                self._digests.append(_digest((args, kwargs)))
-                return forward(*args, **kwargs)
+                seen[index] = _digest((args, kwargs))
+                output = forward(*args, **kwargs)
+                self.has_state = self.has_state or not _is_plain((args, kwargs, output))
+                return output
 
             return note
 
-        self.blocks = blocks
-        with self._replaced({k: noting(k, m.forward) for k, (_, m) in enumerate(blocks)}):
-            call(self.model, self.batches[0])
-        return [] if len(set(order)) < len(order) else [blocks[index] for index in order]
+        forwards = {k: noting(k, m.forward) for k, (_, m) in enumerate(self.blocks)}
+        with self._replaced(forwards):
+            first_call(self.model, self.batches[batch], batch)
+        return order
 
-    def _check(self) -> bool:
-        """Walks the first batch through the unchanged blocks by replay, comparing their inputs."""
-        same = True
+    def _check(self, batch: int) -> bool:
+        """Walks a batch through the unchanged blocks by replay, comparing their inputs."""
+        same, wanted = True, self._walks[batch]
 
         for index, (_, module) in enumerate(self.blocks):
             forward = module.forward
 
             def visit(*args: Any, index: int = index, forward: Run = forward, **kwargs: Any) -> Any:
                 nonlocal same
-                same = same and _digest((args, kwargs)) == self._digests[index]
+                same = same and _digest((args, kwargs)) == wanted[index]
                 return forward(*args, **kwargs)
 
             try:
-                same = self.run(0, index, visit) and same
+                same = self.run(batch, index, visit) is (index in wanted) and same
             except Exception:  # zeros led a path between the blocks astray
                 same = False
             if not same:
                 break
         for index in range(len(self.blocks)):
-            self.spill.drop((0, index))
+            self.spill.drop((batch, index))
         return same
 
     @contextmanager
@@ -148,6 +176,27 @@ class Replay:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = before[index]
+
+
+def _unlike(batches: list[Batch], *, shapes: bool) -> list[int]:
+    """The first batch of each kind of arguments: their names, types and values, of tensors dtype
+    and dims and, with `shapes`, sizes."""
+
+    def about(leaf: Any) -> str:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf)
+        return f"{leaf.dtype} {tuple(leaf.shape) if shapes else leaf.dim()}"
+
+    kinds: dict[str, int] = {}
+    for index, batch in enumerate(batches):
+        leaves, tree = pytree.tree_flatten(plain(batch))
+        kinds.setdefault(f"{tree} {[about(leaf) for leaf in leaves]}", index)
+    return list(kinds.values())
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether all in it is tensors and values that nobody writes to."""
+    return all(leaf is None or isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(tree))
 
 
 def _shape(leaf: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lezero.compress.quantize.parts import at_once
 from lezero.core.errors import ConfigError, NumericsError, OrderError
@@ -82,25 +83,26 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
     """Every weight that can be quantized and that `filter` takes; all its users must be taken.
 
     Raises `OrderError` for sharded weights, `NumericsError` for values that are not finite (both
-    name the layer), `ConfigError` when nothing is left.
+    name the layer), `ConfigError` for a layer without a shape and when nothing is left.
     """
     chosen = _chooser(filter)
     users: dict[int, list[User]] = defaultdict(list)
     places: dict[int, int] = defaultdict(int)
     parameters: dict[int, nn.Parameter] = {}
+    words: set[tuple[int, ...]] = set()  # whatever the filter takes
     for name, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            _check_has_shape(parameter, name)
+            if key == "weight" and isinstance(module, nn.Embedding):
+                words.add(tuple(parameter.shape))
             parameters[id(parameter)] = parameter
             places[id(parameter)] += 1
             kind = kind_of(module)
             if key == "weight" and kind is not None and chosen(name, module):
                 users[id(parameter)].append(User(name, module, kind))
     inside = tuple(f"{name}." for name, _ in blocks(model))
-    words = {
-        tuple(p.shape) for p in parameters.values() for u in users[id(p)] if u.kind == "embedding"
-    }
     sites = []
     for key, layers in users.items():
         parameter = parameters[key]
@@ -148,6 +150,14 @@ def _fits(parameter: nn.Parameter, kinds: set[tuple[Kind, str]]) -> bool:
     inputs = parameter.shape[1:].numel()
     floats = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return shared and floats and parameter.numel() > 0 and inputs <= _MOST_INPUTS
+
+
+def _check_has_shape(parameter: nn.Parameter, layer: str) -> None:
+    if is_lazy(parameter):
+        raise ConfigError(
+            f"lz.quantize_: '{layer}' has no shape yet; call the model once with a batch, so that "
+            "its lazy layers take theirs"
+        )
 
 
 def _check(site: Site) -> None:

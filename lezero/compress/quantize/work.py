@@ -140,7 +140,7 @@ class Work:
                 def again() -> list[Tensor]:
                     return comparable(forward(*args, **kwargs))
 
-                if first:
+                if first and not replay.has_state:
                     groups = self.scaling.groups(capture.inputs, sites)
                     folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
                 elif folds:

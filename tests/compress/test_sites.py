@@ -1,0 +1,57 @@
+"""Which layers are found: vocabularies whatever the filter takes, and lazy layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.modules import quantized_layers
+
+
+class Untied(nn.Module):
+    """A language model whose head has weights of its own."""
+
+    def __init__(self, kind: type[nn.Embedding]) -> None:
+        super().__init__()
+        self.words, self.head = kind(96, 64), nn.Linear(64, 96)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 8
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, Scaled])
+@pytest.mark.parametrize("filter", [None, lambda name, layer: isinstance(layer, nn.Linear)])
+def test_a_head_is_known_by_embeddings_that_the_filter_leaves_out(kind: Any, filter: Any) -> None:
+    model, ids = Untied(kind).eval(), torch.randint(0, 96, (4, 8))
+
+    def made(scheme: Any) -> nn.Module:
+        own = copy.deepcopy(model)
+        return lz.quantize_(own, scheme, data=ids, objective="size", filter=filter)
+
+    assert made(lz.Int4Weight(group=32)).head.weight.grid.format == "int8"
+    assert "head" not in quantized_layers(made(lz.Int4Weight(group=32, vocabulary="keep")))
+    assert made(lz.Int8WeightActivation()).head.x_bits == 16
+    assert made(lz.Int8WeightActivation()).layers[0][0].x_bits == 8
+
+
+@pytest.mark.parametrize("data", [None, torch.randn(4, 8)])
+def test_a_lazy_layer_is_named(data: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.LazyLinear(32))
+    with pytest.raises(lz.ConfigError, match=r"'1' has no shape yet; call the model once"):
+        lz.quantize_(model, lz.Int8Weight(), data=data)
+    model(torch.randn(4, 8))
+    lz.quantize_(model, lz.Int8Weight(), data=data, objective="size")
