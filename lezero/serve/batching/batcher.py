@@ -22,6 +22,7 @@ _MIX = 512
 _ENOUGH = 64
 _LATELY = 256
 _FEW = 32
+_USUALLY = 0.75
 _SHIFT = 1.15
 _WATCHED = (1.0, 2.0, 4.0, 8.0)
 """Works, in full steps, whose time is watched: where it changes, another plan may be the best."""
@@ -67,17 +68,14 @@ class Batch:
 
 
 class Arrived:
-    """What came of late: how much work of each kind, and how fast."""
+    """What came of late, refused or not: how much work of each kind, and how fast."""
 
     def __init__(self) -> None:
-        self.count = 0
-        """Requests that ever came."""
         self._last: deque[tuple[float, Hashable, float]] = deque()
         self._of_kind: dict[Hashable, tuple[int, float]] = {}
 
     def add(self, now: float, kind: Hashable, work: float) -> None:
         """Takes in that a request came."""
-        self.count += 1
         self._last.append((now, kind, work))
         count, sum_ = self._of_kind.get(kind, (0, 0.0))
         self._of_kind[kind] = count + 1, sum_ + work
@@ -120,6 +118,7 @@ class Batcher:
         self._beyond: deque[float] = deque(maxlen=_LATELY)
         self._began, self._steps = 0.0, 0
         self._came = Arrived()
+        self._seen = 0
         self._front: deque[Ask] = deque()
         self._back: deque[Ask] = deque()
         self._busy_until: float | None = None
@@ -142,12 +141,12 @@ class Batcher:
     @property
     def margin(self) -> float:
         """By how much answers are expected to come later than foretold: the more were late, the
-        nearer to what the slowest steps of late took beyond the curve, or to what the latest
+        nearer to what the slowest steps of late took beyond the curve, or to what one in four
         answers took beyond what was foretold, whichever is more."""
         share = sum(self._late) / len(self._late) if len(self._late) >= _FEW else 0.0
         if share == 0.0:
             return 1.0
-        most = max(self.curve.spread(), slowest(self._beyond, 1 - LATE))
+        most = max(self.curve.spread(), slowest(self._beyond, _USUALLY))
         return 1.0 + (most - 1.0) * min(1.0, share / LATE)
 
     def add(self, ask: Ask, now: float) -> None:
@@ -166,14 +165,15 @@ class Batcher:
             self._back.append(ask)
             return
         ask.foretold_s = self._wait_s(now, ask)
+        self._came.add(now, ask.kind, ask.work)
         wait = ask.foretold_s * self.margin
         ahead = self._front or self._busy_until is not None
         if ahead and wait > self.target_s:
             reason = f"the answer would take {wait:.3f} s, the target is {self.target_s:g} s"
             raise FullError(reason, wait - self.target_s)
         self._front.append(ask)
-        self._came.add(now, ask.kind, ask.work)
         self._mix.append(ask.work)
+        self._seen += 1
 
     def cancel(self, ask: Ask) -> None:
         """Forgets a request; items that run already run to their end."""
@@ -288,6 +288,6 @@ class Batcher:
         now_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
         changed = [a / b for a, b in zip(now_s, self._planned_s, strict=True)]
         changed.append(mean / self._mean)
-        known = self._came.count >= _ENOUGH
+        known = self._seen >= _ENOUGH
         if known and any(not 1 / _SHIFT < x < _SHIFT for x in changed):
             self._search = tune(self.curve, list(self._mix), self.target_s, self.most)

@@ -133,8 +133,7 @@ def test_requests_of_many_kinds_are_in_time_or_refused(kinds: int, rate: int, le
     costly = lambda work, now: 0.005 + 0.0002 * work  # noqa: E731
     told = drive(batcher(curve=measured(costly)), asks, costly)
     assert len(told.latencies) / told.ended >= least
-    settled = told.latencies[len(told.latencies) // 5 :]
-    assert sum(x > TARGET for x in settled) <= 0.015 * len(settled)
+    assert told.quantile(0.99) <= 1.02 * TARGET
 
 
 def test_what_waits_of_other_kinds_counts_by_its_steps() -> None:
@@ -158,7 +157,6 @@ def test_kinds_that_came_long_ago_are_forgotten() -> None:
     came = Arrived()
     for number in range(1000):
         came.add(0.1 * number, number // 2 * 2, 3.0)
-    assert came.count == 1000
     assert came.work_in(1.0, 100.0, 0) == 0.0
     past = 100.0 - 0.1 * (1000 - 256)
     assert came.work_in(2.0, 100.0, 998) == pytest.approx(2.0 * 6.0 / past)
