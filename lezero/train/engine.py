@@ -42,7 +42,7 @@ from lezero.train.loss import (
 )
 from lezero.train.moving_buffers import MovingBuffers
 from lezero.train.nonfinite import Culprit, find_culprit, vague
-from lezero.train.precision import Precision, resolve, resolve_sharded
+from lezero.train.precision import Precision, check_weights, resolve, resolve_sharded
 from lezero.train.randomness import seeded
 from lezero.train.token_ids import check_token_ids
 
@@ -216,6 +216,7 @@ class Engine:
                 f"precision: the model was sharded to compute in {self.precision.name}; shard it "
                 "anew with another lz.Zero(compute=…)"
             )
+        check_weights(name, self.model)
         resolved = resolve(name, self.place, self.decisions, self.step)
         if resolved != self.precision.name:
             self.precision = Precision(resolved, self.place)
@@ -238,7 +239,8 @@ class Engine:
 
     def _precision(self, asked: str) -> Precision:
         if not isinstance(self.gradients, Sharded):
-            return Precision(resolve(asked, self.place, self.decisions), self.place)
+            check_weights(name := resolve(asked, self.place, self.decisions), self.model)
+            return Precision(name, self.place)
         name = resolve_sharded(asked, self.model, self.decisions)
         return Precision(name, self.place, cache=False)
 
@@ -295,17 +297,19 @@ class Engine:
     def _gradient_norm(self) -> torch.Tensor:
         self.precision.scaler.unscale_(self.optimizer)
         if not self._gradients():
-            raise OrderError("the loss reached no parameter: nothing has a gradient")
-        return self.gradients.norm(self._counted_parameters())
+            raise OrderError(
+                "the loss reached no parameter that the optimizer holds: none has a gradient"
+            )
+        return self.gradients.norm(self._held())
 
-    def _counted_parameters(self) -> list[torch.Tensor]:
-        """All; in fp16 only the optimizer's, whose gradients alone are unscaled."""
-        if self.precision.name == "fp16":
-            return [p for group in self.optimizer.param_groups for p in group["params"]]
-        return list(self.model.parameters())
+    def _held(self) -> list[torch.Tensor]:
+        """The optimizer's parameters, in the model's order: what else has a gradient moves nothing,
+        and fp16 does not unscale it."""
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return [p for p in self.model.parameters() if id(p) in held]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return self.gradients.of(self._counted_parameters())
+        return self.gradients.of(self._held())
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""

@@ -49,6 +49,19 @@ def resolve(name: str, place: torch.device, decisions: Decisions, step: int = 0)
     return decisions.record("precision", found, reason=reason, step=step)
 
 
+def check_weights(name: str, model: nn.Module) -> None:
+    """Raises `ConfigError` for weights in fp16 that are to be trained in fp16: the loss scale works
+    on fp32 gradients, and small steps would be lost."""
+    half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+    if name == "fp16" and half:
+        more = f", and {len(half) - 1} more are" if len(half) > 1 else ""
+        raise ConfigError(
+            f"precision: fp16 computes in fp16 with weights in fp32, but '{half[0]}' is in "
+            f"fp16{more}; call model.float() before the optimizer is made, or model.bfloat16() "
+            "with precision='bf16'"
+        )
+
+
 def resolve_sharded(name: str, model: nn.Module, decisions: Decisions) -> str:
     """The precision of a sharded model: what `lz.Zero(compute=…)` made its parameters compute in.
 

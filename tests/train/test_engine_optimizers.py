@@ -1,11 +1,13 @@
 """Optimizers of torch under the engine: sparse gradients, late parameters, what cannot work."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, OrderError
 from lezero.optim import Schedule
 from lezero.train.engine import Engine
 
@@ -57,3 +59,51 @@ def test_an_optimizer_that_asks_for_the_loss_itself_is_refused():
     model = nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=r"^optimizer: LBFGS asks for the loss several times"):
         Engine(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_norm_and_clipping_are_over_what_the_optimizer_holds_in_every_precision():
+    torch.manual_seed(0)
+    start, x = nn.Sequential(nn.Linear(6, 32), nn.Linear(32, 4)), torch.randn(4, 6)
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    plain = copy.deepcopy(start)
+    loss(plain, x).backward()
+    wanted = float(nn.utils.get_total_norm([p.grad for p in plain[1].parameters()]))
+    for precision, near in (("fp32", 1e-6), ("bf16", 0.02), ("fp16", 0.02)):
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
+        options = {"precision": precision, "compile": "off", "clip": 0.01}
+        engine = Engine(model, optimizer, loss=loss, **options)
+        while (result := engine.train_step(x)).skipped and engine.step < 9:
+            pass  # until the loss scale of fp16 fits
+        assert result.grad_norm == pytest.approx(wanted, rel=near)
+        moved = [a - b for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+        assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_loss_that_reaches_nothing_of_the_optimizer_is_told():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
+    for precision in ("fp32", "fp16"):
+        engine = Engine(
+            model, optimizer, loss=lambda m, x: m[0](x).mean(), precision=precision, compile="off"
+        )
+        with pytest.raises(OrderError, match="reached no parameter that the optimizer holds"):
+            engine.train_step(torch.ones(3, 2))
+
+
+def test_fp16_weights_are_refused_where_fp16_is_the_precision():
+    model = nn.Linear(2, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    told = r"^precision: fp16 .* 'weight' is in fp16, and 1 more are; call model\.float\(\)"
+    with pytest.raises(ConfigError, match=told):
+        Engine(model, optimizer, precision="fp16")
+    engine = Engine(model, optimizer, precision="fp32")
+    with pytest.raises(ConfigError, match=told):
+        engine.set_precision("fp16")
+    assert engine.decisions.records["precision"].chosen == engine.precision.name == "fp32"
+    model.bias.requires_grad_(False)
+    model.weight.data = model.weight.data.float()
+    assert Engine(model, optimizer, precision="fp16").precision.name == "fp16"
