@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,24 @@ def test_blocks_that_were_compiled_are_seen_too() -> None:
         model(data)
         lz.quantize_(model, scheme, data=data, objective="size")
         assert torch.equal(model(data), plain(data))
+
+
+@dataclass(frozen=True)
+class Frozen:
+    use_cache: bool = True
+
+
+@dataclass
+class Open:
+    use_cache: bool = True
+
+
+@pytest.mark.parametrize("kind", [Frozen, Open])
+def test_a_config_that_cannot_be_written_to_is_left_alone(kind: Any) -> None:
+    model, seen = pair().train(), []
+    model.config = kind()
+    model.register_forward_pre_hook(lambda module, args: seen.append(module.config.use_cache))
+    lz.quantize_(model, lz.Int8Weight(), data=X, objective="size")
+    assert all(used is (kind is Frozen) for used in seen)
+    assert model.config.use_cache
+    assert model.training

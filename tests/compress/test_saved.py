@@ -248,3 +248,42 @@ def test_a_quantized_folder_writes_text(tmp_path: Path) -> None:
     assert "".join(writer.write("ab", 4, temperature=0.0)).startswith("ab")
     assert json.loads((tmp_path / "q/config.json").read_text())["eos_token_id"] == 256
     assert (tmp_path / "q/decisions.json").is_file()
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
+def test_a_folder_loads_whatever_the_default_type(kind: torch.dtype, tmp_path: Path) -> None:
+    images = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3)).eval()
+    x = torch.rand(2, 3, 9, 9)
+    scheme = lz.Int8WeightActivation(activations="tensor")
+    model, data = small(), tokens(1)[0]
+    lz.quantize_(images, scheme, data=x, objective="size")
+    lz.quantize_(model, scheme, data=data, objective="size")
+    lz.save_quantized(images, tmp_path / "images")
+    lz.save_quantized(model, tmp_path / "words")
+    bare = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3))
+    torch.set_default_dtype(kind)
+    try:
+        lz.load_quantized(tmp_path / "images", bare)
+        words = lz.load_quantized(tmp_path / "words")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        assert torch.equal(bare(x), images(x))
+        assert torch.equal(words(data), model(data))
+
+
+def test_names_that_a_wrapper_changed_are_not_written(tmp_path: Path) -> None:
+    model, data = small(), tokens(1)[0]
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    lz.quantize_(model, lz.Int8Weight(), data=data, objective="size")
+    with pytest.raises(lz.ConfigError, match=r"'layers\.1' got a module wrapped by torch\.compile"):
+        lz.save_quantized(model, tmp_path / "q")
+    assert not (tmp_path / "q").exists()
+    model.layers[1] = model.layers[1]._orig_mod
+    lz.save_quantized(model, tmp_path / "q")
+    wrapped = small()
+    wrapped.layers[1] = torch.compile(wrapped.layers[1], backend="eager")
+    with pytest.raises(lz.ConfigError, match=r"'layers\.1' .*module\.compile\(\)"):
+        lz.load_quantized(tmp_path / "q", wrapped)
+    with torch.no_grad():
+        assert torch.equal(lz.load_quantized(tmp_path / "q")(data), model(data))

@@ -153,7 +153,7 @@ def _layer(module: nn.Module, about: Mapping[str, Any], weight: QuantizedWeight)
         bias = nn.Parameter(torch.empty(about["shape"][0], dtype=_DTYPES[about["dtype"]]))
     scale = zero = None
     if about["static"]:
-        scale = torch.empty(1)
+        scale = torch.empty(1, dtype=torch.float32)
         zero = torch.empty(1, dtype=torch.int32)
     if about["kind"] == "embedding":
         return QuantizedEmbedding(module, weight)

@@ -184,6 +184,16 @@ def check_module(model: object, what: str) -> None:
         raise ConfigError(f"{what}: {wrapped}")
 
 
+def check_names(model: nn.Module, what: str) -> None:
+    """`ConfigError` where a wrapper inside of `model` renames parameters: a file of it would fit no
+    other model."""
+    for name, module in model.named_modules():
+        if wrapped := why_wrapped(module):
+            raise ConfigError(
+                f"{what}: '{name}' {wrapped}; module.compile() compiles a block and keeps its names"
+            )
+
+
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Every quantized layer of `model` by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
@@ -198,5 +208,6 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedWeight",
     "check_module",
+    "check_names",
     "quantized_layers",
 ]

@@ -29,6 +29,7 @@ from lezero.compress.quantize.modules import (
     SCALES,
     QuantizedLayer,
     check_module,
+    check_names,
     quantized_layers,
 )
 from lezero.compress.quantize.report import REPORT, QuantizationReport
@@ -73,6 +74,7 @@ def save_quantized(
     hold, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
+    check_names(model, "lz.save_quantized")
     layers = describe(model)
     if not layers:
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
@@ -133,6 +135,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     root = Path(folder)
     if model is not None:
         check_module(model, "lz.load_quantized")
+        check_names(model, "lz.load_quantized")
         if quantized_layers(model):
             raise OrderError(
                 "lz.load_quantized: give the float model, this one is quantized already"

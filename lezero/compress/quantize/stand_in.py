@@ -9,7 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+_ONLY_READ = (
+    "'{}' of a quantized weight: it is only read; .decode() gives a tensor of its own, and "
+    "lz.dequantize_(model) plain layers"
+)
 # What is told without decoding.
 _OF_SHAPE = ("dim", "ndim", "ndimension", "nelement", "numel", "size")
 _OPERATORS = [
@@ -57,13 +62,15 @@ class StandIn(nn.Module, ABC):
             if name.startswith("_") or not hasattr(Tensor, name):
                 raise
         if name == "data" or name.endswith("_"):
-            raise AttributeError(
-                f"'{name}' of a quantized weight: it is only read; .decode() gives a tensor of its "
-                "own, and lz.dequantize_(model) plain layers"
-            )
+            raise AttributeError(_ONLY_READ.format(name))
         if name in _OF_SHAPE:
             return getattr(torch.empty(self.shape, device="meta"), name)
         return getattr(self.decode(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "data":
+            raise AttributeError(_ONLY_READ.format(name))
+        super().__setattr__(name, value)
 
     @classmethod
     def __torch_function__(
@@ -75,6 +82,7 @@ class StandIn(nn.Module, ABC):
     ) -> Any:
         kwargs = kwargs or {}
         given = [*args, *kwargs.values()]
+        _check_reads(function, given, kwargs)
         if function is F.linear and not isinstance(given[0], StandIn):
             weight = given[1]
             bias = given[2] if len(given) > 2 else None
@@ -84,7 +92,21 @@ class StandIn(nn.Module, ABC):
         return function(*map(_plain, args), **plain)
 
 
+def _check_reads(
+    function: Callable[..., Any], given: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """`AttributeError` where a function would write to a weight: in place (`fill_`, `normal_` of
+    `torch.nn.init`, `_foreach_mul_`: to the first argument), or into `out`."""
+    name = getattr(function, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
+    written = [kwargs.get("out"), given[0] if in_place else None]
+    if any(isinstance(leaf, StandIn) for leaf in pytree.tree_leaves(written)):
+        raise AttributeError(_ONLY_READ.format(name))
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return pytree.tree_map(_plain, value, is_leaf=lambda x: isinstance(x, StandIn))
     return value.decode() if isinstance(value, StandIn) else value
 
 

@@ -296,7 +296,7 @@ class CodedWeight(QuantizedWeight):
         assert codes is not None
         assert scale is not None
         found = self._wide(codes, scale, zero, self._flat()[1])
-        return found.view(*ids.shape, -1).to(self.dtype)
+        return found.view(*ids.shape, self._flat()[1]).to(self.dtype)
 
     def _wide(self, codes: Tensor, scale: Tensor, zero: Tensor | None, K: int) -> Tensor:
         if self.grid.bits == 4:

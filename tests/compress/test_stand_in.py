@@ -1,0 +1,92 @@
+"""A quantized weight in the hands of code that takes it for a tensor: read, not written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lezero as lz
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "init.normal_": nn.init.normal_,
+    "init.zeros_": nn.init.zeros_,
+    "init.xavier_uniform_": nn.init.xavier_uniform_,
+    "init.kaiming_uniform_": lambda w: nn.init.kaiming_uniform_(tensor=w),
+    "fill_": lambda w: torch.fill_(w, 1.0),
+    "relu_": torch.relu_,
+    "relu inplace": lambda w: F.relu(w, inplace=True),
+    "out": lambda w: torch.add(torch.ones(32), 1, out=w),
+    "outs": lambda w: torch.max(torch.ones(2, 2), 0, out=(w, torch.empty(2))),
+    "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "data": lambda w: setattr(w, "data", torch.zeros(32, 32)),
+}
+
+
+def weight(scheme: Any) -> Any:
+    torch.manual_seed(0)
+    return lz.quantize_(nn.Sequential(nn.Linear(32, 32)), scheme, objective="size")[0].weight
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_would_write_to_it_is_an_error(name: str) -> None:
+    made = weight(lz.Fp8())
+    before = made.decode()
+    with pytest.raises(AttributeError, match="only read"):
+        WRITES[name](made)
+    assert torch.equal(made.decode(), before)
+
+
+def test_it_is_read_in_lists_and_written_from() -> None:
+    made = weight(lz.Fp8())
+    plain, target = made.decode(), torch.zeros(32, 32)
+    assert torch.equal(torch.cat([made, made]), torch.cat([plain, plain]))
+    assert torch.equal(torch.stack((made, target))[0], plain)
+    assert torch.equal(torch._foreach_mul([made], 2.0)[0], 2 * plain)
+    assert torch.equal(target.copy_(made), plain)
+    torch._foreach_add_([target], [made])
+    assert torch.equal(target, 2 * plain)
+    assert torch.equal(torch.add(made, 1, out=target), plain + 1)
+    target += made
+    assert torch.equal(target, plain + 1 + plain)
+
+
+SCHEMES = pytest.mark.parametrize("scheme", [lz.Fp8(), lz.Nf4(vocabulary="nf4"), lz.Int8Weight()])
+
+
+@SCHEMES
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (0, 3), (), (2, 3)])
+def test_ids_of_any_shape_give_rows(scheme: Any, shape: tuple[int, ...]) -> None:
+    words, ids = nn.Embedding(48, 64), torch.randint(0, 48, shape)
+    wanted = words(ids)
+    made = lz.quantize_(nn.Sequential(words), scheme, objective="size")(ids)
+    assert made.shape == wanted.shape
+    assert made.dtype == wanted.dtype
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner = nn.Embedding(64, 64), nn.Linear(64, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.inner(self.words(ids)))
+
+
+def test_nf4_compiles_whole_and_exports() -> None:
+    torch.manual_seed(0)
+    model = lz.quantize_(Words().eval(), lz.Nf4(vocabulary="nf4"), objective="size")
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+        batch = {0: torch.export.Dim("batch", min=2, max=64)}
+        exported = torch.export.export(
+            model, (torch.randint(0, 64, (4, 6)),), dynamic_shapes=(batch,)
+        )
+        for rows in (2, 5, 7):
+            ids = torch.randint(0, 64, (rows, 6))
+            assert torch.allclose(compiled(ids), model(ids), atol=1e-6)
+            assert torch.allclose(exported.module()(ids), model(ids), atol=1e-6)
