@@ -25,6 +25,7 @@ from lezero.serve.batching.model import COUNTS, BatchedModel
 
 EncoderWeights = Literal["auto", "fp32", "bf16", "int8"]
 _WEIGHTS = ("auto", "fp32", "bf16", "int8")
+TOPIC = "encoder weights"
 LEAST_COSINE = 0.99
 """Of each vector to fp32's, for "auto" to take other weights."""
 _USUAL = (12, 24, 48)
@@ -112,11 +113,11 @@ class SentenceEncoder(BatchedModel):
 
     def _choose(self, weights: str) -> tuple[Bert, str]:
         """The model in the weights that are asked for, or in the fastest that stay true."""
-        topic, chosen = "encoder weights", None if weights == "auto" else weights
+        chosen = None if weights == "auto" else weights
         if self.folder.is_quantized:
             if chosen is not None:
                 raise ConfigError(f"weights: got {weights!r}, but {self.folder.path} is quantized")
-            self.decisions.record(topic, "quantized", reason="the folder is quantized")
+            self.decisions.record(TOPIC, "quantized", reason="the folder is quantized")
             return open_encoder(self.folder), "quantized"
         texts = self._sample(8)
         exact = None if chosen else _vectors(_opened(self.folder, "fp32"), texts, self.folder)
@@ -131,7 +132,7 @@ class SentenceEncoder(BatchedModel):
             return _seconds(model, texts, self.folder)
 
         measures = {name: (lambda name=name: candidate(name)) for name in _WEIGHTS[1:]}
-        taken = self.decisions.choose(topic, measures, override=chosen)
+        taken = self.decisions.choose(TOPIC, measures, override=chosen)
         return _opened(self.folder, taken), taken
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.batcher import Batcher, FullError
-from lezero.serve.batching.encoder import SentenceEncoder
+from lezero.serve.batching.encoder import TOPIC, SentenceEncoder
 from lezero.serve.batching.model import BatchedModel, measured
 from lezero.serve.batching.module import InferModule
 from lezero.serve.batching.plan import Plan
@@ -220,10 +220,10 @@ def serve_batched(server: BatchServer, say: Callable[[str], None] = print) -> No
     face, model = server.batches, server.batches.model
     say(f"model       {server.name}: {model.description}")
     if isinstance(model, SentenceEncoder):
-        for decision in model.decisions.records.values():
-            figures = [f"{n} {_shown(f)}" for n, f in decision.candidates.items()]
-            why = f" ({'; '.join(figures)})" if figures else ""
-            say(f"weights     {decision.chosen}: {decision.reason}{why}")
+        decision = model.decisions.records[TOPIC]
+        figures = [f"{n} {_shown(f)}" for n, f in decision.candidates.items()]
+        why = f" ({'; '.join(figures)})" if figures else ""
+        say(f"weights     {decision.chosen}: {decision.reason}{why}")
 
     def ready(server: BatchServer) -> None:
         for line in face.metrics.forecast(face.runner):

@@ -1,9 +1,9 @@
 """What a server chose by itself, kept where `lz why` reads it.
 
 A folder of the user's, or one in the cache folder for each model as its files are now. Choices that
-change numbers (an encoder's weights) are taken again from there at the next start, so that a server
-gives the same answers after it was started anew; the plan of batches follows the machine, and is
-found each time.
+change numbers (an encoder's weights) are taken again from there at the next start of the same
+model, so that a server gives the same answers after it was started anew; the plan of batches
+follows the machine, and is found each time. What somebody asked for holds for that start alone.
 """
 
 from __future__ import annotations
@@ -21,19 +21,27 @@ from lezero.serve.batching.plan import Plan, Tried
 from lezero.serve.llm import LLM
 
 _LOG = logger("serve")
-_FOLLOWS = "batching"
+_FOLLOWS, _MODEL = "batching", "model"
 _UNIT = "requests/s"
 
 
 class Record:
-    """The decisions of one server, in `folder`. Raises `FileError` for a file that is damaged."""
+    """The decisions of one server, in `folder`. Raises `FileError` for a file that is damaged.
 
-    def __init__(self, folder: str | Path) -> None:
+    model: whose decisions they are; those of another model are not taken again.
+    """
+
+    def __init__(self, folder: str | Path, model: str = "") -> None:
         self.folder = Path(folder)
         self.decisions = Decisions()
         if (self.folder / FILE).exists():
-            self.decisions = Decisions.from_json(read_decisions(self.folder))
-            self.decisions.replay.pop(_FOLLOWS, None)
+            old = Decisions.from_json(read_decisions(self.folder)).replay
+            known = old[_MODEL].chosen if _MODEL in old else ""
+            if known == model:
+                made = {t: d for t, d in old.items() if t != _FOLLOWS and not d.overridden}
+                self.decisions.replay = made
+        if model:
+            self.decisions.record(_MODEL, model, reason="its files as they are now", fact=True)
 
     def write(self) -> None:
         """Writes the file; a folder that cannot be written is told, and serving goes on."""
@@ -85,10 +93,10 @@ class Record:
 def record_of(given: str | None, name: str, model: str) -> Record:
     """The record in the folder that was given, or in the cache folder. model: a path, or the words
     of --module."""
-    if given is not None:
-        return Record(given)
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]
-    return Record(cache_folder() / "serving" / f"{safe}-{_identity(model)}")
+    digest = _identity(model)
+    folder = cache_folder() / "serving" / f"{safe}-{digest}" if given is None else given
+    return Record(folder, f"{Path(model).resolve().name}, {digest}")
 
 
 def _identity(model: str) -> str:

@@ -57,6 +57,37 @@ def test_weights_are_taken_again_and_the_plan_is_found_anew(tmp_path: Path) -> N
     assert found.overridden
 
 
+def test_what_was_asked_for_once_is_not_taken_again(tmp_path: Path) -> None:
+    """`--weights fp32` at one start, `--weights auto` at the next."""
+    measures = {"fp32": lambda: 2.0, "int8": lambda: 1.0}
+    asked = Record(tmp_path)
+    asked.decisions.choose("encoder weights", measures, override="fp32")
+    asked.write()
+    again = Record(tmp_path)
+    assert again.decisions.choose("encoder weights", measures) == "int8"
+    assert not again.decisions.records["encoder weights"].replayed
+
+
+def test_another_model_in_the_same_folder_is_measured_anew(tmp_path: Path) -> None:
+    folder, models = tmp_path / "record", [tmp_path / "a", tmp_path / "b"]
+    for number, model in enumerate(models):
+        model.mkdir()
+        (model / "weights").write_text("x" * number)
+
+    def chosen(model: Path, seconds: float) -> str:
+        record = record_of(str(folder), "name", str(model))
+        assert record.folder == folder
+        measures = {"fp32": lambda: 1.0, "int8": lambda: seconds}
+        found = record.decisions.choose("encoder weights", measures)
+        record.write()
+        return found
+
+    assert chosen(models[0], 0.5) == "int8"
+    assert chosen(models[0], 2.0) == "int8", "taken again"
+    assert chosen(models[1], 2.0) == "fp32"
+    assert chosen(models[0], 2.0) == "fp32", "the folder holds those of one model"
+
+
 def test_a_server_writes_its_plan_down(tmp_path: Path) -> None:
     record = Record(tmp_path)
     model = InferModule(torch.nn.Linear(4, 2), torch.zeros(1, 4))
