@@ -8,6 +8,7 @@ gets the momentum of another layer. Here each state tensor is called
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -204,6 +205,8 @@ def _plain(value: Any, what: str) -> Any:
         return [_plain(item, what) for item in value]
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, Real):  # of numpy
+        return int(value) if isinstance(value, Integral) else float(value)
     raise FileError(f"{what} of the optimizer is a {type(value).__name__}, which cannot be saved")
 
 

@@ -103,6 +103,21 @@ def refuse(owner: str, what: str = "") -> NoReturn:
     )
 
 
+def check_sized(model: torch.nn.Module) -> None:
+    """Raises `OrderError` for the first parameter or buffer of `model` that has no size yet, one of
+    torch's lazy layers included."""
+    for prefix, module in model.named_modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if isinstance(tensor, UnsizedParameter):
+                refuse(tensor.owner)
+            if torch.nn.parameter.is_lazy(tensor):
+                raise OrderError(
+                    f"module '{prefix}' ({type(module).__name__}) has no size yet: it takes it "
+                    "from its first input; call the model once on a batch (in the mode, train or "
+                    "eval, that reaches this layer), or load a state_dict, before this"
+                )
+
+
 def made_at() -> str:
     """'file.py, line 7': the nearest calling line outside this package, for error messages."""
     here = os.path.dirname(__file__)

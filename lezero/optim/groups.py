@@ -11,9 +11,15 @@ from typing import Any
 
 from torch import nn
 
+from lezero.nn.unsized import check_sized
+
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the trainable parameters that weight decay applies to."""
+    """Names of the trainable parameters that weight decay applies to.
+
+    `OrderError` for a model with layers that have no size yet: its matrices are not known.
+    """
+    check_sized(model)
     spared = set()
     for module in model.modules():
         norm = "norm" in type(module).__name__.lower()

@@ -105,6 +105,13 @@ class Engine:
             accumulate=accumulate, max_skipped=max_skipped, total_steps=total_steps, seed=seed,
             clip=clip, schedule=schedule,
         )  # fmt: skip
+        accumulate, max_skipped, seed = (
+            int(accumulate),
+            int(max_skipped),
+            int(seed),
+        )  # of numpy, too
+        total_steps = None if total_steps is None else int(total_steps)
+        clip = None if clip is None else float(clip)
         check_model(model, optimizer)
         speed.check_asked(model, compile, attention)
         agree_on_arguments(

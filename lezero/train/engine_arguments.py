@@ -12,6 +12,7 @@ from torch import nn
 from lezero.core import groups
 from lezero.core.config import Config
 from lezero.core.errors import ConfigError, OrderError
+from lezero.nn.unsized import check_sized
 from lezero.optim import Schedule
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.guard import check_optimizer
@@ -57,6 +58,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: got a {type(optimizer).__name__}, allowed is a torch.optim.Optimizer such "
             "as lz.optim.AdamW(model.parameters(), lr=3e-4)"
         )
+    check_sized(model)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(

@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, OrderError
+from lezero.nn import DynamicWeightGenerator
+from lezero.optim import AdamW
 from lezero.train import Callback, RunConfig, Trainer
 from lezero.train.engine import Engine
 
@@ -34,8 +36,17 @@ def test_what_is_not_allowed_is_named(name, values):
             engine(**{name: value})
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers():
-    assert engine(accumulate=np.int64(2), clip=np.float32(1), compile="off").accumulate == 2
+def test_numbers_of_numpy_are_numbers_and_can_be_saved(tmp_path):
+    model = nn.Linear(2, 1)
+    made = Engine(
+        model, torch.optim.SGD(model.parameters(), np.float32(0.1)), precision="fp32",
+        loss=lambda model, x: model(x).mean(), compile="off", accumulate=np.int64(2),
+        clip=np.float32(1), seed=np.int64(3), total_steps=np.int16(9), max_skipped=np.int64(4),
+    )  # fmt: skip
+    made.train_step(torch.ones(4, 2))
+    made.load(made.save(tmp_path))
+    kinds = {type(x) for x in (made.accumulate, made.seed, made.total_steps, made.max_skipped)}
+    assert kinds == {int}
 
 
 def test_what_is_no_model_optimizer_or_config_is_named():
@@ -46,6 +57,27 @@ def test_what_is_no_model_optimizer_or_config_is_named():
         Engine(model, None)
     with pytest.raises(ConfigError, match=r"^config: got a str, .*lz\.RunConfig\.load\(path\)"):
         Trainer("run.yaml")
+
+
+@pytest.mark.parametrize("layer", [nn.LazyLinear, nn.LazyBatchNorm1d, DynamicWeightGenerator])
+def test_layers_without_a_size_are_refused_until_they_have_one(layer):
+    first = layer(4) if layer is nn.LazyLinear else layer()
+    model = nn.Sequential(nn.Linear(2, 4), first, nn.Linear(4, 1))
+    rest = torch.optim.SGD(model[0].parameters(), 0.1)
+    with pytest.raises(OrderError, match=r"has no size yet.* call the model once on a batch"):
+        Engine(model, rest, precision="fp32")
+    with pytest.raises(OrderError, match="has no size yet"):
+        AdamW(model)
+    model(torch.ones(3, 2))
+    engine = Engine(model, AdamW(model), loss=lambda m, x: m(x).mean(), precision="fp32")
+    assert engine.train_step(torch.randn(3, 2)).skipped is None
+
+
+def test_weight_decay_applies_to_a_matrix_that_took_its_size_from_a_batch():
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+    model(torch.ones(3, 2))
+    decayed = AdamW(model, weight_decay=0.5).param_groups[0]["params"]
+    assert any(p is model[0].weight for p in decayed)
 
 
 def test_what_is_no_callback_is_named(tmp_path):
