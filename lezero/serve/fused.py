@@ -18,6 +18,7 @@ from lezero.models.transformer import TransformerBlock
 from lezero.ops.decoder import (
     BLOCK,
     MOST_TOKENS,
+    Beginning,
     BlockCache,
     Decoder,
     Ending,
@@ -26,12 +27,15 @@ from lezero.ops.decoder import (
     Weight,
     block_bytes,
 )
-from lezero.ops.linear import embedding_rows
+from lezero.ops.linear import embedding_rows, in_rows
 from lezero.serve.likeliest import best_tokens
 from lezero.serve.merged import merged
 from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
 
-_Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, BlockCache]
+_Places = tuple[Tensor, Tensor, Tensor, Tensor, BlockCache]
+_MOST_STEPS, _MOST_DRAWN, _MOST_READ = 8, 32, 512 << 20
+"""Of one `follow`: steps, tokens, and bytes of weights, so that it takes some 20 ms at most, for
+which a new request may have to wait."""
 
 
 class FusedProgram(Program):
@@ -60,7 +64,10 @@ class FusedProgram(Program):
         for index, block in enumerate(model.layers):
             weights.append(_layer(block, x_blocks))
             model.layers[index] = nn.Identity()
-        self._decoder = Decoder(self._shape, weights, Ending(self._norm, self._head))
+        self._decoder = Decoder(
+            self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding)
+        )
+        self._steps = min(_MOST_STEPS, _MOST_READ // max(1, self.read_bytes))
         self._cache: BlockCache | None = None
         self.keep_kv("bf16")
 
@@ -84,6 +91,17 @@ class FusedProgram(Program):
         found: list[int] = best_R.tolist()
         return best_tokens(logits_RV) if -1 in found else found
 
+    def steps_at_once(self, sequences: int) -> int:
+        if not self._decoder.follows:
+            return 1
+        return max(1, min(self._steps, _MOST_DRAWN // sequences))
+
+    @torch.no_grad()
+    def follow(self, fed: Sequence[Fed], steps: int) -> list[list[int]]:
+        tokens = [token for one in fed for token in one.tokens]
+        found = self._decoder.follow(tokens, steps, *self._places(fed, steps))
+        return found[:-1] if -1 in found[-1] else found
+
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
         self._decoder.run(*(given := self._given(fed)))
@@ -92,19 +110,22 @@ class FusedProgram(Program):
             x_RD, (self.config.dim,), self._norm, self.config.norm_eps
         )
 
-    def _given(self, fed: Sequence[Fed]) -> _Given:
+    def _given(self, fed: Sequence[Fed]) -> tuple[Tensor, *_Places]:
         """What the decoder takes of a step; the residual stream first."""
-        assert self._cache is not None, "reserve the cache first"
         tokens = torch.tensor([token for one in fed for token in one.tokens])
-        x_TD = self._embedded(tokens)
-        self._rope.ready(max(one.position + len(one.tokens) for one in fed), x_TD.device)
+        return (self._embedded(tokens), *self._places(fed, 1))
+
+    def _places(self, fed: Sequence[Fed], steps: int) -> _Places:
+        """Angles that reach as far as `steps` steps from here, chunks, blocks, and the cache."""
+        assert self._cache is not None, "reserve the cache first"
+        end = max(one.position + len(one.tokens) for one in fed) + steps - 1
+        self._rope.ready(end, self.place)
         chunks, first = [], 0
         for one in fed:
             chunks.append([first, len(one.tokens), one.position])
             first += len(one.tokens)
         angles = (self._rope.cos_TP, self._rope.sin_TP)
-        chunks_C3 = torch.tensor(chunks, dtype=torch.int32)
-        return (x_TD, *angles, chunks_C3, block_table(fed), self._cache)
+        return (*angles, torch.tensor(chunks, dtype=torch.int32), block_table(fed), self._cache)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """fp32 (T, D); the engine has seen that they are tokens of the model."""
@@ -146,6 +167,17 @@ class FusedProgram(Program):
         found = [*self._embedding.parameters(), *self._embedding.buffers(), self._norm]
         weights = [self._head, *(w for y in self._decoder.layers for w in _matrices(y))]
         return found + [x for w in weights for x in (*w.packed, w.bias) if x is not None]
+
+
+def _beginning(embedding: nn.Module) -> Beginning | None:
+    """The embedding as kernels read it; None where it is not packed."""
+    weight = getattr(embedding, "weight", None)
+    if type(weight) is not PackedWeight or in_rows(weight.parts()):
+        return None
+    V, D = weight.full_shape
+    return Beginning(
+        Weight(weight.parts(), None, V, D, weight.grid.bits, weight.group), weight.dtype
+    )
 
 
 def shape_of(model: Transformer) -> Shape:

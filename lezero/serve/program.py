@@ -91,6 +91,17 @@ class Program(ABC):
         largest logit, the first of equals; -1 where that logit is not a finite number."""
         return best_tokens(self.run(fed))
 
+    def steps_at_once(self, sequences: int) -> int:
+        """How many steps of one token for each of so many sequences `follow` should take at most; 1
+        where it takes none."""
+        return 1
+
+    def follow(self, fed: Sequence[Fed], steps: int) -> list[list[int]]:
+        """`best` for one token of each sequence, then for the tokens that it found, and so on: of
+        each step its tokens. The blocks have room for them. Fewer steps, or none, where logits are
+        not finite numbers: then `best` tells of whom."""
+        raise NotImplementedError
+
     def launch(
         self, fed: Sequence[Fed], after: Flight | None = None, rows: Sequence[int] = ()
     ) -> Flight | None:

@@ -61,6 +61,8 @@ class Request:
     cached: int = 0
     """Tokens of the prompt that were found in the cache when it first ran."""
     preemptions: int = 0
+    follows: bool = True
+    """Whether several tokens may be drawn in one call; not where its logits were not finite."""
     made_room: bool = False
     """It was preempted for embeddings since it last drew a token."""
     reason: Reason | None = None

@@ -198,6 +198,22 @@ class Scheduler:
             following.feed(Chunk(chunk.request, chunk.end, 1))
         return following
 
+    def room_to_follow(self, step: Step, most: int) -> int:
+        """How many tokens in a row, up to `most`, each chunk of a step of one token each can take,
+        into blocks that its request holds then. 1 where others have their turn before that."""
+        if self._may_admit() or len(step.chunks) < len(self.running):
+            return 1
+        count = min([most, *(chunk.request.wanted for chunk in step.chunks)])
+        missing = [
+            max(0, self.pool.blocks_for(chunk.start + count) - len(chunk.request.blocks))
+            for chunk in step.chunks
+        ]
+        if sum(missing) > self.pool.free_count:
+            return 1
+        for chunk, blocks in zip(step.chunks, missing, strict=True):
+            chunk.request.blocks += self.pool.allocate(blocks)
+        return count
+
     def update(self, step: Step, results: Sequence[Sequence[Drawn]]) -> list[Request]:
         """Takes the tokens of a step that was run; returns the requests that ended with it.
 

@@ -36,3 +36,4 @@ def runs(program: Program, run: Callable[[Any], Any]) -> None:
     """Lets `run` take the place of the program's own, also where only the likeliest are asked."""
     program.run = run  # type: ignore[method-assign]
     program.best = lambda fed: best_tokens(run(fed))  # type: ignore[method-assign]
+    program.steps_at_once = lambda sequences: 1  # type: ignore[method-assign]

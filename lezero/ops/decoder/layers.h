@@ -26,13 +26,9 @@ enum {
   RANGE = 256,  /* keys, see [Note: ranges] */
   MOST_RANGES = 1024,
   BEST_BYTES = 16, /* of a best_logit */
+  MOST_AHEAD = 1 << 18, /* bytes, see [Note: fetching while waiting] */
 };
 #define LOWEST (-1e30f)
-
-typedef struct {
-  int64_t meets;  /* barriers met so far, times the crew */
-  int64_t pieces; /* of chunks, that lie in one cache block each */
-} shared_state;
 
 typedef struct {
   int32_t chunk, row, rows; /* row: within the chunk */
@@ -44,7 +40,7 @@ typedef struct {
 } range_sums;
 
 typedef struct {
-  shared_state *shared;
+  struct shared_state *shared;
   piece *pieces;
   char *rows;     /* (T, max of D, H E, F) what is prepared next, in the type of its weight */
   char *found;    /* (T, max of what comes out) */
@@ -54,9 +50,16 @@ typedef struct {
   range_sums *sums;
   void *prepared;
   struct best_logit *best; /* (crew, rows) */
-  char *own;      /* of each worker, `each` bytes */
-  size_t each, bytes;
+  char *own;      /* of each worker, `each` bytes: for products, and [Note: alone] */
+  size_t each, alone_x, alone_rows, alone_prepared, bytes;
+  int alone;
 } layout;
+
+struct shared_state {
+  int64_t meets;  /* barriers met so far, times the crew */
+  int64_t pieces; /* of chunks, that lie in one cache block each */
+  layout layout;
+};
 
 static int type_of(const lezero_weight *w) { return w->bits == 16 ? LEZERO_BF16 : LEZERO_FP32; }
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -92,15 +95,18 @@ static lezero_linear head_of(const lezero_step *s) {
   return l;
 }
 
+static size_t whole_lines(size_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
 static void *carve(char **at, size_t bytes) {
   char *found = *at;
-  *at += (bytes + 63) / 64 * 64;
+  *at += whole_lines(bytes);
   return found;
 }
 
-static void make_room(const lezero_linear *l, size_t *prepared, size_t *own) {
+static void make_room(const lezero_linear *l, size_t *prepared, size_t *own, int64_t *tiles) {
   *prepared = (size_t)larger_of((int64_t)*prepared, (int64_t)lezero_linear_scratch(l, l->M));
   *own = (size_t)larger_of((int64_t)*own, (int64_t)lezero_linear_own_scratch(l, l->M));
+  *tiles = larger_of(*tiles, lezero_linear_tiles(l, l->M));
 }
 
 static layout lay_out_step(const lezero_step *s, char *base) {
@@ -109,17 +115,22 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   const int64_t wide = larger_of(larger_of(s->D, s->H * s->E), s->F);
   const int64_t out = larger_of((s->H + 2 * s->K) * s->E, larger_of(2 * s->F, s->D));
   size_t prepared = 0, own = 0;
+  int64_t tiles = 0;
   for (int64_t i = 0; i < s->layers; i++) {
     const lezero_layer *y = s->layer + i;
     const lezero_linear all[] = {qkv_of(s, y), out_of(s, y), gate_up_of(s, y), down_of(s, y)};
-    for (int j = 0; j < 4; j++) make_room(all + j, &prepared, &own);
+    for (int j = 0; j < 4; j++) make_room(all + j, &prepared, &own, &tiles);
   }
   if (s->rows) {
     const lezero_linear head = head_of(s);
-    make_room(&head, &prepared, &own);
+    make_room(&head, &prepared, &own, &tiles);
   }
-  a.each = (own + 63) / 64 * 64;
-  a.shared = carve(&at, sizeof(shared_state));
+  a.alone = tiles <= 1;
+  a.each = whole_lines(own);
+  a.alone_x = a.each, a.each += a.alone ? whole_lines((size_t)(s->T * s->D) * 4) : 0;
+  a.alone_rows = a.each, a.each += a.alone ? whole_lines((size_t)(s->T * wide) * 4) : 0;
+  a.alone_prepared = a.each, a.each += a.alone ? whole_lines(prepared) : 0;
+  a.shared = carve(&at, sizeof(struct shared_state));
   a.pieces = carve(&at, (size_t)s->T * sizeof(piece));
   a.rows = carve(&at, (size_t)(s->T * wide) * 4);
   a.found = carve(&at, (size_t)(s->T * out) * 4);
@@ -148,14 +159,51 @@ void lezero_decoder_begin(const lezero_step *s) {
       row += rows;
     }
   }
-  *a.shared = (shared_state){0, n};
+  *a.shared = (struct shared_state){0, n, a};
 }
+
+/* [Note: alone]
+ * A step of so few tokens that they are one tile is prepared by every worker for itself, which takes
+ * no longer than by one of them for all, and saves four of a layer's barriers. So each has its own
+ * copy of the residual stream. */
 
 typedef struct {
   const lezero_step *s;
   layout a;
   int64_t begin, end, meets;
+  float *x;       /* (T, D) */
+  char *rows;     /* as the layout's, and `prepared` too; or its own */
+  void *prepared;
+  const char *ahead; /* [Note: fetching while waiting] */
+  int64_t left;
 } worker;
+
+static worker worker_of(const lezero_step *s, int64_t begin, int64_t end) {
+  const layout a = ((struct shared_state *)s->scratch)->layout;
+  worker w = {s, a, begin, end, 0, s->x, a.rows, a.prepared, 0, 0};
+  if (!a.alone) return w;
+  char *own = a.own + begin * (int64_t)a.each;
+  w.x = (float *)(own + a.alone_x), w.rows = own + a.alone_rows, w.prepared = own + a.alone_prepared;
+  memcpy(w.x, s->x, (size_t)(s->T * s->D) * 4);
+  return w;
+}
+
+static int64_t from(const worker *w, int64_t units) { return units * w->begin / w->s->crew; }
+static int64_t upto(const worker *w, int64_t units) { return units * w->end / w->s->crew; }
+
+/* [Note: fetching while waiting]
+ * Memory is the limit of a step of few tokens, and it would rest while workers meet. So a worker that
+ * waits fetches its part of the weights that are multiplied next. */
+static void look_ahead(worker *w, const lezero_linear *next) {
+  const int64_t pairs = lezero_linear_pairs(next);
+  w->ahead = lezero_linear_part(next, from(w, pairs), upto(w, pairs), &w->left);
+  w->left = least_of(w->left, MOST_AHEAD);
+}
+
+INLINE void fetch_line(worker *w) {
+  prefetch_far(w->ahead);
+  w->ahead += LINE, w->left -= LINE;
+}
 
 /* Returns when all workers are here, with what they wrote before. */
 static void meet(worker *w) {
@@ -163,13 +211,11 @@ static void meet(worker *w) {
   int64_t *meets = &w->a.shared->meets;
   __atomic_fetch_add(meets, w->end - w->begin, __ATOMIC_ACQ_REL);
   for (int spins = 0; __atomic_load_n(meets, __ATOMIC_ACQUIRE) < w->meets; spins++) {
-    if (spins < 4000) _mm_pause();
+    if (w->left > 0) fetch_line(w);
+    else if (spins < 4000) _mm_pause();
     else sched_yield(); /* another program has the core that we wait for */
   }
 }
-
-static int64_t from(const worker *w, int64_t units) { return units * w->begin / w->s->crew; }
-static int64_t upto(const worker *w, int64_t units) { return units * w->end / w->s->crew; }
 
 /* 2^x, to 2 ulp; at least 2^-126. Cephes' coefficients for 2^f, f from -0.5 to 0.5. */
 INLINE floats power_of_two(floats x) {
@@ -199,7 +245,7 @@ INLINE float inverse_rms(const void *x, int type, int64_t first, int64_t n, floa
 static void normalise(const worker *w, int64_t row, int64_t to, const float *weight, int type,
                       int delta_type) {
   const lezero_step *s = w->s;
-  float *x = s->x + row * s->D;
+  float *x = w->x + row * s->D;
   if (delta_type >= 0)
     for (int64_t i = 0; i < s->D; i += 16) {
       const int64_t n = least_of(s->D - i, 16);
@@ -211,7 +257,7 @@ static void normalise(const worker *w, int64_t row, int64_t to, const float *wei
   for (int64_t i = 0; i < s->D; i += 16) {
     const int64_t n = least_of(s->D - i, 16);
     const floats v = product(read16(x, LEZERO_FP32, i, n), factor);
-    write16(w->a.rows, type, to * s->D + i, n, product(v, read16(weight, LEZERO_FP32, i, n)));
+    write16(w->rows, type, to * s->D + i, n, product(v, read16(weight, LEZERO_FP32, i, n)));
   }
 }
 
@@ -224,7 +270,7 @@ static void activate(const worker *w, int64_t row, int found_type, const lezero_
     const floats up = read16(w->a.found, found_type, at + F + i, n);
     const floats power = power_of_two(product(gate, all_floats(-1.44269504f)));
     const floats silu = quotient(gate, sum_of(all_floats(1), power));
-    write16(w->a.rows, type_of(next), row * F + i, n, product(silu, up));
+    write16(w->rows, type_of(next), row * F + i, n, product(silu, up));
   }
 }
 
@@ -232,25 +278,28 @@ static void activate(const worker *w, int64_t row, int found_type, const lezero_
 typedef void filler(const worker *w, int64_t row, const void *how);
 
 static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) {
-  l->x = w->a.rows;
-  const int64_t tiles = lezero_linear_tiles(l, l->M), first = from(w, tiles), end = upto(w, tiles);
+  const int alone = w->a.alone;
+  l->x = fill ? w->rows : w->a.rows;
+  const int64_t tiles = lezero_linear_tiles(l, l->M);
+  const int64_t first = alone ? 0 : from(w, tiles), end = alone ? tiles : upto(w, tiles);
   const int64_t rows = l->M / tiles, longer = l->M % tiles; /* as the tiles are split */
   const int64_t last = end * rows + least_of(end, longer);
   if (fill)
     for (int64_t row = first * rows + least_of(first, longer); row < last; row++) fill(w, row, how);
-  lezero_linear_prepare(l, 0, l->M, w->a.prepared, first, end);
-  meet(w);
+  lezero_linear_prepare(l, 0, l->M, w->prepared, first, end);
+  if (!alone) meet(w);
 }
 
 static void multiply_own(const worker *w, lezero_linear *l, void *out) {
   l->out = out;
   const int64_t pairs = lezero_linear_pairs(l);
-  lezero_linear_multiply(l, 0, l->M, w->a.prepared, w->a.own + w->begin * (int64_t)w->a.each,
+  lezero_linear_multiply(l, 0, l->M, w->prepared, w->a.own + w->begin * (int64_t)w->a.each,
                          from(w, pairs), upto(w, pairs));
 }
 
-static void multiply(worker *w, lezero_linear *l, void *out) {
+static void multiply(worker *w, lezero_linear *l, void *out, const lezero_linear *next) {
   multiply_own(w, l, out);
+  look_ahead(w, next);
   meet(w);
 }
 
@@ -280,32 +329,36 @@ static void fill_activated(const worker *w, int64_t row, const void *how) {
 }
 
 void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
-  worker state = {s, lay_out_step(s, s->scratch), begin, end, 0}, *w = &state;
+  worker state = worker_of(s, begin, end), *w = &state;
+  const lezero_linear head = s->rows ? head_of(s) : (lezero_linear){0};
   int delta = -1;
   for (int64_t i = 0; i < s->layers; i++) {
     const lezero_layer *y = s->layer + i;
     lezero_linear qkv = qkv_of(s, y), out = out_of(s, y), gate_up = gate_up_of(s, y),
-                  down = down_of(s, y);
+                  down = down_of(s, y), next = i + 1 < s->layers ? qkv_of(s, y + 1) : head;
     prepare(w, &qkv, fill_normalised, &(filled_by){y->norm1, &y->qkv, delta});
-    multiply(w, &qkv, w->a.found);
+    multiply(w, &qkv, w->a.found, &out);
     attention(w, y, i, qkv.x_type);
     prepare(w, &out, 0, 0);
-    multiply(w, &out, w->a.delta);
+    multiply(w, &out, w->a.delta, &gate_up);
     prepare(w, &gate_up, fill_normalised, &(filled_by){y->norm2, &y->gate_up, out.x_type});
-    multiply(w, &gate_up, w->a.found);
+    multiply(w, &gate_up, w->a.found, &down);
     prepare(w, &down, fill_activated, &(filled_by){0, &y->down, gate_up.x_type});
-    multiply(w, &down, w->a.delta);
+    multiply(w, &down, w->a.delta, &next);
     delta = down.x_type;
   }
   if (s->rows) {
-    lezero_linear head = head_of(s);
-    prepare(w, &head, fill_wanted, &(filled_by){s->norm, 0, delta});
-    multiply_own(w, &head, s->logits);
+    lezero_linear last = head;
+    prepare(w, &last, fill_wanted, &(filled_by){s->norm, 0, delta});
+    multiply_own(w, &last, s->logits);
     if (!s->best) return;
-    find_best(w, &head);
+    find_best(w, &last);
     meet(w);
     if (w->begin == 0) join_best(w);
-  } else {
-    for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) normalise(w, row, row, 0, 0, delta);
+    return;
+  }
+  for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) {
+    normalise(w, row, row, 0, 0, delta);
+    if (w->x != s->x) memcpy(s->x + row * s->D, w->x + row * s->D, (size_t)s->D * 4);
   }
 }

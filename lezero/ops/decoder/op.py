@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.ops.decoder import reference
 from lezero.ops.decoder.native import NATIVE
-from lezero.ops.decoder.weights import Ending, LayerWeights, Weight
+from lezero.ops.decoder.weights import Beginning, Ending, LayerWeights, Weight
 
 BLOCK = 16
 """Tokens of a cache block."""
@@ -80,12 +81,16 @@ def block_bytes(head_dim: int, bits: int) -> int:
 class Decoder:
     """The layers of one model. Keeps the weights, whose addresses it hands to the kernels.
 
-    ending: what `logits` needs. Raises `ConfigError` for matrices that do not fit the shape, and
-    for one with a `problem`.
+    ending: what `logits` needs; `follow` needs a beginning too. Raises `ConfigError` for matrices
+    that do not fit the shape, and for one with a `problem`.
     """
 
     def __init__(
-        self, shape: Shape, layers: Sequence[LayerWeights], ending: Ending | None = None
+        self,
+        shape: Shape,
+        layers: Sequence[LayerWeights],
+        ending: Ending | None = None,
+        beginning: Beginning | None = None,
     ) -> None:
         if shape.problem():
             raise ConfigError(shape.problem())
@@ -100,6 +105,9 @@ class Decoder:
             _check_matrix("head", ending.head, V, shape.dim)
         end = [] if ending is None else ending.row()
         self._end = torch.tensor(end, dtype=torch.int64)
+        self.beginning = beginning
+        begin = [] if beginning is None else beginning.rows.row()
+        self._begin = torch.tensor(begin, dtype=torch.int64)
         self._sizes: dict[tuple[int, int, int], int] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -151,6 +159,45 @@ class Decoder:
         self._run(given, rows, logits_RV, best_R, cache.bits)
         return logits_RV, best_R
 
+    def follow(
+        self,
+        tokens: Sequence[int],
+        steps: int,
+        cos: Tensor,
+        sin: Tensor,
+        chunks: Tensor,
+        table: Tensor,
+        cache: BlockCache,
+    ) -> list[list[int]]:
+        """The most likely token after each of `tokens`, the one after that, and so on: for each
+        step its tokens, in one call. A step with a -1, which `logits` explains, is the last one.
+
+        chunks: of one token each, in order; table: blocks for `steps` tokens more. The rest as
+        `logits`. Only where `follows`.
+        """
+        assert self.beginning is not None
+        assert self.ending is not None
+        T, V = len(tokens), self.ending.head.out_features
+        x_TD = torch.empty(T, self.shape.dim)
+        best = torch.empty(steps, T, dtype=torch.int64)
+        aside = -(-T * self.shape.dim * 2 // 64) * 64
+        taken = NATIVE.ops.follow(
+            *(torch.tensor(tokens), self._begin, x_TD, self._table, cos, sin, chunks, table),
+            *(cache.keys, cache.values, self._room_for(T, T, V, aside), self._end),
+            *(torch.arange(T, dtype=torch.int32), torch.empty(T, V), best),
+            *self._numbers(cache.bits),
+            self.beginning.dtype == torch.bfloat16,
+        )
+        found: list[list[int]] = best[:taken].tolist()
+        return found
+
+    @property
+    def follows(self) -> bool:
+        """Whether `follow` works here."""
+        kinds = (torch.float32, torch.bfloat16)
+        known = self.beginning is not None and self.beginning.dtype in kinds
+        return known and self.ending is not None and NATIVE.available()
+
     def _run(
         self,
         given: tuple[Tensor, ...],
@@ -159,18 +206,26 @@ class Decoder:
         best_R: Tensor,
         cache_bits: int,
     ) -> None:
-        s, T, R, V = self.shape, len(given[0]), len(rows), logits_RV.shape[1]
+        room = self._room_for(len(given[0]), len(rows), logits_RV.shape[1])
+        NATIVE.ops.run(
+            *(*given, room, self._end, rows, logits_RV, best_R), *self._numbers(cache_bits)
+        )
+
+    def _numbers(self, cache_bits: int) -> tuple[Any, ...]:
+        s = self.shape
+        return s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits
+
+    def _room_for(self, T: int, R: int, V: int, aside: int = 0) -> Tensor:
+        """Scratch, aligned to 64 bytes, that every call takes anew."""
+        s = self.shape
         key = (T, R, torch.get_num_threads())
         if key not in self._sizes:
             sizes = (s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn, V)
             self._sizes[key] = NATIVE.ops.scratch(T, R, self._table, self._end, *sizes) + 64
-        if self._room.numel() < self._sizes[key]:
-            self._room = torch.empty(self._sizes[key], dtype=torch.uint8)
-        room = self._room[-self._room.data_ptr() % 64 :]
-        NATIVE.ops.run(
-            *(*given, room, self._end, rows, logits_RV, best_R),
-            *(s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits),
-        )
+        size = self._sizes[key] + aside
+        if self._room.numel() < size:
+            self._room = torch.empty(size, dtype=torch.uint8)
+        return self._room[-self._room.data_ptr() % 64 :]
 
 
 def _check(shape: Shape, layer: LayerWeights, index: int) -> None:

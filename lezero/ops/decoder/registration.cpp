@@ -4,6 +4,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstring>
+#include <vector>
+
 #include "problem.h"
 
 using torch::stable::Tensor;
@@ -36,11 +39,11 @@ int64_t scratch(int64_t T, int64_t rows, const Tensor& layers, const Tensor& end
 
 // `rows`: of which logits are wanted, `logits`: theirs; both empty where x is what comes out. `best`:
 // of each row its largest logit's place, or empty.
-void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor& sin,
-         const Tensor& chunks, const Tensor& table, const Tensor& keys, const Tensor& values,
-         const Tensor& room, const Tensor& ending, const Tensor& rows, const Tensor& logits,
-         const Tensor& best,
-         int64_t H, int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits) {
+lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor& sin,
+                   const Tensor& chunks, const Tensor& table, const Tensor& keys,
+                   const Tensor& values, const Tensor& room, const Tensor& ending,
+                   const Tensor& rows, const Tensor& logits, const Tensor& best, int64_t H,
+                   int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits) {
   const int64_t K = keys.size(2);
   lezero_step s = step_of(x.size(0), layers, x.size(1), H, K, E, F);
   s.x = static_cast<float*>(x.data_ptr());
@@ -56,10 +59,69 @@ void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor&
   s.logits = static_cast<float*>(logits.data_ptr());
   s.best = best.numel() ? static_cast<int64_t*>(best.data_ptr()) : nullptr;
   s.scratch = room.data_ptr(), s.eps = static_cast<float>(eps), s.window = window;
+  return s;
+}
+
+void take(const lezero_step& s) {
   lezero_decoder_begin(&s);
   torch::stable::parallel_for(0, s.crew, 1, [&](int64_t begin, int64_t end) {
     lezero_decoder_run(&s, begin, end);
   });
+}
+
+void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor& sin,
+         const Tensor& chunks, const Tensor& table, const Tensor& keys, const Tensor& values,
+         const Tensor& room, const Tensor& ending, const Tensor& rows, const Tensor& logits,
+         const Tensor& best, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
+         int64_t cache_bits) {
+  take(filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows, logits, best, H,
+              E, F, eps, window, cache_bits));
+}
+
+// Rows of x from the embedding, whose numbers are rounded to `l.x_type`, fp32 or bf16.
+void embed(const lezero_linear& l, const int64_t* tokens, const lezero_step& s) {
+  lezero_embedding(&l, tokens, 0, s.T);
+  if (l.x_type == LEZERO_FP32) return;
+  const auto* half = static_cast<const uint16_t*>(l.out);
+  for (int64_t i = 0; i < s.T * s.D; i++) {
+    const uint32_t bits = static_cast<uint32_t>(half[i]) << 16;
+    std::memcpy(s.x + i, &bits, sizeof bits);
+  }
+}
+
+// As `run`, but for tokens, one for each chunk, of which `beginning` holds the embedding as a
+// `lezero_weight`, and over again with the tokens that are found: those of each step go to `best`,
+// (steps, T). Returns how many steps were taken; the last one has a -1 where it is not the last of
+// all. `room` begins with place for (T, D) of 16 bits.
+int64_t follow(const Tensor& tokens, const Tensor& beginning, const Tensor& x, const Tensor& layers,
+               const Tensor& cos, const Tensor& sin, const Tensor& chunks, const Tensor& table,
+               const Tensor& keys, const Tensor& values, const Tensor& room, const Tensor& ending,
+               const Tensor& rows, const Tensor& logits, const Tensor& best, int64_t H, int64_t E,
+               int64_t F, double eps, int64_t window, int64_t cache_bits, bool rounds) {
+  lezero_step s = filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows,
+                         logits, best, H, E, F, eps, window, cache_bits);
+  const int64_t bytes = (s.T * s.D * 2 + 63) / 64 * 64;
+  const auto* held = static_cast<const lezero_weight*>(beginning.data_ptr());
+  lezero_linear l{};
+  l.K = s.D, l.weight = held->weight, l.bits = static_cast<int>(held->bits), l.group = held->group;
+  l.scale = held->scale, l.zero = held->zero, l.scale_type = static_cast<int>(held->scale_type);
+  l.x_type = rounds ? LEZERO_BF16 : LEZERO_FP32;
+  l.out = rounds ? s.scratch : s.x;
+  s.scratch = static_cast<char*>(s.scratch) + bytes;
+  std::vector<lezero_chunk> chunk(s.chunk, s.chunk + s.chunks);
+  s.chunk = chunk.data();
+  const auto* fed = static_cast<const int64_t*>(tokens.data_ptr());
+  const int64_t steps = best.size(0);
+  for (int64_t i = 0; i < steps; i++) {
+    embed(l, fed, s);
+    take(s);
+    fed = s.best;
+    for (int64_t row = 0; row < s.T; row++)
+      if (fed[row] < 0) return i + 1;
+    s.best += s.T;
+    for (auto& c : chunk) c.position++;
+  }
+  return steps;
 }
 
 }  // namespace
@@ -72,10 +134,18 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
       "run(Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, Tensor chunks, Tensor table, "
       "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, Tensor ending, Tensor rows, "
       "Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, float eps, int window, int cache_bits) -> ()");
+  m.def(
+      "follow(Tensor tokens, Tensor beginning, Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, "
+      "Tensor chunks, Tensor table, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, "
+      "Tensor ending, Tensor rows, Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, "
+      "float eps, int window, int cache_bits, bool rounds) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {
   m.impl("scratch", TORCH_BOX(&scratch));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) { m.impl("run", TORCH_BOX(&run)); }
+STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {
+  m.impl("run", TORCH_BOX(&run));
+  m.impl("follow", TORCH_BOX(&follow));
+}

@@ -79,5 +79,14 @@ class Ending:
         return [*self.head.row(), _address(self.norm)]
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """Where the residual stream begins: an embedding of 8 or 4 bits, (V, D), and the type that its
+    numbers are rounded to, fp32 or bf16."""
+
+    rows: Weight
+    dtype: torch.dtype
+
+
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()

@@ -224,6 +224,12 @@ int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count) {
 
 int64_t lezero_linear_pairs(const lezero_linear *l) { return (l->N + 31) / 32; }
 
+const char *lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end, int64_t *bytes) {
+  const int64_t panel = round_up(l->K, l->bits == 16 ? 32 : 64) * 2 * l->bits;
+  *bytes = least(2 * end, (l->N + 15) / 16) * panel - 2 * begin * panel;
+  return (const char *)l->weight + 2 * begin * panel;
+}
+
 void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
                            int64_t begin, int64_t end) {
   const workspace w = lay_out(l, count, scratch);

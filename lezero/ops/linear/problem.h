@@ -41,6 +41,8 @@ int64_t lezero_linear_pairs(const lezero_linear *l);
 /* Writes tiles begin to end of those tokens into scratch, as the multiplication reads them. */
 void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
                            int64_t begin, int64_t end);
+/* Where the weights of pairs begin to end lie, and how many bytes of them there are. */
+const char *lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end, int64_t *bytes);
 /* Bytes of scratch that each thread needs of its own for the multiplication; 0: none. */
 size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count);
 /* Multiplies all of those tokens with pairs of panels begin to end, and writes `out`. */

@@ -1,0 +1,70 @@
+"""Several steps in one call of the decoder, against the same steps one by one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lezero.ops.decoder import Beginning, Decoder, Ending
+from lezero.ops.decoder.native import NATIVE
+from lezero.ops.linear import embedding_rows
+from tests.ops.test_decoder import BLOCKS, FORMS, PLAIN, layers, poisoned, tables, weight
+
+VOCABULARY = 333
+
+
+def made(form: str, dtype: torch.dtype) -> Decoder:
+    torch.manual_seed(0)
+    rows = weight(VOCABULARY, PLAIN.dim, False, **FORMS[form])
+    ending = Ending(torch.rand(PLAIN.dim) + 0.5, rows)
+    return Decoder(PLAIN, layers(PLAIN, form), ending, Beginning(rows, dtype))
+
+
+def chunks_at(positions: list[int]) -> torch.Tensor:
+    return torch.tensor([[i, 1, at] for i, at in enumerate(positions)], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", ["W8A16", "W4A8 in blocks"])
+@pytest.mark.parametrize("sequences", [1, 3, 17])
+def test_it_equals_steps_one_by_one(sequences, form, dtype, kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    decoder, angles = made(form, dtype), tables(PLAIN)
+    assert decoder.follows
+    table = torch.arange(5 * sequences).view(sequences, 5).int() % BLOCKS
+    mine, theirs = poisoned(PLAIN), poisoned(PLAIN)
+    tokens, steps = list(range(7, 7 + sequences)), 20
+    found = decoder.follow(tokens, steps, *angles, chunks_at([0] * sequences), table, mine)
+    expected, rows = [], torch.arange(sequences).int()
+    held, bits, group = decoder.beginning.rows, FORMS[form]["bits"], FORMS[form].get("group", 0)
+    for step in range(steps):
+        fed = torch.tensor(expected[-1] if expected else tokens)
+        x = embedding_rows(fed, held.packed, PLAIN.dim, bits, group, dtype).float()
+        given = (x, *angles, chunks_at([step] * sequences), table, theirs, rows)
+        expected.append(decoder.logits(*given, best=True)[1].tolist())
+    assert found == expected
+    assert len({token for row in found for token in row}) > 5
+    again = decoder.follow(found[-1], 2, *angles, chunks_at([steps] * sequences), table, mine)
+    assert len(again) == 2
+
+
+def test_it_ends_with_the_step_that_is_not_finite():
+    if not NATIVE.available():
+        pytest.skip("no native kernel suits this processor")
+    decoder, angles = made("W8A16", torch.float32), tables(PLAIN)
+    angles[0][3] = math.nan
+    table = torch.arange(10).view(2, 5).int()
+    found = decoder.follow([1, 2], 8, *angles, chunks_at([0, 0]), table, poisoned(PLAIN))
+    assert len(found) == 4
+    assert found[3] == [-1, -1]
+    assert all(token >= 0 for row in found[:3] for token in row)
+
+
+def test_an_embedding_in_fp16_or_none_does_not_follow():
+    assert not made("W8A16", torch.float16).follows
+    assert not Decoder(PLAIN, layers(PLAIN, "W8A16")).follows
