@@ -1,7 +1,7 @@
 """What a run measures, one JSON object a line in `metrics.jsonl`.
 
     {"step": 412, "loss": 2.0312, "lr": 0.0003, "tokens": 2048, …, "time": 1764000000.123}
-    {"event": "resume", "step": 400, "text": "resumed from step 400", "time": …}
+    {"event": "resume", "step": 400, "text": "resumed from step 400", "changed": false, "time": …}
 
 [Note: a file that a kill cannot spoil]
 Each line is one `write` to the end of the file. A kill can tear the last line only; the next writer

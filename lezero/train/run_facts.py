@@ -56,10 +56,14 @@ class RunFacts:
         ]
         seconds = [v for v in m.known("seconds")[1] if math.isfinite(v)]
         self.seconds = sum(seconds)
-        settled = seconds[min(5, len(seconds) // 5) :]
-        copies = [real(event, "memory_bytes") for event in m.happened("checkpoint")]
-        memory = [v for v in m.known("memory_bytes")[1] if math.isfinite(v)]
-        memory += [v for v in copies if v is not None]
+        self.since = self._since()
+        times = self.forecast_steps("seconds")[1]
+        settled = times[min(5, len(times) // 5) :]
+        memory = self.forecast_steps("memory_bytes")[1]
+        for event in m.happened("checkpoint"):
+            copy, step = real(event, "memory_bytes"), real(event, "step")
+            if copy is not None and (step is None or step > self.since):
+                memory.append(copy)
         self.memory = Compared(
             real(run.forecast, "memory_bytes"),
             max(memory, default=None),
@@ -70,6 +74,25 @@ class RunFacts:
             statistics.median(settled) if settled else None,
             real(run.forecast, "stated_error", "time"),
         )
+
+    def _since(self) -> float:
+        """The step after which every step is of the run that the forecast is of: that of the last
+        resume with another config or on another machine, or of an earlier one since."""
+        since = -math.inf
+        for event in self.resumes:
+            step = real(event, "step")
+            if step is not None:
+                since = step if event.get("changed") is True else min(since, step)
+        return since
+
+    def forecast_steps(self, name: str) -> tuple[list[int], list[float]]:
+        """The steps that the forecast is of, and a figure of them."""
+        pairs = [
+            (step, value)
+            for step, value in zip(*self.metrics.known(name), strict=True)
+            if step > self.since and math.isfinite(value)
+        ]
+        return [step for step, _ in pairs], [value for _, value in pairs]
 
     def _validation(self) -> tuple[list[int], list[float]]:
         """Validation losses of the step lines and of events, one a step."""

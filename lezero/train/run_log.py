@@ -76,7 +76,9 @@ class RunLog(Callback):
         self._started = True
         if trainer.resumed_from is not None:
             text = f"resumed from step {trainer.resumed_from}"
-            self.metrics.event("resume", step=trainer.resumed_from, text=text)
+            self.metrics.event(
+                "resume", step=trainer.resumed_from, text=text, changed=trainer.changed
+            )
         for text, level in self._early:
             self.on_event(trainer, text, level)
 

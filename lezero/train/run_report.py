@@ -141,7 +141,7 @@ def _forecast(section: Section, facts: RunFacts) -> None:
         ]
         headers = ("", "Forecast", "Measured", "Forecast is", "Stated error", "Held")
         section.table(headers, rows, numbers="-nnnn")
-    steps, values = facts.metrics.known("memory_bytes")
+    steps, values = facts.forecast_steps("memory_bytes")
     if values:
         levels = []
         if memory.forecast is not None:
@@ -155,7 +155,7 @@ def _forecast(section: Section, facts: RunFacts) -> None:
             kind="bytes",
             zero=True,
             levels=levels,
-            marks=facts.marks,
+            marks=[mark for mark in facts.marks if mark.x >= facts.since],
         )
         section.plots(plot)
     parts = [

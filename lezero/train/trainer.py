@@ -82,6 +82,7 @@ class Trainer:
         self._best_before: tuple[int, float | None] = (-1, None)
         self.last_validation: float | None = None
         self.resumed_from: int | None = None
+        self.changed = False  # since the checkpoint, in what the forecast depends on
         self._saved_step = -1
         self._written: dict[str, Decision] = {}
         self._failed: deque[tuple[int, Exception]] = deque()
@@ -221,7 +222,11 @@ class Trainer:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
         assert self.saver is not None
         self._leave_history(self.saver, loaded.step)
-        for change in self.folder.changes(documents["config"], self.config):
+        changes = self.folder.changes(documents["config"], self.config)
+        now = checkpoint.environment()
+        differences = checkpoint.environment_difference(documents["environment"], now)
+        self.changed = bool(changes or differences)
+        for change in changes:
             self._notes.append((f"changed since the checkpoint: {change}", "warning"))
         steps = self.config.train.steps
         if loaded.step >= steps:

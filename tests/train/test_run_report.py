@@ -6,6 +6,8 @@ import pytest
 
 from lezero.core.errors import FileError
 from lezero.train.metrics import MetricsWriter, StepRecord
+from lezero.train.run_documents import RunDocuments
+from lezero.train.run_facts import RunFacts
 from lezero.train.run_report import write_report
 
 EVIL = "</script><script>alert(1)</script><img src=http://x>"
@@ -92,6 +94,26 @@ def test_key_figures(run):
     assert "1 at step 50" in tiles["Resumes"]
     assert "1 loss or gradient not finite" in tiles["Skipped steps"]
     assert words(root.find("body/header/p")).startswith("100 of 100 steps · 6,400 tokens")
+
+
+@pytest.mark.parametrize(("changed", "then"), [(True, "2 KiB"), (False, "97.7 KiB")])
+def test_the_forecast_is_held_against_the_steps_that_it_is_of(tmp_path, changed, then):
+    (tmp_path / "forecast.json").write_text(json.dumps({"memory_bytes": 2048, "step_seconds": 2.0}))
+    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
+        for step in range(1, 21):
+            writer.step(record(step, memory_bytes=100_000, seconds=9.0))
+        writer.event("checkpoint", step=20, memory_bytes=100_000)
+        writer.event("resume", step=20, changed=changed)
+        for step in range(21, 31):
+            writer.step(record(step, memory_bytes=2048, seconds=2.0))
+        writer.event("resume", step=25, changed=False)
+        for step in range(26, 31):
+            writer.step(record(step, memory_bytes=2048, seconds=2.0))
+    facts = RunFacts(RunDocuments.read(tmp_path))
+    assert facts.memory.measured == (2048 if changed else 100_000)
+    assert facts.step_time.measured == (2.0 if changed else 9.0)
+    assert len(facts.forecast_steps("seconds")[0]) == (10 if changed else 30)
+    assert then in words(sections(page(tmp_path))["Forecast against measured"])
 
 
 def test_plots_show_loss_validation_resume_memory_and_rates(run):

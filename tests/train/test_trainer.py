@@ -185,6 +185,8 @@ def test_changes_of_the_config_are_told_and_count(copied):
     assert result.step == 22
     told = [e["text"] for e in read_metrics(copied / "run/metrics.jsonl").happened("note")]
     assert any("train.steps" in text for text in told)
+    resumes = read_metrics(copied / "run/metrics.jsonl").happened("resume")
+    assert resumes[-1]["changed"] is True
 
 
 def test_a_resumed_run_is_forecast_in_the_precision_it_goes_on_in(copied):
