@@ -13,7 +13,8 @@ class Detokenizer:
     """Gives the text of each token as soon as it is certain.
 
     decode: tokens to text, of any tokenizer; invalid UTF-8 becomes U+FFFD. before: tokens that the
-    text goes on from (the end of the prompt), whose text is not given.
+    text goes on from (the end of the prompt), whose text is not given, but for half a character
+    that the first tokens complete.
 
     The pieces and `finish` together are `decode` of all tokens. (One exception: a tokenizer that
     falls back to bytes, as Llama 2's, decodes a valid character anew as U+FFFD when invalid bytes
@@ -31,7 +32,7 @@ class Detokenizer:
         self._decode = decode
         self._window = list(before[-_CONTEXT:])
         self._known = len(self._window)
-        self._given = len(decode(self._window)) if self._window else 0
+        self._given = decode(self._window) if self._window else ""
 
     def add(self, token: int) -> str:
         """The text that is certain now and was not before; often one word, sometimes nothing."""
@@ -50,11 +51,14 @@ class Detokenizer:
 
     def _give(self, text: str, end: int) -> str:
         """Gives what is new in `text`, the text of the window's first `end` tokens."""
-        piece = text[self._given :]
+        given = self._given
+        if not text.startswith(given):
+            given = given.rstrip(_BROKEN)  # what half a character was before it was whole
+        piece = text[len(given) :]
         if piece:
             del self._window[: self._known]
             self._known = end - self._known
-            self._given = len(self._decode(self._window[: self._known]))
+            self._given = self._decode(self._window[: self._known])
         elif len(self._window) - self._known > _LONG:
             # Tokens without text, as special ones; what follows is decoded behind the known ones.
             del self._window[self._known :]

@@ -181,3 +181,22 @@ def test_stopping_is_by_definition_however_the_text_is_cut(
     stops: list[str], parts: list[str]
 ) -> None:
     assert stopped(stops, parts) == by_definition(stops, "".join(parts))
+
+
+@pytest.mark.parametrize("letter", "é中😀")
+def test_a_character_that_the_prompt_began_is_told_whole(letter: str) -> None:
+    tokenizer = bytes_tokenizer()
+    start = len(letter.encode())
+    for before in ("", "a", "世界 "):
+        tokens = tokenizer.encode(f"{before}{letter}b")
+        for cut in range(len(before.encode()) + 1, len(before.encode()) + start):
+            known = Detokenizer(tokenizer.decode, tokens[:cut])
+            told = "".join(known.add(token) for token in tokens[cut:]) + known.finish()
+            assert told == f"{letter}b"
+
+
+def test_broken_text_of_a_prompt_is_not_told_again() -> None:
+    tokenizer = bytes_tokenizer()
+    for before in ("a\ufffd".encode(), b"a\xe4", b"\xf0\x9f", b"\xff\xff"):
+        known = Detokenizer(tokenizer.decode, list(before))
+        assert "".join(known.add(token) for token in b"bc") + known.finish() == "bc"
