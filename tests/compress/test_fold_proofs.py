@@ -55,7 +55,7 @@ def test_an_expert_that_is_never_chosen_proves_nothing(scheme: Any, rest: float)
     made = copy.deepcopy(model)
     lz.quantize_(made, scheme, data=data, objective="size", filter="*experts*")
     h = torch.randn(64, 64)
-    bound = 0.02 if scheme is not AWQ else 0.35
+    bound = 0.02 if scheme is not AWQ else 0.15
     with torch.no_grad():
         for one, two in zip(model[0].experts, made[0].experts, strict=True):
             assert difference(two(made[0].norm(h)), one(model[0].norm(h))) < bound
