@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from lezero.parallel.zero import Zero, guard
 from lezero.parallel.zero import shard as splitting
 from lezero.parallel.zero.backward import Backward
 from lezero.parallel.zero.call import announce
+from lezero.parallel.zero.gradients import Bucket
 from lezero.parallel.zero.held import Held, local
 from lezero.parallel.zero.lines import Lines
 from lezero.parallel.zero.norm import chunk, squares
@@ -194,13 +195,12 @@ class _Agreed(Backward):
     def _start_agreement(self) -> tuple[torch.Tensor, None]:
         return torch.empty(len(self.helds)), None
 
-    def _agreement(self, flags: torch.Tensor, work: object) -> set[Held]:
-        return {held for held in self.helds if held.used}
+    def _agreement(self, flags: torch.Tensor, work: object) -> tuple[set[Held], list[Bucket]]:
+        late = [bucket for bucket in self.buckets if bucket.late]
+        return {held for held in self.helds if held.used}, late
 
-    def _settle_order(self) -> None:
-        if self._came is not None:
-            first, self._came = self._came, None
-            self.order = first + [bucket for bucket in self.order if bucket not in first]
+    def _told(self, found: Any) -> Any:
+        return found
 
 
 def shard(model: nn.Module, spec: StepSpec, count: Count) -> Sharding:
@@ -211,8 +211,8 @@ def shard(model: nn.Module, spec: StepSpec, count: Count) -> Sharding:
     lines = StillLines(spec, zero, count)
     sharding = Sharding(zero, lines, splitting._units(model, zero, lines))
     agreed = _Agreed(
-        sharding.backward.order, sharding.lent, sharding.backward.helds, sharding._release,
-        lines.step_done,
+        sharding.backward.buckets, sharding.lent, sharding.backward.helds, sharding._release,
+        lines.step_done, gated=zero.stage == 3,
     )  # fmt: skip
     sharding.backward = agreed
     splitting._split(model, sharding)

@@ -155,7 +155,7 @@ class Sharded(Gradients):
 
     def begin(self) -> None:
         super().begin()
-        if self._backward is not None and any(b.written for b in self._backward.order):
+        if self._backward is not None and any(b.written for b in self._backward.buckets):
             self._backward.recover()
 
     def micros(self, counts: list[int]) -> list[int]:
@@ -166,10 +166,26 @@ class Sharded(Gradients):
         self._muted.mute = not counts
         collect = self.stage < 2 and not last
         try:
-            with no_sync(self.model) if collect else contextlib.nullcontext():
+            with no_sync(self.model) if collect else contextlib.nullcontext(), self._explained():
                 yield
         finally:
             self._muted.mute = False
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Around a backward: says what a block did whose weights were gone when it needed them."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.stage < 3 or "modified by an inplace operation" not in str(error):
+                raise
+            raise OrderError(
+                "backward found that a tensor it needs has changed (torch's error is above). At "
+                "stage 3 it is most likely the weights of a block, which are gathered only while "
+                "it runs: a loss that a block computes and hands on in a way of its own (a list "
+                "outside, a hook) comes too early, and so does a second derivative; return it from "
+                "the block or keep it in an attribute of the block, or use lz.Zero(stage=2)"
+            ) from error
 
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         found: list[Any] = super().of(parameters)

@@ -1,17 +1,15 @@
 """What happens while autograd runs backward: gradients are collected, reduced and deposited.
 
-[Note: the order of reductions]
-All ranks must start the same reductions in the same order, but gradients come in the order of
-each rank's own graph. So there is one fixed order, and a reduction starts when its gradients are
-there and all before it have started. At first the order is that of registration, backwards; after
-the first backward it is the order in which gradients came on rank 0, told to all. What has not come
-when backward ends (unused parameters) is reduced as zeros, and a parameter that no rank used keeps
-the gradient it had (None, usually), which the ranks agree on with one small exchange.
+What has not come when backward ends (unused parameters) is reduced as zeros, and a parameter that
+no rank used keeps the gradient it had (None, usually), which the ranks agree on with one small
+exchange. It also tells whether on some rank a gradient came after its reduction had started: it is
+reduced in a second one. In which order reductions start is in `plan`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +18,18 @@ from torch.autograd import Variable
 from lezero.core import groups
 from lezero.parallel.zero.gradients import Bucket, Lent
 from lezero.parallel.zero.held import Held
+from lezero.parallel.zero.plan import Plan, Recorder, Turns
+
+if TYPE_CHECKING:
+    from lezero.parallel.zero.unit import Unit
 
 
 class Backward:
     """Drives the buckets of one sharded model. `sync` False collects without reducing; with `mute`
     this rank's gradients count as zeros, whatever they are.
 
-    `on_end` is called when a backward is over, to release the units; `on_sums` after it, where the
-    gradients were summed.
+    `gated`: blocks are gathered in backward (stage 3). `on_end` is called when a backward is over,
+    to release the units; `on_sums` after it, where the gradients were summed.
     """
 
     def __init__(
@@ -37,15 +39,19 @@ class Backward:
         helds: Sequence[Held],
         on_end: Callable[[], None],
         on_sums: Callable[[], None],
+        *,
+        gated: bool,
     ) -> None:
-        self.order = list(buckets)
+        self.buckets = list(buckets)
         self.lent, self.helds = lent, list(helds)
         self.on_end, self.on_sums = on_end, on_sums
         self.sync, self.mute = True, False
         self.active = False
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
-        self._next = 0
-        self._came: list[Bucket] | None = []
+        self._gated = gated
+        self._plan: Plan | None = None
+        self._recorder: Recorder | None = None
+        self._turns: Turns | None = None
         self._aside: dict[Held, torch.Tensor | None] = {}
 
     def begin(self) -> None:
@@ -53,8 +59,27 @@ class Backward:
         if not self.active:
             self.active = True
             Variable._execution_engine.queue_callback(self._end)
-            for bucket in self.order:
+            for bucket in self.buckets:
                 bucket.unmark()
+            if self.sync:
+                self._begin_turns()
+
+    def _begin_turns(self) -> None:
+        if self._plan is None:
+            self._recorder = Recorder()
+            self._turns = Turns(Plan.first(self.buckets, self._gated), self._recorder)
+        else:
+            self._turns = Turns(self._plan, None)
+
+    def gate(self, unit: Unit) -> None:
+        """`unit` is about to be gathered, while backward runs."""
+        if self._turns is not None and self._gated:
+            self._turns.gate(unit)
+
+    def launch(self) -> None:
+        """Starts the reductions that may start."""
+        if self._turns is not None:
+            self._turns.launch()
 
     def set_aside(self, held: Held) -> None:
         """Autograd is about to add to `held.sharded.grad`, where sums over the ranks may be."""
@@ -78,14 +103,13 @@ class Backward:
         held.used = True
         bucket = self._of[held]
         bucket.write(held, gradient, keep=not self.sync)
-        if self.sync and bucket.ready:
-            if self._came is not None and bucket not in self._came:
-                self._came.append(bucket)
-            self._launch_ready()
+        if self._turns is not None and bucket.ready:
+            self._turns.came(bucket)
+            self._turns.launch()
 
     def recover(self) -> None:
         """Puts everything back after a backward that raised: its gradients are dropped."""
-        for bucket in self.order:
+        for bucket in self.buckets:
             bucket.unmark()
             bucket.drop()
         for held in self.helds:
@@ -93,71 +117,67 @@ class Backward:
             if held.full is not None:
                 held.full.grad = None
         self.lent.in_flight.clear()
-        self._next, self.active = 0, False
-
-    def _launch_ready(self) -> None:
-        while self._next < len(self.order):
-            bucket = self.order[self._next]
-            if bucket.trainable:  # frozen ones have no gradients to sum
-                if not bucket.ready:
-                    break
-                bucket.launch()
-            self._next += 1
+        self._turns, self.active = None, False
 
     @torch.no_grad()
     def _end(self) -> None:
         """Runs when autograd has finished: reduces the rest, deposits, releases the units."""
         if not self.active:
             return
-        if self.sync:
-            self._reduce_rest()
-        for bucket in self.order:
+        if self._turns is not None:
+            self._reduce_rest(self._turns)
+        for bucket in self.buckets:
             bucket.came.clear()
-            if not self.sync:
+            bucket.sent = False
+            if self._turns is None:
                 bucket.mark()
-        self.active = False
+        summed, self._turns, self.active = self._turns is not None, None, False
         self.on_end()
-        if self.sync:
+        if summed:
             self.on_sums()
 
-    def _reduce_rest(self) -> None:
-        for bucket in self.order[self._next :]:
-            if bucket.trainable:
-                bucket.launch()
-        agreed = self._start_agreement()
-        second = [b for b in self.order if not b.launched and b.flat is not None]
-        while self.lent.in_flight:
-            self.lent.in_flight[0].finish()
-        for bucket in second:  # a block that ran in several backwards of its own (recompute)
+    def _reduce_rest(self, turns: Turns) -> None:
+        for bucket in turns.rest():
             bucket.launch()
-        while self.lent.in_flight:
-            self.lent.in_flight[0].finish()
-        used = self._agreement(*agreed)
-        for bucket in self.order:
+        agreed = self._start_agreement()
+        self._finish_all()
+        used, late = self._agreement(*agreed)
+        for bucket in late:
+            bucket.launch()
+        self._finish_all()
+        for bucket in self.buckets:
             bucket.deposit(used)
         for held in self.helds:
             held.used = False
-        self._next = 0
-        self._settle_order()
+        if self._recorder is not None:
+            found = self._told(self._recorder.found())
+            self._plan = Plan.first(self.buckets, self._gated).seen(found)
+            self._recorder = None
+
+    def _finish_all(self) -> None:
+        while self.lent.in_flight:
+            self.lent.in_flight[0].finish()
 
     def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
-        flags = torch.tensor([float(held.used) for held in self.helds])
+        asked = [held.used for held in self.helds] + [bucket.late for bucket in self.buckets]
+        flags = torch.tensor([float(one) for one in asked])
         if groups.world_size() == 1:
             return flags, None
         flags = flags.to(self.lent.lines.place)
         return flags, dist.all_reduce(flags, async_op=True)
 
-    def _agreement(self, flags: torch.Tensor, work: dist.Work | None) -> set[Held]:
+    def _agreement(
+        self, flags: torch.Tensor, work: dist.Work | None
+    ) -> tuple[set[Held], list[Bucket]]:
+        """Which parameters any rank used, and which buckets are late on any."""
         if work is not None:
             with groups.naming_lost_ranks():
                 work.wait()
-        return {held for held, count in zip(self.helds, flags.tolist(), strict=True) if count}
+        counts = flags.tolist()
+        used = {held for held, count in zip(self.helds, counts, strict=False) if count}
+        late = zip(self.buckets, counts[len(self.helds) :], strict=True)
+        return used, [bucket for bucket, count in late if count]
 
-    def _settle_order(self) -> None:
-        if self._came is None:
-            return
-        names = groups.broadcast_object([b.segment.key for b in self._came])
-        by_name = {b.segment.key: b for b in self.order}
-        first = [by_name[name] for name in names]
-        self.order = first + [b for b in self.order if b not in first]
-        self._came = None
+    def _told(self, found: Any) -> Any:
+        """What rank 0 found, on every rank."""
+        return groups.broadcast_object(found)

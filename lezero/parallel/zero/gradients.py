@@ -7,6 +7,7 @@ replicate axis (all-reduce), and multiplied by 1 / world in the end, at every st
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 import torch
 
@@ -26,17 +27,21 @@ class Lent:
     """Gradient buffers that segments of one size share (stages 2 and 3), or own (`limit` None).
 
     `limit`: how many of one size there are before a taker first waits for a reduction in flight.
+    Where finishing one starts a collective (the sum over the replicas), only the next reduction of
+    that size waits for it: takers come in another order on each rank.
     """
 
     def __init__(self, lines: Lines, limit: int | None) -> None:
         self.lines, self.limit = lines, limit
+        self.in_turn = limit is not None and lines.shard is not None and lines.replicate is not None
         self.in_flight: deque[Bucket] = deque()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._made: dict[tuple[int, torch.dtype], int] = defaultdict(int)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         key = (numel, dtype)
-        while not self._free[key] and self.limit is not None and self._made[key] >= self.limit:
+        limit = None if self.in_turn else self.limit
+        while not self._free[key] and limit is not None and self._made[key] >= limit:
             if not any(self._holds(bucket, key) for bucket in self.in_flight):
                 break
             self.in_flight[0].finish()
@@ -48,17 +53,35 @@ class Lent:
     def give(self, tensor: torch.Tensor) -> None:
         self._free[tensor.numel(), tensor.dtype].append(tensor)
 
+    def make_way(self, flat: torch.Tensor) -> None:
+        """`flat` is about to be reduced."""
+        key = (flat.numel(), flat.dtype)
+        while self.in_turn and any(self._holds(bucket, key) for bucket in self.in_flight):
+            self.in_flight[0].finish()
+
     @staticmethod
     def _holds(bucket: Bucket, key: tuple[int, torch.dtype]) -> bool:
-        held = (bucket.flat, bucket._sum)
-        return any(t is not None and (t.numel(), t.dtype) == key for t in held)
+        flight = bucket.flight
+        held = (flight.flat, flight.sum) if flight is not None else ()
+        return any((t.numel(), t.dtype) == key for t in held)
+
+
+class Flight(NamedTuple):
+    """A sum over the ranks under way, of `flat` into `sum`; `direct`: that is the gradients' own
+    memory."""
+
+    flat: torch.Tensor
+    sum: torch.Tensor
+    direct: bool
+    pending: Pending | None
 
 
 class Bucket:
     """The gradients of one segment, from the first that comes until they are deposited.
 
-    `written`: whose gradient is in `flat`; `came`: whose came in this backward; `summed`: a sum of
-    this backward lies in the gradients' memory already, not yet deposited.
+    `written`: whose gradient is in `flat`; `came`: whose came in this backward; `sent`: a reduction
+    has started in this backward, `flight` is the one under way; `summed`: a sum of this backward
+    lies in the gradients' memory already, not yet deposited.
     """
 
     def __init__(self, segment: Segment, lines: Lines, lent: Lent) -> None:
@@ -66,11 +89,10 @@ class Bucket:
         self.flat: torch.Tensor | None = None
         self.written: set[Held] = set()
         self.came: set[Held] = set()
-        self.launched = self.summed = False
-        self._sum: torch.Tensor | None = None
+        self.sent = self.summed = False
+        self.flight: Flight | None = None
         self._direct = False
         self._own: torch.Tensor | None = None
-        self._pending: Pending | None = None
         replicas = lines.replicate.size if lines.replicate else 1
         self._length = -(-segment.layout.chunk // replicas) * replicas
         self._wide = wide(segment.compute)
@@ -90,10 +112,13 @@ class Bucket:
     def ready(self) -> bool:
         return all(held in self.came for held in self.trainable)
 
+    @property
+    def late(self) -> bool:
+        """A gradient came after the reduction had started."""
+        return self.sent and self.flat is not None
+
     def write(self, held: Held, gradient: torch.Tensor, *, keep: bool) -> None:
         """Takes in a gradient of the whole parameter; `keep`: it stays over several backwards."""
-        while self.launched:  # it came before in this backward: recomputed blocks that run twice
-            self.lent.in_flight[0].finish()
         flat = self._take(keep)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -115,38 +140,39 @@ class Bucket:
                 shape = torch.empty(held.rows.shape, device="meta")
                 for inside, _ in layout.pieces(flat, held.place, shape):
                     inside.zero_()
-        self.launched, link = True, self.segment.link
+        self.lent.make_way(flat)
+        direct, link = self._direct, self.segment.link
         if link is None:
-            self._sum = flat
-            self._pending = self._replicate(flat, layout.chunk)
+            total, pending = flat, self._replicate(flat, layout.chunk)
         else:
-            self._direct = self._can_deposit_directly()
-            self._sum = self._own_grads() if self._direct else self._temporary()
-            out = self._sum[: layout.chunk]
+            direct = self._can_deposit_directly()
+            total = self._own_grads() if direct else self._temporary()
+            out = total[: layout.chunk]
             key = self.segment.key
-            self._pending = link.reduce_scatter(flat, out, key=key, spans=self._spans)
+            pending = link.reduce_scatter(flat, out, key=key, spans=self._spans)
+        self.flight, self.sent = Flight(flat, total, direct, pending), True
+        self.flat, self._direct = None, False
+        self.written.clear()
         self.lent.in_flight.append(self)
 
     def finish(self) -> None:
         """Waits for the sum and deposits it; buckets finish in the order of their launch."""
-        lent = self.lent
+        lent, flight = self.lent, self.flight
         assert lent.in_flight[0] is self
-        assert self.flat is not None
-        assert self._sum is not None
-        if self._pending is not None:
-            self._pending.wait()
+        assert flight is not None
+        if flight.pending is not None:
+            flight.pending.wait()
         if self.segment.link is not None:
-            second = self._replicate(self._sum, self.segment.layout.chunk)
+            second = self._replicate(flight.sum, self.segment.layout.chunk)
             if second is not None:
                 second.wait()
         lent.in_flight.popleft()
         if self.lines.world > 1:
-            self._sum.mul_(1.0 / self.lines.world)
-        if not self._direct:
-            self._add()
-        self.summed = True
-        self._give_back()
-        self.reset()
+            flight.sum.mul_(1.0 / self.lines.world)
+        if not flight.direct:
+            self._add(flight.sum)
+        self.summed, self.flight = True, None
+        self._give_back(flight.flat, flight.sum)
 
     def deposit(self, used: set[Held]) -> None:
         """Gives the parameters in `used` their gradient (their memory has it already)."""
@@ -182,22 +208,20 @@ class Bucket:
             if stands_in and held.sharded.grad is gradient:
                 held.sharded.grad = None
 
-    def reset(self) -> None:
-        self.flat = self._sum = self._pending = None
-        self.launched = self._direct = False
+    def drop(self) -> None:
+        """Forgets what was collected, after a backward that failed."""
+        if self.flight is not None:
+            if self.flight.pending is not None:
+                self.flight.pending.wait()
+            self._give_back(self.flight.flat, self.flight.sum)
+        self._give_back(self.flat)
+        self.flat = self.flight = None
+        self._direct = self.sent = self.summed = False
         self.written.clear()
         self.came.clear()
 
-    def drop(self) -> None:
-        """Forgets what was collected, after a backward that failed."""
-        if self._pending is not None:
-            self._pending.wait()
-        self._give_back()
-        self.reset()
-        self.summed = False
-
-    def _give_back(self) -> None:
-        for tensor in {id(t): t for t in (self.flat, self._sum) if t is not None}.values():
+    def _give_back(self, *tensors: torch.Tensor | None) -> None:
+        for tensor in {id(t): t for t in tensors if t is not None}.values():
             if tensor is not self._own:
                 self.lent.give(tensor)
 
@@ -233,7 +257,7 @@ class Bucket:
         """The sum can land in the gradients' own memory: right type, and nothing to add to."""
         free = all(held.sharded.grad is None for held in self.segment.helds)
         wide = self.segment.master == self._wide and not self._strided
-        return free and not self.summed and wide
+        return free and not self.summed and self.flight is None and wide
 
     def _gradients(self) -> list[torch.Tensor]:
         """The gradients of the parameters, in memory made once."""
@@ -257,11 +281,10 @@ class Bucket:
     def _temporary(self) -> torch.Tensor:
         return self.lent.take(self._length, self._wide)
 
-    def _add(self) -> None:
+    def _add(self, total: torch.Tensor) -> None:
         """Adds the sum to the gradients that are there, and fills those that are not."""
-        assert self._sum is not None
         for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
-            new = self.segment.layout.shard(self._sum, held.place, self.segment.rank)
+            new = self.segment.layout.shard(total, held.place, self.segment.rank)
             there = held.local_grad()
             if there is None and not self.summed:
                 local(mine).copy_(new)

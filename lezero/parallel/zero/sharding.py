@@ -43,7 +43,10 @@ class Sharding:
         self.lent = Lent(lines, limit=2 if config.stage >= 2 else None)
         buckets = [Bucket(s, lines, self.lent) for unit in units for s in unit.segments]
         buckets.sort(key=lambda bucket: -min(held.index for held in bucket.segment.helds))
-        self.backward = Backward(buckets, self.lent, helds, self._release, lines.step_done)
+        gated = config.stage == 3
+        self.backward = Backward(
+            buckets, self.lent, helds, self._release, lines.step_done, gated=gated
+        )
         for unit in units:
             unit.sharding = self
         self._stepped = False
@@ -117,10 +120,13 @@ class Sharding:
 
     def entered(self, unit: Unit) -> None:
         """A unit's module begins to compute."""
-        outside = torch._C._current_graph_task_id() == -1
+        task = torch._C._current_graph_task_id()
+        outside = task == -1
         if self.backward.active and outside:
             self.backward.recover()
             self._release()
+        if self.backward.active:
+            self.finish_others(unit, task)
         if outside and not any(u.depth for u in self.units):
             self._last["forward"] = None
 
@@ -136,10 +142,12 @@ class Sharding:
                 lambda leaf, held=held: self.backward.arrived(held, leaf)
             )
 
-    def finish_others(self, unit: Unit) -> None:
-        """`unit` begins its backward, so that of the other blocks is over."""
+    def finish_others(self, unit: Unit, within: int | None = None) -> None:
+        """`unit` begins its backward, so that of the other blocks is over; or it is recomputed in
+        the backward `within`, so that those which began in one inside of it are over."""
         for other in self.units[:-1]:
-            if other is not unit and other.in_backward and not other.depth:
+            inside = within is None or (other.task is not None and other.task > within)
+            if other is not unit and other.in_backward and not other.depth and inside:
                 other.in_backward = False
                 other.hide()
 
@@ -161,7 +169,8 @@ class Sharding:
         """Backward is over, or was given up."""
         self._last["backward"] = None
         for unit in self.units:
-            unit.in_backward = False
+            unit.in_backward, unit.task = False, None
+            unit.awaited.clear()
             if not unit.depth:
                 unit.hide()
 

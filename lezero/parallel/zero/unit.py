@@ -5,12 +5,19 @@ Under stage 3 the whole copies of equal blocks live in two slots by turns: block
 so the next block can be gathered while one computes. Autograd keeps views of a slot for backward,
 and finds the right values there, since a unit's gather before its backward fills the same slot.
 That this cannot go wrong unseen is held by autograd's own check: when a slot changes hands, the
-version counters of the leaves that lose it move on, and back when they have it again. Intervals of
-backward do not overlap, since autograd runs nodes in the reverse order of forward.
+version counters of the leaves that lose it move on, and back once they have it again and their
+values have arrived. Intervals of backward do not overlap, since autograd runs nodes in the reverse
+order of forward.
+
+[Note: where a unit's backward begins]
+At the first gradient of a tensor that the unit made and that can be found when its call ends: in
+what it returns, whatever holds it, and in the attributes of its modules (a loss kept in `self`).
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +27,7 @@ from torch.utils._pytree import tree_map
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.held import REPLACED, Held, local
 from lezero.parallel.zero.segment import Segment, Whole
-from lezero.parallel.zero.tensors import tensors_in
+from lezero.parallel.zero.tensors import new_tensors
 
 if TYPE_CHECKING:
     from lezero.parallel.zero.sharding import Sharding
@@ -50,8 +57,16 @@ class Slot:
         self.holder: Unit | None = None
 
 
+class Call:
+    """One forward call of a unit, for as long as its graph lives; `number` counts them."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Unit:
-    """`name` is the module's path ("" for the root)."""
+    """`name` is the module's path ("" for the root). `task`: autograd's number of the backward in
+    which that of this unit has begun, None before."""
 
     def __init__(self, name: str, module: nn.Module, segments: list[Segment], index: int) -> None:
         self.name, self.module, self.segments, self.index = name, module, segments, index
@@ -63,6 +78,9 @@ class Unit:
         self.slot: Slot | None = None
         self.depth = 0
         self.in_backward = False
+        self.task: int | None = None
+        self.awaited: weakref.WeakSet[Call] = weakref.WeakSet()
+        self._calls = 0
         self.gathering = False
         self.valid = False
         self.stale = True
@@ -72,6 +90,17 @@ class Unit:
     @property
     def signature(self) -> tuple[object, ...]:
         return tuple(segment.signature for segment in self.segments)
+
+    @property
+    def is_root(self) -> bool:
+        return self is self.sharding.root
+
+    @property
+    def done(self) -> bool:
+        """Whether the backward of every call is over (of the root: has begun), as all ranks see it,
+        whichever gradients have come."""
+        begun = self.is_root or (self.task is not None and not self.in_backward)
+        return begun and not self.awaited
 
     @property
     def computing(self) -> bool:
@@ -108,18 +137,30 @@ class Unit:
         """After the module computed, or raised (`output` None)."""
         self.depth -= 1
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._before_backward)
+            self._listen(output)
         if self.depth == 0 and not self.in_backward:
             if self.sharding.backward.active:  # recomputed: its backward comes next
                 self.in_backward = True
             else:
                 self.hide()
 
-    def _before_backward(self, gradient: torch.Tensor) -> None:
+    def _listen(self, output: Any) -> None:
+        """Has autograd tell when the backward of this call begins (see the note)."""
+        self._calls += 1
+        call = Call(self._calls)
+        shared = self.slots is not None and not self.is_root
+        for tensor in new_tensors(self.module if shared else None, output):
+            tensor.register_hook(functools.partial(self._before_backward, call))
+        if not self.sharding.backward.active:
+            self.awaited.add(call)
+
+    def _before_backward(self, call: Call, gradient: torch.Tensor) -> None:
         sharding = self.sharding
         sharding.backward.begin()
+        for other in list(self.awaited):  # later ones come first, or in a backward of their own
+            if other.number >= call.number:
+                self.awaited.discard(other)
+        self.task = torch._C._current_graph_task_id()
         if not self.in_backward:
             sharding.finish_others(self)
             self.in_backward = True
@@ -130,6 +171,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Gathers, and registers the whole parameters."""
+        self.sharding.backward.gate(self)
         self.check()
         self.start()
         self.finish()
@@ -141,6 +183,7 @@ class Unit:
                 self.sharding.watch(held)
             held.show(full)
         self.sharding.prefetch_after(self)
+        self.sharding.backward.launch()
 
     def hide(self) -> None:
         """Registers the shards again."""
@@ -160,6 +203,9 @@ class Unit:
             for segment in self.segments:
                 segment.finish_gather()
             self.gathering, self.valid = False, True
+            if self._evicted:
+                self._move(-1)
+                self._evicted = False
 
     def can_start(self) -> bool:
         """Whether a gather ahead of use would take memory from nobody."""
@@ -199,9 +245,7 @@ class Unit:
             if slot.holder is not self:
                 if slot.holder is not None:
                     slot.holder.evict()
-                if self._evicted:
-                    self._move(-1)
-                slot.holder, self._evicted = self, False
+                slot.holder = self
         elif self.helds and self.helds[0].full is None:
             self._bind([segment.whole for segment in self.segments])
         if self.stale:

@@ -1,0 +1,157 @@
+"""Ranks that use different parameters: experts and branches that the data chooses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo  # loaded once, for all ranks
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lezero.comm.mesh import Mesh
+from lezero.core import groups
+from lezero.parallel.zero import Zero, shard_, sharding_of
+from lezero.parallel.zero import shard as shard_module
+from tests.parallel.zero.models import WIDTH, Block, Tiny, batches, loss_of, make
+from tests.parallel.zero.test_models import differences, gradients_of
+
+STEPS = 2
+
+
+class Mixture(Block):
+    """Three experts, of which each rank uses others at each step."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__(width)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.seed = 0
+
+    def forward(self, x):
+        for which, expert in enumerate(self.experts):
+            if (self.seed + which) % 3:
+                x = x + F.gelu(expert(x))
+        return super().forward(x)
+
+
+class Experts(Tiny):
+    def __init__(self, **options):
+        super().__init__(tied=False, **options)
+        self.blocks = nn.ModuleList(Mixture() for _ in range(3))
+        self.prompt = nn.Parameter(torch.ones(WIDTH))  # used by some ranks, late in backward
+        self.bias = nn.Parameter(torch.ones(19))  # used by some ranks, early in backward
+        self.recompute = None
+
+    def choose(self, rank, step):
+        self.seed = rank + step
+        for index, block in enumerate(self.blocks):
+            block.seed = rank + step + index
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        if self.seed % 2:
+            x = x + self.prompt
+        for block in self.blocks:
+            plain = self.recompute is None
+            x = block(x) if plain else checkpoint(block, x, use_reentrant=self.recompute)
+        x = self.head(self.norm(x)) * self.scale
+        return x + self.bias if self.seed % 2 else x
+
+
+def once(model, tokens):
+    loss_of(model, tokens).backward()
+
+
+def twice(model, tokens):
+    """Two forwards before one backward."""
+    (sum(loss_of(model, part) for part in tokens.chunk(2)) / 2).backward()
+
+
+def apart(model, tokens):
+    """Two forwards, then their backwards."""
+    for loss in [loss_of(model, part) / 2 for part in tokens.chunk(2)]:
+        loss.backward()
+
+
+def recomputed(model, tokens):
+    model.recompute = False
+    once(model, tokens)
+
+
+def recomputed_reentrant(model, tokens):
+    model.recompute = True
+    once(model, tokens)
+
+
+RUNS = (once, twice, apart, recomputed, recomputed_reentrant)
+
+
+def expected(run):
+    """What one process gets that runs the parts of all ranks, one after the other."""
+    model, world = make(Experts, torch.float64), groups.world_size()
+    parts = [list(batches(STEPS, world, rank)) for rank in range(world)]
+    for step in range(STEPS):
+        total: dict[str, torch.Tensor] = {}
+        for rank in range(world):
+            model.zero_grad()
+            model.choose(rank, step)
+            run(model, parts[rank][step])
+            for name, gradient in gradients_of(model).items():
+                if gradient is not None:
+                    total[name] = total.get(name, 0) + gradient / world
+        yield {name: total.get(name) for name, _ in model.named_parameters()}
+
+
+def compare(stages, axes, solo):
+    shard_module.SOLO = solo
+    wrong = []
+    for run in RUNS:
+        wanted = list(expected(run))
+        for stage in stages:
+            mesh = Mesh(axes) if axes else None
+            model = shard_(make(Experts, torch.float64), Zero(stage=stage), mesh=mesh)
+            for step, tokens in enumerate(batches(STEPS, groups.world_size(), groups.rank())):
+                model.zero_grad()
+                model.choose(groups.rank(), step)
+                try:
+                    run(model, tokens)
+                except Exception as error:
+                    error.add_note(f"{run.__name__}, stage {stage}")
+                    raise
+                found = differences(gradients_of(model), wanted[step])
+                wrong += [f"{run.__name__}, stage {stage}, step {step}: {one}" for one in found]
+            sharding_of(model).close()
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "stages", "axes"),
+    [(3, (3,), None), (4, (2, 3), {"replicate": 2, "shard": 2})],
+)
+def test_ranks_may_use_different_parameters(ranks, world, stages, axes):
+    for wrong in ranks(world, compare, stages, axes, 50, timeout_s=100):
+        assert wrong == []
+
+
+def started(run, blocks):
+    """For each of three backwards how many reductions started, and how many while it ran."""
+    shard_module.SOLO = 50
+    model = shard_(make(blocks=blocks), Zero(stage=3))
+    model.recompute = None
+    sharding = sharding_of(model)
+    link, found = sharding.lines.shard, []
+    reduce, at_end = link.reduce_scatter, sharding.backward._reduce_rest
+    link.reduce_scatter = lambda *args, **keywords: counts.append(1) or reduce(*args, **keywords)
+    sharding.backward._reduce_rest = lambda turns: found.append(len(counts)) or at_end(turns)
+    for tokens in batches(3, 2, groups.rank()):
+        counts: list[int] = []
+        run(model, tokens)
+        found.append(len(counts))
+    return len(sharding.backward.buckets), found
+
+
+@pytest.mark.parametrize("run", [once, twice], ids=lambda run: run.__name__)
+def test_where_all_gradients_come_each_is_reduced_once_while_backward_runs(ranks, run):
+    for buckets, (_, first, *later) in ranks(2, started, run, 5):
+        assert first == buckets
+        assert later == [buckets, buckets] * 2
