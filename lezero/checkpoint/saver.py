@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -146,12 +147,20 @@ class Saver:
         self.wait()
         return self._set_aside(step) if self.leads else []
 
-    def _set_aside(self, step: int) -> list[Path]:
+    def supersede(self, step: int) -> None:
+        """Moves generation `step` itself out of the way, which the next save of it would replace.
+        Of ranks that save together, rank 0 does it."""
+        self.wait()
+        if self.leads:
+            self._set_aside(step - 1, step)
+
+    def _set_aside(self, step: int, last: float = math.inf) -> list[Path]:
+        """The generations after `step` up to `last`."""
         moved: list[Path] = []
         names, _ = read_marks(self.root)
         for path in list_generations(self.root):
             number = step_of(path) or 0
-            if number > step:
+            if step < number <= last:
                 kind = f"superseded-{names[number]}" if number in names else "superseded"
                 target = path.with_name(f"{kind}-{path.name}-{time.time_ns():x}")
                 path.rename(target)

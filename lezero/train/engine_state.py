@@ -2,15 +2,15 @@
 
 What a generation holds: weights (`model/…`), optimizer state by parameter name (`optimizer/…`), the
 generators of every rank (`random/…`), what encoding lost on the wires of every rank (`feedback/…`,
-see `train/feedback.py`) and the documents `state` (step, precision, loss scale), `decisions` and
-`environment`. Every rank writes the rows that it has, and reads those that it needs, so that any
-number of ranks at any stage of ZeRO can go on from any other. Restoring checks everything before it
-changes anything.
+see `train/feedback.py`) and the documents `state` (step, precision, loss scale), `extra_state` (of
+modules with a `get_extra_state` that gives no tensor), `decisions` and `environment`. Every rank
+writes the rows that it has, and reads those that it needs, so that any number of ranks at any stage
+of ZeRO can go on from any other. Restoring checks everything before it changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.log import logger
-from lezero.files import step_path
+from lezero.files import read_generation, step_path
 from lezero.parallel.zero import sharding_of
 from lezero.train import feedback
 
@@ -50,7 +50,8 @@ class Packed:
 
 def pack(engine: Engine) -> Packed:
     """Tensors (not copied) and documents of the engine. Every rank must call it together."""
-    tensors = {_MODEL + name: value for name, value in engine.model.state_dict().items()}
+    state = engine.model.state_dict()
+    tensors = {_MODEL + n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
     tensors |= found
     # A step draws from (seed, step) and needs no generator; they are for the caller's own code.
@@ -63,6 +64,7 @@ def pack(engine: Engine) -> Packed:
             "precision": {**engine.precision.state(), "asked": engine.asked_precision},
             "skipped_in_a_row": engine.skipped_in_a_row,
         },
+        "extra_state": {n: v for n, v in state.items() if not isinstance(v, torch.Tensor)},
         "optimizer": optimizer,
         "random": groups.gather_objects(random),
         "feedback": lines,
@@ -81,7 +83,7 @@ def peek(path: Path) -> checkpoint.Loaded:
 
     The same on every rank, as are the errors.
     """
-    return checkpoint.load_together(path, lambda _: checkpoint.Wanted(lambda name: False))
+    return checkpoint.load_together(path, lambda _: checkpoint.Wanted(_nothing))
 
 
 def find(engine: Engine, path: Path) -> checkpoint.Loaded:
@@ -92,7 +94,7 @@ def find(engine: Engine, path: Path) -> checkpoint.Loaded:
     likes = _likes(engine)
 
     def rows(name: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        like = _like(likes, name, shape)
+        like = _like(likes, name, shape) if shape else None
         return None if like is None else checkpoint.rows_of(name, like)
 
     def want(documents: Mapping[str, Any]) -> checkpoint.Wanted:
@@ -121,12 +123,26 @@ def _likes(engine: Engine) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if checkpoint.is_split(value)}
 
 
-def _like(likes: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> Any:
+def _like(
+    likes: Mapping[str, torch.Tensor],
+    name: str,
+    shape: Sequence[int],
+    counters: Collection[str] = ("step",),
+) -> Any:
     """What a stored tensor is split like; None for whole ones. State of as many rows as its
-    parameter is split as that is."""
-    like = likes.get(name.rpartition("/")[0] if name.startswith(_OPTIMIZER) else name)
-    by_rows = like is not None and len(shape) > 0 and like.dim() > 0 and shape[0] == like.shape[0]
-    return like if by_rows else None
+    parameter is split as that is; of one without dims what is no counter."""
+    parameter, _, key = name.rpartition("/")
+    like = likes.get(parameter if name.startswith(_OPTIMIZER) else name)
+    if like is None or like.dim() == 0:
+        return like if like is not None and not shape and key not in counters else None
+    return like if shape and shape[0] == like.shape[0] else None
+
+
+def _counters(engine: Engine, loaded: checkpoint.Loaded) -> set[str]:
+    """What the optimizer keeps as one number for each parameter, whatever the parameter's shape."""
+    dims = {_OPTIMIZER + name: value.dim() for name, value in names_of(engine).items()}
+    state = (name.rpartition("/") for name, form in loaded.forms.items() if not form.shape)
+    return {"step", *(key for parameter, _, key in state if dims.get(parameter, 0))}
 
 
 def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
@@ -135,10 +151,10 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     Raises `FileError` naming the tensors when it belongs to another model, before any change.
     """
     state = loaded.documents["state"]
-    own, likes = engine.model.state_dict(), _likes(engine)
+    own, likes, counters = engine.model.state_dict(), _likes(engine), _counters(engine, loaded)
     tensors = {
         name: checkpoint.split_like(value, like, loaded.forms[name].shape)
-        if (like := _like(likes, name, loaded.forms[name].shape)) is not None
+        if (like := _like(likes, name, loaded.forms[name].shape, counters)) is not None
         else value
         for name, value in loaded.tensors.items()
     }
@@ -146,7 +162,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
         name.removeprefix(_MODEL): value
         for name, value in tensors.items()
         if name.startswith(_MODEL)
-    }
+    } | loaded.documents.get("extra_state", {})
     _check_model(loaded.path, own, saved)
     _warn_of_differences(loaded)
     checkpoint.unpack_optimizer(
@@ -193,6 +209,7 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
             f"name than {', '.join(sorted(packed.documents))}"
         )
     with checkpoint.Saver(root, together=True) as saver:
+        _spare_another_model(saver, engine.step, packed.tensors)
         saver.save(engine.step, packed.tensors, {**packed.documents, **documents}, packed.own)
         error = saver.wait()
     if error is not None:
@@ -200,17 +217,52 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
     return step_path(root, engine.step)
 
 
+def _spare_another_model(
+    saver: checkpoint.Saver, step: int, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Moves the generation that the save of `step` would replace aside where it is of another
+    model: two engines may have been given one folder. Raises `FileError` on every rank."""
+    problem = ""
+    if saver.leads and (path := step_path(saver.root, step)).is_dir():
+        try:
+            there = {n: f.shape for n, f in read_generation(path, select=_nothing).forms.items()}
+            here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            if any(
+                there.get(name) != here.get(name)
+                for name in there.keys() | here.keys()
+                if name.startswith(_MODEL)
+            ):
+                saver.supersede(step)
+                log.warning(
+                    "%s was of another model; give each engine a folder of its own, since a load "
+                    "finds what was saved last", path,
+                )  # fmt: skip
+        except FileError:  # damaged: nothing to spare
+            pass
+        except OSError as error:
+            problem = f"{path}: is of another model and cannot be moved aside ({error.strerror})"
+    if problem := groups.broadcast_object(problem):
+        raise FileError(problem)
+
+
+def _nothing(name: str) -> bool:
+    return False
+
+
 def load(engine: Engine, path: Path) -> dict[str, Any]:
     """Finds the newest good generation, or the one named, and puts it into the engine."""
     return restore(engine, find(engine, path))
 
 
-def _check_model(path: Path, own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+def _check_model(path: Path, own: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Of a module's extra state, which may be anything, the name is checked alone."""
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     shapes = [
         f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here"
         for name in sorted(own.keys() & saved.keys())
-        if own[name].shape != saved[name].shape
+        if isinstance(own[name], torch.Tensor)
+        and isinstance(saved[name], torch.Tensor)
+        and own[name].shape != saved[name].shape
     ]
     problems = []
     if missing:

@@ -200,3 +200,50 @@ def test_a_generation_that_no_engine_wrote_is_refused(tmp_path):
     with pytest.raises(FileError, match=r"not written by an Engine: .* document 'optimizer'"):
         engine.load(tmp_path)
     assert engine.step == 0
+
+
+class Keeping(nn.Linear):
+    """A linear layer with a state of its own."""
+
+    def __init__(self, kept=None):
+        super().__init__(2, 1)
+        self.kept = kept
+
+    def get_extra_state(self):
+        return self.kept
+
+    def set_extra_state(self, state):
+        self.kept = state
+
+
+def linear(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    options = {"precision": "fp32", "compile": "off", "loss": lambda model, x: model(x).mean()}
+    return Engine(model, optimizer, **options)
+
+
+def test_the_extra_state_of_modules_is_saved_where_it_is_plain(tmp_path):
+    for kept in ({"seen": [3, "x"]}, torch.ones(3)):
+        linear(nn.Sequential(Keeping(kept))).save(tmp_path)
+        other = nn.Sequential(Keeping())
+        linear(other).load(tmp_path)
+        assert str(other[0].kept) == str(kept)
+    with pytest.raises(FileError, match=r"extra_state.0._extra_state: object cannot be written"):
+        linear(nn.Sequential(Keeping(object()))).save(tmp_path / "other")
+    with pytest.raises(FileError, match=r"of another model: it has 0._extra_state"):
+        linear(nn.Sequential(nn.Linear(2, 1))).load(tmp_path)
+
+
+def test_a_save_beside_another_model_loses_neither(tmp_path, caplog):
+    """Two engines in one folder, as of a generator and a discriminator."""
+    one, other = linear(nn.Linear(2, 1)), linear(nn.Linear(2, 3))
+    path = one.save(tmp_path)
+    assert one.save(tmp_path) == path
+    assert not caplog.records
+    assert other.save(tmp_path) == path
+    assert "was of another model; give each engine a folder of its own" in caplog.text
+    (aside,) = tmp_path.glob("superseded-step-00000000-*")
+    with pytest.raises(FileError, match=r"is of another model: bias is .* weight is \(3, 2\) there"):
+        one.load(tmp_path)
+    one.load(aside)
+    other.load(tmp_path)
