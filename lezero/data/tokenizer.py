@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError, LeZeroError, need_extra
 from lezero.data.config import TokenizerConfig
+from lezero.data.pieces import Pieces, byte_letters
 from lezero.files.folder import make_folder, write_file
 
 EOS = "<|endoftext|>"
@@ -34,13 +36,22 @@ class Tokenizer:
 
     vocab_size: ids are below it. eos: id of the end-of-text token. start: tokens that the model
     was taught to read before a prompt; `encode` leaves them out. digest: of what decides the
-    encoding. Made by `bytes_tokenizer`, `train_tokenizer` or `load_tokenizer`.
+    encoding. special: text of special tokens, which `decode` leaves out, by id. Made by
+    `bytes_tokenizer`, `train_tokenizer` or `load_tokenizer`.
     """
 
     vocab_size: int
     eos: int
     start: tuple[int, ...] = ()
     digest: str
+
+    @property
+    def special(self) -> Mapping[int, str]:
+        return {}
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token that may be half a character; None where they are not known."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. A text above 1 MiB is encoded in pieces that end with a line."""
@@ -65,6 +76,13 @@ class _Bytes(Tokenizer):
 
     vocab_size, eos, digest = 257, 256, "bytes-1"
 
+    @property
+    def special(self) -> Mapping[int, str]:
+        return {self.eos: EOS}
+
+    def bytes_of(self, token: int) -> bytes | None:
+        return bytes([token]) if token < 256 else None
+
     def _encode(self, text: str) -> list[int]:
         first, *rest = (list(part.encode("utf-8")) for part in text.split(EOS))
         for part in rest:
@@ -75,7 +93,7 @@ class _Bytes(Tokenizer):
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
     def save(self, folder: str | Path) -> None:
-        alphabet = _byte_letters()
+        alphabet = byte_letters()
         vocab = {alphabet[byte]: byte for byte in range(256)} | {EOS: self.eos}
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         special = {"content": EOS, "single_word": False, "lstrip": False, "rstrip": False}
@@ -116,6 +134,17 @@ class _Backed(Tokenizer):
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
         text = f"{eos}\n{inner.to_str()}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self._inner)
+
+    @property
+    def special(self) -> Mapping[int, str]:
+        return self._pieces.special
+
+    def bytes_of(self, token: int) -> bytes | None:
+        return self._pieces.bytes_of(token)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False).ids)
@@ -349,13 +378,3 @@ def _save(folder: Path, content: str, extra: dict[str, Any]) -> None:
             write_file(folder / name, text.encode("utf-8"))
     except LeZeroError as error:
         raise FileError(f"the tokenizer could not be saved: {error}") from error
-
-
-def _byte_letters() -> list[str]:
-    """The visible letter that byte-level BPE writes for each byte (Radford et al. 2019, GPT-2).
-
-    Printable bytes stand for themselves; the others take the letters from U+0100 on, in order.
-    """
-    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in own else next(others)) for byte in range(256)]

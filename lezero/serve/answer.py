@@ -44,11 +44,16 @@ class Piece:
 
 class Answer:
     """The text of a request, as its tokens come. Decoded when it is asked for, unless a stop string
-    must be looked for."""
+    must be looked for, or the place of each token in the text is wanted.
 
-    def __init__(self, request: Request, coder: Coder | None) -> None:
-        self.request = request
-        self._known, self._pending = "", list[int]()
+    places: whether it is.
+    """
+
+    def __init__(self, request: Request, coder: Coder | None, *, places: bool = False) -> None:
+        self.request, self._places = request, places
+        self.places: list[int] = []
+        """Of each token: characters of the text before it, those too that are held back."""
+        self._known, self._pending, self._decoded = "", list[int](), 0
         self._ends = request.end_tokens | set(request.params.stop_token_ids)
         self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
         self._stops = StopStrings(request.params.stop)
@@ -57,6 +62,9 @@ class Answer:
         """Takes new tokens and gives those that belong to the answer: up to a stop string, which
         ends the request."""
         for number, token in enumerate(tokens, 1):
+            if self._places:
+                self._found()
+                self.places.append(self._decoded)
             last = token == self.request.tokens[-1] and self.request.reason == "stop"
             if self._text is not None and not (last and token in self._ends):
                 self._pending.append(token)
@@ -75,7 +83,9 @@ class Answer:
         """Decodes what came; whether a stop string ended it."""
         if self._text is not None:
             for token in self._pending:
-                self._known += self._stops.add(self._text.add(token))
+                piece = self._text.add(token)
+                self._decoded += len(piece)
+                self._known += self._stops.add(piece)
             self._pending.clear()
         return self._stops.found is not None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.data import load_tokenizer
+from lezero.data.pieces import Pieces
 from lezero.data.tokenizer import start_of
 from lezero.models import gguf_tokenizer, stop_tokens
 from lezero.models.huggingface import read_json
@@ -20,6 +21,8 @@ _LIMIT = 1 << 20
 class Coder:
     """A model's tokenizer. end_tokens: those that end a text. template: Jinja, or None.
 
+    inner: has `encode` and `decode`; where it has `special` and `bytes_of` too, as the tokenizers
+    of `lezero.data`, stop strings may name special tokens, and log-probabilities do.
     start_tokens: what a prompt begins with for this model, such as <s>.
     """
 
@@ -47,6 +50,16 @@ class Coder:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode(list(tokens)))
+
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """What tokens are called that leave nothing behind in a text, by id."""
+        return getattr(self._inner, "special", {})
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token that may be half a character; None where they are not known."""
+        told = getattr(self._inner, "bytes_of", None)
+        return None if told is None else told(token)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant.
@@ -87,6 +100,8 @@ class _WithoutSpecials:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        pieces = Pieces(inner.backend_tokenizer)
+        self.special, self.bytes_of = pieces.special, pieces.bytes_of
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False))

@@ -265,8 +265,21 @@ class LLM:
             if not 0 <= token < self.program.vocab:
                 held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
                 raise ConfigError(f"prompt: holds {held}, allowed is 0 to {self.program.vocab - 1}")
+        params = self._with_named_ends(params)
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample)
+
+    def _with_named_ends(self, params: SamplingParams) -> SamplingParams:
+        """With special tokens that stop strings name as tokens that end the answer, since they
+        leave nothing in its text."""
+        if not params.stop or self.coder is None:
+            return params
+        named = self.coder.special_tokens.items()
+        ends = {token for token, text in named if text in params.stop}
+        if ends <= set(params.stop_token_ids):
+            return params
+        ids = (*params.stop_token_ids, *sorted(ends - set(params.stop_token_ids)))
+        return params.model_copy(update={"stop_token_ids": ids})
 
     def _coder(self) -> Coder:
         if self.coder is None:

@@ -38,7 +38,8 @@ class SamplingParams(Config):
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     """Equal seeds give equal tokens; none: the request's number is the seed."""
     stop: tuple[StopString, ...] = Field(default=(), max_length=16)
-    """The text ends before the first of these."""
+    """The text ends before the first of these. One that is a special token's name, as <|im_end|>,
+    ends it at that token; else special tokens, which leave nothing in a text, count for nothing."""
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
     """Tokens that end the answer, besides the model's own."""
     ignore_eos: bool = False

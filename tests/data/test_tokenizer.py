@@ -183,3 +183,21 @@ def test_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingExtraError, match=r"lezero\[text\]"):
         trained()
+
+
+def test_special_tokens_and_the_bytes_of_others(tmp_path):
+    ours = bytes_tokenizer()
+    ours.save(tmp_path / "bytes")
+    settings = tmp_path / "bytes" / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace('"lezero"', '"other"'))
+    backed = load_tokenizer(tmp_path / "bytes")
+    assert backed.special == ours.special == {256: "<|endoftext|>"}
+    for tokenizer in (ours, backed):
+        assert [tokenizer.bytes_of(byte) for byte in range(256)] == [
+            bytes([byte]) for byte in range(256)
+        ]
+    assert ours.bytes_of(256) is None
+    assert backed.bytes_of(1000) is None
+    trained = train_tokenizer(["中中中中 the the the"], 270)
+    token = trained.encode("中")[0]
+    assert "中".encode().startswith(trained.bytes_of(token) or b"?")

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from lezero.data.tokenizer import bytes_tokenizer
 from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import Speculator
-from tests.serve.models import small
+from tests.serve.models import says, small
 from tests.serve.server.running import serving, small_llm
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, logprobs=0, ignore_eos=True)
@@ -82,3 +83,25 @@ def test_a_stop_string_before_half_a_character_counts() -> None:
     with serving(llm) as client:
         (choice,) = client.complete([1, 2], max_tokens=3, stop=" ").json["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
+def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_it() -> None:
+    """It leaves nothing in the text, where stop strings are looked for."""
+    tokenizer = bytes_tokenizer()
+    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(tokenizer, frozenset()))
+    says(llm.program, 1, tokenizer.encode("ok<|endoftext|>ok"))
+    plain = {"temperature": 0, "max_tokens": 10}
+
+    def answer(*stop: str) -> tuple[str, str | None, int]:
+        found = llm.generate("a", SamplingParams(stop=stop, **plain))[0]
+        return found.text, found.reason, len(found.tokens)
+
+    assert answer("zz") == ("ok" * 4, "length", 10)
+    assert answer("zz", "<|endoftext|>") == ("ok", "stop", 3)
+    assert answer("kok") == ("o", "stop", 5), "a special token leaves nothing between"
+    params = SamplingParams(stop=("<|endoftext|>",), stop_token_ids=(256, 7), **plain)
+    assert llm.request("a", params).params is params
+    with serving(llm) as client:
+        asked = {"temperature": 0, "max_tokens": 10, "stop": "<|endoftext|>"}
+        (choice,) = client.complete("a", **asked).json["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ok", "stop")

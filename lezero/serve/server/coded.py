@@ -77,13 +77,14 @@ class Encoder:
 
 class TokenText:
     """What single tokens read, as log-probabilities name them: behind a letter, since tokenizers as
-    Llama 2's drop the space with which a text begins, and the names together are the text."""
+    Llama 2's drop the space with which a text begins, and the names together are the text. Special
+    tokens, which leave nothing in it, have the name that the vocabulary gives them."""
 
     def __init__(self, coder: Coder | None) -> None:
         self._coder = coder
         self._letter = [] if coder is None else coder.encode("a")[-1:]
         self._before = 0 if coder is None else len(coder.decode(self._letter))
-        self._known: dict[int, str] = {}
+        self._known: dict[int, str] = {} if coder is None else dict(coder.special_tokens)
 
     def of(self, token: int) -> str:
         if self._coder is None:
@@ -93,3 +94,10 @@ class TokenText:
             name = self._coder.decode([*self._letter, token])[self._before :]
             self._known[token] = name
         return name
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """UTF-8 of the name; of half a character its own bytes, where they are known."""
+        name = self.of(token)
+        if "\ufffd" not in name or self._coder is None:
+            return name.encode()
+        return self._coder.bytes_of(token)

@@ -25,12 +25,14 @@ class Choice:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     reason: Reason | None = None
 
     def take(self, event: Event) -> None:
         self.text += event.text
         self.tokens += event.tokens
         self.logprobs += event.logprobs
+        self.places += event.places
         self.reason = event.reason
 
 
@@ -56,17 +58,16 @@ class Teller:
             if self._chat:
                 message = {"role": "assistant", "content": choice.text, "refusal": None}
                 body = {"message": message}
-            offset = 0
-            logprobs = self._logprobs(choice, choice.tokens, choice.logprobs, offset)
+            logprobs = self._logprobs(choice, choice.tokens, choice.logprobs, choice.places)
             choices.append(self._choice(index, body, logprobs, choice.reason))
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def piece(self, event: Event) -> dict[str, Any] | None:
         """A chunk with what an event brought, which is taken; None where a client sees nothing."""
         choice = self.choices[event.index]
-        first, offset = not choice.tokens, len(choice.text)
+        first = not choice.tokens
         choice.take(event)
-        logprobs = self._logprobs(choice, event.tokens, event.logprobs, offset)
+        logprobs = self._logprobs(choice, event.tokens, event.logprobs, event.places)
         if not (event.text or first or logprobs or event.reason):
             return None
         body: dict[str, Any] = {"text": event.text}
@@ -107,9 +108,13 @@ class Teller:
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(
-        self, choice: Choice, tokens: Sequence[int], given: Sequence[TokenLogprob], offset: int
+        self,
+        choice: Choice,
+        tokens: Sequence[int],
+        given: Sequence[TokenLogprob],
+        places: Sequence[int],
     ) -> dict[str, Any] | None:
-        """Log-probabilities of some tokens, of which the first belongs to the text at `offset`."""
+        """Log-probabilities of some tokens, which begin at these places of the text."""
         if self._asked.params.logprobs is None:
             return None
         pairs = list(zip(tokens, given, strict=True))
@@ -117,20 +122,15 @@ class Teller:
             pairs.pop()  # it ends the text and has none of its own
         if self._chat:
             return {"content": [self._token(*pair) for pair in pairs], "refusal": None}
-        names = [self._text.of(token) for token, _ in pairs]
-        offsets = []
-        for name in names:
-            offsets.append(offset)
-            offset += len(name)
         return {
-            "tokens": names,
+            "tokens": [self._text.of(token) for token, _ in pairs],
             "token_logprobs": [found.logprob for _, found in pairs],
             "top_logprobs": [
                 # Of tokens with one name, as halves of letters, the likeliest comes last and stays.
                 {self._text.of(token): value for token, value in reversed(found.likeliest)}
                 for _, found in pairs
             ],
-            "text_offset": offsets,
+            "text_offset": list(places[: len(pairs)]),
         }
 
     def _token(self, token: int, found: TokenLogprob) -> dict[str, Any]:
@@ -138,7 +138,9 @@ class Teller:
         return {**self._entry(token, found.logprob), "top_logprobs": likeliest}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text.of(token)
-        whole = "�" not in text
-        data = list(text.encode()) if whole else None
-        return {"token": text, "logprob": logprob, "bytes": data}
+        data = self._text.bytes_of(token)
+        return {
+            "token": self._text.of(token),
+            "logprob": logprob,
+            "bytes": None if data is None else list(data),
+        }

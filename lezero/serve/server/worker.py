@@ -46,13 +46,15 @@ class BusyError(Exception):
 class Event:
     """News of a request: text and tokens since the last one; the last one has a reason.
 
-    index: which of the requests that were submitted together. refused: it never began.
+    index: which of the requests that were submitted together. places: of the tokens in the text,
+    where log-probabilities are asked for. refused: it never began.
     """
 
     index: int
     text: str = ""
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
+    places: Sequence[int] = ()
     reason: Reason | None = None
     error: str | None = None
     refused: ConfigError | None = None
@@ -85,7 +87,7 @@ class _Job:
         self.request, self.answer = request, answer
         self.index, self.events = index, events
         self.last_s: float | None = None
-        self.logged = 0
+        self.logged = self.shown = 0
 
 
 class Worker:
@@ -138,9 +140,10 @@ class Worker:
 
     def submit(self, requests: Sequence[Request], events: Events) -> None:
         """Lets requests wait for their turn, in places of theirs, which they give back."""
+        coder = self._llm.coder
         jobs = [
-            _Job(request, Answer(request, self._llm.coder), index, events)
-            for index, request in enumerate(requests)
+            _Job(x, Answer(x, coder, places=x.params.logprobs is not None), index, events)
+            for index, x in enumerate(requests)
         ]
         self._order(lambda: self._add(jobs))
 
@@ -312,21 +315,20 @@ class Worker:
         job = self._jobs.get(request)
         if job is None:
             return
-        shown = len(job.answer.text)
         try:
             tokens = job.answer.take(tokens, self.engine.scheduler)
             self._count(job, len(tokens))
             if request.reason is not None:
                 job.answer.completion()
+            text = job.answer.text[job.shown :]
         except BaseException as error:  # a panic of tokenizers is no Exception
             _LOG.error("the text of a request failed", exc_info=error)
             self.engine.scheduler.finish(request, "error", "its tokens do not become text")
             self._end(job, Event(job.index, reason="error", error=request.error or str(error)))
             return
-        logprobs = request.logprobs[job.logged :]
-        job.logged = len(request.logprobs)
-        text = job.answer.text[shown:]
-        event = Event(job.index, text, tokens, logprobs, request.reason, request.error)
+        logprobs, places = request.logprobs[job.logged :], job.answer.places[job.logged :]
+        job.logged, job.shown = len(request.logprobs), job.shown + len(text)
+        event = Event(job.index, text, tokens, logprobs, places, request.reason, request.error)
         if request.reason is None:
             self._out.append((job.events, event))
         else:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
+from lezero.data.tokenizer import bytes_tokenizer
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.coded import TokenText
-from tests.serve.models import small
+from tests.serve.models import says, small
 from tests.serve.server.running import serving
 
 WORDS = ["\u2581the", "the", "\u2581cat", "cat", "\u2581a", "a", "s", "."]
@@ -79,3 +81,34 @@ def test_names_together_are_the_text_and_the_likeliest_of_a_name_stays(coder: Co
         for token, value in one.likeliest:
             best.setdefault(text.of(token), value)
         assert found == best
+
+
+def test_tokens_have_their_place_in_the_text() -> None:
+    """Halves of a character are no text yet, and special tokens never."""
+    tokenizer = bytes_tokenizer()
+    llm = LLM(small(vocab=257), coder=Coder(tokenizer, frozenset()), weights="bf16")
+    says(llm.program, 1, tokenizer.encode("é中<|endoftext|>ab. "))
+    asked = {"temperature": 0, "max_tokens": 10, "logprobs": 1, "stop": ["b.x", " \u00e9"]}
+    with serving(llm) as client:
+        (choice,) = client.complete([1], **asked).json["choices"]
+        lines = client.complete([1], stream=True, **asked).body.decode().split("\n\n")
+    told = choice["logprobs"]
+    assert choice["text"] == "é中ab. "
+    assert told["text_offset"] == [0, 0, 1, 1, 1, 2, 2, 3, 4, 5]
+    assert told["tokens"][5:] == ["<|endoftext|>", "a", "b", ".", " "]
+    events = [json.loads(x.removeprefix("data: ")) for x in lines if x.startswith("data: {")]
+    streamed = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
+    assert [place for some in streamed for place in some] == told["text_offset"]
+
+
+def test_names_have_their_bytes(coder: Coder) -> None:
+    tokenizer = bytes_tokenizer()
+    text = TokenText(Coder(tokenizer, frozenset()))
+    assert text.bytes_of(0xE4) == b"\xe4"
+    assert text.of(256) == "<|endoftext|>"
+    assert text.bytes_of(256) == b"<|endoftext|>"
+    fallback = TokenText(coder)
+    assert fallback.bytes_of(2 + 0xE4) == b"\xe4"
+    assert fallback.bytes_of(258) == b" the"
+    assert (fallback.of(1), fallback.bytes_of(1)) == ("</s>", b"</s>")
+    assert TokenText(None).bytes_of(5) == b"token 5"
