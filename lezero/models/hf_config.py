@@ -83,7 +83,7 @@ def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
     if data.get("quantization_config") is not None:
         raise FileError(f"{source}: the weights are quantized; lz.load_quantized opens them")
     act = data.get("hidden_act", "silu")
-    if act != "silu":
+    if act not in ("silu", "swish"):  # two names of one function
         raise FileError(f"{source}: hidden_act {act!r} is not supported; supported is 'silu'")
     if data.get("num_local_experts") or data.get("num_experts"):
         raise FileError(f"{source}: mixtures of experts are not supported")
@@ -108,6 +108,8 @@ def _rope(data: dict[str, Any], context: Any, source: str) -> dict[str, Any]:
             f"{source}: rope_type {kind!r} is not supported; supported are default, linear, "
             "dynamic, llama3, yarn"
         )
+    for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
+        rope[key] = rope.get(key) or None  # transformers takes 0 as not given
     scaling = {ours: rope[key] for ours, key in _SCALING.items() if rope.get(key) is not None}
     taken = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor")}
     if kind in ("llama3", "yarn"):  # transformers falls back to the context, or the config's own

@@ -99,6 +99,13 @@ THEIRS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16,
         }
     },
+    "llama yarn zeros": {
+        "hidden_act": "swish",
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0},
+            **{"mscale_all_dim": 0, "beta_fast": 0, "original_max_position_embeddings": 16},
+        },
+    },
     "mistral": {"num_key_value_heads": 2, "sliding_window": 6},
     "mistral whole": {"num_key_value_heads": 4, "sliding_window": None},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
