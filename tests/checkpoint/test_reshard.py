@@ -28,7 +28,12 @@ from lezero.parallel.zero import Zero, shard_, sharding_of
 from lezero.train import Engine
 
 STAGES, RANKS = (0, 1, 2, 3), (1, 2, 3, 4)
-KINDS = ("adamw", "fp32", "remainder", "8bit", "8bit-remainder")
+KINDS = ("adamw", "fp32", "remainder", "8bit", "8bit-remainder", "torch", "momentum", "nadam")
+OF_TORCH = {
+    "torch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
+}
 
 
 class Tiny(nn.Module):
@@ -57,12 +62,16 @@ def loss_of(model, tokens):
 
 def engine(kind, stage, seed, wire=None, mesh=None):
     torch.manual_seed(seed)
-    model = Tiny().to(torch.float32 if kind in ("adamw", "8bit") else torch.bfloat16)
+    wide = kind in ("adamw", "8bit", *OF_TORCH)
+    model = Tiny().to(torch.float32 if wide else torch.bfloat16)
     if stage is not None:
         shard_(model, Zero(stage=stage), wire=wire, mesh=mesh)
     masters = kind.removeprefix("8bit-") if "-" in kind or kind in ("fp32", "remainder") else "none"
     build = AdamW8bit if kind.startswith("8bit") else AdamW
-    optimizer = build(model.parameters(), lr=1e-2, masters=masters)
+    if kind in OF_TORCH:
+        optimizer = OF_TORCH[kind](model.parameters())
+    else:
+        optimizer = build(model.parameters(), lr=1e-2, masters=masters)
     return Engine(
         model, optimizer, loss=loss_of, counted="samples", compile="off", attention="torch",
         pool=False, seed=seed,
@@ -105,7 +114,7 @@ def save(folder):
     """Every stage, with the kinds in turn; returns what each saved."""
     saved, count = {}, groups.world_size()
     for stage in STAGES:
-        kind = KINDS[(4 * count + stage) % len(KINDS)]
+        kind = KINDS[(5 * count + stage) % len(KINDS)]
         made = engine(kind, stage, seed=1)
         train(made, 2)
         made.save(folder / f"{kind}-{stage}-{count}")
