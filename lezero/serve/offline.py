@@ -27,12 +27,15 @@ def answer_lines(
 ) -> Iterator[dict[str, Any]]:
     """For each line that is not empty: {"line", "text", "reason", "tokens", "prompt_tokens"} or
     {"line", "error"}. "tokens" counts; lines count from 1. A line that asks for
-    log-probabilities is given "logprobs", one object a token. Bytes that are no UTF-8 are expected
+    log-probabilities is given "logprobs", one object a token. Where neither a line nor `params`
+    says how many tokens at most, as many as are usual or fit. Bytes that are no UTF-8 are expected
     as `errors="surrogateescape"` reads them.
 
     Reads ahead a few times as many lines as run at once, never the whole file.
     """
-    base = (params or SamplingParams()).to_dict()
+    base = {} if params is None else params.to_dict()
+    if params is None or "max_tokens" not in params.model_fields_set:
+        base.pop("max_tokens", None)
     numbered = ((number, text) for number, text in enumerate(lines, 1) if text.strip())
     waiting: deque[tuple[int, Answer | str]] = deque()
     most = _AHEAD * llm.engine.scheduler.max_requests
@@ -69,6 +72,10 @@ def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
         prompt = data["prompt"] if "prompt" in data else llm.chat_tokens(data["messages"])
         if not isinstance(prompt, str | list):
             return '"prompt" is neither text nor a list of tokens'
+        if "max_tokens" not in {*base, *own}:
+            prompt = llm.request(prompt, params).prompt
+            most = max(1, min(params.max_tokens, llm.room - len(prompt)))
+            params = params.model_copy(update={"max_tokens": most})
         return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))
     except (ValueError, RecursionError, ConfigError) as error:
         return str(error)

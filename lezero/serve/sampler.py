@@ -113,7 +113,13 @@ def _tried(logits_RV: Tensor, rows: Sequence[Row], count: int) -> list[Drawn | N
     drawn: list[Drawn | None] = []
     for number, token in enumerate(tokens):
         if not math.isfinite(highest[number]):
-            drawn.append(Drawn(-1, error=no_token(rows[number])))
+            own = (
+                likeliest(logits_RV[number : number + 1])[0]
+                if rows[number].params.penalizes
+                else None
+            )
+            sound = own is not None and math.isfinite(float(own))
+            drawn.append(Drawn(-1, error=no_token(rows[number]), sound=sound))
         else:
             sure = number not in uncertain
             drawn.append(Drawn(token, logprobs.get(number)) if sure else None)

@@ -29,7 +29,7 @@ class SamplingParams(Config):
     """Choose among the fewest most likely tokens that together reach this probability."""
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     """Choose among tokens at least this many times as likely as the most likely one."""
-    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
     """For tokens of prompt and answer: logits above 0 are divided by it, others multiplied."""
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken from the logit of each token that is in the answer."""
@@ -71,8 +71,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token from one row of logits; with `error`, no token could be drawn (`token` is -1)."""
+    """One token from one row of logits; with `error`, no token could be drawn (`token` is -1).
+
+    sound: with an error, whether the model's own logits were numbers all the same.
+    """
 
     token: int
     logprob: TokenLogprob | None = None
     error: str | None = None
+    sound: bool = False

@@ -119,12 +119,16 @@ class Scheduler:
         """Ends a request at any moment; its blocks are free at once."""
         self.finish(request, "cancelled")
 
-    def finish(self, request: Request, reason: Reason, error: str | None = None) -> None:
-        """Ends a request that has not ended. After an error its blocks are not shared any more."""
+    def finish(
+        self, request: Request, reason: Reason, error: str | None = None, *, sound: bool = False
+    ) -> None:
+        """Ends a request that has not ended. After an error none of its blocks is shared any more,
+        those that it found neither, since a number that is none may have come from them; unless the
+        error is known to have nothing to do with them (sound)."""
         if request.state is State.FINISHED:
             return
         (self.waiting if request.state is State.WAITING else self.running).remove(request)
-        if reason == "error":
+        if reason == "error" and not sound:
             self.pool.forget(request.blocks)
         self._give_back(request, 0)
         request.state, request.reason, request.error = State.FINISHED, reason, error
@@ -226,9 +230,9 @@ class Scheduler:
             request = chunk.request
             if request.state is not State.RUNNING:
                 continue
-            errors = [drawn.error for drawn in draws if drawn.error is not None]
-            if errors:
-                self.finish(request, "error", errors[0])
+            failed = next((drawn for drawn in draws if drawn.error is not None), None)
+            if failed is not None:
+                self.finish(request, "error", failed.error, sound=failed.sound)
             elif reason := self._keep(chunk, draws):
                 self.finish(request, reason)
             if request.reason is not None:

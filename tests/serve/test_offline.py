@@ -80,3 +80,16 @@ def test_log_probabilities_that_are_asked_for_are_given():
         assert told["logprob"] == one.logprob
         assert [tuple(pair) for pair in told["likeliest"]] == list(one.likeliest)
     assert json.loads(json.dumps(asked)) == asked
+
+
+def test_where_nobody_says_answers_are_as_long_as_fits():
+    llm = engine(context=40)
+    lines = ['{"prompt": "abcdefgh"}', '{"prompt": "abc", "max_tokens": 3}', '{"prompt": "abc"}']
+    lines.append(json.dumps({"prompt": "x" * 40}))
+    for params in (None, SamplingParams(temperature=0, ignore_eos=True)):
+        found = list(answer_lines(llm, lines, params))
+        assert [answer.get("prompt_tokens") for answer in found] == [8, 3, 3, None]
+        assert "max_tokens" in found[3]["error"]
+    assert [answer["tokens"] for answer in found[:3]] == [32, 3, 37]
+    (asked,) = answer_lines(llm, lines[:1], SamplingParams(max_tokens=100))
+    assert "max_tokens" in asked["error"], "what was asked for is not cut down"

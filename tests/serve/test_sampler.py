@@ -188,11 +188,17 @@ def test_more_log_probabilities_than_tokens_are_all() -> None:
 
 
 def test_penalties_that_leave_no_number_are_named() -> None:
-    params = SamplingParams(repetition_penalty=1e-300)
-    (drawn,) = draw(torch.ones(1, 8), [Row(params, 1, 3, history=[1, 2, 3], prompt=3)])
+    params = SamplingParams(repetition_penalty=0.01)
+    row = Row(params, 1, 3, history=[1, 2, 3], prompt=3)
+    (drawn,) = draw(torch.full((1, 8), 3e37), [row])
     assert "after the penalties that were asked for" in str(drawn.error)
+    assert drawn.sound
+    (worse,) = draw(torch.full((1, 8), torch.nan), [row])
+    assert worse.error
+    assert not worse.sound
     (plain,) = draw(torch.full((1, 8), torch.nan), [Row(SamplingParams(), 1, 3)])
     assert "penalties" not in str(plain.error)
+    assert not plain.sound
 
 
 @pytest.mark.parametrize("vocabulary", [1, 17, 48, 3000, 3072, 4096])

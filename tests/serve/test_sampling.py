@@ -14,6 +14,8 @@ from lezero.serve import SamplingParams
         ({"top_p": 0.0}, "top_p: got 0.0"),
         ({"min_p": 1.5}, "min_p: got 1.5"),
         ({"repetition_penalty": 0.0}, "repetition_penalty: got 0.0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty: got 1e-300"),
+        ({"repetition_penalty": 1e300}, "repetition_penalty: got 1e"),
         ({"stop_token_ids": [5] * 257}, "at most 256"),
         ({"presence_penalty": 2.5}, "presence_penalty: got 2.5"),
         ({"frequency_penalty": -3.0}, "frequency_penalty: got -3.0"),

@@ -262,6 +262,17 @@ def test_an_error_ends_one_request_and_its_blocks_are_not_shared() -> None:
     assert plan.pool.match(request("c", list(range(7)))) == []
 
 
+def test_an_error_that_is_not_the_models_leaves_the_blocks_to_others() -> None:
+    plan = scheduler()
+    a = request("a", list(range(7)))
+    plan.add(a)
+    run(plan)
+    assert plan.update(plan.schedule(), [[Drawn(-1, error="penalties", sound=True)]]) == [a]
+    assert a.reason == "error"
+    assert plan.pool.match(request("c", list(range(7)))) != []
+    plan.check()
+
+
 def test_times_are_taken() -> None:
     plan = scheduler()
     one = request("a", 2, new=2)

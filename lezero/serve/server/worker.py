@@ -323,7 +323,8 @@ class Worker:
             text = job.answer.text[job.shown :]
         except BaseException as error:  # a panic of tokenizers is no Exception
             _LOG.error("the text of a request failed", exc_info=error)
-            self.engine.scheduler.finish(request, "error", "its tokens do not become text")
+            why = "its tokens do not become text"
+            self.engine.scheduler.finish(request, "error", why, sound=True)
             self._end(job, Event(job.index, reason="error", error=request.error or str(error)))
             return
         logprobs, places = request.logprobs[job.logged :], job.answer.places[job.logged :]
