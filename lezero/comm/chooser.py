@@ -131,7 +131,7 @@ class Chooser:
                 self._settle(owing)
         feedback.loaded = False
         if self._paying and operation != "all_gather":
-            feedback.pay(key, flat, spans, owned=operation == "all_reduce")
+            feedback.pay(key, flat, spans)
         began = time.perf_counter()
         self._traffic[Exchange(operation, flat.numel(), flat.dtype.itemsize)] += 1
         if operation != "all_gather":

@@ -103,6 +103,9 @@ class Coded(Flat):
                 total.copy_(parts[rank])
             if rank == self._rank and pending is not None:
                 total += pending
+        if self._feedback is not None and not (self._server and what == "all_reduce"):
+            begin = self._rank * length
+            self._feedback.pay_owned(key, total, cut(spans, begin, begin + length, 0))
         if scratch:
             out.copy_(total)
             self._buffers.give(total)

@@ -16,7 +16,9 @@ chunks only: they count as zero elsewhere, and a rank starts with L times the me
 
 Which rank will own what is not known yet, so all of it comes to every rank as spare. A rank claims
 what its buffers ask for. What stays spare is saved as such, and in the next change of ranks it
-counts only where no rank has claimed it.
+counts only where no rank has claimed it. The server's errors come so also with as many ranks as
+before, where buffers may have become others. In a sum that is not encoded again the owner of a
+chunk adds what the server owes of it, once.
 """
 
 from __future__ import annotations
@@ -119,19 +121,31 @@ class Feedback:
         was, kept.fresh = kept.fresh, False
         return was
 
-    def pay(self, key: str, flat: torch.Tensor, spans: Spans, *, owned: bool) -> None:
-        """Adds what is owed of buffer `key` to `flat`, which is then summed as it is; `owned`: also
-        of this rank's chunk of an all-reduce."""
+    def pay(self, key: str, flat: torch.Tensor, spans: Spans) -> None:
+        """Adds what is owed of buffer `key` to `flat`, which is then summed as it is."""
         length = flat.numel() // self._size
         begin = self._rank * length
-        claims = [(WORKER, spans, flat)]
-        if owned:
-            mine = flat[begin : begin + length]
-            claims.append((SERVER, cut(spans, begin, begin + length, 0), mine))
-        for side, places, values in claims:
-            error = self.error(side, key, values.numel(), places)
-            values += error
-            self.keep(side, key, error.zero_())
+        error = self.error(WORKER, key, flat.numel(), spans)
+        flat += error
+        self.keep(WORKER, key, error.zero_())
+        self.pay_owned(key, flat[begin : begin + length], cut(spans, begin, begin + length, 0))
+
+    def pay_owned(self, key: str, total: torch.Tensor, spans: Spans) -> None:
+        """Adds what the server owes of this rank's chunk of buffer `key` to its sum, `total`."""
+        if not any(side == SERVER for side, _ in (*self._loaded, *self._spare)):
+            return
+        owed = torch.zeros(total.numel(), dtype=torch.float32, device=self._device)
+        for span in spans:
+            self._claim(SERVER, span, owed)
+        total += owed
+        self._leave_to_others(key)
+
+    def _claim(self, side: str, span: Span, error: torch.Tensor) -> None:
+        """Moves what is known of the elements of `span` to their place in `error`."""
+        for held in (self._spare, self._loaded):  # what this rank had claimed wins
+            for piece in _take(held, (side, span.name), span):
+                at = span.at + piece.start - span.start
+                error[at : at + piece.data.numel()] = piece.data
 
     def drop(self) -> None:
         """Forgets all errors."""
@@ -173,8 +187,8 @@ class Feedback:
     def load_state_dict(self, states: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Takes the states of all ranks of a run, in rank order, whatever their number.
 
-        With as many ranks as now and the same topology every rank goes on with its own; otherwise
-        the pending mean is kept (see the note). What was held before is dropped.
+        With as many ranks as now and the same topology every rank goes on with its own worker
+        errors; otherwise the pending mean is kept (see the note). What was held before is dropped.
         """
         self.drop()
         self.loaded = True
@@ -184,10 +198,11 @@ class Feedback:
         )
         if same:
             for one in parsed[self._rank]:
-                held = self._spare if one.spare else self._loaded
-                held.setdefault((one.side, one.name), []).append(one.piece)
-            return
-        self._spare = _mean(parsed, WORKER, self.share)
+                if one.side == WORKER:
+                    held = self._spare if one.spare else self._loaded
+                    held.setdefault((one.side, one.name), []).append(one.piece)
+        else:
+            self._spare = _mean(parsed, WORKER, self.share)
         self._spare |= _mean(parsed, SERVER, self._size)
 
     def _arrange(self, side: str, key: str, numel: int, spans: Spans) -> _Kept:
@@ -197,10 +212,7 @@ class Feedback:
             if other_side == side and (other == key or _overlap(kept.spans, spans)):
                 self._unload(side, other, kept)
         for span in spans:
-            for held in (self._spare, self._loaded):  # what this rank had claimed wins
-                for piece in _take(held, (side, span.name), span):
-                    at = span.at + piece.start - span.start
-                    error[at : at + piece.data.numel()] = piece.data
+            self._claim(side, span, error)
         if side == SERVER:
             self._leave_to_others(key)
         if self._packed is not None:
@@ -281,8 +293,10 @@ def _take(held: _Pieces, place: tuple[str, str], span: Span) -> list[_Piece]:
             if begin < end:
                 data = piece.data[begin - piece.start : end - piece.start]
                 where.append(_Piece(begin, data))
-    if place in held:
+    if outside:
         held[place] = outside
+    else:
+        held.pop(place, None)
     return inside
 
 

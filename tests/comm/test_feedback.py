@@ -306,3 +306,48 @@ def test_hosts_keep_the_mean_too() -> None:
     same.load_state_dict(states)
     assert torch.equal(same.error(WORKER, "k", 4, (Span(name, 4, 8, 0),)), torch.arange(4.0) + 10)
     assert length == 8
+
+
+def paid(states: list[State], feedback: str, operation: str) -> tuple[torch.Tensor, State]:
+    """What a sum of zeros brings after loading `states`, by parameter in other buffers, twice."""
+    wire = Wire(codec="int4", feedback=feedback, topology="flat")
+    with Link(wire, Mesh({"shard": groups.world_size()}), "shard") as link:
+        assert link.feedback is not None
+        link.feedback.load_state_dict(states)
+        arrived = torch.zeros(NUMEL)
+        for _ in range(2):
+            flat = torch.zeros(NUMEL)
+            spans = spans_of(["b/odd.bias", "a.weight"])
+            if operation == "all_reduce":
+                link.all_reduce(flat, key="other", spans=spans).wait()
+                arrived += flat
+            else:
+                out = torch.empty(NUMEL // link.size)
+                link.reduce_scatter(flat, out, key="other", spans=spans).wait()
+                arrived.view(link.size, -1)[link.rank] += out
+        return arrived, link.feedback.state_dict()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("feedback", "operation"),
+    [("both", "reduce_scatter"), ("worker", "reduce_scatter"), ("worker", "all_reduce")],
+)
+def test_the_servers_error_is_paid_where_nothing_is_encoded_twice(
+    ranks: RankPool, world: int, feedback: str, operation: str
+) -> None:
+    fields = {"codec": "int4", "feedback": "both"}
+    states = [state for _, state, _ in ranks(2, segment, fields, None, 0)]
+    owed = pending(states)
+    results = ranks(world, paid, states, feedback, operation)
+    left = [state for _, state in results]
+    assert not any(split(key)[0] == SERVER for state in left for key in state)
+    every = [arrived for arrived, _ in results]
+    came = (every[0] if operation == "all_reduce" else sum(every)) / world
+    after = pending(left)
+    for name, value in by_name(came, spans_of(["b/odd.bias", "a.weight"])).items():
+        mean = value + after[f"{WORKER} {name}"]
+        wanted = owed[f"{WORKER} {name}"] + owed[f"{SERVER} {name}"]
+        if operation == "reduce_scatter":  # encodes nothing of the sum
+            assert torch.allclose(mean, wanted, atol=1e-5), name
+            assert owed[f"{SERVER} {name}"].abs().max() > 0.01
