@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from lezero.core import groups
-from lezero.parallel.zero.gradients import Bucket, Lent
+from lezero.parallel.zero.gradients import Bucket, Lent, agree_on_scalars
 from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.plan import Plan, Recorder, Turns
 
@@ -145,6 +145,7 @@ class Backward:
         for bucket in late:
             bucket.launch()
         self._finish_all()
+        agree_on_scalars(self.lent.lines, self.buckets)
         for bucket in self.buckets:
             bucket.deposit(used)
         for held in self.helds:

@@ -174,6 +174,17 @@ class Bucket:
         self.summed, self.flight = True, None
         self._give_back(flight.flat, flight.sum)
 
+    def scalars(self) -> list[torch.Tensor]:
+        """The sums of this backward for parameters without dims, as memory to be changed."""
+        if not self.summed or self.segment.link is None:
+            return []
+        found = []
+        for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
+            if not held.rows.shape:
+                gradient = held.local_grad()
+                found.append(local(mine) if gradient is None else gradient)
+        return found
+
     def deposit(self, used: set[Held]) -> None:
         """Gives the parameters in `used` their gradient (their memory has it already)."""
         for held, gradient in zip(self.segment.helds, self._grads, strict=False):
@@ -303,3 +314,21 @@ class Bucket:
         total.add_(new)
         there.copy_(total)
         self._totals[held] = total, there, there._version
+
+
+@torch.no_grad()
+def agree_on_scalars(lines: Lines, buckets: list[Bucket]) -> None:
+    """Gives all ranks the first one's sums for parameters without dims.
+
+    Each lies in the chunks of all ranks; a rank does not encode its own, so sums differ a little.
+    """
+    if lines.shard is None or lines.wire.codec == "none":
+        return
+    found = [scalar for bucket in buckets for scalar in bucket.scalars()]
+    if found:
+        sums = torch.stack([scalar.double() for scalar in found])
+        lines.take_first(sums)
+        for scalar, value in zip(found, sums, strict=True):
+            # One of 16 bits is left alone where it is right: `_add_wide` keeps more of it.
+            if scalar.dtype.itemsize > 2 or not torch.equal(scalar.double(), value):
+                scalar.copy_(value)

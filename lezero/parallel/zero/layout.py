@@ -6,7 +6,8 @@ Shard(0); the last ranks may hold fewer rows or none. A segment is the memory th
 collective: n chunks of equal length, chunk r for rank r. A large parameter is a segment of its own,
 padded to n·k rows at its end, so that its whole copy is one contiguous tensor and its shard a view
 of it: nothing is copied around a collective. Small ones are packed: chunk r holds the rows of rank
-r of each of them in turn. A parameter without dims has its one element in every chunk.
+r of each of them in turn. A parameter without dims has its one element in every chunk; where codecs
+make these differ, that of chunk 0 counts.
 """
 
 from __future__ import annotations

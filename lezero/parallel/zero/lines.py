@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from lezero.comm import link as links
 from lezero.comm.link import Link
@@ -72,6 +73,11 @@ class Lines:
         if link is None:
             return torch.zeros(numel, dtype=dtype, device=self.place)
         return self._slabs.setdefault(id(link), Slabs(link)).take(numel, dtype)
+
+    def take_first(self, values: torch.Tensor) -> None:
+        """`values` become those of the first of the ranks that split one copy."""
+        with groups.naming_lost_ranks():
+            dist.broadcast(values, group=self.group, group_src=0)
 
     def step_done(self) -> None:
         """The sums of a step are there (`Link.step_done`)."""

@@ -300,3 +300,25 @@ def failing():
 def test_a_rank_that_fails_in_a_bare_loop_is_named(ranks):
     told, _ = ranks(2, failing)
     assert "rank 1 failed: ValueError: row 7 is bad" in told
+
+
+def without_dims(stage, wire, axes):
+    """A parameter without dims and its gradients, after some steps over codecs."""
+    model = shard_(make(), Zero(stage=stage), wire=wire, mesh=Mesh(axes))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for tokens in batches(4, groups.world_size(), groups.rank()):
+        for part in tokens.chunk(2):
+            loss_of(model, part).backward()
+        found.append(float(model.scale.grad.to_local()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, float(model.scale.to_local())]
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_without_dims_is_the_same_on_every_rank_over_a_codec(ranks, stage, axes):
+    world = 2 * axes.get("replicate", 1)
+    first, *others = ranks(world, without_dims, stage, Wire(codec="sign", feedback="both"), axes)
+    assert all(other == first for other in others)
