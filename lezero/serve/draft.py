@@ -36,6 +36,8 @@ class DraftModel(Speculator):
     of the draft, as a part of a step of that model.
     """
 
+    most = _MOST
+
     def __init__(self, program: Program, *, tokens: int, room: int, cost: float) -> None:
         self.program = program
         count = max(1, tokens // program.block_size)

@@ -18,9 +18,9 @@ SHARE = 0.3
 class Forecast:
     """Bytes, and tokens a second; speeds are None where the machine's ceilings were not measured.
 
-    workspace_bytes: of one step of most tokens. decode_tokens_s: of one request, which reading
-    weights limits. prefill_tokens_s: of prompts, which products limit. largest: requests of a whole
-    context that the cache holds at once.
+    workspace_bytes: of one step of most tokens. decode_tokens_s: of one request without guesses,
+    which reading weights limits. prefill_tokens_s: of prompts, which products limit. largest:
+    requests of a whole context that the cache holds at once.
     """
 
     weight_bytes: int
@@ -43,10 +43,15 @@ class Forecast:
     """What keys and values are kept in, and why."""
     disturbed: bool = False
     """Whether other programs ran while the ceilings were measured, so that more is possible."""
+    block_tokens: int = 1
+    """Of a block of the cache."""
+    faster: float = 1.0
+    """How many times as fast decoding is where all guesses are right."""
 
     @property
     def largest(self) -> int:
-        return self.cache_tokens // self.context
+        each = -(-(self.context - 1) // self.block_tokens)  # the last token is never fed
+        return self.cache_tokens // self.block_tokens // max(1, each)
 
     def lines(self) -> list[str]:
         """For people."""
@@ -56,6 +61,9 @@ class Forecast:
         draft = [f"draft       {mib(self.draft_bytes)}"] if self.draft_bytes else []
         slow = [f"slower      {self.slow}"] if self.slow else []
         origin = f": {self.origin}" if self.origin else ""
+        guesses = ""
+        if self.faster > 1:
+            guesses = f" without guesses, and with right ones {self.faster:.2g} times as fast"
         if self.disturbed:
             slow.append("note        measured beside other programs, so it may be more")
         return [
@@ -64,19 +72,27 @@ class Forecast:
             *kv,
             f"workspace   {mib(self.workspace_bytes)}",
             *draft,
-            f"decode      at most {_speed(self.decode_tokens_s)} for one request",
+            f"decode      at most {_speed(self.decode_tokens_s)} for one request{guesses}",
             f"prefill     at most {_speed(self.prefill_tokens_s)}",
             *slow,
         ]
 
 
 def foresee(
-    program: Program, blocks: int, context: int, draft: Program | None = None, kv: str = ""
+    program: Program,
+    blocks: int,
+    context: int,
+    draft: Program | None = None,
+    kv: str = "",
+    *,
+    guesses: int = 0,
 ) -> Forecast:
     """The forecast of a program with so many blocks of cache, for requests of `context` tokens.
 
-    kv: why keys and values are kept as they are.
+    kv: why keys and values are kept as they are. guesses: of a step at most, by the draft if there
+    is one, which reads its weights for each.
     """
+    cost = 0.0 if draft is None else draft.read_bytes / program.read_bytes
     beside = block_bytes(program, draft) - program.block_bytes
     # Those that are kept are the accelerator's, which says nothing of a model on the CPU.
     alike = program.place.type == device.device().type
@@ -98,6 +114,8 @@ def foresee(
         program.slow,
         f"{program.kv}: {kv}" if program.kv and kv else program.kv,
         ceilings is not None and ceilings.disturbed,
+        program.block_size,
+        max(1.0, (1 + guesses) / (1 + guesses * cost)),
     )
 
 
@@ -105,11 +123,13 @@ def compared(
     forecast: Forecast,
     *,
     decode: float | None = None,
+    guessed: float | None = None,
     prefill: float | None = None,
     taken: int | None = None,
     cache_share: float = 1.0,
 ) -> list[str]:
-    """What was measured, beside the forecast, for people. decode, prefill: tokens a second.
+    """What was measured, beside the forecast, for people. decode, guessed, prefill: tokens a
+    second, of steps without guesses and with some, and of prompts.
 
     taken: bytes that the process has beyond those before the model was opened. cache_share: part
     of the cache that was ever written, which alone takes memory.
@@ -117,6 +137,7 @@ def compared(
     lines = []
     for name, speed, most in (
         ("decode      {:,.0f} tokens/s for one request alone", decode, forecast.decode_tokens_s),
+        ("guesses     {:,.0f} tokens/s in steps that had some", guessed, None),
         ("prefill     {:,.0f} tokens/s", prefill, forecast.prefill_tokens_s),
     ):
         if speed is not None:

@@ -75,7 +75,7 @@ class LLM:
         draft: str | Path | Transformer | None = None,
         coder: Coder | None = None,
     ) -> None:
-        check_speculation(speculate, draft)
+        check_speculation(speculate, draft, model)
         check_kv(kv)
         _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
         self.program, read_coder = open_program(model, weights)
@@ -109,6 +109,7 @@ class LLM:
         guesser: Speculator | None = PromptLookup() if speculate == "lookup" else None
         if self._draft is not None:
             guesser = DraftModel.of(self._draft, self.program, blocks)
+        self._guesses = 0 if guesser is None else guesser.most
         self.engine = Engine(
             self.program,
             blocks=blocks,
@@ -124,7 +125,10 @@ class LLM:
     @property
     def forecast(self) -> Forecast:
         """Memory, and tokens per second from measured ceilings."""
-        return foresee(self.program, self.engine.pool.count, self.context, self._draft, self._kv)
+        return foresee(
+            *(self.program, self.engine.pool.count, self.context, self._draft, self._kv),
+            guesses=self._guesses,
+        )
 
     @property
     def room(self) -> int:

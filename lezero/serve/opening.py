@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
@@ -106,8 +107,8 @@ def _own_blocks(place: str, weights: Weights) -> Transformer | None:
     return load_gguf_blocks(path, others_int8=weights == "int4")
 
 
-def check_speculation(speculate: str, draft: object) -> None:
-    """Raises `ConfigError` where the way to guess is not known, or lacks its model."""
+def check_speculation(speculate: str, draft: object, model: object) -> None:
+    """Raises `ConfigError` where the way to guess is not known, or lacks a model of its own."""
     if speculate not in _SPECULATE:
         raise ConfigError(f"speculate: got {speculate!r}, allowed are {', '.join(_SPECULATE)}")
     if speculate == "draft" and draft is None:
@@ -116,6 +117,8 @@ def check_speculation(speculate: str, draft: object) -> None:
         raise ConfigError(
             f"draft: got a model for speculate {speculate!r}; it is for speculate 'draft' only"
         )
+    if draft is model and isinstance(draft, Transformer):
+        raise ConfigError("draft: got the model itself, which is used up; give a smaller one")
 
 
 def open_draft(draft: str | Path | Transformer, weights: Weights, target: Program) -> Program:
@@ -134,7 +137,14 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
 
     x_blocks: whether the fused program rounds activations to int8 in blocks, see `FusedProgram`;
     None: with weights that are rounded to 4 bits now.
+
+    Raises `ConfigError` for weights that the model cannot have, and for a model that is used up.
     """
+    if any(type(block) is nn.Identity for block in model.layers):
+        raise ConfigError(
+            "model: was given to an LLM before, which took its weights and used it up; build or "
+            "open it again"
+        )
     place = model.norm.weight.device.type
     if quantized_layers(model) and weights in ("int8", "int4"):
         raise ConfigError(

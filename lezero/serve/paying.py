@@ -26,7 +26,7 @@ class WhilePaying(Speculator):
     """
 
     def __init__(self, inner: Speculator, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.inner, self._clock = inner, clock
+        self.inner, self.most, self._clock = inner, inner.most, clock
         self._duels: dict[int, _Duel] = {}
         self._duel, self._guessed, self._changed = _Duel(), False, True
         self._has_guesses = False

@@ -13,7 +13,12 @@ from lezero.serve.request import Request
 
 
 class Speculator(ABC):
-    """Sets `drafts` of requests that decode, and hears what came of the step."""
+    """Sets `drafts` of requests that decode, and hears what came of the step.
+
+    most: guesses of a request in a step at most; 0 where it does not say.
+    """
+
+    most: int = 0
 
     @abstractmethod
     def guess(self, requests: Sequence[Request]) -> None:
@@ -31,7 +36,7 @@ class PromptLookup(Speculator):
     """
 
     def __init__(self, drafts: int = 6, longest: int = 4, shortest: int = 2) -> None:
-        self._drafts, self._longest, self._shortest = drafts, longest, shortest
+        self.most, self._longest, self._shortest = drafts, longest, shortest
         self._places: dict[Request, _Places] = {}
 
     def guess(self, requests: Sequence[Request]) -> None:
@@ -41,7 +46,7 @@ class PromptLookup(Speculator):
         for request in requests:
             places = self._places.setdefault(request, _Places(self._longest, self._shortest))
             at = places.last(request.tokens)
-            request.drafts = () if at is None else tuple(request.tokens[at : at + self._drafts])
+            request.drafts = () if at is None else tuple(request.tokens[at : at + self.most])
 
 
 class _Places:

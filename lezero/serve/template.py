@@ -21,7 +21,10 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
     """The text that the model continues. Raises `ConfigError` where the template fails."""
     from jinja2 import TemplateError
 
-    broken = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+    broken = (
+        *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+        *(SyntaxError, MemoryError, RuntimeError),  # nested too deep, too long, without an end
+    )
     try:
         return str(
             _environment()
@@ -36,8 +39,9 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
         )
     except ConfigError:
         raise
-    except (*broken, RecursionError) as error:
-        raise ConfigError(f"messages: the model's chat template fails: {error}") from None
+    except broken as error:
+        what = str(error) or type(error).__name__
+        raise ConfigError(f"messages: the model's chat template fails: {what}") from None
 
 
 @functools.cache

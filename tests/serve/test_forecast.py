@@ -79,6 +79,35 @@ def test_disturbed_ceilings_are_told(ceilings: Any) -> None:
     assert any("other programs" in line for line in llm.forecast.lines())
 
 
+@pytest.mark.parametrize(("context", "requests"), [(100, 32), (17, 8), (16, 8), (1, 4), (500, 4)])
+def test_so_many_requests_of_a_whole_context_fit(context: int, requests: int) -> None:
+    llm = LLM(small(), weights="bf16", context=context, max_requests=requests)
+    pool = llm.engine.pool
+    assert llm.forecast.largest == pool.count // max(1, pool.blocks_for(context - 1))
+    assert llm.forecast.largest >= requests
+
+
+def test_guesses_are_told_beside_the_ceiling(ceilings: Any) -> None:
+    plain, looking = (LLM(small(), speculate=x) for x in ("off", "lookup"))
+    drafted = LLM(small(), speculate="draft", draft=small(layers=1))
+    ceilings(MEASURED)
+    said = [
+        next(line for line in llm.forecast.lines() if line.startswith("decode"))
+        for llm in (plain, looking)
+    ]
+    assert said[0].endswith("tokens/s for one request")
+    assert said[1] == said[0] + " without guesses, and with right ones 7 times as fast"
+    assert looking.forecast.faster == 7
+    assert drafted._draft is not None
+    cost = drafted._draft.read_bytes / drafted.program.read_bytes
+    assert drafted.forecast.faster == pytest.approx(9 / (1 + 8 * cost))
+    lines = compared(looking.forecast, decode=10.0, guessed=60.0)
+    assert "of the forecast's ceiling" in lines[0]
+    assert lines[1] == "guesses     60 tokens/s in steps that had some"
+    same = LLM(small(), speculate="draft", draft=small(layers=3))
+    assert same.forecast.faster == 1.0
+
+
 def test_what_was_measured_is_compared(ceilings: Any) -> None:
     llm = LLM(small(), weights="bf16")
     ceilings(MEASURED)

@@ -240,3 +240,15 @@ def test_a_given_coder_stands_in_for_a_tokenizer_that_cannot_be_read(tmp_path: P
     with pytest.raises(FileError, match="its tokenizer cannot be read"):
         LLM(path)
     assert len(LLM(path, coder=CODER).generate([1, 2, 3], GREEDY)[0].tokens) == 8
+
+
+def test_a_model_that_is_used_up_is_named() -> None:
+    model = small()
+    LLM(model)
+    with pytest.raises(ConfigError, match="model: was given to an LLM before"):
+        LLM(model)
+    with pytest.raises(ConfigError, match="model: was given to an LLM before"):
+        LLM(small(), speculate="draft", draft=model)
+    with pytest.raises(ConfigError, match="draft: got the model itself"):
+        LLM(model := small(), speculate="draft", draft=model)
+    LLM(model)

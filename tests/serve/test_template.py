@@ -51,6 +51,8 @@ def test_as_transformers_renders_it(template: str) -> None:
         ("{% if %}", "chat template fails"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template fails"),
+        ("{% for a in [1] %}" * 25 + "x" + "{% endfor %}" * 25, "too many statically nested"),
+        ("{{ 'a' * 100000000000000 }}", "fails: MemoryError"),
     ],
 )
 def test_what_fails_is_an_error_of_the_messages(template: str, says: str) -> None:

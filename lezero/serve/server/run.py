@@ -59,6 +59,7 @@ def serve(
     for line in compared(
         forecast,
         decode=worker.alone.speed,
+        guessed=worker.guessing.speed,
         prefill=worker.filling.speed,
         taken=psutil.Process().memory_info().rss - (before or 0) if on_host else None,
         cache_share=pool.touched_count / pool.count,

@@ -102,8 +102,9 @@ class Worker:
         """Why no request can be answered any more."""
         self.active = 0
         """Requests that have a place, those too whose prompts are still encoded."""
-        self.alone, self.filling = Pace(), Pace()
-        """Of steps in which one request alone decoded, and of those that prompts filled."""
+        self.alone, self.guessing, self.filling = Pace(), Pace(), Pace()
+        """Of steps in which one request alone decoded, without guesses and with some, and of those
+        that prompts filled."""
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._jobs: dict[Request, _Job] = {}
@@ -274,10 +275,10 @@ class Worker:
             return
         finally:
             self._step_began = None
-        took, fed = time.monotonic() - began, totals.fed - fed
-        if len(progress.tokens) == 1 and fed == 1 + totals.drafted - drafted:
-            self.alone.add(totals.drawn - drawn, took)
-        elif fed >= _FILLED and not totals.drafted - drafted:
+        took, fed, drafted = time.monotonic() - began, totals.fed - fed, totals.drafted - drafted
+        if len(progress.tokens) == 1 and fed == 1 + drafted:
+            (self.guessing if drafted else self.alone).add(totals.drawn - drawn, took)
+        elif fed >= _FILLED and not drafted:
             self.filling.add(fed, took)
         for request in dict.fromkeys([*progress.tokens, *progress.ended]):
             self._report(request, progress.tokens.get(request, ()))
