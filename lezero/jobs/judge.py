@@ -55,17 +55,22 @@ class Watch:
     """The gradients of the engine's last step: summed over ranks and unscaled, and then as the
     optimizer got them. Empty where the step did not come that far, and on ranks other than 0.
 
-    `owes`: what the wire's feedback has kept, before the step and after its sums."""
+    `owes`: what the wire's feedback has kept, before the step and after its sums. `left_out`: the
+    trainable parameters that the optimizer does not hold."""
 
     place: torch.device
     gradients: dict[str, Tensor] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)
     owes: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    left_out: list[str] = field(default_factory=list)
 
     def attach(self, engine: Engine) -> None:
         """Looks at `engine` between its backward pass, its clipping and its optimizer. On every
         rank: those of a sharded model gather its gradients together."""
         measure = engine._gradient_norm
+        held = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+        named = engine.model.named_parameters()
+        self.left_out = [name for name, p in named if p.requires_grad and id(p) not in held]
 
         def norm() -> Tensor:
             value = measure()
@@ -148,6 +153,9 @@ class Judge:
         gradient = Largest(step=step + 1)
         if result.skipped is None:
             gradient = self._judge_gradients(step, result.loss, watch)
+            if watch.left_out:
+                text = "the optimizer does not hold it, so that it is never updated"
+                self._part("optimizer", step, text, watch.left_out[0], len(watch.left_out) - 1)
             self._judge_norm(step, result.grad_norm, watch.gradients)
             self._judge_clipping(step, watch)
             self._judge_lr(step, result.lr)

@@ -16,8 +16,8 @@ from lezero.train.run_folder import write_aside
 log = logger("verify")
 FORMAT = 1
 CHECKS = (
-    "data order", "tokens", "loss", "gradient", "gradient norm", "skipped step", "clipping",
-    "learning rate", "update", "ranks", "resume: state", "resume: data order",
+    "data order", "tokens", "loss", "gradient", "optimizer", "gradient norm", "skipped step",
+    "clipping", "learning rate", "update", "ranks", "resume: state", "resume: data order",
     "resume: learning rate", "resume: loss", "resume: parameters",
 )  # fmt: skip
 """The links of the chain, in the order in which a step depends on them."""

@@ -190,7 +190,7 @@ FAULTS = {
     "loss: reported as the sum": (
         engine_method("_backward", lambda made: lambda *a: 2 * made(*a)), "loss", 1, None,
     ),
-    "parameter: not in the optimizer": (optimizer_made(forget(UP)), "update", 1, UP),
+    "parameter: not in the optimizer": (optimizer_made(forget(UP)), "optimizer", 1, UP),
     "parameter: frozen": (frozen, "gradient", 1, "layers.0.mlp.up_proj.weight"),
     "resume: data order shifted": (loader_method("seek", shifted), "resume: data order", 3, None),
     "resume: data order reseeded": (loader_method("seek", reseeded), "resume: data order", 3, None),
