@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lezero.comm.codec import FLOATS, codec
+from lezero.comm.codec import FLOATS, Codec
+from lezero.comm.codec import codec as codec_named
 from lezero.core.errors import ConfigError
 
 Tensors = Tensor | list[Tensor] | dict[str, Tensor]
@@ -54,16 +55,20 @@ def compress(
 ) -> Payload:
     """Encodes a tensor, or a list or dict of them, each on its own: shapes and dtypes are kept.
 
-    fp32, bf16 and fp16 only: `ConfigError` names another tensor by its key or place. Nothing is
-    differentiated.
+    fp32, bf16 and fp16 only: `ConfigError` names another tensor by its key or place, and an unknown
+    codec. Nothing is differentiated.
     """
+    one = codec_named(codec)
+    if not isinstance(tensors, Tensor | Iterable):
+        kind = type(tensors).__name__
+        raise ConfigError(f"compress: got {kind}, allowed is a tensor, or a list or dict of them")
     if isinstance(tensors, Tensor):
-        return Payload(codec, (_part(tensors, codec, "the tensor"),), single=True)
+        return Payload(codec, (_part(tensors, one, "the tensor"),), single=True)
     if isinstance(tensors, Mapping):
-        parts = tuple(_part(x, codec, f"'{key}'") for key, x in tensors.items())
+        parts = tuple(_part(x, one, f"'{key}'") for key, x in tensors.items())
         return Payload(codec, parts, keys=tuple(tensors))
     return Payload(
-        codec, tuple(_part(x, codec, f"tensor {place}") for place, x in enumerate(tensors))
+        codec, tuple(_part(x, one, f"tensor {place}") for place, x in enumerate(tensors))
     )
 
 
@@ -72,7 +77,7 @@ def decompress(payload: Payload) -> Tensors:
     if not isinstance(payload, Payload):
         kind = type(payload).__name__
         raise ConfigError(f"decompress: got {kind}, allowed is what compress returned")
-    one = codec(payload.codec)
+    one = codec_named(payload.codec)
     found = []
     for part in payload.parts:
         out = torch.empty(part.shape.numel(), dtype=part.dtype, device=part.data.device)
@@ -83,7 +88,7 @@ def decompress(payload: Payload) -> Tensors:
     return found if payload.keys is None else dict(zip(payload.keys, found, strict=True))
 
 
-def _part(x: Tensor, name: str, which: str) -> Part:
+def _part(x: Tensor, one: Codec, which: str) -> Part:
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ConfigError(
@@ -96,7 +101,7 @@ def _part(x: Tensor, name: str, which: str) -> Part:
             f"compress: {which} is {kind}; allowed are dense tensors in memory (of a DTensor give "
             "x.to_local(), of a sparse one x.to_dense())"
         )
-    one, flat = codec(name), x.detach().contiguous().view(-1)
+    flat = x.detach().contiguous().view(-1)
     data = torch.empty(one.bytes(flat.numel()), dtype=torch.uint8, device=x.device)
     one.encode(flat, data)
     return Part(data, x.shape, x.dtype)

@@ -130,5 +130,10 @@ def test_tensors_that_are_not_floats_are_refused(tensors: object, says: str) -> 
 
 
 def test_what_is_no_payload_is_refused() -> None:
+    for given in (None, 5):
+        with pytest.raises(ConfigError, match="allowed is a tensor, or a list or dict of them"):
+            compress(given)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="there is no codec 'bogus'"):
+        compress([], codec="bogus")
     with pytest.raises(ConfigError, match="got Tensor, allowed is what compress returned"):
         decompress(torch.zeros(3))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import AUTO, Wire
@@ -42,6 +43,12 @@ def check_model(model: nn.Module) -> None:
     named = dict(model.named_parameters())
     if not named:
         raise ConfigError("lz.shard_: the model has no parameters; nothing can be split")
+    for name, tensor in (*named.items(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            raise ConfigError(
+                f"lz.shard_: '{name}' of a lazy module has no shape yet; run the model once on a "
+                "batch before (under torch.no_grad()), or build it with the shapes it needs"
+            )
     kinds = {p.device.type for p in named.values()}
     if len(kinds) > 1:
         raise ConfigError(

@@ -50,6 +50,10 @@ def misuse():
         shard_(quantized, Zero(stage=0))
     with pytest.raises(ConfigError, match="no parameters"):
         shard_(nn.GELU())
+    with pytest.raises(ConfigError, match=r"'0.weight' of a lazy module .* run the model once"):
+        shard_(nn.Sequential(nn.LazyLinear(4)))
+    with pytest.raises(ConfigError, match=r"'1.running_mean' of a lazy module"):
+        shard_(nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d(affine=False)), Zero(stage=0))
     with pytest.raises(ConfigError, match=r"product is 2"):
         shard_(make(), mesh=Mesh({"shard": 3}))
     with pytest.raises(ConfigError, match="'shard' has 2 ranks, but stage 0"):
