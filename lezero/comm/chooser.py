@@ -5,15 +5,14 @@ a step, how long it stood still for the wire, which collectives it made, and wha
 codec would owe of these very gradients. Then all ranks probe the network, time the codecs, and
 `choice` decides, the same on every rank. Ten steps later the predicted time is held against the
 real one: a codec that made steps longer is taken back. From then on the network is probed again
-now and then. Every switch is at the end of a backward, on all ranks together, and on the record.
+now and then. Every switch is at the end of a step, on all ranks together, and on the record.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from statistics import median, median_low
 from typing import TYPE_CHECKING
@@ -35,6 +34,7 @@ from lezero.comm.choice import (
 from lezero.comm.codec import FLOATS, Codec, codec
 from lezero.comm.codec_speed import codec_speed
 from lezero.comm.mesh import Mesh
+from lezero.comm.owed import CANDIDATES, Errors, ratio
 from lezero.comm.pending import Queue
 from lezero.comm.probe import Topology, probe
 from lezero.comm.route import Spans
@@ -49,44 +49,11 @@ if TYPE_CHECKING:
 GATHERS = ("bf16", "int8:256")
 """What `wire.gather` could be: foreseen and told, but for the user to choose, since parameters are
 used as they arrive."""
-CANDIDATES = ("int8:256", "int4:64", "2:4-int4:256", "sign:256", "topk:0.01")
 WARM, MEASURED, REALISED, EVERY = 1, 3, 10, 200
-_SAMPLE = 1 << 14  # elements of each buffer that are encoded to see the error; five errors stay
-_PIECE = 1 << 10  # of which so many lie together, since codecs work in blocks
 _FLUSHES = 3  # steps, at most, that add what is owed: one, and more where one was not finite
 _WAITED, _WIRE, _OWED = "stood still s", "wire s", "owes"
 _PLACE = "measured with"
 _SHARE = 0.01  # of the run's time that probing again may take
-
-
-class Errors:
-    """What each candidate owes after encoding a run's own gradients, over the last gradient."""
-
-    def __init__(self) -> None:
-        self._codecs = {name: codec(name) for name in CANDIDATES}
-        self._kept: dict[tuple[str, str], Tensor] = {}
-        self._norms: dict[str, float] = {}
-
-    def note(self, key: str, flat: Tensor) -> None:
-        part = _sample(flat)
-        norm = float(part.double().square().sum())
-        if not math.isfinite(norm):
-            return
-        self._norms[key] = norm
-        for name, one in self._codecs.items():
-            error = self._kept.get((name, key))
-            if error is None or error.numel() != part.numel():
-                error = self._kept[name, key] = torch.zeros_like(part)
-            size = one.bytes(part.numel())
-            one.encode(part, torch.empty(size, dtype=torch.uint8, device="cpu"), error)
-
-    def found(self) -> dict[str, list[float]]:
-        """For each candidate the squares of what is owed, and of the gradients."""
-        total = sum(self._norms.values())
-        owed = dict.fromkeys(CANDIDATES, 0.0)
-        for (name, _), error in self._kept.items():
-            owed[name] += float(error.double().square().sum())
-        return {name: [square, total] for name, square in owed.items()}
 
 
 class Chooser:
@@ -98,6 +65,8 @@ class Chooser:
         self.topic = f"wire.{axis}"
         self.codec = PLAIN
         """What is in use."""
+        self.steps_of_run: Callable[[], int] | None = None
+        """How many steps the run has ended, for the record; those seen here where nobody knows."""
         self.choice: Choice | None = None
         self._mesh, self._axis, self._routing, self._queue = mesh, axis, routing, queue
         self._budget = budget
@@ -110,7 +79,7 @@ class Chooser:
         self._encodable = True
         self._times: deque[tuple[float, float]] = deque(maxlen=REALISED)
         self._began = self._waited = self._own = 0.0
-        self._step, self._due = 0, WARM + MEASURED
+        self._step, self._before, self._due = 0, 0, WARM + MEASURED
         self._plain: Plain | None = None
         self._flushing, self._paying, self._judge = 0, False, False
         self._wait = EVERY
@@ -124,6 +93,7 @@ class Chooser:
         feedback = self._routing.feedback
         assert feedback is not None
         if self.topic in self.decisions.replay:
+            self._count()
             self._replay()
         elif feedback.loaded:
             owing = any(groups.gather_objects(feedback.holds()))
@@ -142,7 +112,8 @@ class Chooser:
         self._own += time.perf_counter() - began
 
     def step_done(self) -> None:
-        """After every backward, when its sums are there."""
+        """Once a step, when its last sums are there."""
+        self._count()
         now, waited = time.perf_counter(), self._queue.waited_s
         if self._step >= WARM:
             self._times.append((now - self._began - self._own, waited - self._waited))
@@ -158,6 +129,16 @@ class Chooser:
         if self._step == self._due:
             self._decide()
         self._began, self._waited, self._own = time.perf_counter(), self._queue.waited_s, 0.0
+
+    def _count(self) -> None:
+        """Between two steps: how many the run had before the first one here."""
+        if self.steps_of_run is not None:
+            self._before = self.steps_of_run() - self._step
+
+    @property
+    def _taken(self) -> int:
+        """How many steps the run has ended."""
+        return self._before + self._step
 
     def _flushed(self) -> None:
         """A step has added what was owed; where a rank still owes, another one does."""
@@ -179,7 +160,8 @@ class Chooser:
             reason = "the ranks share one host's memory: no byte travels, so no codec can pay"
             if self._routing.coded is not None:
                 reason = "gradients are fp64, which no codec carries"
-            self.decisions.record(self.topic, PLAIN, reason=reason, step=self._step)
+            figures = {PLAIN: {_PLACE: self._place}}
+            self.decisions.record(self.topic, PLAIN, figures, reason, step=self._taken)
             self._due = -1
             return
         step_s, waited_s = self._measured()
@@ -217,7 +199,7 @@ class Chooser:
         """Probes, predicts, decides, switches; says when to look next."""
         if self._errors is not None:
             errors = groups.gather_objects(self._errors.found())
-            self._owed = {name: _ratio([one[name] for one in errors]) for name in CANDIDATES}
+            self._owed = {name: ratio([one[name] for one in errors]) for name in CANDIDATES}
             self._errors = self._looks()
         if not self._speeds:
             self._speeds = codec_speeds((*CANDIDATES, "bf16"), self._routing.device)
@@ -294,9 +276,9 @@ class Chooser:
         figures[PLAIN] |= {_WAITED: plain.waited_s, _WIRE: plain.wire_s, _PLACE: self._place}
         if realised_s is not None:
             figures[self.codec]["realised s"] = realised_s
-        name = self.decisions.record(self.topic, name, figures, reason, unit="s", step=self._step)
+        name = self.decisions.record(self.topic, name, figures, reason, unit="s", step=self._taken)
         if name != self.codec:
-            logger("comm").info(f"{self.topic}: codec {name} from step {self._step + 1}: {reason}")
+            logger("comm").info(f"{self.topic}: codec {name} from step {self._taken + 1}: {reason}")
             self._use(name)
 
     def _use(self, name: str, feedback: bool = True) -> None:
@@ -309,7 +291,7 @@ class Chooser:
         """A resumed run begins with what it had chosen, and with what a codec still owed. Where the
         ranks and hosts are others, or the budget is too small for it, it measures anew."""
         old = self.decisions.replay[self.topic]
-        was = old.candidates.get(PLAIN, {}).get(_PLACE, self._place)
+        was = old.candidates.get(PLAIN, {}).get(_PLACE, "ranks that are not recorded")
         owes = old.candidates.get(old.chosen, {}).get(_OWED)
         changed = ""
         if was != self._place:
@@ -325,7 +307,7 @@ class Chooser:
         del self.decisions.replay[self.topic]
         if changed:
             reason = f"measured anew: {changed}"
-            self.decisions.record(self.topic, PLAIN, reason=reason, step=self._step)
+            self.decisions.record(self.topic, PLAIN, reason=reason, step=self._taken)
             self._forget()
         if self._routing.coded is not None and not changed and old.chosen in CANDIDATES:
             self._go_on(old)
@@ -380,18 +362,3 @@ def _usual(traffics: Collection[Counter[Exchange]]) -> Traffic:
     kinds = dict.fromkeys(kind for one in traffics for kind in one)  # in one order on every rank
     usual = {kind: median_low(one[kind] for one in traffics) for kind in kinds}
     return {kind: times for kind, times in usual.items() if times}
-
-
-def _sample(flat: Tensor) -> Tensor:
-    """Up to `_SAMPLE` elements of `flat`, spread over all of it, in fp32 on the CPU."""
-    if flat.numel() > _SAMPLE:
-        pieces = _SAMPLE // _PIECE
-        apart = (flat.numel() - _PIECE) // (pieces - 1)
-        flat = flat.unfold(0, _PIECE, apart)[:pieces].flatten()
-    return flat.float().cpu()
-
-
-def _ratio(squares: list[list[float]]) -> float | None:
-    """The error of the ranks' gradients together; None where all were zero or not finite."""
-    owed, total = sum(one[0] for one in squares), sum(one[1] for one in squares)
-    return (owed / total) ** 0.5 if total else None

@@ -91,7 +91,8 @@ class Link:
         return self.wire.codec
 
     def step_done(self) -> None:
-        """Every rank calls it after each step's sums: where codec auto measures and switches."""
+        """Every rank calls it once a step, after its last sums: where codec auto measures and
+        switches."""
         if self.chooser is not None:
             self.chooser.step_done()
 

@@ -17,8 +17,9 @@ import torch
 
 from lezero.comm import Link, Mesh, Pending, Wire
 from lezero.comm.choice import Candidate, Exchange, Memory, Plain, Way, choose
-from lezero.comm.chooser import CANDIDATES, Errors, codec_speeds, way_of
+from lezero.comm.chooser import codec_speeds, way_of
 from lezero.comm.codec import codec
+from lezero.comm.owed import CANDIDATES, Errors
 from lezero.comm.probe import Topology, probe
 from lezero.core import groups
 from lezero.core.errors import ConfigError

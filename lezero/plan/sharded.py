@@ -215,7 +215,7 @@ def shard(model: nn.Module, spec: StepSpec, count: Count) -> Sharding:
     sharding = Sharding(zero, lines, splitting._units(model, zero, lines))
     agreed = _Agreed(
         sharding.backward.buckets, sharding.lent, sharding.backward.helds, sharding._release,
-        lines.step_done, gated=zero.stage == 3,
+        sharding._sums_came, gated=zero.stage == 3,
     )  # fmt: skip
     sharding.backward = agreed
     splitting._split(model, sharding)

@@ -128,7 +128,7 @@ class Engine:
         self.decisions = decisions if decisions is not None else Decisions()
         self.place = next(model.parameters()).device
         self.asked_precision = precision
-        self.gradients = gradients_of(model, self.decisions)
+        self.gradients = gradients_of(model, self.decisions, lambda: self.step)
         self.precision = self._precision(precision)
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
         self.step = 0

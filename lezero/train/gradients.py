@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ class Sharded(Gradients):
     exchange something.
     """
 
-    def __init__(self, model: nn.Module, decisions: Decisions) -> None:
+    def __init__(self, model: nn.Module, decisions: Decisions, steps: Callable[[], int]) -> None:
         super().__init__(model)
         sharding = sharding_of(model)
         self.stage: int = sharding.stage
@@ -151,7 +151,7 @@ class Sharded(Gradients):
             watch.Watch.start()
         for link in wires(model).values():
             if link.chooser is not None:
-                link.chooser.decisions = decisions
+                link.chooser.decisions, link.chooser.steps_of_run = decisions, steps
 
     def begin(self) -> None:
         super().begin()
@@ -195,10 +195,11 @@ class Sharded(Gradients):
         return grad_norm(parameters)
 
 
-def gradients_of(model: nn.Module, decisions: Decisions) -> Gradients:
-    """The way for this model: `OrderError` for one of which only a part is sharded."""
+def gradients_of(model: nn.Module, decisions: Decisions, steps: Callable[[], int]) -> Gradients:
+    """The way for this model: `OrderError` for one of which only a part is sharded. `steps` tells
+    how many the run has ended."""
     if sharding_of(model) is not None:
-        return Sharded(model, decisions)
+        return Sharded(model, decisions, steps)
     if next(shardings_in(model), None) is not None:
         raise OrderError(
             "only a part of the model is sharded; apply lz.shard_ to the whole model that the "

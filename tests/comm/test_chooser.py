@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lezero.comm import chooser
-from lezero.comm.chooser import CANDIDATES, MEASURED, REALISED, WARM, Chooser, Errors
+from lezero.comm.chooser import MEASURED, REALISED, WARM, Chooser
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
+from lezero.comm.owed import CANDIDATES, Errors
 from lezero.comm.probe import Level, Topology
 from lezero.comm.topology import Hosts
 from lezero.comm.wire import Wire
@@ -337,6 +338,29 @@ def test_other_ranks_measure_anew(ranks: RankPool) -> None:
         assert used[-1][2]["s"] == 10.0
 
 
+def from_memory() -> list[Any]:
+    """A run whose ranks shared memory, gone on with over a slow network; with older records too."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        slow_network(patch, [20.0, 20.0])
+        with Link(Wire(codec="auto"), Mesh({"s": 2}), "s") as link:
+            steps(link, WARM + MEASURED)
+            assert link.chooser is not None
+            record = link.chooser.decisions.to_json()
+        for told in (True, False):
+            if not told:
+                record["decisions"][0]["candidates"] = {}
+            with Link(Wire(codec="auto", topology="flat"), Mesh({"s": 2}), "s") as link:
+                assert link.chooser is not None
+                link.chooser.decisions = Decisions.from_json(record)
+                found.append(steps(link, WARM + MEASURED + 1)[-1])
+    return found
+
+
+def test_ranks_that_no_longer_share_memory_measure_anew(ranks: RankPool) -> None:
+    assert ranks(2, from_memory) == [["int4:64", "int4:64"]] * 2
+
+
 def at_home(topology: str, dtype: str) -> list[Any]:
     wire = Wire.parse({"codec": "auto", "topology": topology})
     with Link(wire, Mesh({"s": 2}), "s") as link:
@@ -370,5 +394,5 @@ def really_measured(default: torch.dtype) -> list[Any]:
 def test_all_is_measured_on_a_real_wire(ranks: RankPool, default: torch.dtype) -> None:
     one, two = ranks(2, really_measured, default)
     assert one == two
-    assert set(one[1]) == {"none", *chooser.CANDIDATES}
+    assert set(one[1]) == {"none", *CANDIDATES}
     assert all(figures["s"] > 0 for figures in one[1].values())

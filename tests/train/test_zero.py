@@ -352,3 +352,24 @@ def test_a_run_validates_on_rows_that_do_not_reach_every_rank(ranks, filled_cach
     for stage in (1, 3):
         for loss in ranks(2, validated, tmp_path, stage, env=env):
             assert loss == pytest.approx(alone, rel=1e-5)
+
+
+def decided(accumulate, folder):
+    """At which steps codec auto records a choice, in a run and in one that goes on from it."""
+    found = []
+    for _ in range(2):
+        wire = Wire(codec="auto", topology="flat")
+        engine = make(2, torch.float32, wire, accumulate=accumulate)
+        if found:
+            engine.load(folder)
+            engine.decisions.replay.clear()
+        steps(engine, count=6)
+        made = engine.decisions.records["wire.shard"]
+        found.append((made.step, wires(engine.model)["shard"].chooser._step))
+        engine.save(folder)
+        sharding_of(engine.model).close()
+    return found
+
+
+def test_codec_auto_counts_steps_not_backwards(ranks, tmp_path):
+    assert ranks(2, decided, 2, tmp_path) == [[(4, 6), (10, 6)]] * 2

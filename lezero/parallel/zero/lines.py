@@ -80,7 +80,7 @@ class Lines:
             dist.broadcast(values, group=self.group, group_src=0)
 
     def step_done(self) -> None:
-        """The sums of a step are there (`Link.step_done`)."""
+        """A step has been taken with the sums of its backwards (`Link.step_done`)."""
         for link in (self.shard, self.replicate):
             if link is not None:
                 link.step_done()

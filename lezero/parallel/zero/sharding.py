@@ -45,11 +45,11 @@ class Sharding:
         buckets.sort(key=lambda bucket: -min(held.index for held in bucket.segment.helds))
         gated = config.stage == 3
         self.backward = Backward(
-            buckets, self.lent, helds, self._release, lines.step_done, gated=gated
+            buckets, self.lent, helds, self._release, self._sums_came, gated=gated
         )
         for unit in units:
             unit.sharding = self
-        self._stepped = False
+        self._stepped = self._summed = False
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._next: dict[tuple[str, Unit], Unit] = {}
 
@@ -115,6 +115,15 @@ class Sharding:
     def close(self) -> None:
         """Gives the links' groups and memory back, on every rank; the model is of no use then."""
         self.lines.close()
+
+    def _sums_came(self) -> None:
+        self._summed = True
+
+    def values_changed(self) -> None:
+        """Parameters change: the sums that have come since the last time were those of a step."""
+        if self._summed:
+            self._summed = False
+            self.lines.step_done()
 
     # called by units ---------------------------------------------------------------------------
 

@@ -217,6 +217,7 @@ class Unit:
 
     def changed(self) -> None:
         """The parameters have other values now."""
+        self.sharding.values_changed()
         self.finish()
         self.valid, self.stale = False, True
         self._versions = [held.version() for held in self.helds]
