@@ -100,8 +100,10 @@ class _WithoutSpecials:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        pieces = Pieces(inner.backend_tokenizer)
-        self.special, self.bytes_of = pieces.special, pieces.bytes_of
+        backend = getattr(inner, "backend_tokenizer", None)  # one in Python alone has none
+        if backend is not None:
+            pieces = Pieces(backend)
+            self.special, self.bytes_of = pieces.special, pieces.bytes_of
 
     def encode(self, text: str) -> list[int]:
         return list(self._inner.encode(text, add_special_tokens=False))
