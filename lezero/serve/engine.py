@@ -45,11 +45,14 @@ class Totals:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a step brought: new tokens by request, requests that ended, those that raised."""
+    """What steps of one call brought: new tokens by request, requests that ended, those that
+    raised."""
 
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     ended: list[Request] = field(default_factory=list)
     failures: dict[Request, Exception] = field(default_factory=dict)
+    passes: int = 0
+    """Through the model; where there were several, each drew a token for all."""
 
 
 class Engine:
@@ -68,7 +71,7 @@ class Engine:
         self.pool = BlockPool(blocks, program.block_size, program.shares)
         self.scheduler = Scheduler(self.pool, program.most_tokens, max_requests, longest)
         self._speculator = speculator
-        self._flies = program.flies
+        self._flies, self._follows = program.flies, speculator is None
         self._flying: tuple[Step, Flight] | None = None
         program.reserve(blocks)
 
@@ -107,15 +110,15 @@ class Engine:
         drafted = sum(len(chunk.drafts) for chunk in chunks)
         followed = self._followed(step) if flight is None else None
         if followed is None:
-            results = self._landed(chunks, flight, failures)
+            results, passes = self._landed(chunks, flight, failures), 1
         else:
             step, results = followed
-            chunks = step.chunks
+            chunks, passes = step.chunks, len(results[0])
         lengths = {chunk.request: len(chunk.request.tokens) for chunk in chunks}
         ended = self.scheduler.update(step, results)
         tokens = {r: r.tokens[length:] for r, length in lengths.items() if len(r.tokens) > length}
         totals = self.totals
-        totals.steps += 1
+        totals.steps += passes
         totals.fed += sum(chunk.count for chunk in chunks)
         totals.drawn += sum(map(len, tokens.values()))
         totals.drafted += drafted
@@ -124,16 +127,15 @@ class Engine:
         if self._speculator is not None:
             prompts = any(chunk.known - chunk.start > 1 for chunk in chunks)
             self._speculator.checked(sum(map(len, tokens.values())), prompts)
-        return Progress(tokens, ended, failures)
+        return Progress(tokens, ended, failures, passes)
 
     def _followed(self, step: Step) -> tuple[Step, list[list[Drawn]]] | None:
-        """Several tokens for each chunk, where all take the likeliest one and nobody else has his
-        turn: what Python does between two steps is a tenth of a short one. The tokens are like
-        drafts that were all right. None: the step is to be run."""
-        chunks, requests = step.chunks, [chunk.request for chunk in step.chunks]
-        most = 1 if self._speculator else self.program.steps_at_once(len(chunks))
-        plain = all(chunk.count == 1 and chunk.samples for chunk in chunks)
-        if most < 2 or not plain or not all(one.greedy and one.follows for one in requests):
+        """Several tokens for each chunk, where all take the likeliest one, have their first, and
+        nobody else has his turn: what Python does between two steps is a tenth of a short one. The
+        tokens are like drafts that were all right. None: the step is to be run."""
+        chunks = step.chunks
+        most = self.program.steps_at_once(len(chunks)) if self._follows else 1
+        if most < 2 or not all(map(_goes_on, chunks)):
             return None
         count = self.scheduler.room_to_follow(step, most)
         if count < 2:
@@ -142,11 +144,13 @@ class Engine:
         try:
             found = self.program.follow(fed, count)
         except Exception as error:
-            _LOG.error("a step of the engine failed; its requests run again", exc_info=error)
-            found = []
+            _LOG.error("steps failed; from here on each is run by itself", exc_info=error)
+            self._follows = False
+            return None
+        if -1 in found[-1]:
+            for chunk, token in zip(chunks, found.pop(), strict=True):
+                chunk.request.follows = token >= 0
         if not found:
-            for request in requests:
-                request.follows = False
             return None
         taken, results = Step(self.scheduler.max_tokens), []
         taken.preempts = step.preempts
@@ -279,6 +283,13 @@ def _kept(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:
         if found.token != draft:
             return index + 1
     return len(drawn)
+
+
+def _goes_on(chunk: Chunk) -> bool:
+    """Whether the chunk is the last token of an answer that takes the likeliest one next."""
+    request = chunk.request
+    one = chunk.count == 1 and chunk.samples and len(request.tokens) > len(request.prompt)
+    return one and request.greedy and request.follows
 
 
 def _is_wanted(chunk: Chunk) -> bool:

@@ -5,6 +5,7 @@ The residual stream is fp32, keys and values are bf16 or int8, weights are bf16,
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -33,9 +34,8 @@ from lezero.serve.merged import merged
 from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
 
 _Places = tuple[Tensor, Tensor, Tensor, Tensor, BlockCache]
-_MOST_STEPS, _MOST_DRAWN, _MOST_READ = 8, 32, 512 << 20
-"""Of one `follow`: steps, tokens, and bytes of weights, so that it takes some 20 ms at most, for
-which a new request may have to wait."""
+_MOST_STEPS, _MOST_DRAWN, _MOST_S = 8, 32, 0.02
+"""Of one `follow`: steps, tokens, and seconds, for which a new request may have to wait."""
 
 
 class FusedProgram(Program):
@@ -67,7 +67,8 @@ class FusedProgram(Program):
         self._decoder = Decoder(
             self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding)
         )
-        self._steps = min(_MOST_STEPS, _MOST_READ // max(1, self.read_bytes))
+        self._step_s = _MOST_S
+        """What the last step of one token a sequence took."""
         self._cache: BlockCache | None = None
         self.keep_kv("bf16")
 
@@ -86,21 +87,24 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def best(self, fed: Sequence[Fed]) -> list[int]:
-        rows = wanted_rows(fed, torch.int32)
+        began, rows = time.perf_counter(), wanted_rows(fed, torch.int32)
         logits_RV, best_R = self._decoder.logits(*self._given(fed), rows, best=True)
         found: list[int] = best_R.tolist()
+        if all(len(one.tokens) == 1 for one in fed):
+            self._step_s = time.perf_counter() - began
         return best_tokens(logits_RV) if -1 in found else found
 
     def steps_at_once(self, sequences: int) -> int:
         if not self._decoder.follows:
             return 1
-        return max(1, min(self._steps, _MOST_DRAWN // sequences))
+        return max(1, min(_MOST_STEPS, _MOST_DRAWN // sequences, int(_MOST_S / self._step_s)))
 
     @torch.no_grad()
     def follow(self, fed: Sequence[Fed], steps: int) -> list[list[int]]:
-        tokens = [token for one in fed for token in one.tokens]
+        began, tokens = time.perf_counter(), [token for one in fed for token in one.tokens]
         found = self._decoder.follow(tokens, steps, *self._places(fed, steps))
-        return found[:-1] if -1 in found[-1] else found
+        self._step_s = (time.perf_counter() - began) / len(found)
+        return found
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:

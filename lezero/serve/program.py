@@ -98,8 +98,8 @@ class Program(ABC):
 
     def follow(self, fed: Sequence[Fed], steps: int) -> list[list[int]]:
         """`best` for one token of each sequence, then for the tokens that it found, and so on: of
-        each step its tokens. The blocks have room for them. Fewer steps, or none, where logits are
-        not finite numbers: then `best` tells of whom."""
+        each step its tokens. The blocks have room for them. Fewer steps where logits are not finite
+        numbers: the last one then has -1 for whose they are, of which `best` may know more."""
         raise NotImplementedError
 
     def launch(

@@ -26,6 +26,7 @@ enum {
   RANGE = 256,  /* keys, see [Note: ranges] */
   MOST_RANGES = 1024,
   BEST_BYTES = 16, /* of a best_logit */
+  MOST_ALONE = 1 << 22, /* bytes of all workers, see [Note: alone] */
   MOST_AHEAD = 1 << 18, /* bytes, see [Note: fetching while waiting] */
 };
 #define LOWEST (-1e30f)
@@ -125,11 +126,12 @@ static layout lay_out_step(const lezero_step *s, char *base) {
     const lezero_linear head = head_of(s);
     make_room(&head, &prepared, &own, &tiles);
   }
-  a.alone = tiles <= 1;
-  a.each = whole_lines(own);
-  a.alone_x = a.each, a.each += a.alone ? whole_lines((size_t)(s->T * s->D) * 4) : 0;
-  a.alone_rows = a.each, a.each += a.alone ? whole_lines((size_t)(s->T * wide) * 4) : 0;
-  a.alone_prepared = a.each, a.each += a.alone ? whole_lines(prepared) : 0;
+  const size_t x = whole_lines((size_t)(s->T * s->D) * 4);
+  const size_t rows = whole_lines((size_t)(s->T * wide) * 4);
+  a.alone = tiles <= 1 && (size_t)s->crew * (x + rows + prepared) <= MOST_ALONE;
+  a.alone_x = whole_lines(own), a.alone_rows = a.alone_x + x;
+  a.alone_prepared = a.alone_rows + rows;
+  a.each = a.alone ? a.alone_prepared + whole_lines(prepared) : whole_lines(own);
   a.shared = carve(&at, sizeof(struct shared_state));
   a.pieces = carve(&at, (size_t)s->T * sizeof(piece));
   a.rows = carve(&at, (size_t)(s->T * wide) * 4);
@@ -165,7 +167,7 @@ void lezero_decoder_begin(const lezero_step *s) {
 /* [Note: alone]
  * A step of so few tokens that they are one tile is prepared by every worker for itself, which takes
  * no longer than by one of them for all, and saves four of a layer's barriers. So each has its own
- * copy of the residual stream. */
+ * copy of the residual stream, as long as all of these together are small. */
 
 typedef struct {
   const lezero_step *s;

@@ -20,10 +20,11 @@ class Histogram:
         self.sum = 0.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-        self._recent.append(value)
+    def add(self, value: float, count: int = 1) -> None:
+        """So many equal ones."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+        self._recent.extend([value] * min(count, _RECENT))
 
     def recent(self, share: float) -> float | None:
         """A quantile of the last values; None before there are any."""

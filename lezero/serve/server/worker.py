@@ -276,7 +276,7 @@ class Worker:
         finally:
             self._step_began = None
         took, fed, drafted = time.monotonic() - began, totals.fed - fed, totals.drafted - drafted
-        if len(progress.tokens) == 1 and fed == 1 + drafted:
+        if len(progress.tokens) == 1 and fed == progress.passes + drafted:
             (self.guessing if drafted else self.alone).add(totals.drawn - drawn, took)
         elif fed >= _FILLED and not drafted:
             self.filling.add(fed, took)
@@ -346,7 +346,7 @@ class Worker:
             metrics.first_token_s.add(now - (request.arrived_s or now))
             metrics.tokens_cached += request.cached
         else:
-            metrics.between_tokens_s.add((now - job.last_s) / count)
+            metrics.between_tokens_s.add((now - job.last_s) / count, count)
         job.last_s = now
 
     def _end(self, job: _Job, event: Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 import time
@@ -14,7 +15,9 @@ from lezero.core.errors import LeZeroError
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.metrics import Metrics
 from lezero.serve.server.run import Server
+from lezero.serve.server.worker import Event, Worker
 from tests.serve.models import runs, small
 from tests.serve.server.running import Client, coder, serving, small_llm, until
 
@@ -271,3 +274,29 @@ def test_tokens_of_quick_steps_go_together(monkeypatch) -> None:
     assert found.count(b'"text"') > 90
     assert found.rstrip().endswith(b"[DONE]")
     assert [count for count in sent if count] == [1, 99]
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_steps_in_one_call_count_as_each_alone(at_once: int) -> None:
+    llm = LLM(small(), weights="int8")
+    if not llm.program._decoder.follows:  # type: ignore[attr-defined]
+        pytest.skip("no native kernel suits this processor")
+    llm.program.steps_at_once = lambda sequences: at_once  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+
+    async def ask() -> Worker:
+        worker = Worker(llm, Metrics(), 8)
+        worker.start()
+        for prompt in ([5, 6], [7, 8, 9], [3, 4]):
+            worker.reserve(1)
+            events: asyncio.Queue[Event] = asyncio.Queue()
+            worker.submit([llm.request(prompt, params)], events)
+            while (await events.get()).reason is None:
+                pass
+        await worker.stop()
+        return worker
+
+    worker = asyncio.run(ask())
+    assert worker.alone.tokens == 3 * 49
+    assert sum(worker.metrics.between_tokens_s.counts) == 3 * 49
+    assert llm.engine.totals.steps == 3 * 50
