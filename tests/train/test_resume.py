@@ -243,7 +243,9 @@ def test_a_save_beside_another_model_loses_neither(tmp_path, caplog):
     assert other.save(tmp_path) == path
     assert "was of another model; give each engine a folder of its own" in caplog.text
     (aside,) = tmp_path.glob("superseded-step-00000000-*")
-    with pytest.raises(FileError, match=r"is of another model: bias is .* weight is \(3, 2\) there"):
+    with pytest.raises(
+        FileError, match=r"is of another model: bias is .* weight is \(3, 2\) there"
+    ):
         one.load(tmp_path)
     one.load(aside)
     other.load(tmp_path)
