@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 
 import torch
 from torch import nn
@@ -39,6 +40,43 @@ class Tiny(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+HIDDEN: list[torch.Tensor] = []
+
+
+class Supervised(Block):
+    """Keeps a loss of its own, computed with its weights, beside what it returns."""
+
+    def __init__(self, way="attribute"):
+        super().__init__()
+        self.exit, self.way = nn.Linear(WIDTH, 19), way
+
+    def forward(self, x):
+        x = super().forward(x)
+        loss = self.exit(x).logsumexp(-1).mean()
+        if self.way == "attribute":
+            self.losses = {"exit": loss}
+        elif self.way == "hidden":
+            HIDDEN.append(loss)
+        return (x, types.SimpleNamespace(loss=loss)) if self.way == "object" else x
+
+
+class DeepSupervision(Tiny):
+    def __init__(self, way, **options):
+        super().__init__(**options)
+        self.blocks = nn.ModuleList(Supervised(way) for _ in range(5))
+
+    def forward(self, tokens):
+        x, self.losses = self.embed(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            if isinstance(x, tuple):
+                x, extra = x
+                self.losses.append(extra.loss)
+            elif block.way == "attribute":
+                self.losses.append(block.losses["exit"])
         return self.head(self.norm(x)) * self.scale
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lezero.comm.wire import Wire
 from lezero.core import groups
-from lezero.core.errors import OrderError
 from lezero.parallel.zero import Zero, no_sync, shard_, sharding_of
 from lezero.parallel.zero import shard as shard_module
-from lezero.train import Engine
-from tests.parallel.zero.models import WIDTH, Block, Tiny, batches, loss_of, make
+from tests.parallel.zero.models import WIDTH, Block, DeepSupervision, Tiny, batches, loss_of, make
 
 
 class Frozen(Tiny):
@@ -106,43 +103,6 @@ class Nested(nn.Module):
         x = self.blocks[3](self.blocks[1](self.blocks[0](x)))
         hook.remove()
         return self.head(x)
-
-
-KEPT: list[torch.Tensor] = []
-
-
-class Supervised(Block):
-    """Keeps a loss of its own, computed with its weights, beside what it returns."""
-
-    def __init__(self, way="attribute"):
-        super().__init__()
-        self.exit, self.way = nn.Linear(WIDTH, 19), way
-
-    def forward(self, x):
-        x = super().forward(x)
-        loss = self.exit(x).logsumexp(-1).mean()
-        if self.way == "attribute":
-            self.losses = {"exit": loss}
-        elif self.way == "hidden":
-            KEPT.append(loss)
-        return (x, types.SimpleNamespace(loss=loss)) if self.way == "object" else x
-
-
-class DeepSupervision(Tiny):
-    def __init__(self, way, **options):
-        super().__init__(**options)
-        self.blocks = nn.ModuleList(Supervised(way) for _ in range(5))
-
-    def forward(self, tokens):
-        x, self.losses = self.embed(tokens), []
-        for block in self.blocks:
-            x = block(x)
-            if isinstance(x, tuple):
-                x, extra = x
-                self.losses.append(extra.loss)
-            elif block.way == "attribute":
-                self.losses.append(block.losses["exit"])
-        return self.head(self.norm(x)) * self.scale
 
 
 def supervised(model, tokens):
@@ -379,28 +339,6 @@ def test_many_small_gradients_in_bf16_are_not_lost(ranks, stage):
         for name, gradient in once.items():
             assert gradient.dtype == torch.bfloat16
             torch.testing.assert_close(often[name], gradient, rtol=2**-7, atol=0, msg=name)
-
-
-def hidden():
-    """A loss that nobody can find in time: refused, not computed with another block's weights."""
-    model = shard_(make(DeepSupervision, way="hidden"), Zero(stage=3))
-    tokens = next(batches(1, 2, groups.rank()))
-    loss, losses = loss_of(model, tokens), list(KEPT)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (loss + sum(losses)).backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def total(model, tokens):
-        KEPT.clear()
-        return loss_of(model, tokens) + sum(KEPT)
-
-    engine = Engine(model, optimizer, loss=total, counted="samples", compile="off")
-    with pytest.raises(OrderError, match="return it from the block"):
-        engine.train_step(tokens)
-
-
-def test_a_loss_that_a_block_hides_is_refused_at_stage_3(ranks):
-    ranks(2, hidden)
 
 
 def differences(found, expected):
