@@ -55,6 +55,25 @@ def test_it_is_read_in_lists_and_written_from() -> None:
     assert torch.equal(target, plain + 1 + plain)
 
 
+class Row(list[Any]):
+    """A list of a class of its own."""
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple of a class of its own."""
+
+
+def test_lists_and_tuples_of_any_class_hold_it() -> None:
+    made = weight(lz.Fp8())
+    plain = made.decode()
+    assert torch.equal(torch.reshape(made, torch.Size((64, 16))), plain.reshape(64, 16))
+    assert torch.equal(torch.cat(Row([made, made])), torch.cat([plain, plain]))
+    assert torch.equal(torch.stack(Pair((made, plain)))[0], plain)
+    with pytest.raises(AttributeError, match="only read"):
+        torch._foreach_mul_(Row([made]), 2.0)
+    assert torch.equal(made.decode(), plain)
+
+
 SCHEMES = pytest.mark.parametrize("scheme", [lz.Fp8(), lz.Nf4(vocabulary="nf4"), lz.Int8Weight()])
 
 

@@ -100,14 +100,27 @@ def _check_reads(
     name = getattr(function, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
     written = [kwargs.get("out"), given[0] if in_place else None]
-    if any(isinstance(leaf, StandIn) for leaf in pytree.tree_leaves(written)):
+    leaves = pytree.tree_leaves(pytree.tree_map(_opened, written))
+    if any(isinstance(leaf, StandIn) for leaf in leaves):
         raise AttributeError(_ONLY_READ.format(name))
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return pytree.tree_map(_plain, value, is_leaf=lambda x: isinstance(x, StandIn))
-    return value.decode() if isinstance(value, StandIn) else value
+        return pytree.tree_map(_decode, pytree.tree_map(_opened, value))
+    return _decode(value)
+
+
+def _decode(leaf: Any) -> Any:
+    return leaf.decode() if isinstance(leaf, StandIn) else leaf
+
+
+def _opened(leaf: Any) -> Any:
+    """A list or tuple of a class that pytree does not know, as one that it goes through."""
+    if not isinstance(leaf, list | tuple):
+        return leaf
+    same: Any = list(leaf) if isinstance(leaf, list) else tuple(leaf)
+    return pytree.tree_map(_opened, same)
 
 
 def _decoded(name: str) -> Callable[..., Any]:
