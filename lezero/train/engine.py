@@ -42,7 +42,7 @@ from lezero.train.loss import (
 )
 from lezero.train.moving_buffers import MovingBuffers
 from lezero.train.nonfinite import Culprit, find_culprit, vague
-from lezero.train.precision import Precision, check_weights, resolve, resolve_sharded
+from lezero.train.precision import Precision, resolve_plain, resolve_sharded
 from lezero.train.randomness import seeded
 from lezero.train.token_ids import check_token_ids
 
@@ -223,8 +223,7 @@ class Engine:
                 f"precision: the model was sharded to compute in {self.precision.name}; shard it "
                 "anew with another lz.Zero(compute=…)"
             )
-        check_weights(name, self.model)
-        resolved = resolve(name, self.place, self.decisions, self.step)
+        resolved = resolve_plain(name, self.model, self.optimizer, self.decisions, self.step)
         if resolved != self.precision.name:
             self.precision = Precision(resolved, self.place)
 
@@ -246,7 +245,7 @@ class Engine:
 
     def _precision(self, asked: str) -> Precision:
         if not isinstance(self.gradients, Sharded):
-            check_weights(name := resolve(asked, self.place, self.decisions), self.model)
+            name = resolve_plain(asked, self.model, self.optimizer, self.decisions)
             return Precision(name, self.place)
         name = resolve_sharded(asked, self.model, self.decisions)
         return Precision(name, self.place, cache=False)

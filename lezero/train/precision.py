@@ -49,10 +49,25 @@ def resolve(name: str, place: torch.device, decisions: Decisions, step: int = 0)
     return decisions.record("precision", found, reason=reason, step=step)
 
 
-def check_weights(name: str, model: nn.Module) -> None:
-    """Raises `ConfigError` for weights in fp16 that are to be trained in fp16: the loss scale works
-    on fp32 gradients, and small steps would be lost."""
-    half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
+def resolve_plain(
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    decisions: Decisions,
+    step: int = 0,
+) -> str:
+    """The precision of a model that is not sharded; recorded once its weights can be trained so."""
+    place = next(model.parameters()).device
+    found = resolve(name, place, Decisions(replay=decisions.replay), step)
+    _check_weights(found, model, optimizer)
+    return resolve(name, place, decisions, step)
+
+
+def _check_weights(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ConfigError` for weights in fp16 that the optimizer is to train in fp16: the loss
+    scale works on fp32 gradients, and small steps would be lost."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    half = [n for n, p in model.named_parameters() if id(p) in held and p.dtype == torch.float16]
     if name == "fp16" and half:
         more = f", and {len(half) - 1} more are" if len(half) > 1 else ""
         raise ConfigError(

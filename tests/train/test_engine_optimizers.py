@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lezero.core.decisions import Decision
 from lezero.core.errors import ConfigError, OrderError
 from lezero.optim import Schedule
 from lezero.train.engine import Engine
@@ -107,3 +108,21 @@ def test_fp16_weights_are_refused_where_fp16_is_the_precision():
     model.bias.requires_grad_(False)
     model.weight.data = model.weight.data.float()
     assert Engine(model, optimizer, precision="fp16").precision.name == "fp16"
+
+
+def test_fp16_weights_that_the_optimizer_does_not_hold_are_no_reason_to_refuse():
+    """As of adapters beside a base in fp16 that is not frozen."""
+    model = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
+    engine = Engine(model, optimizer, precision="fp16", loss=lambda m, x: m(x).float().mean())
+    assert engine.train_step(torch.ones(3, 2)).step == 1
+
+
+def test_fp16_weights_are_refused_where_auto_becomes_fp16():
+    model = nn.Linear(2, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = Engine(model, optimizer, precision="fp32")
+    engine.decisions.replay["precision"] = Decision("precision", "fp16", {}, "", "an older GPU")
+    with pytest.raises(ConfigError, match=r"^precision: fp16 .* 'weight' is in fp16"):
+        engine.set_precision("auto")
+    assert engine.decisions.records["precision"].chosen == engine.precision.name == "fp32"
