@@ -44,10 +44,15 @@ class Record:
             self.decisions.record(_MODEL, model, reason="its files as they are now", fact=True)
 
     def write(self) -> None:
-        """Writes the file; a folder that cannot be written is told, and serving goes on."""
+        """Writes the file; a folder that cannot be written is told, and serving goes on.
+
+        What was measured at an earlier start stays where this one was asked for something else.
+        """
+        made, measured = self.decisions.records, self.decisions.replay
+        kept = {t: measured.get(t, d) if d.overridden else d for t, d in made.items()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.decisions.write(self.folder / FILE)
+            Decisions(kept).write(self.folder / FILE)
         except OSError as error:
             _LOG.warning("decisions are not kept: %s cannot be written (%s)", self.folder, error)
 

@@ -68,6 +68,20 @@ def test_what_was_asked_for_once_is_not_taken_again(tmp_path: Path) -> None:
     assert not again.decisions.records["encoder weights"].replayed
 
 
+def test_what_was_measured_outlives_a_start_that_asked_for_something_else(tmp_path: Path) -> None:
+    def start(override: str | None, int8: float) -> str:
+        record = Record(tmp_path, "model")
+        measures = {"fp32": lambda: 2.0, "bf16": lambda: 3.0, "int8": lambda: int8}
+        found = record.decisions.choose("encoder weights", measures, override=override)
+        record.take_plan(PLAN, 2.0, step=0, target_s=0.05)
+        return found
+
+    assert start(None, 1.0) == "int8"
+    assert start("bf16", 1.0) == "bf16"
+    assert start("bf16", 1.0) == "bf16"
+    assert start(None, 9.0) == "int8", "taken again"
+
+
 def test_another_model_in_the_same_folder_is_measured_anew(tmp_path: Path) -> None:
     folder, models = tmp_path / "record", [tmp_path / "a", tmp_path / "b"]
     for number, model in enumerate(models):
