@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 
 from lezero import checkpoint
 from lezero.core import groups
@@ -230,7 +231,7 @@ def _spare_another_model(
             if any(
                 there.get(name) != here.get(name)
                 for name in there.keys() | here.keys()
-                if name.startswith(_MODEL)
+                if name.startswith(_MODEL) and not name.endswith(_EXTRA_STATE)
             ):
                 saver.supersede(step)
                 log.warning(
@@ -260,7 +261,8 @@ def _check_model(path: Path, own: dict[str, Any], saved: dict[str, Any]) -> None
     shapes = [
         f"{name} is {tuple(saved[name].shape)} there and {tuple(own[name].shape)} here"
         for name in sorted(own.keys() & saved.keys())
-        if isinstance(own[name], torch.Tensor)
+        if not name.endswith(_EXTRA_STATE)
+        and isinstance(own[name], torch.Tensor)
         and isinstance(saved[name], torch.Tensor)
         and own[name].shape != saved[name].shape
     ]

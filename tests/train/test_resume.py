@@ -234,6 +234,17 @@ def test_the_extra_state_of_modules_is_saved_where_it_is_plain(tmp_path):
         linear(nn.Sequential(nn.Linear(2, 1))).load(tmp_path)
 
 
+def test_extra_state_that_grows_is_no_other_model(tmp_path, caplog):
+    for kept in (torch.ones(0), torch.ones(3), {"seen": 3}):
+        engine = linear(nn.Sequential(Keeping(kept)))
+        engine.save(tmp_path)
+        new = nn.Sequential(Keeping(torch.ones(0)))
+        linear(new).load(tmp_path)
+        assert str(new[0].kept) == str(kept)
+    assert not caplog.records
+    assert not list(tmp_path.glob("superseded-*"))
+
+
 def test_a_save_beside_another_model_loses_neither(tmp_path, caplog):
     """Two engines in one folder, as of a generator and a discriminator."""
     one, other = linear(nn.Linear(2, 1)), linear(nn.Linear(2, 3))
