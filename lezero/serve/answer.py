@@ -54,7 +54,7 @@ class Answer:
         self.places: list[int] = []
         """Of each token: characters of the text before it, those too that are held back."""
         self._known, self._pending, self._decoded = "", list[int](), 0
-        self._ends = request.end_tokens | set(request.params.stop_token_ids)
+        self._ends = request.text_ends
         self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
         self._stops = StopStrings(request.params.stop)
 

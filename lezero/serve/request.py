@@ -86,6 +86,12 @@ class Request:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def text_ends(self) -> frozenset[int]:
+        """Tokens that leave nothing in the text where the answer ends with one of them: the
+        model's own, and those asked for."""
+        return self.end_tokens.union(self.params.stop_token_ids)
+
+    @property
     def turn(self) -> tuple[int, int]:
         """The lowest goes first."""
         return self.priority, self.number

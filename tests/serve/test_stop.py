@@ -102,6 +102,8 @@ def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_it() -> None:
     params = SamplingParams(stop=("<|endoftext|>",), stop_token_ids=(256, 7), **plain)
     assert llm.request("a", params).params is params
     with serving(llm) as client:
-        asked = {"temperature": 0, "max_tokens": 10, "stop": "<|endoftext|>"}
-        (choice,) = client.complete("a", **asked).json["choices"]
-    assert (choice["text"], choice["finish_reason"]) == ("ok", "stop")
+        asked = {"temperature": 0, "max_tokens": 10, "logprobs": 1}
+        for end in ({"stop": "<|endoftext|>"}, {"stop_token_ids": [256]}):
+            (choice,) = client.complete("a", **asked, **end).json["choices"]
+            assert (choice["text"], choice["finish_reason"]) == ("ok", "stop")
+            assert choice["logprobs"]["tokens"] == ["o", "k"], "it has none of its own"

@@ -118,7 +118,7 @@ class Teller:
         if self._asked.params.logprobs is None:
             return None
         pairs = list(zip(tokens, given, strict=True))
-        if choice.reason == "stop" and pairs and tokens[-1] in choice.request.end_tokens:
+        if choice.reason == "stop" and pairs and tokens[-1] in choice.request.text_ends:
             pairs.pop()  # it ends the text and has none of its own
         if self._chat:
             return {"content": [self._token(*pair) for pair in pairs], "refusal": None}
