@@ -46,11 +46,12 @@ class Crew:
         places: Mapping[str, Slice],
         documents: Mapping[str, Any],
         problem: str = "",
+        spared: Path | None = None,
     ) -> None:
         """Writes generation `step`; returns when it is durable, or raises `FileError` on each rank.
 
         `tensors` and `places` are this rank's (see `rows.slices`), `documents` rank 0's. `problem`:
-        why this rank cannot write.
+        why this rank cannot write. `spared`: where rank 0 puts a generation that this one replaces.
         """
         target = step_path(root, step)
         with ExitStack() as stack:
@@ -80,7 +81,7 @@ class Crew:
 
             def commit() -> dict[str, Any]:
                 if not self.rank:
-                    commit_parts(made, target, step, parts, documents)
+                    commit_parts(made, target, step, parts, documents, spared)
                 return {}
 
             self._agree(commit, target)

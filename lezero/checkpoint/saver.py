@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from lezero.checkpoint.rows import slices
 from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.log import logger
-from lezero.files import Slice, check_json, discard, list_generations, step_of
+from lezero.files import Slice, check_json, discard, list_generations, step_of, step_path
 
 _log = logger("checkpoint")
 _Parts = tuple[dict[str, Tensor], dict[str, Slice], dict[str, Any]]
@@ -90,14 +89,18 @@ class Saver:
         tensors: Mapping[str, Tensor],
         documents: Mapping[str, Any],
         own: Mapping[str, Tensor] | None = None,
+        *,
+        supersede: bool = False,
     ) -> bool:
         """Copies everything as it is now and writes it as generation `step` in the background.
 
         Of `tensors`, which every rank gives alike, a rank copies and writes its rows of DTensors,
         and rank 0 the rest; `own` are tensors that no other rank has, under names of their own.
-        `documents` are rank 0's. Returns False when it was skipped (see `busy`) or when the copy
-        does not fit in memory. Raises `FileError` for tensors or documents that cannot be stored;
-        ranks that save together all hear of it, as of a write that failed.
+        `documents` are rank 0's. With `supersede` (rank 0's) a generation that this one would
+        replace is moved aside instead, as `superseded-…`, once this one is written. Returns False
+        when it was skipped (see `busy`) or when the copy does not fit in memory. Raises `FileError`
+        for tensors or documents that cannot be stored; ranks that save together all hear of it, as
+        of a write that failed.
         """
         began = time.perf_counter()
         try:
@@ -109,7 +112,7 @@ class Saver:
             if problem is None or self._crew.size > 1:  # who saves together hears of a problem
                 self._writing = step
                 self._thread = threading.Thread(
-                    target=self._write, args=(step, *parts, problem), name="lezero-save"
+                    target=self._write, args=(step, *parts, problem, supersede), name="lezero-save"
                 )
                 self._thread.start()
             elif not isinstance(problem, LeZeroError):
@@ -147,22 +150,13 @@ class Saver:
         self.wait()
         return self._set_aside(step) if self.leads else []
 
-    def supersede(self, step: int) -> None:
-        """Moves generation `step` itself out of the way, which the next save of it would replace.
-        Of ranks that save together, rank 0 does it."""
-        self.wait()
-        if self.leads:
-            self._set_aside(step - 1, step)
-
-    def _set_aside(self, step: int, last: float = math.inf) -> list[Path]:
-        """The generations after `step` up to `last`."""
+    def _set_aside(self, step: int) -> list[Path]:
+        """The generations after `step`."""
         moved: list[Path] = []
         names, _ = read_marks(self.root)
         for path in list_generations(self.root):
-            number = step_of(path) or 0
-            if step < number <= last:
-                kind = f"superseded-{names[number]}" if number in names else "superseded"
-                target = path.with_name(f"{kind}-{path.name}-{time.time_ns():x}")
+            if (step_of(path) or 0) > step:
+                target = _place_aside(path, names)
                 path.rename(target)
                 moved.append(target)
         if moved:
@@ -212,11 +206,15 @@ class Saver:
         places: dict[str, Slice],
         documents: dict[str, Any],
         problem: Exception | None,
+        supersede: bool,
     ) -> None:
         began = time.perf_counter()
         try:
             told = _text(problem) if problem else ""
-            self._crew.write(self.root, step, tensors, places, documents, told)
+            spared = None
+            if supersede and self.leads:
+                spared = _place_aside(step_path(self.root, step), read_marks(self.root)[0])
+            self._crew.write(self.root, step, tensors, places, documents, told, spared)
             self.error = self._lost = None
         except Exception as error:  # whatever it is, training goes on
             self._failed(step, error)
@@ -263,6 +261,13 @@ class Saver:
         stands = list_generations(self.root)
         newest = f"the newest one is {stands[-1].name}" if stands else "there is none yet"
         _log.error(f"generation {step} was not saved, training goes on; {newest}. {_text(error)}")
+
+
+def _place_aside(path: Path, names: Mapping[int, str]) -> Path:
+    """Where a generation goes that is moved aside; `names` are the marks by step."""
+    mark = names.get(step_of(path) or 0)
+    kind = f"superseded-{mark}" if mark else "superseded"
+    return path.with_name(f"{kind}-{path.name}-{time.time_ns():x}")
 
 
 def _text(error: Exception) -> str:

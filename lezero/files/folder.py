@@ -41,12 +41,21 @@ def aside(root: Path, label: str) -> Iterator[Path]:
         os.close(lock)
 
 
-def commit(made: Path, target: Path) -> None:
-    """Makes the finished folder `made` visible as `target`, replacing one that stands there."""
+def commit(made: Path, target: Path, spared: Path | None = None) -> None:
+    """Makes the finished folder `made` visible as `target`, replacing one that stands there.
+
+    `spared` is where that one goes instead; it comes back when `made` cannot take its place.
+    """
     sync_folder(made)
+    if spared is not None:
+        with suppress(FileNotFoundError):
+            os.rename(target, spared)
     try:
         os.rename(made, target)
     except OSError as error:
+        if spared is not None:
+            with suppress(FileNotFoundError):
+                os.rename(spared, target)
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
         _exchange(made, target)

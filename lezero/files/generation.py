@@ -160,9 +160,11 @@ def commit_parts(
     step: int,
     parts: Sequence[Mapping[str, Any]],
     documents: Mapping[str, Any],
+    spared: Path | None = None,
 ) -> None:
     """Writes the manifest of what `write_part` gave to every writer, and makes `target` visible.
 
+    `spared` is where a generation goes that it would replace, which is removed otherwise.
     Raises `CorruptError` when the writers together did not write every row of every tensor once.
     """
     files: dict[str, Any] = {}
@@ -186,7 +188,7 @@ def commit_parts(
     }
     manifest = Manifest.from_fields(fields, str(target / NAME))
     folder.write_durable(made / NAME, manifest.to_bytes())
-    folder.commit(made, target)
+    folder.commit(made, target, spared)
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

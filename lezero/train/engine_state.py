@@ -21,7 +21,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 from lezero import checkpoint
 from lezero.core import groups
 from lezero.core.decisions import Decisions
-from lezero.core.errors import ConfigError, FileError, LeZeroError
+from lezero.core.errors import ConfigError, CorruptError, FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import read_generation, step_path
 from lezero.parallel.zero import sharding_of
@@ -210,40 +210,40 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
             f"name than {', '.join(sorted(packed.documents))}"
         )
     with checkpoint.Saver(root, together=True) as saver:
-        _spare_another_model(saver, engine.step, packed.tensors)
-        saver.save(engine.step, packed.tensors, {**packed.documents, **documents}, packed.own)
+        why = _why_spared(saver, engine.step, packed.tensors)
+        documents = {**packed.documents, **documents}
+        saver.save(engine.step, packed.tensors, documents, packed.own, supersede=bool(why))
         error = saver.wait()
     if error is not None:
         raise LeZeroError(f"the checkpoint of step {engine.step} was not written: {error}")
-    return step_path(root, engine.step)
+    path = step_path(root, engine.step)
+    if why:
+        log.warning("%s %s. It was moved aside", path, why)
+    return path
 
 
-def _spare_another_model(
-    saver: checkpoint.Saver, step: int, tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Moves the generation that the save of `step` would replace aside where it is of another
-    model: two engines may have been given one folder. Raises `FileError` on every rank."""
-    problem = ""
-    if saver.leads and (path := step_path(saver.root, step)).is_dir():
-        try:
-            there = {n: f.shape for n, f in read_generation(path, select=_nothing).forms.items()}
-            here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            if any(
-                there.get(name) != here.get(name)
-                for name in there.keys() | here.keys()
-                if name.startswith(_MODEL) and not name.endswith(_EXTRA_STATE)
-            ):
-                saver.supersede(step)
-                log.warning(
-                    "%s was of another model; give each engine a folder of its own, since a load "
-                    "finds what was saved last", path,
-                )  # fmt: skip
-        except FileError:  # damaged: nothing to spare
-            pass
-        except OSError as error:
-            problem = f"{path}: is of another model and cannot be moved aside ({error.strerror})"
-    if problem := groups.broadcast_object(problem):
-        raise FileError(problem)
+def _why_spared(saver: checkpoint.Saver, step: int, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Why rank 0 moves the generation that the save of `step` would replace aside; "" for one of
+    this model, and one that is damaged. Two engines may have been given one folder."""
+    if not saver.leads or not (path := step_path(saver.root, step)).is_dir():
+        return ""
+    try:
+        there = {n: f.shape for n, f in read_generation(path, select=_nothing).forms.items()}
+    except CorruptError:
+        return ""
+    except (FileError, OSError) as error:
+        return f"was there, but could not be read ({error})"
+    here = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if all(
+        there.get(name) == here.get(name)
+        for name in there.keys() | here.keys()
+        if name.startswith(_MODEL) and not name.endswith(_EXTRA_STATE)
+    ):
+        return ""
+    return (
+        "was of another model; give each engine a folder of its own, since a load finds what was "
+        "saved last"
+    )
 
 
 def _nothing(name: str) -> bool:

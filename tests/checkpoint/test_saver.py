@@ -281,3 +281,33 @@ def check(loaded):
     assert torch.equal(loaded.tensors["a"], torch.full((100_000,), float(loaded.step)))
     assert torch.equal(loaded.tensors["b"], torch.full((3,), float(loaded.step)))
     return loaded.step
+
+
+def test_what_a_save_supersedes_goes_aside_at_its_commit(tmp_path, monkeypatch):
+    def written(value, supersede=True):
+        with Saver(tmp_path) as saver:
+            saver.save(1, {"w": torch.full((2,), value)}, {}, supersede=supersede)
+            return saver.wait()
+
+    def value(path):
+        return float(read_generation(path).tensors["w"][0])
+
+    assert written(1.0) is None
+    assert not list(tmp_path.glob("superseded-*"))
+    rename = os.rename
+
+    def refuses(source, target):
+        if ".tmp-" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuses)
+        assert isinstance(written(2.0), FileError)
+    assert value(tmp_path / "step-00000001") == 1
+    assert not list(tmp_path.glob("superseded-*"))
+    assert written(2.0) is None
+    (aside,) = tmp_path.glob("superseded-step-00000001-*")
+    assert [value(aside), value(tmp_path / "step-00000001")] == [1, 2]
+    assert written(3.0, supersede=False) is None
+    assert [*tmp_path.glob("superseded-*")] == [aside]

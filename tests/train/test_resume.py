@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from lezero import checkpoint
 from lezero.core.decisions import Decisions
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.optim import AdamW, Schedule
 from lezero.train import RunConfig, Trainer
 from lezero.train.engine import Engine
@@ -260,3 +261,37 @@ def test_a_save_beside_another_model_loses_neither(tmp_path, caplog):
         one.load(tmp_path)
     one.load(aside)
     other.load(tmp_path)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "no space")
+
+
+def test_a_failed_save_leaves_another_model_in_its_place(tmp_path, monkeypatch, caplog):
+    one, other = linear(nn.Linear(2, 1)), linear(nn.Linear(2, 3))
+    one.save(tmp_path)
+    with pytest.raises(FileError, match="documents"):
+        other.save(tmp_path, note=object())
+    with monkeypatch.context() as patch:
+        patch.setattr("lezero.checkpoint.crew.commit_parts", full)
+        with pytest.raises(LeZeroError, match="the disk is full"):
+            other.save(tmp_path)
+    assert "another model" not in caplog.text
+    assert not list(tmp_path.glob("superseded-*"))
+    one.load(tmp_path)
+
+
+def test_a_generation_that_cannot_be_read_is_moved_aside(tmp_path, monkeypatch, caplog):
+    engine = linear(nn.Linear(2, 1))
+    path = engine.save(tmp_path)
+
+    def refused(path, **_):
+        raise FileError(f"{path}: cannot be opened (Input/output error)")
+
+    monkeypatch.setattr("lezero.train.engine_state.read_generation", refused)
+    engine.save(tmp_path)
+    assert "was there, but could not be read" in caplog.text
+    assert "another model" not in caplog.text
+    (aside,) = tmp_path.glob("superseded-step-00000000-*")
+    engine.load(path)
+    engine.load(aside)
