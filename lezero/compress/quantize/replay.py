@@ -12,7 +12,13 @@ The others hand on zeros of the right shape, which take no memory. Whether block
 inputs that it gets in an ordinary run is checked bit for bit, before anything is changed, on the
 first batch and on each that has other arguments than those before it; a model with other paths
 between its blocks (skip connections) computes all blocks before k each time instead. So does one
-whose blocks hand each other an object of a class of its own: what they write to it is not stored.
+whose blocks give back a dataclass, whose tensors are not stored one by one, or are given or give
+back an object that they may write to: what they write is not stored.
+
+[Note: what blocks may write to]
+Dataclasses, partials and bound methods are looked into: they are values like others as long as the
+first batch of each kind leaves what they hold as it was. Any other object that is neither a tensor,
+a module, a function nor a constant is taken for one that blocks write to.
 """
 
 from __future__ import annotations
@@ -20,10 +26,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType
+from functools import partial
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -32,7 +42,7 @@ from lezero.compress.quantize.batches import Batch, Reached, call, first_call, p
 from lezero.compress.quantize.spill import Spill
 
 Run = Callable[..., Any]
-_VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, torch.Size)
+_VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, torch.Size, np.generic)
 _NAMES = (torch.dtype, torch.device, torch.layout, type, FunctionType, BuiltinFunctionType)
 _PLAIN = (Tensor, nn.Module, *_VALUES, *_NAMES)
 
@@ -41,7 +51,9 @@ class Replay:
     """`blocks`: (name, module) in the order in which `model` calls them, each once.
 
     `is_chain`: whether stored outputs are enough, see [Note: which outputs are stored].
-    `has_state`: blocks are given an object that they may write to, so none is run twice with it.
+    `why_no_chain`: the reason where they are not, for a report.
+    `state`: the class of an object that blocks may write to, see [Note: what blocks may write to];
+    none is run twice with it. Empty where there is none.
     """
 
     def __init__(
@@ -52,11 +64,15 @@ class Replay:
         spill: Spill,
     ) -> None:
         self.model, self.batches, self.spill = model, batches, spill
-        self.has_state = False
+        self.state = self.why_no_chain = ""
         self.blocks = self._in_order(blocks)
-        self.is_chain = not self.has_state
+        if self.state:
+            self.why_no_chain = f"blocks share an object that they may write to ({self.state})"
+        self.is_chain = not self.why_no_chain
         for batch in _unlike(batches, shapes=False) if self.blocks else ():
             self.is_chain = self.is_chain and self._check(batch)
+        if not self.is_chain and not self.why_no_chain:
+            self.why_no_chain = "blocks read more than what the block before them gave"
 
     def run(self, batch: int, block: int, visit: Run, *, store: bool = True) -> bool:
         """Calls `visit(*args, **kwargs)` with what block number `block` is given for a batch; what
@@ -128,8 +144,11 @@ class Replay:
             def note(*args: Any, **kwargs: Any) -> Any:
                 order.append(index)
                 seen[index] = _digest((args, kwargs))
+                held = [(x, list(_leaves(x))) for x in _objects((args, kwargs))]
                 output = forward(*args, **kwargs)
-                self.has_state = self.has_state or not _is_plain((args, kwargs, output))
+                self.state = self.state or _opaque((args, kwargs, output)) or _written(held)
+                for made in _objects(output):
+                    self.why_no_chain = f"blocks give back an object ({type(made).__name__})"
                 return output
 
             return note
@@ -194,9 +213,45 @@ def _unlike(batches: list[Batch], *, shapes: bool) -> list[int]:
     return list(kinds.values())
 
 
-def _is_plain(tree: Any) -> bool:
-    """Whether all in it is tensors and values that nobody writes to."""
-    return all(leaf is None or isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(tree))
+def _opaque(tree: Any) -> str:
+    """The class of something in it that is neither a tensor nor a value that nobody writes to."""
+    unknown = (x for x in _leaves(tree) if x is not None and not isinstance(x, _PLAIN))
+    return next((type(x).__name__ for x in unknown), "")
+
+
+def _written(held: list[tuple[Any, list[Any]]]) -> str:
+    """The class of one of these objects that no longer holds what is beside it."""
+    for x, before in held:
+        now = list(_leaves(x))
+        if len(now) != len(before) or not all(map(is_, now, before)):
+            return type(x).__name__
+    return ""
+
+
+def _objects(tree: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if _parts(leaf) is not None]
+
+
+def _leaves(tree: Any, above: frozenset[int] = frozenset()) -> Iterator[Any]:
+    """What a tree is made of, down through containers and objects that can be looked into."""
+    for leaf in pytree.tree_leaves(tree):
+        parts = _parts(leaf)
+        if parts is None:
+            yield leaf
+        elif id(leaf) not in above:  # one may hold itself
+            yield from _leaves(parts, above | {id(leaf)})
+
+
+def _parts(leaf: Any) -> Any:
+    """What a dataclass, a partial or a bound method holds; of anything else `None`."""
+    if isinstance(leaf, _PLAIN):
+        return None
+    own = getattr(leaf, "__dict__", {})
+    if is_dataclass(leaf):
+        return list(({x.name: getattr(leaf, x.name, None) for x in fields(leaf)} | own).values())
+    if isinstance(leaf, partial):
+        return [leaf.func, leaf.args, leaf.keywords, *own.values()]
+    return [leaf.__self__] if isinstance(leaf, MethodType) else None
 
 
 def _shape(leaf: Any) -> Any:
@@ -221,7 +276,7 @@ def _blank(leaf: Any) -> Any:
 def _digest(tree: Any) -> str:
     """Of the tensors in a tree, bit for bit."""
     made = hashlib.blake2b(digest_size=16)
-    for leaf in pytree.tree_leaves(tree):
+    for leaf in _leaves(tree):
         if isinstance(leaf, Tensor):
             flat = leaf.detach().contiguous().flatten()
             made.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())

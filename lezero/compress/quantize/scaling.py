@@ -42,6 +42,8 @@ class Scaling:
         """Whether weights of layers were changed."""
         self.kept: list[str] = []
         """Layers that stayed as they were, but for their channels."""
+        self.state = ""
+        """The class of an object that blocks may write to, with which nothing is tried."""
         wanted = [site for site, target in sites if self._wanted(site, target)]
         self._scalable = [not site.transposed for site in wanted]
 
@@ -51,6 +53,8 @@ class Scaling:
             return []
         awq = self.method.scales_channels
         why = "it needs a repeated block in which a layer before another can take the division"
+        if self.state:
+            why = f"blocks share an object that they may write to ({self.state})"
         if not any(self._scalable):
             why = "Conv1D layers are not scaled"
         return [

@@ -108,11 +108,11 @@ class Work:
         if not any(self._sites_in(name) for name, _ in found):
             return
         replay = Replay(self.model, batches, found, self.spill)
-        if not replay.is_chain:
+        if replay.blocks and not replay.is_chain:
             self.report.notes.append(
-                "blocks read more than what the block before them gave: each was calibrated by "
-                "running all blocks before it"
+                f"{replay.why_no_chain}: each was calibrated by running all blocks before it"
             )
+        self.scaling.state = replay.state if replay.blocks else ""
         last = max((k for k, (n, _) in enumerate(replay.blocks) if self._sites_in(n)), default=-1)
         for index, (name, block) in enumerate(replay.blocks[: last + 1]):
             self._block(replay, index, block, self._sites_in(name), index < last)
@@ -140,7 +140,7 @@ class Work:
                 def again() -> list[Tensor]:
                     return comparable(forward(*args, **kwargs))
 
-                if first and not replay.has_state:
+                if first and not replay.state:
                     groups = self.scaling.groups(capture.inputs, sites)
                     folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
                 elif folds:
