@@ -68,9 +68,14 @@ class Batch:
 
 
 class Arrived:
-    """What came of late, refused or not: how much work of each kind, and how fast."""
+    """What came of late, refused or not: how much work of each kind, and how fast.
 
-    def __init__(self) -> None:
+    least_s: until there is much of it, what came in less time, as in a burst at the start, is taken
+    to have come in so many seconds.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
         self._last: deque[tuple[float, Hashable, float]] = deque()
         self._of_kind: dict[Hashable, tuple[int, float]] = {}
 
@@ -86,11 +91,13 @@ class Arrived:
                 self._of_kind[kind] = count - 1, sum_ - work
 
     def work_in(self, seconds: float, now: float, kind: Hashable) -> float:
-        """Work of a kind that comes in so many seconds, as it did of late."""
-        if len(self._last) < 2 or kind not in self._of_kind:
+        """Work of a kind that comes in so many seconds, as it did of late; none of one that came
+        once, since nobody knows whether it does again."""
+        count, sum_ = self._of_kind.get(kind, (0, 0.0))
+        if count < 2:
             return 0.0
-        past = max(now - self._last[0][0], 1e-9)
-        return self._of_kind[kind][1] / past * seconds
+        least = self._least_s if len(self._last) < _LATELY else 1e-9
+        return sum_ / max(now - self._last[0][0], least) * seconds
 
 
 class Batcher:
@@ -117,7 +124,7 @@ class Batcher:
         self._late: deque[bool] = deque(maxlen=_LATELY)
         self._beyond: deque[float] = deque(maxlen=_LATELY)
         self._began, self._steps = 0.0, 0
-        self._came = Arrived()
+        self._came = Arrived(target_s)
         self._seen = 0
         self._front: deque[Ask] = deque()
         self._back: deque[Ask] = deque()

@@ -136,6 +136,17 @@ def test_requests_of_many_kinds_are_in_time_or_refused(kinds: int, rate: int, le
     assert told.quantile(0.99) <= 1.02 * TARGET
 
 
+@pytest.mark.parametrize(("kinds", "each"), [(12, 1), (6, 2), (4, 4)])
+def test_a_burst_of_many_kinds_at_the_start_is_taken(kinds: int, each: int) -> None:
+    """That a request came a moment ago does not say that its kind comes each moment."""
+    seconds = lambda work, now: 0.002 + 0.001 * work  # noqa: E731
+    made = batcher(curve=measured(seconds), plan=Plan(16, work=16.0))
+    asks = [(1.0 + 1e-4 * i, Ask([1.0], i % kinds)) for i in range(kinds * each)]
+    told = drive(made, asks, seconds)
+    assert not told.refused
+    assert max(told.latencies) <= TARGET
+
+
 def test_what_waits_of_other_kinds_counts_by_its_steps() -> None:
     made = batcher(curve=Curve([(1.0, 0.01), (8.0, 0.01)]), plan=Plan(8))
     for kind in "abac":
@@ -154,7 +165,7 @@ def test_what_waits_of_other_kinds_counts_by_its_steps() -> None:
 
 
 def test_kinds_that_came_long_ago_are_forgotten() -> None:
-    came = Arrived()
+    came = Arrived(0.05)
     for number in range(1000):
         came.add(0.1 * number, number // 2 * 2, 3.0)
     assert came.work_in(1.0, 100.0, 0) == 0.0
