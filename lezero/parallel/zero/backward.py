@@ -50,6 +50,7 @@ class Backward:
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
         self._gated = gated
         self._plan: Plan | None = None
+        self._renewals = 2
         self._recorder: Recorder | None = None
         self._turns: Turns | None = None
         self._aside: dict[Held, torch.Tensor | None] = {}
@@ -66,10 +67,16 @@ class Backward:
 
     def _begin_turns(self) -> None:
         if self._plan is None:
-            self._recorder = Recorder()
-            self._turns = Turns(Plan.first(self.buckets, self._gated), self._recorder)
+            calls = self._told(self._calls()) if self._gated else None
+            self._recorder = Recorder(self.buckets)
+            self._turns = Turns(Plan.first(self.buckets, calls), self._recorder)
         else:
             self._turns = Turns(self._plan, None)
+
+    def _calls(self) -> dict[str, int]:
+        """For each unit, how many of its calls may have their backward now."""
+        units = {bucket.segment.unit for bucket in self.buckets}
+        return {unit.name: len(unit.awaited) for unit in units}
 
     def gate(self, unit: Unit) -> None:
         """`unit` is about to be gathered, while backward runs."""
@@ -151,9 +158,11 @@ class Backward:
         for held in self.helds:
             held.used = False
         if self._recorder is not None:
-            found = self._told(self._recorder.found())
-            self._plan = Plan.first(self.buckets, self._gated).seen(found)
+            self._plan = Plan.seen(self.buckets, self._told(self._recorder.found()))
             self._recorder = None
+        elif late and self._renewals:  # this backward is not like the one that was recorded
+            self._plan = None
+            self._renewals -= 1
 
     def _finish_all(self) -> None:
         while self.lent.in_flight:

@@ -179,7 +179,6 @@ class Sharding:
         self._last["backward"] = None
         for unit in self.units:
             unit.in_backward, unit.task = False, None
-            unit.awaited.clear()
             if not unit.depth:
                 unit.hide()
 

@@ -58,15 +58,13 @@ class Slot:
 
 
 class Call:
-    """One forward call of a unit, for as long as its graph lives; `number` counts them."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
+    """One forward call of a unit, for as long as its graph lives."""
 
 
 class Unit:
     """`name` is the module's path ("" for the root). `task`: autograd's number of the backward in
-    which that of this unit has begun, None before."""
+    which that of this unit has begun, None before. `awaited`: calls whose graph lives and had no
+    backward; a rank's own affair, of which only rank 0's tells (`plan`)."""
 
     def __init__(self, name: str, module: nn.Module, segments: list[Segment], index: int) -> None:
         self.name, self.module, self.segments, self.index = name, module, segments, index
@@ -80,7 +78,6 @@ class Unit:
         self.in_backward = False
         self.task: int | None = None
         self.awaited: weakref.WeakSet[Call] = weakref.WeakSet()
-        self._calls = 0
         self.gathering = False
         self.valid = False
         self.stale = True
@@ -96,11 +93,10 @@ class Unit:
         return self is self.sharding.root
 
     @property
-    def done(self) -> bool:
-        """Whether the backward of every call is over (of the root: has begun), as all ranks see it,
-        whichever gradients have come."""
-        begun = self.is_root or (self.task is not None and not self.in_backward)
-        return begun and not self.awaited
+    def over(self) -> bool:
+        """Whether the backward of a block is over, as all ranks see it, whichever gradients have
+        come; another call of it may still follow. Of the root: always."""
+        return self.is_root or (self.task is not None and not self.in_backward)
 
     @property
     def computing(self) -> bool:
@@ -146,8 +142,7 @@ class Unit:
 
     def _listen(self, output: Any) -> None:
         """Has autograd tell when the backward of this call begins (see the note)."""
-        self._calls += 1
-        call = Call(self._calls)
+        call = Call()
         shared = self.slots is not None and not self.is_root
         for tensor in new_tensors(self.module if shared else None, output):
             tensor.register_hook(functools.partial(self._before_backward, call))
@@ -157,9 +152,7 @@ class Unit:
     def _before_backward(self, call: Call, gradient: torch.Tensor) -> None:
         sharding = self.sharding
         sharding.backward.begin()
-        for other in list(self.awaited):  # later ones come first, or in a backward of their own
-            if other.number >= call.number:
-                self.awaited.discard(other)
+        self.awaited.discard(call)
         self.task = torch._C._current_graph_task_id()
         if not self.in_backward:
             sharding.finish_others(self)

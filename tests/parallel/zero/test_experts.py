@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lezero.comm.mesh import Mesh
 from lezero.core import groups
-from lezero.parallel.zero import Zero, shard_, sharding_of
+from lezero.parallel.zero import Zero, no_sync, shard_, sharding_of
 from lezero.parallel.zero import shard as shard_module
 from tests.parallel.zero.models import WIDTH, Block, Tiny, batches, loss_of, make
 from tests.parallel.zero.test_models import differences, gradients_of
@@ -133,10 +133,32 @@ def test_ranks_may_use_different_parameters(ranks, world, stages, axes):
         assert wrong == []
 
 
-def started(run, blocks):
-    """For each of three backwards how many reductions started, and how many while it ran."""
+def validated(model, tokens):
+    """Before the step a forward with gradients, whose output rank 0 alone keeps."""
+    output = model(tokens[:, :-1])
+    if groups.rank() == 0:
+        model.kept = output
+    del output
+    once(model, tokens)
+
+
+def reversed_(model, tokens):
+    """Two forwards, the later one's backward first."""
+    older, newer = (loss_of(model, part) / 2 for part in tokens.chunk(2))
+    with no_sync(model):
+        newer.backward()
+    older.backward()
+
+
+def older_lives(model, tokens):
+    model.kept = loss_of(model, tokens)
+    once(model, tokens)
+
+
+def started(run, options):
+    """For each of three backwards how many reductions had started when it ended, and in all."""
     shard_module.SOLO = 50
-    model = shard_(make(blocks=blocks), Zero(stage=3))
+    model = shard_(make(**options), Zero(stage=3))
     model.recompute = None
     sharding = sharding_of(model)
     link, found = sharding.lines.shard, []
@@ -150,8 +172,28 @@ def started(run, blocks):
     return len(sharding.backward.buckets), found
 
 
-@pytest.mark.parametrize("run", [once, twice], ids=lambda run: run.__name__)
-def test_where_all_gradients_come_each_is_reduced_once_while_backward_runs(ranks, run):
-    for buckets, (_, first, *later) in ranks(2, started, run, 5):
+@pytest.mark.parametrize("options", [{"blocks": 5}, {"blocks": 5, "tied": False}], ids=str)
+@pytest.mark.parametrize("run", [once, twice, validated, older_lives, reversed_])
+def test_where_all_gradients_come_each_is_reduced_once_while_backward_runs(ranks, run, options):
+    for buckets, (_, first, *later) in ranks(2, started, run, options, timeout_s=60):
         assert first == buckets
         assert later == [buckets, buckets] * 2
+
+
+def changing():
+    """Backwards that are not like the first are reduced right, and soon while they run."""
+    model = shard_(make(Tiny, torch.float64, blocks=5), Zero(stage=3))
+    plain = make(Tiny, torch.float64, blocks=5)
+    parts = [list(batches(6, 2, rank)) for rank in range(2)]
+    for step in range(6):
+        run = once if step in (0, 5) else twice
+        model.zero_grad()
+        plain.zero_grad()
+        run(model, parts[groups.rank()][step])
+        for part in parts:
+            (sum(loss_of(plain, half) for half in part[step].chunk(2)) / 4).backward()
+        assert not list(differences(gradients_of(model), gradients_of(plain)))
+
+
+def test_a_backward_unlike_the_first_gives_the_same_gradients(ranks):
+    ranks(2, changing, timeout_s=60)
