@@ -40,7 +40,7 @@ class Experts(Tiny):
         self.blocks = nn.ModuleList(Mixture() for _ in range(3))
         self.prompt = nn.Parameter(torch.ones(WIDTH))  # used by some ranks, late in backward
         self.bias = nn.Parameter(torch.ones(19))  # used by some ranks, early in backward
-        self.recompute = None
+        self.through = None  # how a block is called
 
     def choose(self, rank, step):
         self.seed = rank + step
@@ -51,9 +51,8 @@ class Experts(Tiny):
         x = self.embed(tokens)
         if self.seed % 2:
             x = x + self.prompt
-        for block in self.blocks:
-            plain = self.recompute is None
-            x = block(x) if plain else checkpoint(block, x, use_reentrant=self.recompute)
+        for index, block in enumerate(self.blocks):
+            x = self.through(index, block, x) if self.through else block(x)
         x = self.head(self.norm(x)) * self.scale
         return x + self.bias if self.seed % 2 else x
 
@@ -74,16 +73,38 @@ def apart(model, tokens):
 
 
 def recomputed(model, tokens):
-    model.recompute = False
+    model.through = lambda _, block, x: checkpoint(block, x, use_reentrant=False)
     once(model, tokens)
 
 
 def recomputed_reentrant(model, tokens):
-    model.recompute = True
+    model.through = lambda _, block, x: checkpoint(block, x, use_reentrant=True)
     once(model, tokens)
 
 
-RUNS = (once, twice, apart, recomputed, recomputed_reentrant)
+def some_recomputed(model, tokens):
+    """A block is recomputed while the backward of the one after it is not known to be over."""
+
+    def through(index, block, x):
+        return checkpoint(block, x, use_reentrant=True) if index % 2 == 0 else block(x)
+
+    model.through = through
+    once(model, tokens)
+
+
+def recomputed_around(model, tokens):
+    """What is recomputed ends with more than the block."""
+
+    def scaled(block, x):
+        return x + model.scale * block(x)
+
+    model.through = lambda _, block, x: checkpoint(scaled, block, x, use_reentrant=False)
+    once(model, tokens)
+
+
+RUNS = (
+    once, twice, apart, recomputed, recomputed_reentrant, some_recomputed, recomputed_around
+)  # fmt: skip
 
 
 def expected(run):
@@ -159,7 +180,6 @@ def started(run, options):
     """For each of three backwards how many reductions had started when it ended, and in all."""
     shard_module.SOLO = 50
     model = shard_(make(**options), Zero(stage=3))
-    model.recompute = None
     sharding = sharding_of(model)
     link, found = sharding.lines.shard, []
     reduce, at_end = link.reduce_scatter, sharding.backward._reduce_rest
