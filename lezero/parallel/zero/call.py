@@ -68,7 +68,7 @@ def _within(
     try:
         output = call(*args, **keywords)
     finally:
-        leave(unit, output)
+        output = leave(unit, output)
     return output
 
 
@@ -88,5 +88,5 @@ def _enter(unit: Unit, args: Any, keywords: Any) -> tuple[Any, Any]:
     return found
 
 
-def _leave(unit: Unit, output: Any) -> None:
-    unit.leave(output)
+def _leave(unit: Unit, output: Any) -> Any:
+    return unit.leave(output)

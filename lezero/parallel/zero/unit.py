@@ -12,6 +12,8 @@ order of forward.
 [Note: where a unit's backward begins]
 At the first gradient of a tensor that the unit made and that can be found when its call ends: in
 what it returns, whatever holds it, and in the attributes of its modules (a loss kept in `self`).
+A call that made none, since it returns what it was given, hands on views of that: on another rank
+the same call may have computed, and all gather alike.
 """
 
 from __future__ import annotations
@@ -47,6 +49,12 @@ def adopt(held: Held, found: nn.Parameter | None) -> None:
         held.local().copy_(local(found.detach()))
         setattr(found, REPLACED, held.name)
     held.show(held.sharded)
+
+
+def _passed_on(value: Any) -> Any:
+    return (
+        value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+    )
 
 
 class Slot:
@@ -129,25 +137,31 @@ class Unit:
         cast: tuple[Any, Any] = tree_map(to, (args, keywords))
         return cast
 
-    def leave(self, output: Any) -> None:
-        """After the module computed, or raised (`output` None)."""
+    def leave(self, output: Any) -> Any:
+        """After the module computed, or raised (`output` None); returns what to hand on."""
         self.depth -= 1
         if torch.is_grad_enabled():
-            self._listen(output)
+            output = self._listen(output)
         if self.depth == 0 and not self.in_backward:
             if self.sharding.backward.active:  # recomputed: its backward comes next
                 self.in_backward = True
             else:
                 self.hide()
+        return output
 
-    def _listen(self, output: Any) -> None:
+    def _listen(self, output: Any) -> Any:
         """Has autograd tell when the backward of this call begins (see the note)."""
         call = Call()
         shared = self.slots is not None and not self.is_root
-        for tensor in new_tensors(self.module if shared else None, output):
+        found = new_tensors(self.module if shared else None, output)
+        if shared and not found:
+            output = tree_map(_passed_on, output)
+            found = new_tensors(None, output)
+        for tensor in found:
             tensor.register_hook(functools.partial(self._before_backward, call))
         if not self.sharding.backward.active:
             self.awaited.add(call)
+        return output
 
     def _before_backward(self, call: Call, gradient: torch.Tensor) -> None:
         sharding = self.sharding
