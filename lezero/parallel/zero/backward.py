@@ -64,6 +64,8 @@ class Backward:
                 bucket.unmark()
             if self.sync:
                 self._begin_turns()
+            else:
+                self.lent.wide = True
 
     def _begin_turns(self) -> None:
         if self._plan is None:
@@ -153,6 +155,7 @@ class Backward:
             bucket.launch()
         self._finish_all()
         agree_on_scalars(self.lent.lines, self.buckets)
+        self.lent.wide = False
         for bucket in self.buckets:
             bucket.deposit(used)
         for held in self.helds:

@@ -28,12 +28,14 @@ class Lent:
 
     `limit`: how many of one size there are before a taker first waits for a reduction in flight.
     Where finishing one starts a collective (the sum over the replicas), only the next reduction of
-    that size waits for it: takers come in another order on each rank.
+    that size waits for it: takers come in another order on each rank. `wide`: none of 16 bits is
+    lent, since some rank may have collected gradients under `no_sync`, which are wide.
     """
 
     def __init__(self, lines: Lines, limit: int | None) -> None:
         self.lines, self.limit = lines, limit
         self.in_turn = limit is not None and lines.shard is not None and lines.replicate is not None
+        self.wide = False
         self.in_flight: deque[Bucket] = deque()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._made: dict[tuple[int, torch.dtype], int] = defaultdict(int)
@@ -244,7 +246,7 @@ class Bucket:
             self._direct = self._can_deposit_directly()
             self.flat = self._own_grads() if self._direct else self._temporary()
             return self.flat
-        carried = segment.compute in self.lines.types and not keep
+        carried = segment.compute in self.lines.types and not (keep or self.lent.wide)
         self.flat = self.lent.take(layout.numel, segment.compute if carried else self._wide)
         if layout.contiguous:
             self.flat[layout.places[0].rows.numel :].zero_()

@@ -28,6 +28,8 @@ class Mixture(Block):
         self.seed = 0
 
     def forward(self, x):
+        if self.seed % 4 == 3:
+            return x
         for which, expert in enumerate(self.experts):
             if (self.seed + which) % 3:
                 x = x + F.gelu(expert(x))
@@ -217,3 +219,22 @@ def changing():
 
 def test_a_backward_unlike_the_first_gives_the_same_gradients(ranks):
     ranks(2, changing, timeout_s=60)
+
+
+def collected_apart(stage):
+    """Some ranks alone have collected gradients of a parameter, which are wider than it."""
+    shard_module.SOLO = 50
+    model = shard_(make(Experts), Zero(stage=stage, compute="bf16"))
+    first, second = batches(2, 2, groups.rank())
+    with no_sync(model):
+        model.choose(groups.rank(), 0)
+        once(model, first)
+    model.choose(0, 0)
+    once(model, second)
+    assert model.bias.grad is not None
+    assert not sharding_of(model).lent.wide
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_may_use_different_parameters_under_no_sync(ranks, stage):
+    ranks(2, collected_apart, stage, timeout_s=60)
