@@ -151,6 +151,13 @@ def workspace_bytes() -> int:
     return 2 * ((32 << 20) if version >= (9, 0) else (8 << 20) + (128 << 10))
 
 
+def capability_of(place: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA device."""
+    import torch
+
+    return torch.cuda.get_device_capability(place)
+
+
 def capability() -> tuple[int, int] | None:
     """Compute capability of an NVIDIA device, else None."""
     import torch
@@ -176,6 +183,13 @@ def processors(place: torch.device) -> int:
     if place.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(place).multi_processor_count)
+
+
+def stream_handle(place: torch.device) -> int:
+    """The driver's handle of the current stream of an NVIDIA device."""
+    import torch
+
+    return int(torch.cuda.current_stream(place).cuda_stream)
 
 
 def stream(place: torch.device) -> int:

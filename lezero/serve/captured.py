@@ -26,6 +26,8 @@ from torch import Tensor
 from lezero.core import device
 from lezero.core.log import logger
 from lezero.models import Transformer
+from lezero.ops import cuda_source
+from lezero.ops.decoder import cuda_step
 from lezero.serve.decoding import Decoder
 from lezero.serve.flight import Flight
 from lezero.serve.plain import PlainProgram, projected
@@ -50,6 +52,7 @@ class CapturedProgram(PlainProgram):
         self._decoder = Decoder(model) if Decoder.suits(model) else None
         self._best_B = torch.zeros(_MOST, dtype=torch.int64, device=self.place)
         self._steps: dict[tuple[int, int], _Step | None] = {}
+        self._launches = cuda_source.runs(self.place)
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -73,7 +76,7 @@ class CapturedProgram(PlainProgram):
                 return super().run(fed)
             step.fill(fed, self._nobody)
             step.replay()
-            return step.logits_BV[: len(fed)].clone()
+            return step.logits_BV[: len(fed)].to(torch.float32, copy=True)
 
     @torch.no_grad()
     def launch(
@@ -124,16 +127,22 @@ class CapturedProgram(PlainProgram):
 
     def _decode(self, step: _Step) -> Tensor:
         """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""
-        last_B = self._best_B[step.row_B.clamp(min=0)]
-        token_B = torch.where(step.row_B < 0, step.token_B, last_B.clamp(min=0))
+        if self._launches:
+            token_B = cuda_step.chosen(step.token_B, step.row_B, self._best_B)
+        else:
+            last_B = self._best_B[step.row_B.clamp(min=0)]
+            token_B = torch.where(step.row_B < 0, step.token_B, last_B.clamp(min=0))
         if self._decoder is None:
-            logits_BV = self._plainly(step, token_B).float()
+            logits_BV = self._plainly(step, token_B)
         else:
             assert self._keys is not None
             assert self._values is not None
             places = (step.position_B, step.table_BW, self._keys, self._values)
-            logits_BV = self._decoder.logits(token_B, *places).float()
-        self._best_B[: len(logits_BV)] = best_token(logits_BV)
+            logits_BV = self._decoder.logits(token_B, *places)
+        if self._launches:
+            cuda_step.best(logits_BV, self._best_B)
+        else:
+            self._best_B[: len(logits_BV)] = best_token(logits_BV)
         step.ran = True
         return logits_BV
 

@@ -1,9 +1,11 @@
 """One token of each sequence through a model of 16-bit or whole-number weights, in few launches.
 
-A layer is six: queries, keys and values; attention with the cache; its output; gate and up; what
-the gate leaves; down. Norms and residuals are parts of them, but for one token and 4 bits (see
-`triton_one.py`). Layers with the same inputs are joined: their weights become views of one matrix,
-so nothing is held twice. Where their forms differ, each form has a launch of its own.
+A layer is five: queries, keys and values; attention with the cache; its output; gate and up, and
+what the gate leaves; down. Norms and residuals are parts of them, and each launch begins, and asks
+for its weights, before the one ahead of it has ended (`cuda_few.py`). More than 16 sequences, other
+shapes and AMD's devices take Triton's kernels: six launches a layer, one after another. Layers with
+the same inputs are joined: their weights become views of one matrix, so nothing is held twice.
+Where their forms differ, each form has a launch of its own.
 
 Shapes: B sequences, D width, H heads, E numbers of a head, V vocabulary, T positions, W blocks.
 """
@@ -11,7 +13,7 @@ Shapes: B sequences, D width, H heads, E numbers of a head, V vocabulary, T posi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,9 @@ from torch import Tensor, nn
 from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer
-from lezero.ops.linear import Packed
+from lezero.ops import cuda_source
+from lezero.ops.decoder import cuda_step
+from lezero.ops.linear import Packed, cuda_few
 from lezero.ops.triton_runs import triton_runs
 
 _KINDS = (torch.bfloat16, torch.float16)
@@ -47,6 +51,7 @@ class Decoder:
         *products, self._head = (products_of(some, dtype) for some in _same_inputs(model))
         self._layers = [products[i : i + 4] for i in range(0, len(products), 4)]
         self._heads, self._window, self._eps = c.heads, c.sliding_window, c.norm_eps
+        self._slices = cuda_source.runs(model.norm.weight.device) and self._sliceable(dtype)
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -62,6 +67,8 @@ class Decoder:
         self, token_B: Tensor, position_B: Tensor, table_BW: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """(B, V). `keys` and `values`, (layers, places, K, E), get those of the new tokens."""
+        if self._slices and len(token_B) <= cuda_few.MOST_TOKENS:
+            return self._in_slices(token_B, position_B, table_BW, keys, values)
         from lezero.ops.decoder.triton_attend import attend
         from lezero.ops.linear.triton_few import Around
 
@@ -86,6 +93,53 @@ class Decoder:
             both = multiply(x_BD, wide, around._replace(norm=norm))
             x_BD = multiply(both, narrow, around._replace(gated=True, residual=x_BD))
         return multiply(x_BD, self._head, around._replace(norm=model.norm.weight))
+
+    def _sliceable(self, dtype: torch.dtype) -> bool:
+        """Whether `cuda_few.py` has kernels for all products."""
+        some = [*chain.from_iterable(self._layers), self._head]
+        every = chain.from_iterable(some)
+        return all(len(wide) == 1 for _, _, wide, _ in self._layers) and all(
+            cuda_few.suits(dtype, one.in_features, one.bits, one.group) for one in every
+        )
+
+    def _in_slices(
+        self, token_B: Tensor, position_B: Tensor, table_BW: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """`logits` by `cuda_few.py`."""
+        from lezero.ops.decoder.triton_attend import attend
+
+        model, rope, eps, B = self._model, self._model.rope, self._eps, len(token_B)
+        blocks, pad = list(model.layers), cuda_few.padded(B)
+        after = [*(block.input_layernorm.weight for block in blocks[1:]), model.norm.weight]
+        x_BD = model.embed_tokens(token_B)
+        normed = cuda_step.spread(x_BD, blocks[0].input_layernorm.weight)
+        for index, (block, products) in enumerate(zip(blocks, self._layers, strict=True)):
+            into, (out,), (wide,), (narrow,) = products
+            attention = block.self_attn
+            norms = None
+            if attention.q_norm is not None:
+                norms = (attention.q_norm.weight, attention.k_norm.weight)
+            y = attend(
+                _outputs(normed, B, into, eps),
+                *(rope.cos_TP, rope.sin_TP, position_B, table_BW, keys[index], values[index]),
+                heads=self._heads,
+                window=self._window,
+                norms=norms,
+                eps=eps,
+                pad=pad,
+            )
+            norm = block.post_attention_layernorm.weight
+            x_BD, normed = cuda_few.linear_normed(y, B, *out, residual=x_BD, norm=norm)
+            gated = cuda_few.linear_few(normed, B, *wide, eps=eps, gated=True)
+            x_BD, normed = cuda_few.linear_normed(
+                gated, B, *narrow, residual=x_BD, norm=after[index]
+            )
+        return _outputs(normed, B, self._head, eps)
+
+
+def _outputs(normed: Any, B: int, products: Sequence[Product], eps: float) -> Tensor:
+    found = [cuda_few.linear_few(normed, B, *product, eps=eps) for product in products]
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
 def multiply(x: Tensor, products: Sequence[Product], around: Any) -> Tensor:

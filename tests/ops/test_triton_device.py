@@ -22,7 +22,7 @@ from lezero.ops.adamw.reference import coefficients
 from lezero.ops.codec import FORMS, payload_bytes, triton_kernel as codec
 from lezero.ops.decoder import triton_attend as attention
 from lezero.ops.linear import Packed, triton_fp8 as fp8, triton_rows as rows
-from lezero.ops.linear import triton_few as few, triton_few_kernel, triton_one as one
+from lezero.ops.linear import triton_few as few, triton_few_kernel
 from lezero.ops.linear import triton_tokens as tokens, triton_w8a8 as w8a8
 
 inside, launched = [None], []
@@ -45,7 +45,7 @@ adamw._step = adamw._step8bit = fp8._round = Kernel()
 adamw._address, adamw._stream = lambda x: 16, lambda place: 0
 adamw._sent = lambda values, dtype, place: torch.zeros(len(values), len(values[0])).to(place)
 rows._decode = tokens._round = w8a8._multiply = Kernel()
-triton_few_kernel.few = triton_few_kernel.gate = one._one = attention._attend = Kernel()
+triton_few_kernel.few = triton_few_kernel.gate = attention._attend = Kernel()
 with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     x = torch.empty(1000)
     for form in FORMS:
@@ -66,12 +66,10 @@ with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda:1"):
     fp8.fp8_tokens(torch.empty(3, 64))
     a, cut = torch.empty(3, 128, dtype=torch.bfloat16), few.Cut(32, 64, 1, 3, 4)
     few.linear_few(a, weight, None, 32, 64, 8, 0, few.Around(gated=True), cut)
-    four = weight._replace(weight=torch.empty(32, 64, dtype=torch.int32))
-    one.linear_one(a[:1, :64], four, None, 32, 64, 0, few.Around(), (32, 1, 2, 4))
     at, table = torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
     angles, cache = torch.empty(32, 16), torch.empty(64, 1, 32, dtype=torch.bfloat16)
     attention.attend(a, angles, angles, at, table, cache, cache, heads=2)
-assert launched == [1] * (2 * len(FORMS) + 11), launched
+assert launched == [1] * (2 * len(FORMS) + 10), launched
 print("alike")
 """
 

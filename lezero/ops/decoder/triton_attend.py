@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lezero.ops.cuda_source import begins_early
 from lezero.ops.triton_units import MOST_COUNTED, counts, times
 
 BLOCK = 16
@@ -128,7 +130,11 @@ def _attend(  # type: ignore[no-untyped-def]
     H, K, stride, place_stride, table_stride, eps, scale, window,
     G: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr,
     BLOCK: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr,
+    PAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     head, b, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     at = tl.load(position + b * place_stride)
     start = tl.maximum(at - window + 1, 0)
@@ -155,7 +161,8 @@ def _attend(  # type: ignore[no-untyped-def]
         first.to(kind), second.to(kind), table, keys, values, head, begin, begin + size, start, at,
         K, scale, ROWS, E, P, BLOCK, PLACES, WIDE,
     )  # fmt: skip
-    to = out + (b * H + head * G + row)[:, None] * E + whole[None, :]
+    n = (head * G + row)[:, None] * E + whole[None, :]
+    to = out + (b * H * E + n if PAD == 0 else (n // 16 * PAD + b) * 16 + n % 16)
     if PARTS == 1:
         tl.store(to, (acc / weight[:, None]).to(kind), mask)
     else:
@@ -185,9 +192,11 @@ def attend(
     window: int | None = None,
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
+    pad: int = 0,
 ) -> Tensor:
     """(B, H E) of qkv (B, (H + 2 K) E), in 16 bits; `keys` and `values`, (places, K, E), get the
-    new token's at its `position_B`, int64.
+    new token's at its `position_B`, int64. pad: the result is (H E / 16, pad, 16), as
+    `cuda_few.py` takes tokens, and the launch may begin before those ahead of it end.
 
     cos_TP and sin_TP: fp32, of all positions. table_BW: int64, blocks of 16 places; its rows and
     positions may lie apart. window: how many places back a token looks, itself among them. norms:
@@ -198,13 +207,14 @@ def attend(
     group = heads // K
     rows = max(_LEAST_ROWS, triton.next_power_of_2(group))
     parts = min(_PARTS.value, triton.cdiv(W * BLOCK, _PLACES))
-    out = qkv.new_empty(B, heads * E)
+    out = qkv.new_empty((heads * E // 16, pad, 16) if pad else (B, heads * E))
     sums = tops = ended = qkv
     if parts > 1:
         assert B * K <= MOST_COUNTED
         sums = qkv.new_empty(B * K, parts, rows, E, dtype=torch.float32)
         tops = qkv.new_empty(B * K, parts, rows, 2, dtype=torch.float32)
         ended = counts(qkv.device)
+    early = pad > 0 and qkv.is_cuda and begins_early(qkv.device)
     launch: Any = _attend[(K, B, parts)]
     with torch.accelerator.device_index(qkv.device.index):
         launch(
@@ -221,6 +231,9 @@ def attend(
             PLACES=_PLACES,
             PARTS=parts,
             WIDE=qkv.device.type == "cpu",
+            PAD=pad,
+            EARLY=early,
             num_warps=4,
+            **({"launch_pdl": True} if early else {}),
         )
     return out

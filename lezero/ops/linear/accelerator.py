@@ -2,11 +2,11 @@
 
 W8A8 with a scale a row is one product of whole numbers, by the units for int8 (`triton_w8a8.py`,
 else `torch._int_mm`): the reference's result, bit for bit. Everything else is near it: few tokens
-multiply the codes where they are read (`triton_few.py`), many are multiplied with the dequantized
-weight; tokens of 8 bits (A8) are rounded before. The reference itself would multiply in fp64, which
-most accelerators do at a small part of their speed, or not at all. Without triton, and on other
-accelerators than NVIDIA's and AMD's, the same is done in plain PyTorch. Panels are put in rows at
-each call.
+multiply the codes where they are read (`cuda_few.py`, `triton_few.py`), many are multiplied with
+the dequantized weight; tokens of 8 bits (A8) are rounded before. The reference itself would
+multiply in fp64, which most accelerators do at a small part of their speed, or not at all. Without
+triton, and on other accelerators than NVIDIA's and AMD's, the same is done in plain PyTorch. Panels
+are put in rows at each call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 
 from lezero.core.log import logger
-from lezero.ops.linear import reference
+from lezero.ops import cuda_source
+from lezero.ops.linear import cuda_few, reference
 from lezero.ops.linear.layout import Packed, in_rows, to_rows
 from lezero.ops.quantize.tokens import quantize_blocks, quantize_tokens
 from lezero.ops.triton_runs import triton_runs
@@ -55,6 +56,10 @@ def linear_int(
             return _whole(x_MK, packed, bias, x_scale)
         a_MK, token_M = _tokens(x_MK, x_scale, K)
         x_MK = (a_MK * token_M[:, None]).to(x_MK.dtype)
+    fewest = len(x_MK) <= cuda_few.MOST_TOKENS and cuda_few.suits(x_MK.dtype, K, bits, group)
+    if fewest and cuda_source.runs(x_MK.device):
+        x = cuda_few.sliced(x_MK)
+        return cuda_few.linear_few(x, len(x_MK), packed, bias, *sizes, early=False)
     if len(x_MK) <= FEW_TOKENS and triton_runs(x_MK.device):
         from lezero.ops.linear import triton_few
 

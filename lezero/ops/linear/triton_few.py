@@ -5,8 +5,8 @@
 The weight is read once: that is the time. It is bf16 or fp16 (N, K) or in the row layout of
 `rows.py`. A program takes BN outputs, all tokens (16 or 32 at a time, on the matrix units) and a
 part of the inputs; of the programs of one tile of outputs the last to end adds the parts, in their
-order, so that results do not depend on which one that is, nor on the number of tokens (but for one
-token and 4 bits, see `triton_one.py`).
+order, so that results do not depend on which one that is, nor on the number of tokens. On NVIDIA up
+to 16 tokens have a faster kernel, `cuda_few.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from lezero.core.device import processors
 from lezero.ops.linear import triton_few_kernel as kernel
-from lezero.ops.linear import triton_one
 from lezero.ops.linear.layout import Packed
 from lezero.ops.linear.rows import run_of
 from lezero.ops.triton_units import MOST_COUNTED, counts
@@ -78,8 +77,6 @@ def linear_few(
         return x_MK.new_empty(0, N)
     if around.gated:
         x_MK = _gated(x_MK, K)
-    if bits == 4 and len(x_MK) == 1 and cut is None:
-        return triton_one.linear_one(x_MK, weight, bias, N, K, group, around)
     cut = cut or best_cut(N, K, bits, group, processors(x_MK.device))
     return _tiled(x_MK, weight, bias, (N, K, bits, group), around, cut)
 

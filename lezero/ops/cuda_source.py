@@ -1,0 +1,171 @@
+"""Kernels in CUDA C++, compiled when first used by NVRTC, which torch's CUDA builds bring along.
+
+For what Triton does not express: which register of which lane holds what. A source needs no header
+and no compiler on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import site
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lezero.core import device
+from lezero.core.log import logger
+
+_EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [
+        ("id", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    ]
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig of the driver's interface."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+_PROGRAMMATIC = _Attribute(id=_EARLY, value=1)
+
+
+class CudaKernel:
+    """One function of a compiled source, for devices of one kind."""
+
+    def __init__(self, code: bytes, name: str) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._code, self._library, self._function = code, ctypes.c_void_p(), ctypes.c_void_p()
+        none = [None, None, 0, None, None, 0]
+        self._call("cuLibraryLoadData", ctypes.byref(self._library), code, *none)
+        self._call("cuLibraryGetKernel", ctypes.byref(self._function), self._library, name.encode())
+
+    def launch(
+        self,
+        place: torch.device,
+        blocks: Sequence[int],
+        threads: int,
+        arguments: Sequence[Any],
+        early: bool,
+    ) -> None:
+        """On the current stream of `place`. Arguments: tensors, None (a null pointer) and ctypes'
+        values. early: it may begin before launches ahead of it end, and waits for them itself,
+        where `begins_early` says that the device knows how."""
+        values = [_value(one) for one in arguments]
+        addresses = [ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in values]
+        grid = [*blocks, *[1] * (3 - len(blocks))]
+        stream = device.stream_handle(place)
+        attributes = ctypes.pointer(_PROGRAMMATIC)
+        count = int(early and begins_early(place))
+        config = _Launch(*grid, threads, 1, 1, 0, stream, attributes, count)
+        with device.using(place):
+            self._call(
+                "cuLaunchKernelEx",
+                ctypes.byref(config),
+                self._function,
+                (ctypes.c_void_p * len(addresses))(*addresses),
+                None,
+            )
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self._driver, function)(*arguments)
+        if status:
+            said = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(said))
+            raise RuntimeError(f"{function}: {(said.value or b'unknown').decode()} ({status})")
+
+
+def _value(one: Any) -> Any:
+    if one is None:
+        return ctypes.c_void_p(None)
+    return ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else one
+
+
+def runs(place: torch.device) -> bool:
+    """Whether kernels compile for this device and start: tried with a small one, once."""
+    return place.type == "cuda" and torch.version.cuda is not None and _runs(place)
+
+
+@functools.cache
+def _runs(place: torch.device) -> bool:
+    try:
+        kernel(Path(__file__).with_name("nothing.cu"), "nothing", place, {}).launch(
+            place, (1,), 32, [], early=False
+        )
+    except (OSError, RuntimeError, AttributeError) as error:
+        logger("ops").warning("CUDA kernels do not compile on %s: %s", place, error)
+        return False
+    return device.capability_of(place) >= (8, 0)
+
+
+def kernel(source: Path, name: str, place: torch.device, given: Mapping[str, int]) -> CudaKernel:
+    """`name` of `source`, compiled for `place` with the macros `given`, once a process."""
+    return _kernel(source, name, device.capability_of(place), tuple(sorted(given.items())))
+
+
+@functools.cache
+def _kernel(
+    source: Path, name: str, capability: tuple[int, int], given: tuple[tuple[str, int], ...]
+) -> CudaKernel:
+    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
+    options += [f"-D{key}={value}" for key, value in given]
+    return CudaKernel(compiled(source.read_text(), source.name, options), name)
+
+
+def begins_early(place: torch.device) -> bool:
+    """Whether launches may begin before those ahead of them end, and wait themselves."""
+    return torch.version.cuda is not None and device.capability_of(place) >= (9, 0)
+
+
+def compiled(text: str, name: str, options: Sequence[str]) -> bytes:
+    """The machine code of a source; raises RuntimeError with what the compiler says."""
+    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    created = (ctypes.byref(program), text.encode(), name.encode(), 0, None, None)
+    _check(nvrtc.nvrtcCreateProgram(*created), "nvrtcCreateProgram")
+    try:
+        passed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), passed)
+        kind = "ProgramLog" if failed else "CUBIN"
+        _check(getattr(nvrtc, f"nvrtcGet{kind}Size")(program, ctypes.byref(size)), kind)
+        out = ctypes.create_string_buffer(size.value)
+        _check(getattr(nvrtc, f"nvrtcGet{kind}")(program, out), kind)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"NVRTC does not compile {name}:\n{out.value.decode()}")
+    return out.raw
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise RuntimeError(f"NVRTC's {what} ended with status {status}")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """Of the CUDA that torch was built for: the system's, or that of its wheels."""
+    name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
+    folders = [*site.getsitepackages(), str(Path(torch.__file__).parents[1])]
+    found = [path for folder in folders for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
+    for path in [name, *found]:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise RuntimeError(f"{name} is not found: neither in the system nor beside torch")

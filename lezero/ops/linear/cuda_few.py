@@ -1,0 +1,188 @@
+"""Products of up to 16 tokens with a weight, and what stands around them in a decoder, on NVIDIA.
+
+    out = norm(x) wᵀ + bias + residual        or, of gates and what they multiply, silu(g) u
+
+The weight, bf16, fp16 or codes in the row layout of `rows.py`, is read once, straight into the
+order in which the matrix units want it (`few.cu`); that is the time. Results do not depend on the
+number of tokens. A launch asks for its weights before those ahead of it have ended.
+
+A norm is in three places: who makes its tokens also writes them times the norm's weight, and sums
+of squares of each 16; who takes them multiplies what comes of them by their factor.
+
+Letters: M tokens, N outputs, K inputs, P sums of squares of a token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lezero.core.device import processors
+from lezero.ops.cuda_source import kernel
+from lezero.ops.linear.layout import Packed
+from lezero.ops.linear.rows import run_of
+
+MOST_TOKENS = 16
+_ROWS = 16  # outputs of a block
+_SOURCE = Path(__file__).with_name("few.cu")
+_KEPT = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_DTYPES = (torch.bfloat16, torch.float16)
+_GROUPS = (0, 32, 64, 128, 256, 512)
+
+
+class Normed(NamedTuple):
+    """Tokens (M, K) times a norm's weight, and sums of squares (P, M), fp32, of the tokens before:
+    rsqrt(Σ_P squares / K + eps) is the factor that they lack."""
+
+    tokens: Tensor
+    squares: Tensor
+
+
+class Cut(NamedTuple):
+    """Warps of a block, and how many blocks of a multiprocessor registers must be enough for."""
+
+    warps: int
+    blocks: int
+
+
+class _Around(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("bias", "residual", "squares", "next_norm")),
+        ("next", ctypes.c_void_p),
+        ("next_squares", ctypes.c_void_p),
+        ("parts", ctypes.c_int),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def suits(dtype: torch.dtype, in_features: int, bits: int, group: int) -> bool:
+    """Whether there is a kernel: for 16-bit tokens, inputs in multiples of 32, known groups."""
+    known = group in _GROUPS and not (bits == 8 and group == 32)
+    return dtype in _DTYPES and in_features % 32 == 0 and (bits == 16 or known)
+
+
+def linear_few(
+    x: Tensor | Normed,
+    M: int,
+    weight: Packed,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    group: int,
+    eps: float = 0.0,
+    gated: bool = False,
+    early: bool = True,
+    cut: Cut | None = None,
+) -> Tensor:
+    """(M, N) in the dtype of x, (K / 16, pad, 16), or where `gated` (N / 32, pad, 16): the first
+    half of the outputs are the gates.
+
+    eps: of a norm that x lacks the factor of. early: nothing that may still run writes the weight.
+    """
+    call = _Call(x, M, weight, bias, out_features, in_features, bits, group)
+    call.around.eps = eps
+    shape = (call.outputs(gated) // 16, call.pad, 16) if gated else (M, out_features)
+    return call.launch(call.tokens.new_empty(shape), early, gated, cut)
+
+
+def linear_normed(
+    x: Tensor,
+    M: int,
+    weight: Packed,
+    bias: Tensor | None,
+    out_features: int,
+    in_features: int,
+    bits: int,
+    group: int,
+    residual: Tensor,
+    norm: Tensor,
+    cut: Cut | None = None,
+) -> tuple[Tensor, Normed]:
+    """(M, N), with `residual` (M, N) added to the rounded product, and the same as tokens of a norm
+    of weight `norm` (N,). Nothing that may still run writes the weight."""
+    call = _Call(x, M, weight, bias, out_features, in_features, bits, group)
+    sums = call.tokens.new_empty(call.blocks(False), M, dtype=torch.float32)
+    following = Normed(call.tokens.new_empty(out_features // 16, call.pad, 16), sums)
+    call.around.residual, call.around.next_norm = residual.data_ptr(), norm.data_ptr()
+    call.around.next, call.around.next_squares = (part.data_ptr() for part in following)
+    out = call.launch(call.tokens.new_empty(M, out_features), True, False, cut)
+    return out, following
+
+
+class _Call:
+    """One product: what both forms have in common."""
+
+    def __init__(
+        self,
+        x: Tensor | Normed,
+        M: int,
+        weight: Packed,
+        bias: Tensor | None,
+        N: int,
+        K: int,
+        bits: int,
+        group: int,
+    ) -> None:
+        self.around = around = _Around()
+        self.tokens = x.tokens if isinstance(x, Normed) else x
+        assert self.tokens.is_contiguous()
+        self.pad, self.M, self.N, self.K = self.tokens.shape[1], M, N, K
+        self.weight, self.bits, self.group = weight, bits, group
+        if isinstance(x, Normed):
+            around.squares, around.parts = x.squares.data_ptr(), len(x.squares)
+        self._bias = None if bias is None else bias.to(self.tokens.dtype)
+        if self._bias is not None:
+            around.bias = self._bias.data_ptr()
+
+    def outputs(self, gated: bool) -> int:
+        return self.N // 2 if gated else self.N
+
+    def blocks(self, gated: bool) -> int:
+        return -(-self.outputs(gated) // (_ROWS // 2 if gated else _ROWS))
+
+    def launch(self, out: Tensor, early: bool, gated: bool, cut: Cut | None) -> Tensor:
+        w, scale, zero = self.weight
+        place, J, K = out.device, run_of(self.group), self.K
+        step, blocks = {4: 8 * J, 8: 256, 16: 128}[self.bits], self.blocks(gated)
+        cut = cut or best_cut(blocks, -(-K // step), processors(place))
+        whole = self.bits < 16
+        given = {
+            **{"BITS": self.bits, "J": J, "GROUP": self.group if whole else 0},
+            **{"SCALE": _KEPT[scale.dtype] if whole else 0, "HALF": out.dtype == torch.float16},
+            **{"EVEN": K % step == 0, "PAD": self.pad, "ZERO": whole and zero is not None},
+            **{"BIAS": self.around.bias is not None, "PAIRED": gated, "EARLY": early},
+            **{"NORMED": self.around.squares is not None, "NEXT": self.around.next is not None},
+            **{"RESIDUAL": self.around.residual is not None},
+            **{"WARPS": cut.warps, "BLOCKS": cut.blocks},
+        }
+        ours = kernel(_SOURCE, "few", place, {key: int(value) for key, value in given.items()})
+        line = ctypes.c_longlong(w.stride(0) * w.element_size())
+        M, N, inputs, groups = map(ctypes.c_int, (self.M, self.N, K, scale.shape[-1]))
+        arguments = [self.tokens, w, scale, zero, out, M, N, inputs, line, groups, self.around]
+        ours.launch(place, (blocks,), 32 * cut.warps, arguments, early=True)
+        return out
+
+
+def best_cut(blocks: int, steps: int, processors: int) -> Cut:
+    """Of the cuts that were measured."""
+    warps = 16 if blocks <= processors and steps >= 16 else 8 if steps >= 8 else steps
+    return Cut(warps, max(1, 16 // warps))
+
+
+def sliced(x_MK: Tensor) -> Tensor:
+    """(K / 16, pad, 16) of (M, K): `padded(M)` tokens, those beyond M are anything."""
+    M, K = x_MK.shape
+    if M == 1:
+        return x_MK.reshape(K // 16, 1, 16)
+    out = x_MK.new_empty(K // 16, padded(M), 16)
+    out[:, :M] = x_MK.view(M, K // 16, 16).transpose(0, 1)
+    return out
+
+
+def padded(count: int) -> int:
+    return 1 if count == 1 else 8 if count <= 8 else 16

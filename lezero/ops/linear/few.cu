@@ -1,0 +1,393 @@
+// A few tokens times a weight, on NVIDIA's matrix units: see cuda_few.py.
+//
+//     out = norm(x) wᵀ + bias + residual        or, of gates and what they multiply, silu(g) u
+//
+// A block takes 16 outputs and all inputs, cut into steps that its warps take in turn. A warp's
+// lanes read 16 bytes each of rows g and g + 8 of the tile (g = lane / 4), and what they read is,
+// but for a few instructions, what mma.m16n8k16 wants in their registers: the order of inputs
+// within a product is free as long as tokens are read in the same one. So weights pass through no
+// shared memory. Tokens are the 8 columns of a product; lanes of columns that are none read the
+// last token, and nobody looks at what comes of it.
+//
+// A code of 4 bits below the leading bit of a 16-bit float is 128 + c (fp16: 1024 + c) without any
+// arithmetic; 8 bits make two such numbers in bf16, whose sum is exact.
+//
+// Weights that depend on no launch before this one are asked for before its end is waited for.
+//
+// Given: BITS, J (rows.py), GROUP (0: a scale a row), SCALE (0 fp32, 1 fp16, 2 bf16), HALF (fp16
+// tokens), EVEN (inputs are whole steps), PAD (1, 8 or 16 tokens), WARPS, and whether there are ZERO,
+// BIAS, NORMED, PAIRED, RESIDUAL, NEXT. EARLY: no launch ahead that may still run writes weights.
+
+typedef unsigned u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+constexpr int UNITS = BITS == 4 ? J / 16 : 4;      // of 16 bytes a lane and row, in a step
+constexpr int STEP = UNITS * 4 * 16 * 8 / BITS;    // inputs
+constexpr int SPAN = BITS == 16 ? 1 : BITS == 4 ? (GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP)
+                                                : (GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP);
+constexpr int TILES = PAD > 8 ? 2 : 1, TOKENS = 8 * TILES;
+
+// As they are kept, 4 or 2 bytes each.
+struct alignas(EVEN ? SPAN * (SCALE ? 2 : 4) : 4) Several {
+    u16 bits[SPAN * (SCALE ? 1 : 2)];
+};
+
+struct Step {
+    uint4 w[2][UNITS];
+    Several scale[2], zero[2];
+};
+
+struct Around {
+    const u16* bias;
+    const u16* residual;
+    const float* squares;  // (parts, M)
+    const u16* next_norm;
+    u16* next;
+    float* next_squares;
+    int parts;
+    float eps;
+};
+
+__device__ __forceinline__ uint4 fetched(const void* at) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ float wide(u16 x) {
+    if (!HALF) return __uint_as_float((u32)x << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+__device__ __forceinline__ u16 narrow(float x) {
+    u16 y;
+    if (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float scale_at(const void* from, i64 at) {
+    if (SCALE == 0) return ((const float*)from)[at];
+    u16 x = ((const u16*)from)[at];
+    if (SCALE == 2) return __uint_as_float((u32)x << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+__device__ __forceinline__ float at_place(const Several& s, int i) {
+    if (SCALE == 0) return __uint_as_float(s.bits[2 * i] | (u32)s.bits[2 * i + 1] << 16);
+    u16 x = s.bits[i];
+    if (SCALE == 2) return __uint_as_float((u32)x << 16);
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+// Of SPAN neighbours in a row that begins at `row`; those after the last one are the last.
+__device__ __forceinline__ Several several(const void* from, i64 row, int at, int groups) {
+    constexpr int HALVES = SCALE ? 1 : 2;
+    const u16* line = (const u16*)from + row * HALVES;
+    if (EVEN) return *(const Several*)(line + at * HALVES);
+    Several s;
+#pragma unroll
+    for (int i = 0; i < SPAN * HALVES; i++)
+        s.bits[i] = line[min(at + i / HALVES, groups - 1) * HALVES + i % HALVES];
+    return s;
+}
+
+template <u32 MASK, u32 BASE>
+__device__ __forceinline__ u32 below(u32 bits) {  // (bits & MASK) ^ BASE
+    u32 y;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(bits), "n"(MASK), "n"(BASE));
+    return y;
+}
+
+__device__ __forceinline__ u32 plus(u32 a, u32 b) {
+    u32 y;
+    if (HALF) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3F803F80u), "r"(b));
+    return y;
+}
+
+__device__ __forceinline__ u32 merged(u32 a, u32 b, u32 selector) {
+    return __byte_perm(a, b, selector);
+}
+
+__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if HALF
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#endif
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Of codes counted from 0: what stands for 0 where there is no zero point.
+constexpr int MIDDLE = BITS == 4 ? 8 : 128;
+
+constexpr u32 ONES = HALF ? 0x3C003C00u : 0x3F803F80u;
+
+// Tokens lie as (K / 16, PAD, 16).
+constexpr int SLICE = 16 * PAD;
+
+// Inputs k of a lane's tokens: `from` is where they lie for k = at.
+struct Tokens {
+    const u16* from[TILES];
+    int at, K;
+
+    __device__ __forceinline__ uint2 four(int n, int offset, int k) const {
+        if (!EVEN && at + k >= K) return make_uint2(0, 0);
+        return *(const uint2*)(from[n] + offset);
+    }
+
+    __device__ __forceinline__ uint4 eight(int n, int offset, int k) const {
+        if (!EVEN && at + k >= K) return make_uint4(0, 0, 0, 0);
+        return *(const uint4*)(from[n] + offset);
+    }
+};
+
+// What a step reads: `line` is a row's first byte.
+__device__ __forceinline__ void load(
+    Step& s, const char* const* line, const void* scale, const void* zero, const i64* row,
+    int groups, int b, int t, int K) {
+#pragma unroll
+    for (int u = 0; u < UNITS; u++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            i64 at = (i64)b * UNITS * 64 + u * 64 + t * 16;
+            bool inside = EVEN || BITS == 4 || at * 8 < (i64)K * BITS;
+            s.w[r][u] = inside ? fetched(line[r] + at) : make_uint4(0, 0, 0, 0);
+        }
+    if (BITS == 16 || GROUP == 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        int at = GROUP > STEP ? b * STEP / (GROUP ? GROUP : 1) : b * SPAN;
+        s.scale[r] = several(scale, row[r] * groups, at, groups);
+        if (ZERO) s.zero[r] = several(zero, row[r] * groups, at, groups);
+    }
+}
+
+// Adds a group's products, and its sums of tokens where zero points ask for them.
+__device__ __forceinline__ void add(
+    float (*acc)[4], float (*c)[4], float (*sum)[4], const Step& s, int i) {
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float x = c[n][e];
+            if (ZERO) x -= (at_place(s.zero[e / 2], i) - MIDDLE) * sum[n][e];
+            acc[n][e] += at_place(s.scale[e / 2], i) * x;
+        }
+}
+
+__device__ __forceinline__ void work(
+    const Step& s, const Tokens& x, float (*acc)[4], float (*total)[4]) {
+    float c[TILES][4], sum[TILES][4];
+    auto clear = [&]() {
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) c[n][e] = sum[n][e] = 0;
+    };
+    auto product = [&](const u32* a, const uint2* b) {
+#pragma unroll
+        for (int n = 0; n < TILES; n++) {
+            multiply(GROUP ? c[n] : acc[n], a[0], a[1], a[2], a[3], b[n].x, b[n].y);
+            if (ZERO)
+                multiply(GROUP ? sum[n] : total[n], ONES, ONES, ONES, ONES, b[n].x, b[n].y);
+        }
+    };
+    if (BITS == 4) {
+        constexpr u32 OFF = HALF ? 0xE408E408u : 0xC308C308u, BASE = HALF ? 0x64006400u : 0x43004300u;
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            u32 m[2][UNITS][2];
+            u32 selector = h ? 0x7632 : 0x5410;
+#pragma unroll
+            for (int u = 0; u < UNITS; u++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    m[r][u][0] = merged(s.w[r][u].x, s.w[r][u].y, selector);
+                    m[r][u][1] = merged(s.w[r][u].z, s.w[r][u].w, selector);
+                }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                constexpr int RUNS = GROUP > J ? GROUP / J : 1;  // of one group
+                int i = 4 * h + j;
+                if (GROUP && i % RUNS == 0) clear();
+#pragma unroll
+                for (int u = 0; u < UNITS; u++) {
+                    u32 a[4];
+#pragma unroll
+                    for (int q = 0; q < 4; q++) {
+                        a[q] = below<0x000F000Fu, BASE>(m[q % 2][u][q / 2] >> (4 * j));
+                        a[q] = plus(a[q], OFF);
+                    }
+                    uint2 b[TILES];
+#pragma unroll
+                    for (int n = 0; n < TILES; n++)
+                        b[n] = x.four(n, (i * J / 16 + u) * SLICE, i * J + 16 * u);
+                    product(a, b);
+                }
+                if (GROUP && i % RUNS == RUNS - 1 || GROUP && i == 7)
+                    add(acc, c, sum, s, GROUP > STEP ? 0 : i / RUNS);
+            }
+        }
+    } else if (BITS == 8) {
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            constexpr int RUNS = GROUP > 64 ? GROUP / 64 : 1;
+            if (GROUP && u % RUNS == 0) clear();
+            u32 words[2][4] = {{s.w[0][u].x, s.w[0][u].y, s.w[0][u].z, s.w[0][u].w},
+                               {s.w[1][u].x, s.w[1][u].y, s.w[1][u].z, s.w[1][u].w}};
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                uint4 both[TILES];
+#pragma unroll
+                for (int n = 0; n < TILES; n++)
+                    both[n] = x.eight(n, 4 * u * SLICE + 8 * h, 64 * u + 8 * h);
+#pragma unroll
+                for (int q = 0; q < 2; q++) {
+                    uint2 b[TILES];  // inputs 0 and 2, 1 and 3
+#pragma unroll
+                    for (int n = 0; n < TILES; n++) {
+                        u32 one = q ? both[n].z : both[n].x, two = q ? both[n].w : both[n].y;
+                        b[n] = make_uint2(merged(one, two, 0x5410), merged(one, two, 0x7632));
+                    }
+                    u32 a[4];
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {  // bytes 0 and 2, then 1 and 3, of rows g and g + 8
+                        u32 word = words[e % 2][2 * h + q] >> (e / 2 * 8);
+                        if (HALF) {
+                            a[e] = plus(below<0x00FF00FFu, 0x64806480u>(word), 0xE480E480u);
+                        } else {
+                            u32 high = below<0x00780078u, 0x43C043C0u>(word >> 1);  // 256 + 16 h
+                            u32 low = below<0x000F000Fu, 0x43004300u>(word);        // 128 + l
+                            a[e] = plus(plus(high, 0xC400C400u), low);              // - 512
+                        }
+                    }
+                    product(a, b);
+                }
+            }
+            if (GROUP && u % RUNS == RUNS - 1 || GROUP && u == UNITS - 1)
+                add(acc, c, sum, s, GROUP > STEP ? 0 : u / RUNS);
+        }
+    } else {
+#pragma unroll
+        for (int u = 0; u < UNITS; u++) {
+            uint2 first[TILES], second[TILES];
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                uint4 b = x.eight(n, 2 * u * SLICE, 32 * u);
+                first[n] = make_uint2(b.x, b.y), second[n] = make_uint2(b.z, b.w);
+            }
+            const uint4 &one = s.w[0][u], &two = s.w[1][u];
+            u32 left[4] = {one.x, two.x, one.y, two.y}, right[4] = {one.z, two.z, one.w, two.w};
+            product(left, first);
+            product(right, second);
+        }
+    }
+}
+
+__device__ __forceinline__ void wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
+    const u16* x, const char* w, const void* scale, const void* zero, u16* out,
+    int M, int N, int K, i64 line_bytes, int groups, Around around) {
+    __shared__ float sums[WARPS][TOKENS][17];
+    __shared__ float factor[TOKENS];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+    int half = PAIRED ? N / 2 : N, width = PAIRED ? 8 : 16, first = blockIdx.x * width;
+    i64 row[2] = {min(first + g, half - 1), PAIRED ? half + min(first + g, half - 1)
+                                                   : min(first + 8 + g, half - 1)};
+    const char* line[2] = {w + row[0] * line_bytes, w + row[1] * line_bytes};
+    int steps = (K + STEP - 1) / STEP;
+    Step step;
+    let_next_begin();
+    if (!EARLY) wait();
+    if (warp < steps) load(step, line, scale, zero, row, groups, warp, lane % 4, K);
+    if (EARLY) wait();
+
+    // Of a lane's 16 bytes: the inputs within a unit.
+    int t = lane % 4, inside = BITS == 4 ? 4 * t : BITS == 8 ? 16 * t : 8 * t;
+    float acc[TILES][4] = {}, total[TILES][4] = {};
+    for (int b = warp; b < steps; b += WARPS) {
+        Tokens tokens;
+        tokens.at = b * STEP + inside, tokens.K = K;
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+            tokens.from[n] = x + (i64)(tokens.at / 16) * SLICE + tokens.at % 16 +
+                             min(8 * n + g, PAD - 1) * 16;
+        work(step, tokens, acc, total);
+        if (b + WARPS < steps) load(step, line, scale, zero, row, groups, b + WARPS, t, K);
+    }
+    if (NORMED)
+        for (int m = warp; m < M; m += WARPS) {
+            float square = 0;
+            for (int p = lane; p < around.parts; p += 32) square += around.squares[p * M + m];
+#pragma unroll
+            for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
+            if (lane == 0) factor[m] = rsqrtf(square / K + around.eps);
+        }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            float y = acc[n][e];
+            if (ZERO && GROUP == 0) y -= (scale_at(zero, row[e / 2]) - MIDDLE) * total[n][e];
+            if (BITS < 16 && GROUP == 0) y *= scale_at(scale, row[e / 2]);
+            sums[warp][8 * n + 2 * t + e % 2][g + 8 * (e / 2)] = y;
+        }
+    __syncthreads();
+
+    auto value = [&](int m, int r, int n) {
+        float y = 0;
+#pragma unroll
+        for (int other = 0; other < WARPS; other++) y += sums[other][m][r];
+        if (NORMED) y *= factor[m];
+        if (BIAS) y += wide(around.bias[n]);
+        return y;
+    };
+    int outputs = half;
+    for (int e = threadIdx.x; e < (M * width + 31) / 32 * 32; e += 32 * WARPS) {
+        int m = e / width, r = e % width, n = first + r;
+        float y = 0;
+        bool mine = m < M && n < outputs;
+        i64 to = (i64)m * outputs + n;
+        if (mine) {
+            y = value(m, r, n);
+            if (PAIRED) {
+                float gate = wide(narrow(y)), up = wide(narrow(value(m, r + 8, half + n)));
+                y = gate / (1 + expf(-gate)) * up;
+            }
+            if (RESIDUAL) y = wide(narrow(y)) + wide(around.residual[to]);
+            i64 sliced = (i64)(n / 16) * SLICE + m * 16 + n % 16;
+            out[PAIRED ? sliced : to] = narrow(y);
+            y = wide(narrow(y));
+            if (NEXT) around.next[sliced] = narrow(y * wide(around.next_norm[n]));
+        }
+        if (NEXT) {  // width is 16 here
+            float square = mine ? y * y : 0;
+#pragma unroll
+            for (int far = 8; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
+            if (r == 0 && m < M) around.next_squares[blockIdx.x * M + m] = square;
+        }
+    }
+}

@@ -1,0 +1,2 @@
+// Whether kernels start.
+extern "C" __global__ void nothing() {}

@@ -1,0 +1,128 @@
+"""Kernels in CUDA C++ for few tokens, against fp64. They run on an NVIDIA GPU alone."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from lezero.core import device
+from lezero.ops import cuda_source
+from lezero.ops.decoder import cuda_step
+from lezero.ops.linear import Packed, cuda_few, reference, to_rows
+from lezero.serve.captured import best_token
+from tests.ops.test_linear import packed, seeded
+
+if device.accelerator() != "cuda":
+    pytest.skip("no CUDA device", allow_module_level=True)
+SIZES = [(1, 40, 512), (3, 34, 96), (16, 64, 1024), (5, 48, 704), (9, 50, 320), (1, 130, 2048)]
+SIZES += [(13, 96, 4096)]
+"""M, N, K: steps whole and ragged, of every number of warps."""
+NEAR = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+BF16, FP16 = NEAR
+FORMS = [(16, 0, False)]
+FORMS += itertools.product((8, 4), (0, 32, 64, 128, 256, 512), (False, True))
+EPS = 1e-5
+
+
+def made(
+    N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype
+) -> tuple[Packed, Tensor]:
+    """As kernels read it, and what it stands for, in fp64."""
+    if bits == 16:
+        weight = seeded(N, K, seed=N).to(dtype).to(device.device())
+        return Packed(weight, weight, None), weight.double()
+    kept = torch.float16 if bits == 4 else torch.float32
+    rows = to_rows(packed(N, K, bits, group, zero, kept), N, K, bits, group)
+    weight, scale, zeros = (None if part is None else part.to(device.device()) for part in rows)
+    assert weight is not None
+    assert scale is not None
+    there = Packed(weight, scale, zeros)
+    return there, reference.dequantize_packed(there, N, K, bits, group).double()
+
+
+def apart(x: Tensor, M: int) -> Tensor:
+    """(M, K) of tokens that lie in slices."""
+    return x[:, :M].transpose(0, 1).flatten(1)
+
+
+def away(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
+@pytest.mark.parametrize("size", SIZES)
+def test_products(
+    size: tuple[int, int, int], bits: int, group: int, zero: bool, dtype: torch.dtype
+) -> None:
+    M, N, K = size
+    if not cuda_few.suits(dtype, K, bits, group):
+        pytest.skip("no kernel of this form")
+    place = device.device()
+    weight, wide = made(N, K, bits, group, zero, dtype)
+    x, bias = (t.to(dtype).to(place) for t in (seeded(M, K), seeded(N, seed=3)))
+    wanted = x.double() @ wide.T + bias.double()
+    sizes = (N, K, bits, group)
+    for early in (False, True):
+        found = cuda_few.linear_few(cuda_few.sliced(x), M, weight, bias, *sizes, early=early)
+        assert away(found, wanted) < NEAR[dtype]
+    alone = cuda_few.linear_few(cuda_few.sliced(x[:1]), 1, weight, bias, *sizes)
+    assert torch.equal(alone, found[:1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("M", [1, 2, 8, 11, 16])
+@pytest.mark.parametrize(("bits", "group", "zero"), [(16, 0, False), (8, 0, False), (4, 64, True)])
+def test_what_stands_around_them(
+    bits: int, group: int, zero: bool, M: int, dtype: torch.dtype
+) -> None:
+    N, K, place = 96, 512, device.device()
+    weight, wide = made(N, K, bits, group, zero, dtype)
+    x, residual = (t.to(dtype).to(place) for t in (seeded(M, K), seeded(M, N, seed=2)))
+    norm = (seeded(K, seed=1).abs() + 0.5).to(dtype).to(place)
+    sizes = (N, K, bits, group)
+    spread = cuda_step.spread(x, norm)
+    scaled = (x.float() * norm.float()).to(dtype)
+    assert torch.equal(apart(spread.tokens, M), scaled)
+    torch.testing.assert_close(spread.squares.sum(0), x.float().square().sum(1))
+    factor = torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS)
+    wanted = (scaled.double() * factor) @ wide.T
+    assert away(cuda_few.linear_few(spread, M, weight, None, *sizes, eps=EPS), wanted) < NEAR[dtype]
+    found = cuda_few.linear_few(spread, M, weight, None, *sizes, eps=EPS, gated=True)
+    gate, up = wanted.to(dtype).double().chunk(2, 1)
+    assert away(apart(found, M), silu(gate) * up) < 2 * NEAR[dtype]
+    tokens, into = cuda_few.sliced(x), norm[:N]
+    out, following = cuda_few.linear_normed(tokens, M, weight, None, *sizes, residual, into)
+    assert away(out, x.double() @ wide.T + residual.double()) < NEAR[dtype]
+    assert torch.equal(apart(following.tokens, M), (out.float() * into.float()).to(dtype))
+    torch.testing.assert_close(following.squares.sum(0), out.float().square().sum(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
+def test_best_tokens(dtype: torch.dtype) -> None:
+    logits = seeded(9, 5000).to(dtype).to(device.device())
+    logits[1, 70] = logits[1, 4000] = 50
+    logits[2, 9], logits[3, 11], logits[4] = float("nan"), float("inf"), -float("inf")
+    logits[5] = -logits[5].abs() - 1
+    logits[6], logits[6, 33], logits[6, 5] = -1, -0.0, 0.0
+    found = torch.full((9,), 7, device=logits.device)
+    for _ in range(2):
+        cuda_step.best(logits, found)
+        assert torch.equal(found, best_token(logits.float()))
+
+
+def test_tokens_of_the_step_before() -> None:
+    place = device.device()
+    inputs = torch.tensor([[5, -1, 0], [6, 2, 0], [7, 0, 0]], device=place)
+    last = torch.tensor([11, 12, -1, 14], device=place)
+    found = cuda_step.chosen(inputs[:, 0], inputs[:, 1], last)
+    assert found.tolist() == [5, 0, 11]
+
+
+def test_a_source_that_does_not_compile_says_why() -> None:
+    with pytest.raises(RuntimeError, match=r"does not compile x.cu:\n.*undefined"):
+        cuda_source.compiled("__global__ void f() { g(); }", "x.cu", ["--std=c++17"])
