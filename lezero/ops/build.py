@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,6 +98,26 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
     except OSError as error:
         raise BuildError(f"cannot keep the library {name} in {folder}: {error}") from None
     return path
+
+
+def kept(name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
+    """What `make` gives, from the cache where it was made before; made again where the cache cannot
+    be read or written."""
+    folder = cache_folder() / "native"
+    path = folder / f"{name}-{_hash(made_from.encode())[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _refuse_strangers(folder)
+        if _origin(path) == made_from:
+            return path.read_bytes()
+        made = make()
+        with tempfile.TemporaryDirectory(dir=folder) as aside:
+            (Path(aside) / path.name).write_bytes(made)
+            _keep(Path(aside) / path.name, path, made_from)
+    except (OSError, BuildError) as error:
+        logger("ops").warning("%s is not kept for the next process: %s", name, error)
+        return make()
+    return made
 
 
 def _built_before(name: str, made_from: str, folder: Path) -> Path | None:

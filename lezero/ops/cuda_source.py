@@ -1,7 +1,7 @@
 """Kernels in CUDA C++, compiled when first used by NVRTC, which torch's CUDA builds bring along.
 
 For what Triton does not express: which register of which lane holds what. A source needs no header
-and no compiler on the machine.
+and no compiler on the machine. What is compiled is kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import hashlib
 import site
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.core.log import logger
+from lezero.ops.build import kept
 
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class _Attribute(ctypes.Structure):
@@ -52,6 +55,7 @@ class CudaKernel:
     def __init__(self, code: bytes, name: str) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._code, self._library, self._function = code, ctypes.c_void_p(), ctypes.c_void_p()
+        self._shared: dict[torch.device, int] = {}
         none = [None, None, 0, None, None, 0]
         self._call("cuLibraryLoadData", ctypes.byref(self._library), code, *none)
         self._call("cuLibraryGetKernel", ctypes.byref(self._function), self._library, name.encode())
@@ -63,18 +67,25 @@ class CudaKernel:
         threads: int,
         arguments: Sequence[Any],
         early: bool,
+        shared: int = 0,
     ) -> None:
         """On the current stream of `place`. Arguments: tensors, None (a null pointer) and ctypes'
         values. early: it may begin before launches ahead of it end, and waits for them itself,
-        where `begins_early` says that the device knows how."""
+        where `begins_early` says that the device knows how. shared: bytes of shared memory beside
+        what the source declares."""
         values = [_value(one) for one in arguments]
         addresses = [ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in values]
         grid = [*blocks, *[1] * (3 - len(blocks))]
         stream = device.stream_handle(place)
         attributes = ctypes.pointer(_PROGRAMMATIC)
         count = int(early and begins_early(place))
-        config = _Launch(*grid, threads, 1, 1, 0, stream, attributes, count)
+        config = _Launch(*grid, threads, 1, 1, shared, stream, attributes, count)
         with device.using(place):
+            if shared > self._shared.get(place, 0):
+                self._call(
+                    "cuKernelSetAttribute", _MOST_SHARED, shared, self._function, place.index
+                )
+                self._shared[place] = shared
             self._call(
                 "cuLaunchKernelEx",
                 ctypes.byref(config),
@@ -125,7 +136,14 @@ def _kernel(
 ) -> CudaKernel:
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in given]
-    return CudaKernel(compiled(source.read_text(), source.name, options), name)
+    text = source.read_text()
+    made_from = _digest(text, torch.version.cuda, *options)
+    code = kept(f"{source.stem}.cubin", made_from, lambda: compiled(text, source.name, options))
+    return CudaKernel(code, name)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()
 
 
 def begins_early(place: torch.device) -> bool:

@@ -37,10 +37,8 @@ def made(
         return Packed(weight, weight, None), weight.double()
     kept = torch.float16 if bits == 4 else torch.float32
     rows = to_rows(packed(N, K, bits, group, zero, kept), N, K, bits, group)
-    weight, scale, zeros = (None if part is None else part.to(device.device()) for part in rows)
-    assert weight is not None
-    assert scale is not None
-    there = Packed(weight, scale, zeros)
+    zeros = None if rows.zero is None else rows.zero.to(device.device())
+    there = Packed(rows.weight.to(device.device()), rows.scale.to(device.device()), zeros)
     return there, reference.dequantize_packed(there, N, K, bits, group).double()
 
 

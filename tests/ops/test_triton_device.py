@@ -7,12 +7,14 @@ that are not run.
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
 import pytest
 
 from tests.house.floors import ROOT
+from tests.ranks import HIDDEN
 
 CHECK = """
 import torch
@@ -76,5 +78,6 @@ print("alike")
 
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 def test_kernels_run_where_their_tensors_are() -> None:
-    done = subprocess.run([sys.executable, "-c", CHECK], cwd=ROOT, capture_output=True, text=True)
+    command, env = [sys.executable, "-c", CHECK], {**os.environ, **HIDDEN}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.stdout.strip() == "alike", done.stderr[-3000:]

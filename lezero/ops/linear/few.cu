@@ -2,7 +2,8 @@
 //
 //     out = norm(x) wᵀ + bias + residual        or, of gates and what they multiply, silu(g) u
 //
-// A block takes 16 outputs and all inputs, cut into steps that its warps take in turn. A warp's
+// A block takes tiles of 16 outputs and all inputs, cut into steps that its warps take in turn.
+// A warp's
 // lanes read 16 bytes each of rows g and g + 8 of the tile (g = lane / 4), and what they read is,
 // but for a few instructions, what mma.m16n8k16 wants in their registers: the order of inputs
 // within a product is free as long as tokens are read in the same one. So weights pass through no
@@ -15,7 +16,8 @@
 // Weights that depend on no launch before this one are asked for before its end is waited for.
 //
 // Given: BITS, J (rows.py), GROUP (0: a scale a row), SCALE (0 fp32, 1 fp16, 2 bf16), HALF (fp16
-// tokens), EVEN (inputs are whole steps), PAD (1, 8 or 16 tokens), WARPS, and whether there are ZERO,
+// tokens), EVEN (inputs are whole steps), PAD (1, 8 or 16 tokens), STAGED (tokens lie in shared memory),
+// WARPS, and whether there are ZERO,
 // BIAS, NORMED, PAIRED, RESIDUAL, NEXT. EARLY: no launch ahead that may still run writes weights.
 
 typedef unsigned u32;
@@ -28,9 +30,9 @@ constexpr int SPAN = BITS == 16 ? 1 : BITS == 4 ? (GROUP == 0 || GROUP > STEP ? 
                                                 : (GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP);
 constexpr int TILES = PAD > 8 ? 2 : 1, TOKENS = 8 * TILES;
 
-// As they are kept, 4 or 2 bytes each.
-struct alignas(EVEN ? SPAN * (SCALE ? 2 : 4) : 4) Several {
-    u16 bits[SPAN * (SCALE ? 1 : 2)];
+// Scales or zero points as they are kept, 4 or 2 bytes each, side by side.
+struct Several {
+    u32 words[SCALE ? (SPAN + 1) / 2 : SPAN];
 };
 
 struct Step {
@@ -80,23 +82,39 @@ __device__ __forceinline__ float scale_at(const void* from, i64 at) {
 }
 
 __device__ __forceinline__ float at_place(const Several& s, int i) {
-    if (SCALE == 0) return __uint_as_float(s.bits[2 * i] | (u32)s.bits[2 * i + 1] << 16);
-    u16 x = s.bits[i];
-    if (SCALE == 2) return __uint_as_float((u32)x << 16);
+    if (SCALE == 0) return __uint_as_float(s.words[i]);
+    u32 word = s.words[i / 2];
+    if (SCALE == 2) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
     float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    if (i % 2) asm volatile("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b; }" : "=f"(y) : "r"(word));
+    else asm volatile("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(y) : "r"(word));
     return y;
 }
 
 // Of SPAN neighbours in a row that begins at `row`; those after the last one are the last.
 __device__ __forceinline__ Several several(const void* from, i64 row, int at, int groups) {
-    constexpr int HALVES = SCALE ? 1 : 2;
-    const u16* line = (const u16*)from + row * HALVES;
-    if (EVEN) return *(const Several*)(line + at * HALVES);
+    constexpr int WORDS = sizeof(Several) / 4;
     Several s;
+    if (SCALE && (!EVEN || SPAN == 1)) {
+        const u16* line = (const u16*)from + row;
 #pragma unroll
-    for (int i = 0; i < SPAN * HALVES; i++)
-        s.bits[i] = line[min(at + i / HALVES, groups - 1) * HALVES + i % HALVES];
+        for (int i = 0; i < SPAN; i++) {
+            u32 bits = line[min(at + i, groups - 1)];
+            s.words[i / 2] = i % 2 ? s.words[i / 2] | bits << 16 : bits;
+        }
+    } else if (!EVEN) {
+#pragma unroll
+        for (int i = 0; i < WORDS; i++) s.words[i] = ((const u32*)from)[row + min(at + i, groups - 1)];
+    } else {
+        const u32* line = (const u32*)((const char*)from + (row + at) * (SCALE ? 2 : 4));
+        constexpr int WIDE = WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1;
+#pragma unroll
+        for (int i = 0; i < WORDS; i += WIDE) {
+            if (WIDE == 4) *(uint4*)(s.words + i) = *(const uint4*)(line + i);
+            else if (WIDE == 2) *(uint2*)(s.words + i) = *(const uint2*)(line + i);
+            else s.words[i] = line[i];
+        }
+    }
     return s;
 }
 
@@ -134,29 +152,46 @@ constexpr int MIDDLE = BITS == 4 ? 8 : 128;
 
 constexpr u32 ONES = HALF ? 0x3C003C00u : 0x3F803F80u;
 
-// Tokens lie as (K / 16, PAD, 16).
-constexpr int SLICE = 16 * PAD;
+// Tokens lie as (K / 16, PAD, 16), and in shared memory a little apart, for its banks.
+constexpr int SLICE = 16 * PAD, APART = STAGED ? SLICE + (PAD > 1 ? 32 : 0) : SLICE;
 
 // Inputs k of a lane's tokens: `from` is where they lie for k = at.
 struct Tokens {
     const u16* from[TILES];
     int at, K;
 
-    __device__ __forceinline__ uint2 four(int n, int offset, int k) const {
+    __device__ __forceinline__ uint2 four(int n, int slice, int inside, int k) const {
         if (!EVEN && at + k >= K) return make_uint2(0, 0);
-        return *(const uint2*)(from[n] + offset);
+        return *(const uint2*)(from[n] + slice * APART + inside);
     }
 
-    __device__ __forceinline__ uint4 eight(int n, int offset, int k) const {
+    __device__ __forceinline__ uint4 eight(int n, int slice, int inside, int k) const {
         if (!EVEN && at + k >= K) return make_uint4(0, 0, 0, 0);
-        return *(const uint4*)(from[n] + offset);
+        return *(const uint4*)(from[n] + slice * APART + inside);
     }
 };
 
-// What a step reads: `line` is a row's first byte.
-__device__ __forceinline__ void load(
-    Step& s, const char* const* line, const void* scale, const void* zero, const i64* row,
-    int groups, int b, int t, int K) {
+// What a step of a tile reads.
+struct Weights {
+    const char* w;
+    const void *scale, *zero;
+    i64 line_bytes;
+    int N, K, groups;
+
+    // Rows g and g + 8 of a tile; of gates the second is what the first multiplies.
+    __device__ __forceinline__ i64 row(int tile, int g, int r) const {
+        int last = outputs() - 1;
+        return PAIRED ? r * (last + 1) + min(tile * 8 + g, last) : min(tile * 16 + 8 * r + g, last);
+    }
+
+    __device__ __forceinline__ int outputs() const { return PAIRED ? N / 2 : N; }
+};
+
+__device__ __forceinline__ void load(Step& s, const Weights& from, int tile, int b, int lane) {
+    int g = lane / 4, t = lane % 4, K = from.K, groups = from.groups;
+    i64 row[2] = {from.row(tile, g, 0), from.row(tile, g, 1)};
+    const char* line[2] = {from.w + row[0] * from.line_bytes, from.w + row[1] * from.line_bytes};
+    const void *scale = from.scale, *zero = from.zero;
 #pragma unroll
     for (int u = 0; u < UNITS; u++)
 #pragma unroll
@@ -174,35 +209,33 @@ __device__ __forceinline__ void load(
     }
 }
 
-// Adds a group's products, and its sums of tokens where zero points ask for them.
+// Adds a group's products. sums: of the group's tokens, where zero points ask for them.
 __device__ __forceinline__ void add(
-    float (*acc)[4], float (*c)[4], float (*sum)[4], const Step& s, int i) {
+    float (*acc)[4], float (*c)[4], const float* sums, const Step& s, int i, int t) {
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             float x = c[n][e];
-            if (ZERO) x -= (at_place(s.zero[e / 2], i) - MIDDLE) * sum[n][e];
+            if (ZERO)
+                x -= (at_place(s.zero[e / 2], i) - MIDDLE) * sums[i * TOKENS + 8 * n + 2 * t + e % 2];
             acc[n][e] += at_place(s.scale[e / 2], i) * x;
         }
 }
 
 __device__ __forceinline__ void work(
-    const Step& s, const Tokens& x, float (*acc)[4], float (*total)[4]) {
-    float c[TILES][4], sum[TILES][4];
+    const Step& s, const Tokens& x, float (*acc)[4], const float* sums, int t) {
+    float c[TILES][4];
     auto clear = [&]() {
 #pragma unroll
         for (int n = 0; n < TILES; n++)
 #pragma unroll
-            for (int e = 0; e < 4; e++) c[n][e] = sum[n][e] = 0;
+            for (int e = 0; e < 4; e++) c[n][e] = 0;
     };
     auto product = [&](const u32* a, const uint2* b) {
 #pragma unroll
-        for (int n = 0; n < TILES; n++) {
+        for (int n = 0; n < TILES; n++)
             multiply(GROUP ? c[n] : acc[n], a[0], a[1], a[2], a[3], b[n].x, b[n].y);
-            if (ZERO)
-                multiply(GROUP ? sum[n] : total[n], ONES, ONES, ONES, ONES, b[n].x, b[n].y);
-        }
     };
     if (BITS == 4) {
         constexpr u32 OFF = HALF ? 0xE408E408u : 0xC308C308u, BASE = HALF ? 0x64006400u : 0x43004300u;
@@ -233,11 +266,11 @@ __device__ __forceinline__ void work(
                     uint2 b[TILES];
 #pragma unroll
                     for (int n = 0; n < TILES; n++)
-                        b[n] = x.four(n, (i * J / 16 + u) * SLICE, i * J + 16 * u);
+                        b[n] = x.four(n, i * J / 16 + u, 0, i * J + 16 * u);
                     product(a, b);
                 }
                 if (GROUP && i % RUNS == RUNS - 1 || GROUP && i == 7)
-                    add(acc, c, sum, s, GROUP > STEP ? 0 : i / RUNS);
+                    add(acc, c, sums, s, GROUP > STEP ? 0 : i / RUNS, t);
             }
         }
     } else if (BITS == 8) {
@@ -252,7 +285,7 @@ __device__ __forceinline__ void work(
                 uint4 both[TILES];
 #pragma unroll
                 for (int n = 0; n < TILES; n++)
-                    both[n] = x.eight(n, 4 * u * SLICE + 8 * h, 64 * u + 8 * h);
+                    both[n] = x.eight(n, 4 * u, 8 * h, 64 * u + 8 * h);
 #pragma unroll
                 for (int q = 0; q < 2; q++) {
                     uint2 b[TILES];  // inputs 0 and 2, 1 and 3
@@ -277,7 +310,7 @@ __device__ __forceinline__ void work(
                 }
             }
             if (GROUP && u % RUNS == RUNS - 1 || GROUP && u == UNITS - 1)
-                add(acc, c, sum, s, GROUP > STEP ? 0 : u / RUNS);
+                add(acc, c, sums, s, GROUP > STEP ? 0 : u / RUNS, t);
         }
     } else {
 #pragma unroll
@@ -285,7 +318,7 @@ __device__ __forceinline__ void work(
             uint2 first[TILES], second[TILES];
 #pragma unroll
             for (int n = 0; n < TILES; n++) {
-                uint4 b = x.eight(n, 2 * u * SLICE, 32 * u);
+                uint4 b = x.eight(n, 2 * u, 0, 32 * u);
                 first[n] = make_uint2(b.x, b.y), second[n] = make_uint2(b.z, b.w);
             }
             const uint4 &one = s.w[0][u], &two = s.w[1][u];
@@ -293,6 +326,31 @@ __device__ __forceinline__ void work(
             product(left, first);
             product(right, second);
         }
+    }
+}
+
+// Sums of a step's tokens, SPAN groups of them, whatever the rows: of columns 2 t and 2 t + 1.
+__device__ __forceinline__ void count(const Tokens& x, float* sums, int lane) {
+    constexpr int PART = STEP / SPAN / 16;  // products of a group
+    // A lane's inputs in the order of `work`: a unit of 8 bits is four products, of bytes apart.
+#pragma unroll
+    for (int i = 0; i < SPAN; i++) {
+        float sum[TILES][4] = {};
+#pragma unroll
+        for (int q = 0; q < PART; q++) {
+            int p = i * PART + q;
+#pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                uint2 b = BITS == 4 ? x.four(n, p, 0, 16 * p)
+                                    : x.four(n, p / 4 * 4, 4 * (p % 4), p / 4 * 64 + 4 * (p % 4));
+                multiply(sum[n], ONES, ONES, ONES, ONES, b.x, b.y);
+            }
+        }
+        if (lane < 4)
+#pragma unroll
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int e = 0; e < 2; e++) sums[i * TOKENS + 8 * n + 2 * lane + e] = sum[n][e];
     }
 }
 
@@ -309,35 +367,22 @@ __device__ __forceinline__ void let_next_begin() {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
-    const u16* x, const char* w, const void* scale, const void* zero, u16* out,
-    int M, int N, int K, i64 line_bytes, int groups, Around around) {
-    __shared__ float sums[WARPS][TOKENS][17];
+    const u16* x, Weights weights, u16* out, int M, Around around) {
+    __shared__ float sums[2][WARPS][TOKENS][17];
     __shared__ float factor[TOKENS];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
-    int half = PAIRED ? N / 2 : N, width = PAIRED ? 8 : 16, first = blockIdx.x * width;
-    i64 row[2] = {min(first + g, half - 1), PAIRED ? half + min(first + g, half - 1)
-                                                   : min(first + 8 + g, half - 1)};
-    const char* line[2] = {w + row[0] * line_bytes, w + row[1] * line_bytes};
-    int steps = (K + STEP - 1) / STEP;
+    extern __shared__ uint4 staged[];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    int K = weights.K, outputs = weights.outputs(), width = PAIRED ? 8 : 16;
+    int steps = (K + STEP - 1) / STEP, tiles = (outputs + width - 1) / width;
     Step step;
     let_next_begin();
     if (!EARLY) wait();
-    if (warp < steps) load(step, line, scale, zero, row, groups, warp, lane % 4, K);
+    if (warp < steps) load(step, weights, blockIdx.x, warp, lane);
     if (EARLY) wait();
 
-    // Of a lane's 16 bytes: the inputs within a unit.
-    int t = lane % 4, inside = BITS == 4 ? 4 * t : BITS == 8 ? 16 * t : 8 * t;
-    float acc[TILES][4] = {}, total[TILES][4] = {};
-    for (int b = warp; b < steps; b += WARPS) {
-        Tokens tokens;
-        tokens.at = b * STEP + inside, tokens.K = K;
-#pragma unroll
-        for (int n = 0; n < TILES; n++)
-            tokens.from[n] = x + (i64)(tokens.at / 16) * SLICE + tokens.at % 16 +
-                             min(8 * n + g, PAD - 1) * 16;
-        work(step, tokens, acc, total);
-        if (b + WARPS < steps) load(step, line, scale, zero, row, groups, b + WARPS, t, K);
-    }
+    if (STAGED)
+        for (int i = threadIdx.x; i < K / 8 * PAD; i += 32 * WARPS)
+            staged[i / (2 * PAD) * (APART / 8) + i % (2 * PAD)] = ((const uint4*)x)[i];
     if (NORMED)
         for (int m = warp; m < M; m += WARPS) {
             float square = 0;
@@ -346,48 +391,87 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
             for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
             if (lane == 0) factor[m] = rsqrtf(square / K + around.eps);
         }
+    if (STAGED) __syncthreads();
+    const u16* tokens = STAGED ? (const u16*)staged : x;
+    // Of a lane's 16 bytes: the inputs within a unit.
+    int inside = BITS == 4 ? 4 * t : BITS == 8 ? 16 * t : 8 * t;
+    auto those = [&](int b) {
+        Tokens mine;
+        mine.at = b * STEP + inside, mine.K = K;
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) {
-            float y = acc[n][e];
-            if (ZERO && GROUP == 0) y -= (scale_at(zero, row[e / 2]) - MIDDLE) * total[n][e];
-            if (BITS < 16 && GROUP == 0) y *= scale_at(scale, row[e / 2]);
-            sums[warp][8 * n + 2 * t + e % 2][g + 8 * (e / 2)] = y;
-        }
-    __syncthreads();
-
-    auto value = [&](int m, int r, int n) {
-        float y = 0;
-#pragma unroll
-        for (int other = 0; other < WARPS; other++) y += sums[other][m][r];
-        if (NORMED) y *= factor[m];
-        if (BIAS) y += wide(around.bias[n]);
-        return y;
+        for (int n = 0; n < TILES; n++)
+            mine.from[n] =
+                tokens + (i64)(mine.at / 16) * APART + mine.at % 16 + min(8 * n + g, PAD - 1) * 16;
+        return mine;
     };
-    int outputs = half;
-    for (int e = threadIdx.x; e < (M * width + 31) / 32 * 32; e += 32 * WARPS) {
-        int m = e / width, r = e % width, n = first + r;
-        float y = 0;
-        bool mine = m < M && n < outputs;
-        i64 to = (i64)m * outputs + n;
-        if (mine) {
-            y = value(m, r, n);
-            if (PAIRED) {
-                float gate = wide(narrow(y)), up = wide(narrow(value(m, r + 8, half + n)));
-                y = gate / (1 + expf(-gate)) * up;
-            }
-            if (RESIDUAL) y = wide(narrow(y)) + wide(around.residual[to]);
-            i64 sliced = (i64)(n / 16) * SLICE + m * 16 + n % 16;
-            out[PAIRED ? sliced : to] = narrow(y);
-            y = wide(narrow(y));
-            if (NEXT) around.next[sliced] = narrow(y * wide(around.next_norm[n]));
+    // A warp counts its own steps: nobody else asks for them.
+    float* counted = (float*)((char*)staged + (STAGED ? K / 16 * APART * 2 : 0));
+    if (ZERO) {
+        for (int b = warp; b < steps; b += WARPS)
+            count(those(b), counted + b * SPAN * TOKENS, lane);
+        __syncwarp();
+    }
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn++) {
+        float acc[TILES][4] = {};
+        for (int b = warp; b < steps; b += WARPS) {
+            bool ends = b + WARPS >= steps;
+            int then = ends ? tile + gridDim.x : tile;
+            work(step, those(b), acc, counted + b * SPAN * TOKENS, t);
+            if (then < tiles) load(step, weights, then, ends ? warp : b + WARPS, lane);
         }
-        if (NEXT) {  // width is 16 here
-            float square = mine ? y * y : 0;
+        float(*mine)[17] = sums[turn % 2][warp];
 #pragma unroll
-            for (int far = 8; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
-            if (r == 0 && m < M) around.next_squares[blockIdx.x * M + m] = square;
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                float y = acc[n][e];
+                if (ZERO && GROUP == 0) {
+                    float sum = 0;
+                    for (int b = warp; b < steps; b += WARPS)
+                        sum += counted[b * TOKENS + 8 * n + 2 * t + e % 2];
+                    y -= (scale_at(weights.zero, weights.row(tile, g, e / 2)) - MIDDLE) * sum;
+                }
+                if (BITS < 16 && GROUP == 0)
+                    y *= scale_at(weights.scale, weights.row(tile, g, e / 2));
+                mine[8 * n + 2 * t + e % 2][g + 8 * (e / 2)] = y;
+            }
+        __syncthreads();  // what others read of the turn before last is read
+
+        int first = tile * width;
+        auto value = [&](int m, int r, int n) {
+            float y = 0;
+#pragma unroll
+            for (int other = 0; other < WARPS; other++) y += sums[turn % 2][other][m][r];
+            if (NORMED) y *= factor[m];
+            if (BIAS) y += wide(around.bias[n]);
+            return y;
+        };
+        // Warps take turns, since one has often enough to do with all of it.
+        int thread = (warp + turn) % WARPS * 32 + lane;
+        for (int e = thread; e < (M * width + 31) / 32 * 32; e += 32 * WARPS) {
+            int m = e / width, r = e % width, n = first + r;
+            float y = 0;
+            bool ours = m < M && n < outputs;
+            i64 to = (i64)m * outputs + n;
+            if (ours) {
+                y = value(m, r, n);
+                if (PAIRED) {
+                    float gate = wide(narrow(y)), up = wide(narrow(value(m, r + 8, outputs + n)));
+                    y = gate / (1 + expf(-gate)) * up;
+                }
+                if (RESIDUAL) y = wide(narrow(y)) + wide(around.residual[to]);
+                i64 sliced = (i64)(n / 16) * SLICE + m * 16 + n % 16;
+                out[PAIRED ? sliced : to] = narrow(y);
+                y = wide(narrow(y));
+                if (NEXT) around.next[sliced] = narrow(y * wide(around.next_norm[n]));
+            }
+            if (NEXT) {  // width is 16 here
+                float square = ours ? y * y : 0;
+#pragma unroll
+                for (int far = 8; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
+                if (r == 0 && m < M) around.next_squares[tile * M + m] = square;
+            }
         }
     }
 }
