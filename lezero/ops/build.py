@@ -101,22 +101,24 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
 
 
 def kept(name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
-    """What `make` gives, from the cache where it was made before; made again where the cache cannot
-    be read or written."""
+    """What `make` gives, from the cache where it was made before, by this process or another."""
     folder = cache_folder() / "native"
-    path = folder / f"{name}-{_hash(made_from.encode())[:16]}"
+    path = folder / f"{name}-{_hash(made_from.encode())[:16]}.bin"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _refuse_strangers(folder)
         if _origin(path) == made_from:
             return path.read_bytes()
-        made = make()
+    except (OSError, BuildError) as error:
+        logger("ops").warning("%s is built in each process: %s", name, error)
+        return make()
+    made = make()
+    try:
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             (Path(aside) / path.name).write_bytes(made)
             _keep(Path(aside) / path.name, path, made_from)
-    except (OSError, BuildError) as error:
+    except OSError as error:
         logger("ops").warning("%s is not kept for the next process: %s", name, error)
-        return make()
     return made
 
 

@@ -22,6 +22,7 @@ from lezero.core import device
 from lezero.core.log import logger
 from lezero.ops.build import kept
 
+_PRELUDE = Path(__file__).with_name("prelude.cu")
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -81,6 +82,7 @@ class CudaKernel:
         count = int(early and begins_early(place))
         config = _Launch(*grid, threads, 1, 1, shared, stream, attributes, count)
         with device.using(place):
+            self._take_context(place)
             if shared > self._shared.get(place, 0):
                 self._call(
                     "cuKernelSetAttribute", _MOST_SHARED, shared, self._function, place.index
@@ -93,6 +95,14 @@ class CudaKernel:
                 (ctypes.c_void_p * len(addresses))(*addresses),
                 None,
             )
+
+    def _take_context(self, place: torch.device) -> None:
+        """A thread whose first work on the device is this has no context yet."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        if not context:
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), place.index)
+            self._call("cuCtxSetCurrent", context)
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._driver, function)(*arguments)
@@ -115,14 +125,14 @@ def runs(place: torch.device) -> bool:
 
 @functools.cache
 def _runs(place: torch.device) -> bool:
+    if device.capability_of(place) < (8, 0):
+        return False
     try:
-        kernel(Path(__file__).with_name("nothing.cu"), "nothing", place, {}).launch(
-            place, (1,), 32, [], early=False
-        )
+        kernel(_PRELUDE, "nothing", place, {"HALF": 0}).launch(place, (1,), 32, [], early=False)
     except (OSError, RuntimeError, AttributeError) as error:
         logger("ops").warning("CUDA kernels do not compile on %s: %s", place, error)
         return False
-    return device.capability_of(place) >= (8, 0)
+    return True
 
 
 def kernel(source: Path, name: str, place: torch.device, given: Mapping[str, int]) -> CudaKernel:
@@ -136,9 +146,9 @@ def _kernel(
 ) -> CudaKernel:
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in given]
-    text = source.read_text()
+    text = _PRELUDE.read_text() + (source.read_text() if source != _PRELUDE else "")
     made_from = _digest(text, torch.version.cuda, *options)
-    code = kept(f"{source.stem}.cubin", made_from, lambda: compiled(text, source.name, options))
+    code = kept(source.stem, made_from, lambda: compiled(text, source.name, options))
     return CudaKernel(code, name)
 
 
@@ -177,11 +187,11 @@ def _check(status: int, what: str) -> None:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """Of the CUDA that torch was built for: the system's, or that of its wheels."""
+    """Of the CUDA that torch was built for: that of its wheels, or the system's."""
     name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
     folders = [*site.getsitepackages(), str(Path(torch.__file__).parents[1])]
     found = [path for folder in folders for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
-    for path in [name, *found]:
+    for path in [*found, name]:  # the system's may be older
         try:
             return ctypes.CDLL(path)
         except OSError:

@@ -7,7 +7,7 @@ Where one cannot be made, for want of memory or because another thread used the 
 steps of its size run as the plain program runs them.
 Rows and blocks that are too many point at a block that belongs to nobody. Where kernels of
 `decoding.py` suit the model, they are what is captured, unless Triton cannot build them here (no
-compiler, no headers of Python, too little shared memory).
+compiler, no headers of Python, too little shared memory), or NVRTC.
 
 A graph ends with each row's best token, which the next one can take in without the host.
 
@@ -113,6 +113,13 @@ class CapturedProgram(PlainProgram):
             # Kernels that ran before were built: then the capture failed, as it does where another
             # thread uses the device meanwhile, and the next one may not.
             of_cuda = isinstance(error, torch.AcceleratorError) or "out of memory" in str(error)
+            if self._launches and step is not None and not step.ran and not of_cuda:
+                kinds = "CUDA kernels do not run here, Triton's or plain operations do: %s"
+                _LOG.warning(kinds, error)
+                self._launches = False
+                if self._decoder is not None:
+                    self._decoder.slices = False
+                return self._made(sizes)
             if self._decoder is None or step is None or step.ran or of_cuda:
                 without = "steps of %d sequences, %d blocks run without a graph: %s"
                 _LOG.warning(without, *sizes, error)

@@ -51,7 +51,7 @@ class Decoder:
         *products, self._head = (products_of(some, dtype) for some in _same_inputs(model))
         self._layers = [products[i : i + 4] for i in range(0, len(products), 4)]
         self._heads, self._window, self._eps = c.heads, c.sliding_window, c.norm_eps
-        self._slices = cuda_source.runs(model.norm.weight.device) and self._sliceable(dtype)
+        self.slices = cuda_source.runs(model.norm.weight.device) and self._sliceable(dtype)
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -67,7 +67,7 @@ class Decoder:
         self, token_B: Tensor, position_B: Tensor, table_BW: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """(B, V). `keys` and `values`, (layers, places, K, E), get those of the new tokens."""
-        if self._slices and len(token_B) <= cuda_few.MOST_TOKENS:
+        if self.slices and len(token_B) <= cuda_few.MOST_TOKENS:
             return self._in_slices(token_B, position_B, table_BW, keys, values)
         from lezero.ops.decoder.triton_attend import attend
         from lezero.ops.linear.triton_few import Around
@@ -95,11 +95,10 @@ class Decoder:
         return multiply(x_BD, self._head, around._replace(norm=model.norm.weight))
 
     def _sliceable(self, dtype: torch.dtype) -> bool:
-        """Whether `cuda_few.py` has kernels for all products."""
-        some = [*chain.from_iterable(self._layers), self._head]
-        every = chain.from_iterable(some)
+        """Whether `cuda_few.py` has kernels for all products but the head's."""
+        every = list(chain.from_iterable(chain.from_iterable(self._layers)))
         return all(len(wide) == 1 for _, _, wide, _ in self._layers) and all(
-            cuda_few.suits(dtype, one.in_features, one.bits, one.group) for one in every
+            _suits_slices(dtype, one) for one in every
         )
 
     def _in_slices(
@@ -134,7 +133,16 @@ class Decoder:
             x_BD, normed = cuda_few.linear_normed(
                 gated, B, *narrow, residual=x_BD, norm=after[index]
             )
-        return _outputs(normed, B, self._head, eps)
+        if all(_suits_slices(x_BD.dtype, one) for one in self._head):
+            return _outputs(normed, B, self._head, eps)
+        from lezero.ops.linear.triton_few import Around
+
+        return multiply(x_BD, self._head, Around(norm=model.norm.weight, eps=eps))
+
+
+def _suits_slices(dtype: torch.dtype, one: Product) -> bool:
+    aligned = one.weight.weight.data_ptr() % 16 == 0
+    return aligned and cuda_few.suits(dtype, one.in_features, one.bits, one.group)
 
 
 def _outputs(normed: Any, B: int, products: Sequence[Product], eps: float) -> Tensor:

@@ -131,3 +131,23 @@ def test_a_strangers_folder_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(BuildError, match="belongs to another user"):
         build("answer", [source], tmp_path)
+
+
+def test_bytes_are_made_once_for_each_origin(tmp_path, monkeypatch):
+    monkeypatch.setattr(builder, "cache_folder", lambda: tmp_path)
+    made = []
+    for _ in range(3):
+        for origin in ("one", "other"):
+            found = builder.kept("kernel", origin, lambda o=origin: made.append(o) or o.encode())
+            assert found == origin.encode()
+    assert made == ["one", "other"]
+    for path in (tmp_path / "native").glob("*.bin"):
+        path.write_bytes(b"damaged")
+    assert builder.kept("kernel", "one", lambda: b"again") == b"again"
+
+
+def test_bytes_that_cannot_be_kept_are_made_each_time(tmp_path, monkeypatch, caplog):
+    (tmp_path / "native").write_text("in the way")
+    monkeypatch.setattr(builder, "cache_folder", lambda: tmp_path)
+    assert [builder.kept("kernel", "one", lambda: b"x") for _ in range(2)] == [b"x", b"x"]
+    assert "built in each process" in caplog.text

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lezero.core import device
+from lezero.ops.decoder import cuda_step
 from lezero.serve.captured import _PIECES, CapturedProgram, best_token
 from lezero.serve.engine import Engine
 from lezero.serve.flight import Flight
@@ -145,6 +146,22 @@ def test_kernels_that_cannot_be_built_give_way_to_plain_operations(
     assert answers(captured, 200) == answers(PlainProgram(model), 200)
     assert (captured._decoder is not None) == stays
     assert all((step is None) == stays for step in captured._steps.values())
+
+
+def test_launches_that_cannot_be_compiled_give_way_to_plain_operations(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("NVRTC does not compile step.cu")
+
+    monkeypatch.setattr(cuda_step, "chosen", broken)
+    model = small().double()
+    captured = CapturedProgram(model, again)
+    captured._launches = True
+    assert answers(captured, 200) == answers(PlainProgram(model), 200)
+    assert not captured._launches
+    assert all(captured._steps.values())
+    assert "CUDA kernels do not run here" in caplog.text
 
 
 def test_kernels_stay_where_only_a_capture_fails() -> None:

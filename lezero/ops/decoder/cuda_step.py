@@ -38,6 +38,7 @@ def chosen(token_B: Tensor, row_B: Tensor, best: Tensor) -> Tensor:
 def spread(x_BK: Tensor, norm_K: Tensor) -> Normed:
     """Tokens as the first layer takes them."""
     B, K = x_BK.shape
+    assert norm_K.dtype == x_BK.dtype
     pad = padded(B)
     out = Normed(x_BK.new_empty(K // 16, pad, 16), x_BK.new_empty(1, B, dtype=torch.float32))
     given = [x_BK, norm_K, *out, ctypes.c_int(K)]
@@ -49,6 +50,7 @@ def best(logits_BV: Tensor, out_B: Tensor) -> None:
     """`best_token` of up to 64 rows (fp32 or 16 bits), written to the first of `out_B`."""
     B, V = logits_BV.shape
     assert B <= _MOST
+    assert logits_BV.dtype in _KINDS
     place = logits_BV.device
     found = logits_BV.new_empty(B, _PARTS, dtype=torch.int64)
     given = [logits_BV, out_B, found, _counts(place, stream(place)), ctypes.c_int(V)]

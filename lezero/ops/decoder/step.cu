@@ -1,35 +1,14 @@
 // What stands before and behind a decoder's layers in a step of one token a sequence, on NVIDIA:
 // see cuda_step.py.
 //
-// Given: HALF (fp16, else bf16), PAD (of the tokens, see few.cu), KIND (of logits: 0 fp32, 1 fp16,
-// 2 bf16).
-
-typedef unsigned u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
+// Given: HALF, PAD (of the tokens, see few.cu), KIND (of logits, see prelude.cu).
 
 constexpr int THREADS = 256;
-
-template <int OF>
-__device__ __forceinline__ float wide(const void* from, i64 at) {
-    if (OF == 0) return ((const float*)from)[at];
-    u16 x = ((const u16*)from)[at];
-    if (OF == 2) return __uint_as_float((u32)x << 16);
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-
-__device__ __forceinline__ void wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // The token of each sequence: its own, or the best one of a row of the step before.
 extern "C" __global__ void chosen(
     const i64* token, const i64* row, const i64* best, i64* out, i64 stride, int count) {
+    let_next_begin();
     wait();
     int b = threadIdx.x;
     if (b >= count) return;
@@ -42,16 +21,14 @@ extern "C" __global__ void chosen(
 extern "C" __global__ void spread(
     const u16* x, const u16* norm, u16* out, float* squares, int K) {
     __shared__ float sums[THREADS / 32];
+    let_next_begin();
     wait();
     int m = blockIdx.x;
     float square = 0;
     for (int k = threadIdx.x; k < K; k += THREADS) {
-        float v = wide<HALF ? 1 : 2>(x, (i64)m * K + k), y = v * wide<HALF ? 1 : 2>(norm, k);
+        float v = number<HALF ? 1 : 2>(x, (i64)m * K + k), y = v * number<HALF ? 1 : 2>(norm, k);
         square += v * v;
-        u16 kept;
-        if (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(kept) : "f"(y));
-        else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(kept) : "f"(y));
-        out[(i64)(k / 16) * 16 * PAD + m * 16 + k % 16] = kept;
+        out[(i64)(k / 16) * 16 * PAD + m * 16 + k % 16] = narrow(y);
     }
     for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = square;
@@ -82,11 +59,12 @@ __device__ __forceinline__ u64 highest(u64 mine, u64* shared) {
 extern "C" __global__ void best(const void* logits, i64* out, u64* found, u32* counts, int V) {
     __shared__ u64 shared[THREADS / 32];
     __shared__ bool last;
+    let_next_begin();
     wait();
     int part = blockIdx.x, parts = gridDim.x, b = blockIdx.y;
     u64 top = 0;
     for (int v = part * THREADS + threadIdx.x; v < V; v += parts * THREADS)
-        top = max(top, rank(wide<KIND>(logits, (i64)b * V + v), v));
+        top = max(top, rank(number<KIND>(logits, (i64)b * V + v), v));
     top = highest(top, shared);
     if (threadIdx.x == 0) {
         found[b * parts + part] = top;

@@ -6,8 +6,8 @@ The weight, bf16, fp16 or codes in the row layout of `rows.py`, is read once, st
 order in which the matrix units want it (`few.cu`); that is the time. Results do not depend on the
 number of tokens. A launch asks for its weights before those ahead of it have ended.
 
-A norm is in three places: who makes its tokens also writes them times the norm's weight, and sums
-of squares of each 16; who takes them multiplies what comes of them by their factor.
+A norm is in two places: who makes its tokens also writes them times the norm's weight, and sums of
+squares of parts of each; who takes them multiplies what comes of them by their factor.
 
 Letters: M tokens, N outputs, K inputs, P sums of squares of a token.
 """
@@ -32,6 +32,7 @@ _SOURCE = Path(__file__).with_name("few.cu")
 _KEPT = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPES = (torch.bfloat16, torch.float16)
 _GROUPS = (0, 32, 64, 128, 256, 512)
+_INPUTS, _STAGED = 1 << 15, 1 << 14  # at most, so that shared memory is enough everywhere
 
 
 class Normed(NamedTuple):
@@ -72,9 +73,15 @@ class _Around(ctypes.Structure):
 
 
 def suits(dtype: torch.dtype, in_features: int, bits: int, group: int) -> bool:
-    """Whether there is a kernel: for 16-bit tokens, inputs in multiples of 32, known groups."""
+    """Whether there is a kernel: for 16-bit tokens, inputs in multiples of 32, up to
+    32,768, known groups."""
     known = group in _GROUPS and not (bits == 8 and group == 32)
-    return dtype in _DTYPES and in_features % 32 == 0 and (bits == 16 or known)
+    return (
+        dtype in _DTYPES
+        and in_features % 32 == 0
+        and in_features <= _INPUTS
+        and (bits == 16 or known)
+    )
 
 
 def linear_few(
@@ -89,7 +96,6 @@ def linear_few(
     eps: float = 0.0,
     gated: bool = False,
     early: bool = True,
-    cut: Cut | None = None,
 ) -> Tensor:
     """(M, N) in the dtype of x, (K / 16, pad, 16), or where `gated` (N / 32, pad, 16): the first
     half of the outputs are the gates.
@@ -99,7 +105,7 @@ def linear_few(
     call = _Call(x, M, weight, bias, out_features, in_features, bits, group)
     call.around.eps = eps
     shape = (call.outputs(gated) // 16, call.pad, 16) if gated else (M, out_features)
-    return call.launch(call.tokens.new_empty(shape), early, gated, cut)
+    return call.launch(call.tokens.new_empty(shape), early, gated)
 
 
 def linear_normed(
@@ -113,16 +119,17 @@ def linear_normed(
     group: int,
     residual: Tensor,
     norm: Tensor,
-    cut: Cut | None = None,
 ) -> tuple[Tensor, Normed]:
     """(M, N), with `residual` (M, N) added to the rounded product, and the same as tokens of a norm
     of weight `norm` (N,). Nothing that may still run writes the weight."""
+    assert out_features % 16 == 0
+    assert residual.dtype == norm.dtype
     call = _Call(x, M, weight, bias, out_features, in_features, bits, group)
     sums = call.tokens.new_empty(call.blocks(False), M, dtype=torch.float32)
     following = Normed(call.tokens.new_empty(out_features // 16, call.pad, 16), sums)
     call.around.residual, call.around.next_norm = residual.data_ptr(), norm.data_ptr()
     call.around.next, call.around.next_squares = (part.data_ptr() for part in following)
-    out = call.launch(call.tokens.new_empty(M, out_features), True, False, cut)
+    out = call.launch(call.tokens.new_empty(M, out_features), True, False)
     return out, following
 
 
@@ -157,12 +164,12 @@ class _Call:
     def blocks(self, gated: bool) -> int:
         return -(-self.outputs(gated) // (_ROWS // 2 if gated else _ROWS))
 
-    def launch(self, out: Tensor, early: bool, gated: bool, cut: Cut | None) -> Tensor:
+    def launch(self, out: Tensor, early: bool, gated: bool) -> Tensor:
         w, scale, zero = self.weight
         place, J, K = out.device, run_of(self.group), self.K
-        step, blocks = {4: 8 * J, 8: 256, 16: 128}[self.bits], self.blocks(gated)
+        step, blocks = step_of(self.bits, self.group), self.blocks(gated)
         steps = -(-K // step)
-        cut = cut or best_cut(self.bits, blocks, steps, self.pad, early, processors(place))
+        cut = best_cut(self.bits, K, blocks, steps, self.pad, early, processors(place))
         whole = self.bits < 16
         given = {
             **{"BITS": self.bits, "J": J, "GROUP": self.group if whole else 0},
@@ -179,15 +186,27 @@ class _Call:
         weights = _Weights(w.data_ptr(), scale.data_ptr(), zeros, line, self.N, K, scale.shape[-1])
         arguments = [self.tokens, weights, out, ctypes.c_int(self.M), self.around]
         grid = (min(blocks, cut.blocks * processors(place)) if cut.stays else blocks,)
-        shared = K // 16 * (32 * self.pad + (64 if self.pad > 1 else 0)) if cut.staged else 0
-        if given["ZERO"]:  # sums of tokens
-            span = step // self.group if 0 < self.group < step else 1
-            shared += steps * span * 4 * max(8, self.pad)
+        shared = shared_bytes(self.bits, self.group, K, self.pad, cut.staged, bool(given["ZERO"]))
         ours.launch(place, grid, 32 * cut.warps, arguments, early=True, shared=shared)
         return out
 
 
-def best_cut(bits: int, tiles: int, steps: int, pad: int, early: bool, processors: int) -> Cut:
+def step_of(bits: int, group: int) -> int:
+    """Inputs that a warp takes at once."""
+    return {4: 8 * run_of(group), 8: 256, 16: 128}[bits]
+
+
+def shared_bytes(bits: int, group: int, K: int, pad: int, staged: bool, zero: bool) -> int:
+    """Of a block's tokens, a little apart, and of their sums where zero points ask for them."""
+    step = step_of(bits, group)
+    span = step // group if 0 < group < step else 1
+    tokens = K // 16 * (32 * pad + (64 if pad > 1 else 0)) if staged else 0
+    return tokens + (-(-K // step) * span * 4 * max(8, pad) if zero else 0)
+
+
+def best_cut(
+    bits: int, K: int, tiles: int, steps: int, pad: int, early: bool, processors: int
+) -> Cut:
     """Of the cuts that were measured, on an H100.
 
     Blocks that stay read faster alone, but leave no room for the next launch to begin early: for
@@ -197,13 +216,18 @@ def best_cut(bits: int, tiles: int, steps: int, pad: int, early: bool, processor
     warps = 16 if wide else min(8, steps)
     # Registers of a thread, in warps that there is room for.
     room = 8 if bits == 4 and pad == 16 and not wide and not early else 16
-    return Cut(warps, max(1, room // warps), not early, bits == 4 and pad == 1 and not early)
+    return Cut(
+        warps,
+        max(1, room // warps),
+        not early,
+        bits == 4 and pad == 1 and not early and K <= _STAGED,
+    )
 
 
 def sliced(x_MK: Tensor) -> Tensor:
     """(K / 16, pad, 16) of (M, K): `padded(M)` tokens, those beyond M are anything."""
     M, K = x_MK.shape
-    if M == 1:
+    if M == 1 and x_MK.data_ptr() % 16 == 0:
         return x_MK.reshape(K // 16, 1, 16)
     out = x_MK.new_empty(K // 16, padded(M), 16)
     out[:, :M] = x_MK.view(M, K // 16, 16).transpose(0, 1)

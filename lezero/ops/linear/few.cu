@@ -2,13 +2,12 @@
 //
 //     out = norm(x) wᵀ + bias + residual        or, of gates and what they multiply, silu(g) u
 //
-// A block takes tiles of 16 outputs and all inputs, cut into steps that its warps take in turn.
-// A warp's
-// lanes read 16 bytes each of rows g and g + 8 of the tile (g = lane / 4), and what they read is,
-// but for a few instructions, what mma.m16n8k16 wants in their registers: the order of inputs
-// within a product is free as long as tokens are read in the same one. So weights pass through no
-// shared memory. Tokens are the 8 columns of a product; lanes of columns that are none read the
-// last token, and nobody looks at what comes of it.
+// A block takes tiles of 16 outputs and all inputs, cut into steps that its warps take in turn. A
+// warp's lanes read 16 bytes each of rows g and g + 8 of the tile (g = lane / 4), and what they
+// read is, but for a few instructions, what mma.m16n8k16 wants in their registers: the order of
+// inputs within a product is free as long as tokens are read in the same one. So weights pass
+// through no shared memory. Tokens are the 8 columns of a product; what lanes of columns that are
+// none read is anything, and nobody looks at what comes of it.
 //
 // A code of 4 bits below the leading bit of a 16-bit float is 128 + c (fp16: 1024 + c) without any
 // arithmetic; 8 bits make two such numbers in bf16, whose sum is exact.
@@ -16,18 +15,13 @@
 // Weights that depend on no launch before this one are asked for before its end is waited for.
 //
 // Given: BITS, J (rows.py), GROUP (0: a scale a row), SCALE (0 fp32, 1 fp16, 2 bf16), HALF (fp16
-// tokens), EVEN (inputs are whole steps), PAD (1, 8 or 16 tokens), STAGED (tokens lie in shared memory),
-// WARPS, and whether there are ZERO,
-// BIAS, NORMED, PAIRED, RESIDUAL, NEXT. EARLY: no launch ahead that may still run writes weights.
-
-typedef unsigned u32;
-typedef unsigned short u16;
-typedef long long i64;
+// tokens), EVEN (inputs are whole steps), PAD (1, 8 or 16 tokens), STAGED (tokens lie in shared
+// memory), WARPS, BLOCKS of a multiprocessor, whether there are ZERO, BIAS, NORMED, PAIRED,
+// RESIDUAL, NEXT, and EARLY: no launch ahead that may still run writes weights.
 
 constexpr int UNITS = BITS == 4 ? J / 16 : 4;      // of 16 bytes a lane and row, in a step
 constexpr int STEP = UNITS * 4 * 16 * 8 / BITS;    // inputs
-constexpr int SPAN = BITS == 16 ? 1 : BITS == 4 ? (GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP)
-                                                : (GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP);
+constexpr int SPAN = BITS == 16 || GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP;  // groups
 constexpr int TILES = PAD > 8 ? 2 : 1, TOKENS = 8 * TILES;
 
 // Scales or zero points as they are kept, 4 or 2 bytes each, side by side.
@@ -58,37 +52,13 @@ __device__ __forceinline__ uint4 fetched(const void* at) {
     return v;
 }
 
-__device__ __forceinline__ float wide(u16 x) {
-    if (!HALF) return __uint_as_float((u32)x << 16);
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
-
-__device__ __forceinline__ u16 narrow(float x) {
-    u16 y;
-    if (HALF) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    else asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float scale_at(const void* from, i64 at) {
-    if (SCALE == 0) return ((const float*)from)[at];
-    u16 x = ((const u16*)from)[at];
-    if (SCALE == 2) return __uint_as_float((u32)x << 16);
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-    return y;
-}
+__device__ __forceinline__ float wide(u16 x) { return number<HALF ? 1 : 2>(&x, 0); }
 
 __device__ __forceinline__ float at_place(const Several& s, int i) {
     if (SCALE == 0) return __uint_as_float(s.words[i]);
     u32 word = s.words[i / 2];
     if (SCALE == 2) return __uint_as_float(i % 2 ? word & 0xFFFF0000u : word << 16);
-    float y;
-    if (i % 2) asm volatile("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, b; }" : "=f"(y) : "r"(word));
-    else asm volatile("{ .reg .b16 a, b; mov.b32 {a, b}, %1; cvt.f32.f16 %0, a; }" : "=f"(y) : "r"(word));
-    return y;
+    return half_of(i % 2 ? word >> 16 : word);
 }
 
 // Of SPAN neighbours in a row that begins at `row`; those after the last one are the last.
@@ -130,10 +100,6 @@ __device__ __forceinline__ u32 plus(u32 a, u32 b) {
     if (HALF) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3F803F80u), "r"(b));
     return y;
-}
-
-__device__ __forceinline__ u32 merged(u32 a, u32 b, u32 selector) {
-    return __byte_perm(a, b, selector);
 }
 
 __device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -247,8 +213,8 @@ __device__ __forceinline__ void work(
             for (int u = 0; u < UNITS; u++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    m[r][u][0] = merged(s.w[r][u].x, s.w[r][u].y, selector);
-                    m[r][u][1] = merged(s.w[r][u].z, s.w[r][u].w, selector);
+                    m[r][u][0] = __byte_perm(s.w[r][u].x, s.w[r][u].y, selector);
+                    m[r][u][1] = __byte_perm(s.w[r][u].z, s.w[r][u].w, selector);
                 }
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -269,8 +235,8 @@ __device__ __forceinline__ void work(
                         b[n] = x.four(n, i * J / 16 + u, 0, i * J + 16 * u);
                     product(a, b);
                 }
-                if (GROUP && i % RUNS == RUNS - 1 || GROUP && i == 7)
-                    add(acc, c, sums, s, GROUP > STEP ? 0 : i / RUNS, t);
+                if (GROUP && i % RUNS == RUNS - 1)
+                    add(acc, c, sums, s, i / RUNS, t);
             }
         }
     } else if (BITS == 8) {
@@ -292,7 +258,7 @@ __device__ __forceinline__ void work(
 #pragma unroll
                     for (int n = 0; n < TILES; n++) {
                         u32 one = q ? both[n].z : both[n].x, two = q ? both[n].w : both[n].y;
-                        b[n] = make_uint2(merged(one, two, 0x5410), merged(one, two, 0x7632));
+                        b[n] = make_uint2(__byte_perm(one, two, 0x5410), __byte_perm(one, two, 0x7632));
                     }
                     u32 a[4];
 #pragma unroll
@@ -310,7 +276,7 @@ __device__ __forceinline__ void work(
                 }
             }
             if (GROUP && u % RUNS == RUNS - 1 || GROUP && u == UNITS - 1)
-                add(acc, c, sums, s, GROUP > STEP ? 0 : u / RUNS, t);
+                add(acc, c, sums, s, u / RUNS, t);
         }
     } else {
 #pragma unroll
@@ -352,18 +318,6 @@ __device__ __forceinline__ void count(const Tokens& x, float* sums, int lane) {
 #pragma unroll
                 for (int e = 0; e < 2; e++) sums[i * TOKENS + 8 * n + 2 * lane + e] = sum[n][e];
     }
-}
-
-__device__ __forceinline__ void wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void let_next_begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
@@ -430,10 +384,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
                     float sum = 0;
                     for (int b = warp; b < steps; b += WARPS)
                         sum += counted[b * TOKENS + 8 * n + 2 * t + e % 2];
-                    y -= (scale_at(weights.zero, weights.row(tile, g, e / 2)) - MIDDLE) * sum;
+                    y -= (number<SCALE>(weights.zero, weights.row(tile, g, e / 2)) - MIDDLE) * sum;
                 }
                 if (BITS < 16 && GROUP == 0)
-                    y *= scale_at(weights.scale, weights.row(tile, g, e / 2));
+                    y *= number<SCALE>(weights.scale, weights.row(tile, g, e / 2));
                 mine[8 * n + 2 * t + e % 2][g + 8 * (e / 2)] = y;
             }
         __syncthreads();  // what others read of the turn before last is read
