@@ -17,6 +17,7 @@ import torch
 
 from lezero.core.errors import LeZeroError
 from lezero.core.log import logger
+from lezero.core.pools import release_pool
 from lezero.serve.batching.batcher import Ask, Batch, Batcher
 from lezero.serve.batching.model import BatchedModel
 
@@ -87,6 +88,7 @@ class Runner:
         self._thread = threading.Thread(target=self._run, name="lezero-batches", daemon=True)
 
     def start(self) -> None:
+        release_pool()  # of the thread that measured the model, see `pools.py`
         self._thread.start()
 
     def stop(self) -> None:

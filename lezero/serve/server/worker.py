@@ -24,6 +24,7 @@ import torch
 
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
+from lezero.core.pools import release_pool
 from lezero.serve.answer import Answer
 from lezero.serve.llm import LLM
 from lezero.serve.request import Reason, Request
@@ -119,6 +120,7 @@ class Worker:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        release_pool()  # of the thread that opened the model, see `pools.py`
         self._thread.start()
 
     async def stop(self) -> None:
