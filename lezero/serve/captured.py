@@ -114,7 +114,9 @@ class CapturedProgram(PlainProgram):
             # thread uses the device meanwhile, and the next one may not.
             of_cuda = isinstance(error, torch.AcceleratorError) or "out of memory" in str(error)
             if self._launches and step is not None and not step.ran and not of_cuda:
-                kinds = "CUDA kernels do not run here, Triton's or plain operations do: %s"
+                kinds = (
+                    "CUDA kernels do not run here, or Triton's beside them; others are tried: %s"
+                )
                 _LOG.warning(kinds, error)
                 self._launches = False
                 if self._decoder is not None:
