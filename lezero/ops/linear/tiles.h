@@ -140,6 +140,21 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
   }
 }
 
+/* sum += what a block of inputs adds, R tokens and one panel of it: (found - zero · total) · step.
+ * zeros, and fine: as literals, so that nothing is asked and nothing read a token. */
+INLINE void add_block(const int R, const int D, const int zeros, const int fine, const int panel,
+                      floats scale, floats zero, const float *total, const float *x_scale,
+                      ints acc[][2], floats sum[][2]) {
+  UNROLL for (int r = 0; r < R; r++) {
+    const ints count =
+        D == 2 ? digits_joined(acc[D * r][panel], acc[D * r + D - 1][panel]) : acc[r][panel];
+    floats found = float_of(count);
+    if (zeros) found = fused_less(zero, all_floats(total[r]), found);
+    const floats step = fine ? product(scale, all_floats(x_scale[r])) : scale;
+    sum[r][panel] = fused(step, found, sum[r][panel]);
+  }
+}
+
 /* R tokens of D digits, block by block; `fine`: with a scale of their own for each block. */
 INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const token_tile *t,
                           const panel_pair *p, found_tile *f, const int R, const int D,
@@ -148,28 +163,29 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
   const int8_t *a = t->codes;
+  const int32_t *start = t->start;
+  const float *total = t->total, *x_scale = t->scale;
   const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
   for (int64_t b = 0; b < w->blocks; b++) {
     const int64_t inputs = least(w->block, w->padded - b * w->block);
     const int64_t group = l->group ? b * w->block / l->group : 0;
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
-    UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(t->start[b * R * D + i]);
+    UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(start[i]);
     const int few = FETCH_AHEAD(2 * R);
     if (few) fetch_scales(l, p, P, first, group);
     if (bits == 8) sum_bytes(R * D, P, few, w0, w1, a, inputs / 4, next, p->step, acc);
     else sum_halves(R * D, P, few, w0, w1, a, inputs / 8, next, p->step, acc);
-    a += inputs / 4 * FOUR_BYTES * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
     UNROLL for (int i = 0; i < P; i++) {
       const floats scale = read16(p->scale[first + i], l->scale_type, 16 * group, 16);
-      UNROLL for (int r = 0; r < R; r++) {
-        floats found = float_of(D == 2 ? digits_joined(acc[D * r][i], acc[D * r + D - 1][i]) : acc[r][i]);
-        if (l->zero)
-          found = fused_less(read16(p->zero[first + i], l->scale_type, 16 * group, 16),
-                             all_floats(t->total[b * R + r]), found);
-        const floats step = fine ? product(scale, all_floats(t->scale[b * R + r])) : scale;
-        sum[r][i] = fused(step, found, sum[r][i]);
+      if (l->zero) {
+        const floats zero = read16(p->zero[first + i], l->scale_type, 16 * group, 16);
+        add_block(R, D, 1, fine, i, scale, zero, total, x_scale, acc, sum);
+      } else {
+        add_block(R, D, 0, fine, i, scale, scale, total, x_scale, acc, sum);
       }
     }
+    a += inputs / 4 * FOUR_BYTES * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
+    start += R * D, total += R, x_scale += R;
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
     f->sum[r][first + i] = sum[r][i];
