@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from lezero.compress.quantize import Int8WeightActivation, quantize_
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, FileError, need_extra
+from lezero.core.facts import cpu
 from lezero.hub.encoder import EncoderFolder, describe_encoder, open_encoder
 from lezero.models import Bert
 from lezero.models.bert import flops
@@ -137,7 +138,9 @@ class SentenceEncoder(BatchedModel):
 
 
 def _opened(folder: EncoderFolder, weights: str) -> Bert:
-    model = open_encoder(folder, torch.bfloat16 if weights == "bf16" else torch.float32)
+    """What is between the products of int8 is bf16 where the processor has that, else fp32."""
+    short = weights == "bf16" or (weights == "int8" and cpu().native_bf16)
+    model = open_encoder(folder, torch.bfloat16 if short else torch.float32)
     if weights == "int8":
         quantize_(model, Int8WeightActivation(vocabulary="keep"), objective="size")
     return model.eval()
