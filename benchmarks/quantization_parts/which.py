@@ -2,8 +2,8 @@
 
 SmolLM2-135M: size, perplexity, one token after 64, a prompt of 512. Its weights come from a GGUF
 file in Q4_1, so they lie on a grid of 4 bits already: quality in 4 bits is that of the model that
-`trained` makes (all linear layers of its blocks). all-MiniLM-L6-v2, bf16 between its products: cosine to fp32, a
-batch of 16.
+`trained` makes (all linear layers of its blocks). all-MiniLM-L6-v2, bf16 between its products:
+cosine to fp32, a batch of 16.
 """
 
 from __future__ import annotations
