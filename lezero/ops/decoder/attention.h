@@ -7,6 +7,7 @@ typedef struct {
   int rows;
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
+  const int32_t *pairs; /* of inputs of the queries: [pair][row] */
   float scale[MOST_QUERIES]; /* of the query, where the cache has codes */
   int64_t to[MOST_QUERIES]; /* where the row's head begins in `rows` */
 } query_tile;
@@ -35,8 +36,7 @@ INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_
     UNROLL for (int i = 0; i < B; i++) {
       const ints k = codes ? load_words(block[i] + 32 * e) : load_line(block[i] + 64 * e);
       UNROLL for (int r = 0; r < R; r++) {
-        int32_t x;
-        memcpy(&x, q->query[r] + 2 * e, 4);
+        const int32_t x = q->pairs[e * R + r];
         if (codes) count[r][i] = dot_words(count[r][i], k, x);
         else acc[r][i] = dot_pairs(acc[r][i], k, x);
       }
@@ -51,17 +51,22 @@ INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_
   }
 }
 
-/* out = out · shrink + weights · values for R rows and P panels of 16 channels, over `keys` keys.
- * step: what 1 of a weight stands for, where weights are whole numbers. */
+/* What a round of the softmax knows of its rows. */
+typedef struct {
+  float most[16], shrink[16], step[MOST_QUERIES]; /* shrink: how much is left of earlier sums */
+  floats total[MOST_QUERIES];
+} softmax_rows;
+
+/* out = out · shrink + weights · values for R rows and P panels of 16 channels, over `keys` keys. */
 INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32_t *table,
                           int64_t keys, int64_t panel, uint16_t weight[][TILE],
-                          const floats shrink[], const float step[], float out[][WIDEST],
-                          const int codes, const int R, const int P) {
+                          const softmax_rows *m, float out[][WIDEST], const int codes,
+                          const int R, const int P) {
   const int64_t line = codes ? 32 : 64;
   floats acc[MOST_QUERIES][TILE_BLOCKS];
   ints count[MOST_QUERIES][TILE_BLOCKS];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++) {
-    acc[r][i] = product(read16(out[r], LEZERO_FP32, (panel + i) * 16, 16), shrink[r]);
+    acc[r][i] = product(read16(out[r], LEZERO_FP32, (panel + i) * 16, 16), all_floats(m->shrink[r]));
     count[r][i] = all_ints(0);
   }
   for (int64_t at = 0; at < keys; at += LEZERO_BLOCK) {
@@ -81,7 +86,7 @@ INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32
       }
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++) {
-    if (codes) acc[r][i] = fused(float_of(count[r][i]), all_floats(step[r]), acc[r][i]);
+    if (codes) acc[r][i] = fused(float_of(count[r][i]), all_floats(m->step[r]), acc[r][i]);
     write16(out[r], LEZERO_FP32, (panel + i) * 16, 16, acc[r][i]);
   }
 }
@@ -99,42 +104,58 @@ INLINE float whole_weights(const floats scaled[TILE_BLOCKS], int64_t blocks, uin
   return step;
 }
 
-/* One round of the softmax for row r: its scores become weights; how much is left of earlier sums.
- * `only_lanes` comes last: what another request left in the cache may be NaN. */
+/* Keys of row r that it does not see: those from `seen` on, and those before `hidden`. */
+typedef struct {
+  int64_t hidden, seen;
+} sight;
+
+INLINE sight sight_of(const lezero_step *s, const query_tile *q, int64_t base, int r) {
+  const int64_t end = q->position[r] + 1 - base;
+  return (sight){s->window ? end - s->window : 0, end};
+}
+
+INLINE int is_cut(const sight *v, int64_t at) { return v->seen < at + 16 || v->hidden > at; }
+
+/* One round of the softmax: scores of the rows become weights. `only_lanes` of a weight comes last:
+ * what another request left in the cache may be NaN. */
 INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t base,
-                  int64_t blocks, int r, floats score[TILE_BLOCKS], uint16_t weight[TILE],
-                  float *most, floats *total, floats *shrink, float *step, const int codes) {
-  const int64_t seen = q->position[r] + 1 - base; /* keys of this tile up to its own */
-  const int64_t hidden = s->window ? q->position[r] + 1 - s->window - base : 0;
-  floats high = all_floats(LOWEST);
-  for (int64_t b = 0; b < blocks; b++) {
-    const int64_t at = b * LEZERO_BLOCK;
-    if (seen < at + 16 || hidden > at)
-      score[b] = only_lanes(score[b], hidden - at, seen - at, LOWEST);
-    high = most_of(score[b], high);
+                  int64_t blocks, floats score[][TILE_BLOCKS], uint16_t weight[][TILE],
+                  softmax_rows *m, const int codes, const int R) {
+  float now[16] = {0};
+  for (int r = 0; r < R; r++) {
+    const sight v = sight_of(s, q, base, r);
+    floats high = all_floats(LOWEST);
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t at = b * LEZERO_BLOCK;
+      if (is_cut(&v, at)) score[r][b] = only_lanes(score[r][b], v.hidden - at, v.seen - at, LOWEST);
+      high = most_of(score[r][b], high);
+    }
+    const float found = lanes_most(high);
+    now[r] = found > m->most[r] ? found : m->most[r];
   }
-  const float found = lanes_most(high), now = found > *most ? found : *most;
-  *shrink = power_of_two(all_floats(*most - now)), *most = now;
-  *total = product(*total, *shrink);
-  for (int64_t b = 0; b < blocks; b++) {
-    const int64_t at = b * LEZERO_BLOCK;
-    floats p = power_of_two(sum_of(score[b], all_floats(-now)));
-    if (codes) {
-      char *values = block_of(s, s->values, q->layer, table[b], q->head);
-      score[b] = product(p, read16(scales_of(s, values), LEZERO_BF16, 0, 16));
+  const floats highest = read16(now, LEZERO_FP32, 0, 16);
+  const floats before = read16(m->most, LEZERO_FP32, 0, 16);
+  write16(m->shrink, LEZERO_FP32, 0, 16, power_of_two(fused_less(all_floats(1), highest, before)));
+  write16(m->most, LEZERO_FP32, 0, 16, highest);
+  for (int r = 0; r < R; r++) {
+    const sight v = sight_of(s, q, base, r);
+    floats total = product(m->total[r], all_floats(m->shrink[r]));
+    for (int64_t b = 0; b < blocks; b++) {
+      const int64_t at = b * LEZERO_BLOCK;
+      floats p = power_of_two(sum_of(score[r][b], all_floats(-now[r])));
+      if (codes) {
+        char *values = block_of(s, s->values, q->layer, table[b], q->head);
+        score[r][b] = product(p, read16(scales_of(s, values), LEZERO_BF16, 0, 16));
+      }
+      if (is_cut(&v, at)) {
+        p = only_lanes(p, v.hidden - at, v.seen - at, 0);
+        score[r][b] = only_lanes(score[r][b], v.hidden - at, v.seen - at, 0);
+      }
+      total = sum_of(total, codes ? p : store_weights(weight[r] + at, p));
     }
-    if (seen < at + 16 || hidden > at) {
-      p = only_lanes(p, hidden - at, seen - at, 0);
-      score[b] = only_lanes(score[b], hidden - at, seen - at, 0);
-    }
-    if (codes) {
-      *total = sum_of(*total, p);
-    } else {
-      store_bf16(weight + at, p);
-      *total = sum_of(*total, read16(weight, LEZERO_BF16, at, 16)); /* as it is used */
-    }
+    m->total[r] = total;
+    if (codes) m->step[r] = whole_weights(score[r], blocks, weight[r]);
   }
-  if (codes) *step = whole_weights(score, blocks, weight);
 }
 
 /* [Note: ranges]
@@ -149,10 +170,11 @@ INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, ran
   const int64_t panels = s->E / 16, end = least_of((range + 1) * RANGE, q->last + 1);
   const int wide = MOST_QUERIES >= 4 * R ? 4 : 1; /* chains beside each other, a row */
   uint16_t weight[MOST_QUERIES][TILE];
-  float out[MOST_QUERIES][WIDEST], most[MOST_QUERIES], step[MOST_QUERIES];
-  floats total[MOST_QUERIES], shrink[MOST_QUERIES], score[MOST_QUERIES][TILE_BLOCKS];
+  float out[MOST_QUERIES][WIDEST];
+  floats score[MOST_QUERIES][TILE_BLOCKS];
+  softmax_rows m = {0};
   for (int r = 0; r < R; r++) {
-    most[r] = LOWEST, total[r] = all_floats(0);
+    m.most[r] = LOWEST, m.total[r] = all_floats(0);
     memset(out[r], 0, (size_t)s->E * 4);
   }
   for (int64_t base = larger_of(range * RANGE, first_key(s, q->position[0])); base < end;
@@ -163,16 +185,14 @@ INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, ran
     int64_t b = 0, panel = 0;
     for (; wide > 1 && b + 4 <= blocks; b += 4) score_blocks(s, q, table, b, score, codes, R, wide);
     for (; b < blocks; b++) score_blocks(s, q, table, b, score, codes, R, 1);
-    for (int r = 0; r < R; r++)
-      weigh(s, q, table, base, blocks, r, score[r], weight[r], most + r, total + r, shrink + r,
-            step + r, codes);
+    weigh(s, q, table, base, blocks, score, weight, &m, codes, R);
     for (; wide > 1 && panel + 4 <= panels; panel += 4)
-      gather_panels(s, q, table, keys, panel, weight, shrink, step, out, codes, R, wide);
+      gather_panels(s, q, table, keys, panel, weight, &m, out, codes, R, wide);
     for (; panel < panels; panel++)
-      gather_panels(s, q, table, keys, panel, weight, shrink, step, out, codes, R, 1);
+      gather_panels(s, q, table, keys, panel, weight, &m, out, codes, R, 1);
   }
   for (int r = 0; r < R; r++) {
-    f->most[r] = most[r], f->total[r] = lanes_total(total[r]);
+    f->most[r] = m.most[r], f->total[r] = lanes_total(m.total[r]);
     memcpy(f->out[r], out[r], (size_t)s->E * 4);
   }
 }
@@ -239,6 +259,13 @@ static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t hea
   return q;
 }
 
+/* Its queries side by side, as products with keys read them. */
+static void lay_queries(const lezero_step *s, query_tile *q, int32_t pairs[]) {
+  for (int64_t e = 0; e < s->E / 2; e++)
+    for (int r = 0; r < q->rows; r++) memcpy(pairs + e * q->rows + r, q->query[r] + 2 * e, 4);
+  q->pairs = pairs;
+}
+
 /* The ranges of keys that a tile sees, of any head. */
 static void ranges_of(const lezero_step *s, const lezero_chunk *chunk, int64_t tile, int64_t *first,
                       int64_t *count) {
@@ -261,13 +288,24 @@ static int shares_ranges(const lezero_step *s) {
   return !even && ranges > tiles && ranges <= MOST_RANGES;
 }
 
+/* [Note: one row a chunk]
+ * Where every chunk is one row and no ranges are shared, one worker does all that concerns a row and a
+ * key head: it stores the row's key and value and attends to them, and nobody has to wait between. */
+static int one_row_a_chunk(const lezero_step *s) {
+  return s->T == s->chunks && s->H / s->K <= MOST_QUERIES;
+}
+
 enum { WHOLE, BY_RANGE, JOINING };
 
-/* Units are dealt in turns, so that long and short ones mix: tiles and heads, or their ranges. */
-static void attend_units(const worker *w, int64_t layer, int type, int how) {
+/* Units are dealt in turns, so that long and short ones mix: tiles and heads, or their ranges.
+ * stores: the worker stores what it attends to. */
+static void attend_units(const worker *w, const lezero_layer *y, int64_t layer, int found_type,
+                         int how, int stores) {
   const lezero_step *s = w->s;
+  const int type = type_of(&y->out);
   int64_t turn = 0;
   range_sums *sums = w->a.sums, one, next;
+  int32_t pairs[WIDEST / 2 * MOST_QUERIES];
   for (int32_t c = 0; c < s->chunks; c++)
     for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++) {
       int64_t first, count;
@@ -275,8 +313,10 @@ static void attend_units(const worker *w, int64_t layer, int type, int how) {
       for (int64_t unit = 0; unit < s->K * (how == BY_RANGE ? count : 1); unit++, turn++) {
         const int64_t mine = turn % s->crew, head = unit % s->K;
         if (mine < w->begin || mine >= w->end) continue;
-        const query_tile q = tile_of(w, layer, c, head, tile);
+        if (stores) store_piece(w, y, layer, w->a.pieces + c, head, found_type);
+        query_tile q = tile_of(w, layer, c, head, tile);
         range_sums *own = sums + head * count; /* of all ranges */
+        if (how != JOINING) lay_queries(s, &q, pairs);
         if (how == BY_RANGE) {
           attend_any(s, &q, first + unit / s->K, own + unit / s->K);
           continue;
@@ -294,14 +334,16 @@ static void attend_units(const worker *w, int64_t layer, int type, int how) {
 
 static void attention(worker *w, const lezero_layer *y, int64_t layer, int found_type) {
   const lezero_step *s = w->s;
-  const int64_t units = w->a.shared->pieces * s->K;
-  for (int64_t i = from(w, units); i < upto(w, units); i++)
-    store_piece(w, y, layer, w->a.pieces + i / s->K, i % s->K, found_type);
-  meet(w);
-  const int type = type_of(&y->out), shared = shares_ranges(s);
-  attend_units(w, layer, type, shared ? BY_RANGE : WHOLE);
+  const int shared = shares_ranges(s), stores = !shared && one_row_a_chunk(s);
+  if (!stores) {
+    const int64_t units = w->a.shared->pieces * s->K;
+    for (int64_t i = from(w, units); i < upto(w, units); i++)
+      store_piece(w, y, layer, w->a.pieces + i / s->K, i % s->K, found_type);
+    meet(w);
+  }
+  attend_units(w, y, layer, found_type, shared ? BY_RANGE : WHOLE, stores);
   meet(w);
   if (!shared) return;
-  attend_units(w, layer, type, JOINING);
+  attend_units(w, y, layer, found_type, JOINING, 0);
   meet(w);
 }
