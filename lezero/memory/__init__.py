@@ -1,6 +1,14 @@
-"""Where bytes live: the host memory pool and the allocator of tensors under it."""
+"""Where bytes live: the host memory pool, the allocator of tensors under it, huge pages."""
 
 from lezero.memory.allocator import OVERHEAD, can_come_from_malloc, tensors_from_malloc
+from lezero.memory.huge_pages import HugePages
 from lezero.memory.pool import HostPool, PoolStats
 
-__all__ = ["OVERHEAD", "HostPool", "PoolStats", "can_come_from_malloc", "tensors_from_malloc"]
+__all__ = [
+    "OVERHEAD",
+    "HostPool",
+    "HugePages",
+    "PoolStats",
+    "can_come_from_malloc",
+    "tensors_from_malloc",
+]

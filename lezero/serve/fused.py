@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.weights import PackedWeight
+from lezero.memory import HugePages
 from lezero.models import Transformer
 from lezero.models.transformer import TransformerBlock
 from lezero.ops.decoder import (
@@ -39,7 +40,8 @@ _MOST_STEPS, _MOST_DRAWN, _MOST_S = 8, 32, 0.02
 
 
 class FusedProgram(Program):
-    """Takes the weights out of `model` layer by layer, so that they are never there twice.
+    """Takes the weights out of `model` layer by layer, so that they are never there twice; to huge
+    pages where the system gives them.
 
     x_blocks: inputs of layers of 4 and 8 bits that would be kept in 16 bits are rounded to 8, in
     blocks of at most 128 that have a scale each.
@@ -60,10 +62,12 @@ class FusedProgram(Program):
         self._head = merged([head], x_blocks)
         if head is model.embed_tokens and self._head.bits == 16:
             self._embedding = _PackedRows(self._head)  # one copy serves both
-        weights = []
+        pages, weights = HugePages(), []
         for index, block in enumerate(model.layers):
             weights.append(_layer(block, x_blocks))
             model.layers[index] = nn.Identity()
+            pages.move(x for w in _matrices(weights[-1]) for x in _tensors(w))
+        pages.move(_tensors(self._head))
         self._decoder = Decoder(
             self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding)
         )
@@ -170,7 +174,7 @@ class FusedProgram(Program):
     def _tensors(self) -> list[Tensor]:
         found = [*self._embedding.parameters(), *self._embedding.buffers(), self._norm]
         weights = [self._head, *(w for y in self._decoder.layers for w in _matrices(y))]
-        return found + [x for w in weights for x in (*w.packed, w.bias) if x is not None]
+        return found + [x for w in weights for x in _tensors(w)]
 
 
 def _beginning(embedding: nn.Module) -> Beginning | None:
@@ -189,6 +193,10 @@ def shape_of(model: Transformer) -> Shape:
     return Shape(
         *(c.dim, c.heads, c.kv_heads, c.head_dim, c.ffn, c.norm_eps), window=c.sliding_window or 0
     )
+
+
+def _tensors(weight: Weight) -> list[Tensor]:
+    return [x for x in (*weight.packed, weight.bias) if x is not None]
 
 
 def weight_bytes(weight: Weight) -> int:

@@ -1,0 +1,56 @@
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from lezero.memory import huge_pages
+from lezero.memory.huge_pages import HUGE, HugePages, given
+
+
+@pytest.mark.skipif(not given(), reason="this system gives no huge pages")
+def test_tensors_stay_what_they_are_and_lie_side_by_side() -> None:
+    torch.manual_seed(0)
+    made = [
+        torch.randn(300, 7),
+        torch.randint(0, 255, (5, 4, 16, 4), dtype=torch.uint8),
+        torch.randn(64, 32, dtype=torch.bfloat16).T,
+        torch.randn(3, 1, 16).half(),
+        torch.nn.Parameter(torch.tensor(2.5)),
+    ]
+    kept = [x.detach().clone() for x in made]
+    module = torch.nn.Module()
+    module.register_buffer("codes", made[1])
+    HugePages().move(made)
+    for x, before in zip(made, kept, strict=True):
+        assert x.dtype == before.dtype
+        assert torch.equal(x, before)
+        assert x.is_contiguous()
+        assert x.data_ptr() % 64 == 0
+    assert made[0].data_ptr() % HUGE == 0
+    assert module.codes.data_ptr() == made[1].data_ptr()
+    assert 0 < made[-1].data_ptr() - made[0].data_ptr() < sum(x.nbytes + 64 for x in kept)
+
+
+@pytest.mark.skipif(not given(), reason="this system gives no huge pages")
+def test_what_is_larger_than_a_slab_has_one_of_its_own() -> None:
+    pages = HugePages()
+    made = [torch.ones(n, dtype=torch.uint8) for n in (31 << 20, 40 << 20, 100)]
+    pages.move(made)
+    assert all(x.sum() == x.numel() for x in made)
+
+
+def test_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not given(tmp_path / "none")
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    assert not given(tmp_path / "enabled")
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert given(tmp_path / "enabled") is hasattr(mmap, "MADV_HUGEPAGE")
+    empty, meta = torch.empty(0), torch.empty(3, device="meta")
+    HugePages().move([empty, meta])
+    assert meta.is_meta
+    monkeypatch.setattr(huge_pages, "given", lambda: False)
+    x = torch.ones(1000)
+    before = x.data_ptr()
+    HugePages().move([x])
+    assert x.data_ptr() == before
