@@ -12,6 +12,7 @@ from lezero.checkpoint.find import (
 )
 from lezero.checkpoint.marks import read_mark
 from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer
+from lezero.checkpoint.own_buffers import own_buffers_prefix, pack_own_buffers
 from lezero.checkpoint.random_state import pack_random, unpack_random
 from lezero.checkpoint.rows import is_split, rows_of, split_like
 from lezero.checkpoint.saver import Saver
@@ -29,7 +30,9 @@ __all__ = [
     "is_split",
     "load",
     "load_together",
+    "own_buffers_prefix",
     "pack_optimizer",
+    "pack_own_buffers",
     "pack_random",
     "read_mark",
     "rows_of",

@@ -2,7 +2,8 @@
 
 What a generation holds: weights (`model/…`), optimizer state by parameter name (`optimizer/…`), the
 generators of every rank (`random/…`), what encoding lost on the wires of every rank (`feedback/…`,
-see `train/feedback.py`) and the documents `state` (step, precision, loss scale), `extra_state` (of
+see `train/feedback.py`), buffers in which a rank of a sharded model differs from rank 0
+(`buffers/…`) and the documents `state` (step, precision, loss scale), `extra_state` (of
 modules with a `get_extra_state` that gives no tensor), `decisions` and `environment`. Every rank
 writes the rows that it has, and reads those that it needs, so that any number of ranks at any stage
 of ZeRO can go on from any other. Restoring checks everything before it changes anything.
@@ -25,6 +26,7 @@ from lezero.core.errors import ConfigError, CorruptError, FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import read_generation, step_path
 from lezero.parallel.zero import sharding_of
+from lezero.parallel.zero.sharding import shardings_in
 from lezero.train import feedback
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def pack(engine: Engine) -> Packed:
     # A step draws from (seed, step) and needs no generator; they are for the caller's own code.
     own, random = checkpoint.pack_random(prefix=_random_prefix())
     pending, lines = feedback.pack(engine.model)
+    buffers, differ = checkpoint.pack_own_buffers(_buffers(engine, state))
     documents = {
         "state": {
             "step": engine.step,
@@ -69,10 +72,25 @@ def pack(engine: Engine) -> Packed:
         "optimizer": optimizer,
         "random": groups.gather_objects(random),
         "feedback": lines,
+        "buffers": differ,
         "decisions": engine.decisions.to_json(),
         "environment": checkpoint.environment(),
     }
-    return Packed(tensors, {**own, **pending}, documents)
+    return Packed(tensors, {**own, **pending, **buffers}, documents)
+
+
+def _buffers(engine: Engine, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Of a sharded model's `state`, what belongs to each rank; DDP gives all ranks rank 0's."""
+    if next(shardings_in(engine.model), None) is None:
+        return {}
+    parameters = dict(engine.model.named_parameters(remove_duplicate=False))
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        and name not in parameters
+        and not checkpoint.is_split(value)
+    }
 
 
 def _random_prefix() -> str:
@@ -105,9 +123,9 @@ def find(engine: Engine, path: Path) -> checkpoint.Loaded:
                 f"{path} was not written by an Engine: it has no document '{missing[0]}'; load its "
                 "tensors with lezero.checkpoint.load"
             )
-        random = _random_prefix() if _same_ranks(documents) else "-"
+        own = (_random_prefix(), checkpoint.own_buffers_prefix())
         pending = feedback.prefixes(engine.model, documents)
-        prefixes = (_MODEL, _OPTIMIZER, random, *pending)
+        prefixes = (_MODEL, _OPTIMIZER, *pending, *(own if _same_ranks(documents) else ()))
         return checkpoint.Wanted(lambda name: name.startswith(prefixes), rows)
 
     return checkpoint.load_together(path, want)
@@ -164,8 +182,10 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
         for name, value in tensors.items()
         if name.startswith(_MODEL)
     } | loaded.documents.get("extra_state", {})
+    saved |= loaded.section(checkpoint.own_buffers_prefix().rstrip("/"))
     _check_model(loaded.path, own, saved)
     _warn_of_differences(loaded)
+    _warn_of_buffers(loaded)
     checkpoint.unpack_optimizer(
         engine.optimizer, names_of(engine), tensors, loaded.documents["optimizer"]
     )
@@ -290,3 +310,12 @@ def _warn_of_differences(loaded: checkpoint.Loaded) -> None:
             "bit for bit those of an uninterrupted one",
             "; ".join(differences),
         )
+
+
+def _warn_of_buffers(loaded: checkpoint.Loaded) -> None:
+    differ = sorted(loaded.documents.get("buffers", ()))
+    if differ and not _same_ranks(loaded.documents) and groups.is_main():
+        log.warning(
+            "buffers that differed between the %d ranks that saved are rank 0's on all from here "
+            "on: %s", len(loaded.documents["random"]), _some(differ),
+        )  # fmt: skip

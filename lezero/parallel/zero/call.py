@@ -29,7 +29,17 @@ class _Sharded:
         return _within(unit, super().__call__, args, keywords)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise OrderError("a sharded model cannot be copied; copy it before lz.shard_")
+        raise OrderError(
+            "a sharded model cannot be copied: copy it before lz.shard_, and shard the copy too "
+            "(docs/zero.md, Limits, has an average of weights)"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise OrderError(
+            "a sharded model cannot be pickled, nor written by torch.save: save "
+            "lezero.parallel.zero.full_state_dict(model), or checkpoints with Engine.save or "
+            "Saver(together=True)"
+        )
 
 
 def announce(module: nn.Module, unit: Unit) -> None:

@@ -6,7 +6,9 @@ replicate axis (all-reduce), and multiplied by 1 / world in the end, at every st
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -83,7 +85,8 @@ class Bucket:
 
     `written`: whose gradient is in `flat`; `came`: whose came in this backward; `sent`: a reduction
     has started in this backward, `flight` is the one under way; `summed`: a sum of this backward
-    lies in the gradients' memory already, not yet deposited.
+    lies in the gradients' memory already, not yet deposited; `waiting`: whose lies in memory of the
+    bucket, not in a gradient that was there.
     """
 
     def __init__(self, segment: Segment, lines: Lines, lent: Lent) -> None:
@@ -91,6 +94,7 @@ class Bucket:
         self.flat: torch.Tensor | None = None
         self.written: set[Held] = set()
         self.came: set[Held] = set()
+        self.waiting: set[Held] = set()
         self.sent = self.summed = False
         self.flight: Flight | None = None
         self._direct = False
@@ -99,8 +103,9 @@ class Bucket:
         self._length = -(-segment.layout.chunk // replicas) * replicas
         self._wide = wide(segment.compute)
         self._spans = segment.layout.spans()
+        self._gaps = list(self._padding())
         self._grads: list[torch.Tensor] = []
-        self._totals: dict[Held, tuple[torch.Tensor, torch.Tensor | None, int]] = {}
+        self._totals: dict[Held, torch.Tensor] = {}
         # Their gradients get the same strides, as autograd's have: fused optimizers rely on that.
         self._strided = segment.link is None and not all(
             held.sharded.is_contiguous() for held in segment.helds
@@ -171,7 +176,9 @@ class Bucket:
         lent.in_flight.popleft()
         if self.lines.world > 1:
             flight.sum.mul_(1.0 / self.lines.world)
-        if not flight.direct:
+        if flight.direct:
+            self.waiting.update(self.segment.helds)
+        else:
             self._add(flight.sum)
         self.summed, self.flight = True, None
         self._give_back(flight.flat, flight.sum)
@@ -183,16 +190,24 @@ class Bucket:
         found = []
         for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
             if not held.rows.shape:
-                gradient = held.local_grad()
+                gradient = None if held in self.waiting else held.local_grad()
                 found.append(local(mine) if gradient is None else gradient)
         return found
 
     def deposit(self, used: set[Held]) -> None:
-        """Gives the parameters in `used` their gradient (their memory has it already)."""
-        for held, gradient in zip(self.segment.helds, self._grads, strict=False):
-            if held in used and held.sharded.grad is None:
-                held.sharded.grad = gradient
+        """Gives the parameters in `used` their gradient (their memory has it already).
+
+        Where autograd has given one of its own meanwhile (of a penalty on the shards), both count.
+        """
+        for held, mine in zip(self.segment.helds, self._grads, strict=False):
+            if held in used and held in self.waiting:
+                there = held.local_grad()
+                if there is None:
+                    held.sharded.grad = mine
+                elif held.sharded.grad is not mine:
+                    self._add_to(held, there, local(mine))
         self.summed = False
+        self.waiting.clear()
         self.came.clear()
 
     def mark(self) -> None:
@@ -206,19 +221,18 @@ class Bucket:
                     if self.flat is not self._own:
                         local(mine).zero_()
                     gradient = held.sharded.grad = mine
-                held.mark = Mark(gradient, local(gradient)._version, stands_in)
+                held.mark = Mark.put(gradient, stands_in=stands_in)
 
     def unmark(self) -> None:
         """The next backward begins: forgets what the user has dropped with `zero_grad`."""
         for held in self.segment.helds:
             if held.mark is None:
                 continue
-            (gradient, version, stands_in), held.mark = held.mark, None
-            now = held.local_grad()
-            if now is None or (now._version != version and not now.any()):
+            mark, held.mark = held.mark, None
+            if mark.take(held.sharded.grad):
                 self.written.discard(held)
                 held.used = False
-            if stands_in and held.sharded.grad is gradient:
+            if mark.stands_in and held.sharded.grad is mark.gradient:
                 held.sharded.grad = None
 
     def drop(self) -> None:
@@ -232,6 +246,7 @@ class Bucket:
         self._direct = self.sent = self.summed = False
         self.written.clear()
         self.came.clear()
+        self.waiting.clear()
 
     def _give_back(self, *tensors: torch.Tensor | None) -> None:
         for tensor in {id(t): t for t in tensors if t is not None}.values():
@@ -254,10 +269,22 @@ class Bucket:
             self.flat.zero_()
         return self.flat
 
+    def _padding(self) -> Iterator[tuple[int, int]]:
+        """Where no parameter lies in a sum. What a codec decodes there must not be encoded again:
+        it would spread in the block that it shares with values, a NaN for ever."""
+        layout, rank = self.segment.layout, self.segment.rank
+        spots = [(p.at, p.rows) for p in layout.places]
+        ends = [(at + math.prod(rows.shard_shape(rank)), at + rows.chunk) for at, rows in spots]
+        for begin, end in [*ends, (layout.chunk, self._length)]:
+            if begin < end:
+                yield begin, end
+
     def _replicate(self, flat: torch.Tensor, chunk: int) -> Pending | None:
         link: Link | None = self.lines.replicate
         if link is None:
             return None
+        for begin, end in self._gaps:
+            flat[begin:end].zero_()
         first = self.segment.rank * chunk
         spans = tuple(
             span._replace(at=span.at - first)
@@ -286,7 +313,7 @@ class Bucket:
             segment, layout = self.segment, self.segment.layout
             self._own = self.lines.buffer(self._length, segment.master, replicate=True)
             for held, place in zip(segment.helds, layout.places, strict=True):
-                # .data: a version counter for each, by which `unmark` sees that it was changed
+                # .data: a version counter for each, not one that all of a segment share
                 rows = layout.shard(self._own, place, segment.rank).data
                 self._grads.append(distributed(rows, held.rows, self.lines.mesh))
         return self._own
@@ -299,23 +326,31 @@ class Bucket:
         for held, mine in zip(self.segment.helds, self._gradients(), strict=True):
             new = self.segment.layout.shard(total, held.place, self.segment.rank)
             there = held.local_grad()
-            if there is None and not self.summed:
+            if held in self.waiting:
+                self._add_to(held, local(mine), new)
+            elif there is None:
                 local(mine).copy_(new)
-                continue
-            there = local(mine) if there is None else there
-            if there.dtype == new.dtype:
-                there.add_(new)
+                self.waiting.add(held)
             else:
-                self._add_wide(held, there, new)
+                self._add_to(held, there, new)
+
+    def _add_to(self, held: Held, there: torch.Tensor, new: torch.Tensor) -> None:
+        if there.dtype == new.dtype:
+            there.add_(new)
+        else:
+            self._add_wide(held, there, new)
 
     def _add_wide(self, held: Held, there: torch.Tensor, new: torch.Tensor) -> None:
-        """Beside a gradient of 16 bits stays what it was rounded from, as long as it adds up."""
-        total, known, version = self._totals.get(held) or (torch.empty_like(new), None, -1)
-        if known is not there or version != there._version:
-            total.copy_(there)
+        """Beside a gradient of 16 bits stays what it was rounded from, as long as it adds up.
+
+        By value: torch's foreach functions change DTensors, and no version counter moves.
+        """
+        total = self._totals.get(held)
+        if total is None or not torch.equal(total.to(there.dtype), there):
+            total = there.to(new.dtype)
         total.add_(new)
         there.copy_(total)
-        self._totals[held] = total, there, there._version
+        self._totals[held] = total
 
 
 @torch.no_grad()

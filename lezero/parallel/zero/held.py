@@ -24,12 +24,27 @@ HELD = "_lezero_held"
 class Mark(NamedTuple):
     """What `.grad` was when a backward under `no_sync` ended: how a `zero_grad` after it shows.
 
-    `stands_in`: there was none, and this one only waits for the user to drop it.
+    Every `zero_grad`, of modules and of optimizers, takes away the graph of a gradient or, without
+    one, its `requires_grad`: so that is set until then. Neither values nor version counters tell:
+    zeros may be right, and those of DTensors stand still under torch's foreach functions.
+    `stands_in`: there was no gradient, and this one only waits for the user to drop it.
     """
 
     gradient: torch.Tensor
-    version: int
     stands_in: bool
+
+    @classmethod
+    def put(cls, gradient: torch.Tensor, *, stands_in: bool) -> Mark:
+        if not gradient.requires_grad:
+            gradient.requires_grad_()
+        return cls(gradient, stands_in)
+
+    def take(self, now: torch.Tensor | None) -> bool:
+        """Takes the mark away; whether the user has dropped the gradient. `now`: the one there."""
+        dropped = now is None or (now is self.gradient and not now.requires_grad)
+        if self.gradient.is_leaf:
+            self.gradient.requires_grad_(False)
+        return dropped
 
 
 @dataclass(eq=False)
@@ -68,8 +83,27 @@ class Held:
         parameter.requires_grad_(old.requires_grad)
         setattr(parameter, HELD, self)
         self.sharded = parameter
+        self._align_gradients()
         self.memory = self._memory()
         self.show(parameter)
+
+    def _align_gradients(self) -> None:
+        """Has gradients that come to the shards themselves (of penalties) split as these are."""
+        parameter = self.sharded
+        if not isinstance(parameter, DTensor):
+            return
+        trained = parameter.requires_grad
+        parameter.requires_grad_()  # only then torch takes a hook, which outlives a freeze
+        parameter.register_hook(self._aligned)
+        parameter.requires_grad_(trained)
+
+    def _aligned(self, gradient: torch.Tensor) -> torch.Tensor:
+        parameter: Any = self.sharded
+        if self.mark is not None:  # autograd adds to the gradient: it is one of its own from now on
+            self.mark = self.mark._replace(stands_in=False)
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            return gradient.redistribute(parameter.device_mesh, parameter.placements)
+        return gradient
 
     def check_memory(self) -> None:
         """Raises `OrderError` when the registered parameter was converted or moved.

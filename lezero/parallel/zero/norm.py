@@ -26,6 +26,7 @@ from lezero.parallel.zero.lines import Lines
 _PIECE = 1 << 18
 
 
+@torch.no_grad()
 def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of all gradients, fp64, on every rank. Collective where the model is sharded.
 
@@ -51,6 +52,7 @@ def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.tensor(math.sqrt(math.fsum(found)), dtype=torch.float64)
 
 
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: nn.Module | Iterable[torch.Tensor], max_norm: float
 ) -> torch.Tensor:

@@ -19,11 +19,14 @@ the same call may have computed, and all gather alike.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
@@ -32,6 +35,8 @@ from lezero.parallel.zero.segment import Segment, Whole
 from lezero.parallel.zero.tensors import new_tensors
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from lezero.parallel.zero.sharding import Sharding
 
 UNIT = "_lezero_unit"
@@ -49,6 +54,44 @@ def adopt(held: Held, found: nn.Parameter | None) -> None:
         held.local().copy_(local(found.detach()))
         setattr(found, REPLACED, held.name)
     held.show(held.sharded)
+
+
+def stands_in(held: Held, found: torch.Tensor | None) -> bool:
+    """Whether `found`, registered in place of `held`, is there for one `functional_call` alone,
+    which computes with it as it is and puts the parameter back."""
+    if found is None or (isinstance(found, nn.Parameter) and not _lent_by_torch(found)):
+        return False
+    if isinstance(found, DTensor):
+        raise OrderError(
+            f"functional_call: what was given for parameter '{held.name}' is split over the ranks; "
+            "give whole tensors, made from those of full_parameters(model) or with .full_tensor()"
+        )
+    return True
+
+
+def _lent_by_torch(found: torch.Tensor) -> bool:
+    """Whether a `functional_call` that runs now, on whichever thread, was given `found`."""
+    code = stateless._functional_call.__code__
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_code is code:
+                given = at.f_locals["parameters_and_buffers"].values()
+                if any(found is value for value in given):
+                    return True
+            at = at.f_back
+    return False
+
+
+def _show(held: Held, parameter: nn.Parameter) -> None:
+    """Registers `parameter` where no tensor stands in for it."""
+    for module, attribute in held.places:
+        found = module._parameters[attribute]
+        if found is held.sharded or found is held.full or not stands_in(held, found):
+            if isinstance(module, nn.RNNBase):  # it keeps a list of its own beside the table
+                setattr(module, attribute, parameter)
+            else:
+                module._parameters[attribute] = parameter
 
 
 def _passed_on(value: Any) -> Any:
@@ -188,14 +231,14 @@ class Unit:
             if full.requires_grad != held.sharded.requires_grad:
                 full.requires_grad_(held.sharded.requires_grad)
                 self.sharding.watch(held)
-            held.show(full)
+            _show(held, full)
         self.sharding.prefetch_after(self)
         self.sharding.backward.launch()
 
     def hide(self) -> None:
         """Registers the shards again."""
         for held in self.helds:
-            held.show(held.sharded)
+            _show(held, held.sharded)
 
     def start(self) -> None:
         """Starts to gather, unless the whole copies are there."""
@@ -234,7 +277,8 @@ class Unit:
         for held in self.helds:
             for module, attribute in held.places:
                 found = module._parameters[attribute]
-                if found is not held.sharded and found is not held.full:
+                ours = found is held.sharded or found is held.full
+                if not ours and not stands_in(held, found):
                     adopt(held, found)
                     self._versions = []
             held.check_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ def misuse():
         shard_(nn.ModuleDict({"inner": model}))
     with pytest.raises(OrderError, match="cannot be copied"):
         copy.deepcopy(model)
+    for part in (model, model.blocks[0]):
+        with pytest.raises(OrderError, match=r"nor written by torch.save: save .*full_state_dict"):
+            torch.save(part, io.BytesIO())
     with no_sync(model):
         loss_of(model, next(batches(1))).backward()
     with pytest.raises(OrderError, match=r"collected under no_sync and is not reduced"):

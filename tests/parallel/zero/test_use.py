@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
@@ -14,6 +16,7 @@ from lezero.core.errors import DistributedError, OrderError
 from lezero.parallel.zero import (
     Zero,
     clip_grad_norm_,
+    full_state_dict,
     grad_norm,
     shard_,
     sharding_of,
@@ -300,6 +303,49 @@ def failing():
 def test_a_rank_that_fails_in_a_bare_loop_is_named(ranks):
     told, _ = ranks(2, failing)
     assert "rank 1 failed: ValueError: row 7 is bad" in told
+
+
+def parted(stage):
+    """One rank gathers the whole weights while the other trains."""
+    model, tokens = shard_(make(), Zero(stage=stage)), next(batches(1))
+    loss_of(model, tokens).backward()
+    try:
+        if groups.rank() == 1:
+            full_state_dict(model)
+        loss_of(model, tokens).backward()
+    except DistributedError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_that_gathers_whole_weights_alone_is_named(ranks, stage):
+    for told in ranks(2, parted, stage):
+        assert "the ranks parted" in told
+        assert "rank 1 entered all_gather of" in told
+
+
+def averaged():
+    """What docs/zero.md says of an average of weights."""
+    for stage in range(4):
+        model = make()
+        mean = shard_(copy.deepcopy(model), Zero(stage=stage))
+        shard_(model, Zero(stage=stage))
+        before, tokens = whole(model), next(batches(1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for average, parameter in zip(mean.parameters(), model.parameters(), strict=True):
+                average.lerp_(parameter, 0.25)
+        mean(tokens)
+        now, found = whole(model), whole(mean)
+        for name, value in found.items():
+            torch.testing.assert_close(value, before[name].lerp(now[name], 0.25))
+
+
+def test_an_average_of_weights_is_a_second_sharded_model(ranks):
+    ranks(2, averaged)
 
 
 def without_dims(stage, wire, axes):
