@@ -200,9 +200,8 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     if settings.get("lezero") == "bytes" and file.name == "tokenizer.json":
         return _Bytes()
     if not file.is_file():
-        inner, settings = _converted(folder, settings)
-        end, start = _end(inner, settings, folder), _start(inner, settings)
-        return _Backed(inner, end, start, settings=settings)
+        inner, settings = _converted(folder)
+        return _Backed(inner, _end(inner, settings, folder), _start(inner), settings=settings)
     if file.stat().st_size > _LIMIT:
         raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
     library = _library("this tokenizer")
@@ -211,7 +210,7 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     except Exception as error:  # the package raises plain Exception
         raise FileError(f"{file}: not a tokenizer file ({error})") from None
     files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
-    return _Backed(inner, _end(inner, settings, folder), _start(inner, settings), files)
+    return _Backed(inner, _end(inner, settings, folder), _start(inner), files)
 
 
 def tokenizer_files(place: Path) -> list[Path]:
@@ -266,27 +265,55 @@ def _cut(text: str, start: int, end: int) -> int:
     return end
 
 
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that a folder's settings name, as transformers reads them: "bos_token" to
+    its text, and so on, those of a model's own too.
+
+    As there special_tokens_map.json counts before tokenizer_config.json, unless that lists all
+    added tokens, and then not at all.
+    """
+    named, settings = _both_settings(folder)
+    return _named(settings if "added_tokens_decoder" in settings else settings | named)
+
+
+def _named(settings: Mapping[str, Any]) -> dict[str, str]:
+    extra = settings.get("extra_special_tokens")
+    every = {**settings, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: _text_of(value) for name, value in every.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _text_of(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 def _settings(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in _SETTINGS:
-        path = folder / name
-        if not path.is_file():
-            continue
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise FileError(f"{path}: cannot be read ({error})") from None
-        if isinstance(data, dict):
-            found |= data
-    return found
+    """Both files as one; tokenizer_config.json, which people edit, counts first."""
+    named, settings = _both_settings(folder)
+    return named | settings
+
+
+def _both_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    named, settings = (_object(folder / name) for name in _SETTINGS)
+    return named, settings
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FileError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{path}: is no JSON object; copy the file of the model again")
+    return data
 
 
 def _end(inner: Any, settings: dict[str, Any], folder: Path) -> int:
-    named = settings.get("eos_token")
-    if isinstance(named, dict):
-        named = named.get("content")
-    for text in (named, EOS):
-        found = inner.token_to_id(text) if isinstance(text, str) else None
+    for text in (_text_of(settings.get("eos_token")), EOS):
+        found = None if text is None else inner.token_to_id(text)
         if found is not None:
             return int(found)
     raise FileError(
@@ -295,13 +322,9 @@ def _end(inner: Any, settings: dict[str, Any], folder: Path) -> int:
     )
 
 
-def _start(inner: Any, settings: dict[str, Any]) -> tuple[int, ...]:
-    """What `add_bos_token` says; where it is not said, what the tokenizer puts before a text."""
-    wanted, named = settings.get("add_bos_token"), settings.get("bos_token")
-    if isinstance(wanted, bool):
-        named = named.get("content") if isinstance(named, dict) else named
-        found = inner.token_to_id(named) if wanted and isinstance(named, str) else None
-        return () if found is None else (int(found),)
+def _start(inner: Any) -> tuple[int, ...]:
+    """What the tokenizer puts before a text. As in transformers `add_bos_token` says nothing where
+    there is a tokenizer.json; where there is none, what is converted heeds it."""
     plain, whole = (list(inner.encode("a", add_special_tokens=x).ids) for x in (False, True))
     return start_of(plain, whole)
 
@@ -316,13 +339,7 @@ def start_of(plain: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
 _OF_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
 
 
-_KEPT = (
-    *("eos_token", "bos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token"),
-    "chat_template",
-)
-
-
-def _converted(folder: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     """What transformers makes of a folder without tokenizer.json, and what its settings say."""
     none = FileError(
         f"tokenizer {folder}: the folder holds no tokenizer; copy the files of the model's "
@@ -344,10 +361,9 @@ def _converted(folder: Path, settings: dict[str, Any]) -> tuple[Any, dict[str, A
     if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
         # for some types of models transformers makes one of special tokens where there is no file
         raise none
-    known = {name: getattr(opened, name, None) for name in _KEPT}
-    kept = {name: text for name, text in known.items() if isinstance(text, str)}
-    if isinstance(settings.get("add_bos_token"), bool):
-        kept["add_bos_token"] = settings["add_bos_token"]
+    kept = _named(opened.special_tokens_map)
+    if isinstance(opened.chat_template, str):
+        kept["chat_template"] = opened.chat_template
     return found, kept
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from lezero.core.errors import ConfigError, FileError
 from lezero.data import load_tokenizer
 from lezero.data.pieces import Pieces
-from lezero.data.tokenizer import start_of
+from lezero.data.tokenizer import special_tokens, start_of
 from lezero.models import gguf_tokenizer, stop_tokens
 from lezero.models.huggingface import read_json
 from lezero.serve.template import render
@@ -36,6 +36,12 @@ class Coder:
     ) -> None:
         self._inner, self.end_tokens, self.start_tokens = inner, end_tokens, start_tokens
         self.template, self._specials = template, dict(specials or {})
+
+    @property
+    def end_token(self) -> int | None:
+        """The tokenizer's own end-of-text token; where it is not known, the lowest of them."""
+        own = getattr(self._inner, "eos", None)
+        return own if own in self.end_tokens else min(self.end_tokens, default=None)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt; the start tokens come first, where the text does not write them."""
@@ -123,15 +129,9 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     if isinstance(text, list):  # several by name
         named = [x for x in text if isinstance(x, dict) and x.get("name") == "default"]
         text = named[0].get("template") if named else None
-    specials = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        value = settings.get(name)
-        value = value.get("content") if isinstance(value, dict) else value
-        if isinstance(value, str):
-            specials[name] = value
     if text is not None and (not isinstance(text, str) or len(text) > _LIMIT):
         raise FileError(f"{path}: its chat template is no text of at most {_LIMIT >> 20} MiB")
-    return text, specials
+    return text, special_tokens(folder)
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

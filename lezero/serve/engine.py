@@ -69,7 +69,10 @@ class Engine:
     ) -> None:
         self.program, self.totals = program, Totals()
         self.pool = BlockPool(blocks, program.block_size, program.shares)
-        self.scheduler = Scheduler(self.pool, program.most_tokens, max_requests, longest)
+        why = program.why_longest if longest == program.longest else ""
+        self.scheduler = Scheduler(
+            self.pool, program.most_tokens, max_requests, longest, why_longest=why
+        )
         self._speculator = speculator
         self._flies, self._follows = program.flies, speculator is None
         self._flying: tuple[Step, Flight] | None = None

@@ -71,8 +71,13 @@ class TransformersProgram(Program):
             f"{name} runs by the code of transformers: one request after another, and without "
             "shared beginnings; LeZero has no kernels for it"
         )
+        self._why_longest = ""
         if _turns_anew(config):
-            self.slow += f"; its angles are others beyond {self._longest} tokens, which end it here"
+            self._why_longest = (
+                f", angles are others beyond {self._longest} tokens "
+                "(original_max_position_embeddings), which end it here"
+            )
+            self.slow += self._why_longest
 
     def try_out(self, place: str) -> None:
         """Measures what a token's keys and values take; the model must go on from its cache.
@@ -147,6 +152,10 @@ class TransformersProgram(Program):
     @property
     def longest(self) -> int:
         return self._longest
+
+    @property
+    def why_longest(self) -> str:
+        return self._why_longest
 
     @property
     def block_bytes(self) -> int:

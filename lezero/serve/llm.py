@@ -89,7 +89,8 @@ class LLM:
                 "more of them may wait"
             )
         if context is not None and context > longest:
-            raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}")
+            why = self.program.why_longest
+            raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}{why}")
         self.context = context or longest
         self._kv = settle_kv(
             *(kv, self.program, self._draft),
@@ -220,11 +221,23 @@ class LLM:
         """An embedding of each prompt: the mean of its final hidden states, with length 1.
 
         It is bitwise the same whatever else is embedded with it (on a CPU with the fused kernels).
-        Answers that run wait meanwhile. Raises `ConfigError` for a prompt that does not fit.
+        Answers that run wait meanwhile. Raises `ConfigError` for a prompt that is empty, or does
+        not fit.
         """
-        given = [self.request(prompt, SamplingParams()).prompt for prompt in _several(prompts)]
+        several = enumerate(_several(prompts))
+        given = [self.passage(prompt, f"prompts[{number}]") for number, prompt in several]
         with self._lock:
             return embed(self.engine, given)
+
+    def passage(self, prompt: Prompt, name: str) -> list[int]:
+        """The tokens of what is to be embedded, which errors call `name`.
+
+        Raises `ConfigError` for a text that holds nothing, and tokens the model does not have.
+        """
+        tokens = self._known_tokens(prompt, name)
+        if isinstance(prompt, str) and tokens == list(self._coder().start_tokens):
+            raise ConfigError(f"{name}: got an empty text, which has no embedding; leave it out")
+        return tokens
 
     def chat(
         self,
@@ -249,6 +262,7 @@ class LLM:
     ) -> Request:
         """A request for `begin`. Raises `ConfigError` for tokens the model does not have.
 
+        An empty text begins with the model's start tokens, or else its end-of-text token.
         sample: tells answers apart that have the prompt and the seed in common.
         """
         ends: frozenset[int] = frozenset() if self.coder is None else self.coder.end_tokens
@@ -259,19 +273,28 @@ class LLM:
                 "stop: this model has no tokenizer, so that its answers have no text; give "
                 "stop_token_ids, or a coder"
             )
-        text = isinstance(prompt, str)
-        tokens = self._coder().encode(_sound(prompt)) if text else _tokens(prompt)
-        if text and not tokens:
-            tokens = sorted(ends)[:1]
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise ConfigError(f"prompt: holds {token!r}, allowed are text or whole numbers")
-            if not 0 <= token < self.program.vocab:
-                held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
-                raise ConfigError(f"prompt: holds {held}, allowed is 0 to {self.program.vocab - 1}")
+        tokens = self._known_tokens(prompt, "prompt")
+        if isinstance(prompt, str) and not tokens:
+            end = self._coder().end_token
+            tokens = [] if end is None else self._known_tokens([end], "prompt")
         params = self._with_named_ends(params)
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample)
+
+    def _known_tokens(self, prompt: Prompt, name: str) -> list[int]:
+        """The tokens of a text, or those given, all of which the model has."""
+        text = isinstance(prompt, str)
+        tokens = self._coder().encode(_sound(prompt, name)) if text else _tokens(prompt, name)
+        most = self.program.vocab - 1
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ConfigError(
+                    f"{name}: holds {token!r}, allowed are text or whole numbers{_as_list(token)}"
+                )
+            if not 0 <= token <= most:
+                held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
+                raise ConfigError(f"{name}: holds {held}, allowed is 0 to {most}")
+        return tokens
 
     def _with_named_ends(self, params: SamplingParams) -> SamplingParams:
         """With special tokens that stop strings name as tokens that end the answer, since they
@@ -299,26 +322,42 @@ def _check_whole(**given: Any) -> None:
             raise ConfigError(f"{name}: got {value}, allowed is 1 or more")
 
 
-def _sound(text: Any) -> str:
+def _sound(text: Any, name: str = "prompt") -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError("prompt: holds half of a surrogate pair, which is no text") from None
+        raise ConfigError(f"{name}: holds half of a surrogate pair, which is no text") from None
     return str(text)
 
 
-def _tokens(prompt: Any) -> list[int]:
+def _tokens(prompt: Any, name: str) -> list[int]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise ConfigError(f"prompt: got {type(prompt).__name__}, allowed are text or tokens")
+        raise ConfigError(
+            f"{name}: got {type(prompt).__name__}, allowed are text or tokens{_as_list(prompt)}"
+        )
     return list(prompt)
+
+
+def _as_list(value: Any) -> str:
+    """What an error adds where somebody gave numbers of torch or numpy."""
+    return "; make a list of it with .tolist()" if _is_array(value) else ""
+
+
+def _is_array(value: Any) -> bool:
+    """Whether these are numbers of torch or numpy; an array of texts is none."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "i")
+    return hasattr(value, "dtype") and hasattr(value, "tolist") and kind in "biuf"
 
 
 def _several(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+    unordered = isinstance(prompts, Mapping | set | frozenset)
+    no_list = not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray)
+    if no_list or unordered or _is_array(prompts):
         raise ConfigError(
             f"prompts: got {type(prompts).__name__}, allowed are text, tokens, or a list of either"
+            f"{_as_list(prompts)}"
         )
     found = list(prompts)
     if found and all(isinstance(item, int) for item in found):

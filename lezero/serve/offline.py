@@ -1,8 +1,8 @@
 """Many prompts from a file: one JSON object a line in, one a line out, in the same order.
 
 A line has "prompt" (text or tokens) or "messages" (a chat), and may have "priority" and fields of
-`SamplingParams`, which go before those that hold for all lines. What is wrong with a line is told
-in its answer; the other lines go on.
+`SamplingParams`, which go before those that hold for all lines. A field with null counts as left
+out. What is wrong with a line is told in its answer; the other lines go on.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
     if any("\udc80" <= letter <= "\udcff" for letter in text):
         return "the line is not UTF-8"
     try:
-        data = json.loads(text)
+        data = _without_nulls(json.loads(text))
         if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
             return 'the line is no JSON object with either "prompt" or "messages"'
         own = {key: value for key, value in data.items() if key not in _NO_PARAMS}
@@ -79,6 +79,12 @@ def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
         return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))
     except (ValueError, RecursionError, ConfigError) as error:
         return str(error)
+
+
+def _without_nulls(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    return {key: value for key, value in data.items() if value is not None}
 
 
 def _is_done(answer: Answer | str) -> bool:

@@ -130,6 +130,11 @@ class Program(ABC):
         return self.config.context
 
     @property
+    def why_longest(self) -> str:
+        """What errors add about `longest`, where it is less than the model's own limit."""
+        return ending(self.config)
+
+    @property
     @abstractmethod
     def block_bytes(self) -> int:
         """What a block of the cache takes."""

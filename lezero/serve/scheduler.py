@@ -81,9 +81,10 @@ class Scheduler:
 
     pool: the blocks of the cache. max_tokens: tokens of a step. max_requests: running at once; not
     above max_tokens, so that each gets a token a step. longest: tokens of a request at most, prompt
-    and answer. One thread calls it: `schedule`, run the model, `update`, again; `add`, `finish`,
-    `cancel` and `make_room` may come between two steps, and the first three between any of these.
-    In place of `schedule` the next step may be what `ahead` gave before the `update`.
+    and answer; why_longest: what an error adds about it. One thread calls it: `schedule`, run the
+    model, `update`, again; `add`, `finish`, `cancel` and `make_room` may come between two steps,
+    and the first three between any of these. In place of `schedule` the next step may be what
+    `ahead` gave before the `update`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Scheduler:
         max_requests: int,
         longest: int,
         clock: Callable[[], float] = time.monotonic,
+        why_longest: str = "",
     ) -> None:
         if max_requests < 1:
             raise ConfigError(f"max_requests: got {max_requests}, allowed is 1 or more")
@@ -101,7 +103,7 @@ class Scheduler:
                 f"max_tokens: got {max_tokens} tokens a step, allowed is {max_requests} or more, "
                 "one for each of max_requests"
             )
-        self.pool, self.longest = pool, longest
+        self.pool, self.longest, self._why_longest = pool, longest, why_longest
         self.max_tokens, self.max_requests = max_tokens, max_requests
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -362,7 +364,8 @@ class Scheduler:
         if prompt + new > self.longest:
             raise ConfigError(
                 f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
-                f"allowed is {self.longest} together; {_remedy(self.longest - prompt)}"
+                f"allowed is {self.longest} together{self._why_longest}; "
+                f"{_remedy(self.longest - prompt)}"
             )
         room = self.pool.count * self.pool.block_size + 1  # the last token is never fed
         if prompt + new > room:

@@ -243,6 +243,20 @@ def test_what_is_not_read_is_refused_by_name(name: str, gptq: Path) -> None:
         (gptq / "config.json").write_text(json.dumps(config))
 
 
+def test_a_quantized_head_of_a_tied_model_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    model = folder(tmp_path, GPTQ, tied=True)
+    config, file = tmp_path / "config.json", tmp_path / "model.safetensors"
+    parts, weight = quantized("lm_head", model.embed_tokens.weight.detach(), GPTQ)
+    tensors = load_file(file)
+    save_file({**tensors, **parts}, file, metadata={"format": "pt"})
+    with pytest.raises(lz.FileError, match=r"'lm_head' is quantized.* tie_word_embeddings to f"):
+        load_quantized(tmp_path)
+    told = {**json.loads(config.read_text()), "tie_word_embeddings": False}
+    config.write_text(json.dumps(told))
+    found = load_quantized(tmp_path).get_submodule("lm_head").weight
+    assert torch.equal(found.decode(torch.float32), weight)
+
+
 def test_a_model_that_is_quantized_takes_no_other(gptq: Path) -> None:
     model = load_quantized(gptq)
     with pytest.raises(lz.OrderError, match="give the float model, this one is quantized already"):

@@ -111,16 +111,17 @@ def test_bad_folders_are_explained(tmp_path):
         load_tokenizer(tmp_path / "empty")
 
 
+@pytest.mark.parametrize("starts", [True, False])
 @pytest.mark.parametrize("said", ["config", "map"])
-def test_a_folder_without_tokenizer_json_keeps_its_special_tokens(said, tmp_path):
+def test_a_folder_without_tokenizer_json_keeps_its_special_tokens(said, starts, tmp_path):
     """Its end token is not <|endoftext|>, which is in the vocabulary all the same."""
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     folder, text = tmp_path / "gpt", TEXTS[0]
     trained().save(tmp_path / "own")
     content = json.loads((tmp_path / "own" / "tokenizer.json").read_text())["model"]
     vocab = content["vocab"] | {"</s>": 400, "<s>": 401}
     end = {"content": "</s>", "__type": "AddedToken", "special": True}
-    settings = {"eos_token": end, "bos_token": "<s>", "add_bos_token": True}
+    settings = {"eos_token": end, "bos_token": "<s>", "add_bos_token": starts}
     folder.mkdir()
     (folder / "vocab.json").write_text(json.dumps(vocab))
     lines = [m if isinstance(m, str) else " ".join(m) for m in content["merges"]]
@@ -135,7 +136,10 @@ def test_a_folder_without_tokenizer_json_keeps_its_special_tokens(said, tmp_path
     found.save(tmp_path / "saved")
     again = load_tokenizer(tmp_path / "saved")
     assert found.eos == again.eos == 400
-    assert found.start == again.start == (401,)
+    assert found.start == again.start == (401,) * starts
+    for place in (folder, tmp_path / "saved"):
+        theirs = transformers.AutoTokenizer.from_pretrained(str(place))
+        assert theirs(text).input_ids == [*found.start, *found.encode(text)]
     assert found.digest == again.digest
     assert found.encode(text) == again.encode(text) == trained().encode(text)
     assert (

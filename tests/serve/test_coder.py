@@ -75,21 +75,21 @@ def test_a_folder_brings_its_template_and_special_tokens(tmp_path):
         open_coder("", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "starts"),
-    [({}, True), ({"add_bos_token": False}, False), ({"add_bos_token": True}, True)],
-)
+@pytest.mark.parametrize("starts", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"add_bos_token": False}, {"add_bos_token": True}])
 def test_a_prompt_begins_as_the_model_was_taught(tmp_path, settings, starts):
-    """As transformers reads the same folder; runs were trained without start tokens."""
+    """As transformers reads the same folder: tokenizer.json alone says how. Runs were trained
+    without start tokens."""
     tokenizer = train_tokenizer(["a few words, a few more words"] * 9, 300)
     tokenizer.save(tmp_path)
     file = tmp_path / "tokenizer.json"
     inner = tokenizers.Tokenizer.from_file(str(file))
     inner.add_special_tokens(["<s>"])
     bos = inner.token_to_id("<s>")
-    inner.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", bos)]
-    )
+    if starts:
+        inner.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos)]
+        )
     inner.save(str(file))
     told = tmp_path / "tokenizer_config.json"
     told.write_text(json.dumps({**json.loads(told.read_text()), "bos_token": "<s>", **settings}))
@@ -98,9 +98,27 @@ def test_a_prompt_begins_as_the_model_was_taught(tmp_path, settings, starts):
     assert coder.encode("a few words") == [bos] * starts + words
     assert coder.encode("<s>a few words") == [bos, *words]
     assert open_coder(tmp_path / "run", tmp_path).encode("a few words") == words
-    if not settings:
-        there = transformers.AutoTokenizer.from_pretrained(tmp_path)
-        assert coder.encode("a few words") == there.encode("a few words")
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert coder.encode("a few words") == there("a few words").input_ids
+
+
+@pytest.mark.parametrize("listed", [{}, {"added_tokens_decoder": {}}])
+def test_a_template_sees_the_special_tokens_that_transformers_knows(tmp_path, listed):
+    train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
+    names = ("bos", "eos", "unk", "pad", "cls", "sep", "mask", "image", "video", "voice")
+    template = "".join(f"[{{{{ {name}_token }}}}]" for name in names)
+    file = tmp_path / "tokenizer_config.json"
+    own = {"bos_token": {"content": "<s>", "__type": "AddedToken"}, "image_token": "<image>"}
+    own |= {"extra_special_tokens": {"voice_token": "<voice>"}, "sep_token": None, **listed}
+    given = {**json.loads(file.read_text()), **own, "chat_template": template}
+    file.write_text(json.dumps(given))
+    named = {f"{name}_token": f"<{name}>" for name in ("bos", "unk", "pad", "mask", "video")}
+    named |= {"cls_token": {"content": "<cls>", "lstrip": False}, "eos_token": "<|endoftext|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(HELLO, tokenize=False)
+    assert open_coder("", tmp_path).prompt(HELLO) == expected
+    assert ("<cls>" in expected) == (not listed)
 
 
 @pytest.mark.parametrize("begins", ["", "{{ bos_token }}"])

@@ -59,6 +59,12 @@ def test_texts_are_embedded_as_their_tokens() -> None:
     llm = LLM(small(vocab=257), weights="bf16", coder=coder())
     assert llm.embed("abc") == llm.embed([[97, 98, 99]])
     assert len(llm.embed(["abc", "d"])) == 2
+    for start in ((), (7,)):
+        llm.coder.start_tokens = start  # type: ignore[union-attr]
+        with pytest.raises(ConfigError, match=r"prompts\[1\]: got an empty text"):
+            llm.embed(["abc", ""])
+        with pytest.raises(ConfigError, match=r"prompts\[0\]: got an empty text"):
+            llm.embed("")
 
 
 def test_what_has_no_embedding_is_refused() -> None:

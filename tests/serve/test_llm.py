@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from lezero.core.errors import ConfigError
 from lezero.models import generate
+from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import VOCAB, prompts, small
+from tests.serve.server.running import coder
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 VARIANTS = {
@@ -175,6 +178,38 @@ def test_the_cache_and_the_prompt_are_checked():
     with pytest.raises(ConfigError, match="context: got 4096"):
         LLM(small(), context=4096)
     assert not llm.engine.busy
+
+
+@pytest.mark.parametrize("given", [{"a": "b"}, {"a", "b"}, frozenset("ab")])
+def test_prompts_without_an_order_are_refused(given):
+    llm = LLM(small(vocab=257), weights="bf16", coder=coder())
+    for ask in (llm.generate, llm.embed):
+        with pytest.raises(ConfigError, match=f"prompts: got {type(given).__name__}, allowed are"):
+            ask(given)
+
+
+def test_arrays_are_refused_with_the_remedy():
+    llm = LLM(small(vocab=257), weights="bf16", coder=coder())
+    tokens = [5, 6, 7]
+    for array in (torch.tensor(tokens), np.array(tokens)):
+        for given in (array, array[None], array[0], [array], list(array)):
+            with pytest.raises(ConfigError, match=r"prompts?: .*\.tolist\(\)"):
+                llm.generate(given, GREEDY)
+        with pytest.raises(ConfigError, match=r"prompt: .*\.tolist\(\)"):
+            llm.stream(array, GREEDY)
+        assert llm.generate(array.tolist(), GREEDY)[0].prompt_tokens == 3
+    assert len(llm.generate(np.array(["ab", "c"]), GREEDY)) == 2
+
+
+def test_an_empty_text_begins_with_the_tokenizers_own_end_token():
+    inner = coder()._inner
+    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(inner, frozenset([3, inner.eos])))
+    assert list(llm.request("", GREEDY).prompt) == [inner.eos]
+    llm.coder = Coder(inner, frozenset([inner.eos]), start_tokens=(7,))
+    assert list(llm.request("", GREEDY).prompt) == [7]
+    llm.coder = Coder(inner, frozenset())
+    with pytest.raises(ConfigError, match="prompt: got 0 tokens"):
+        llm.generate("", GREEDY)
 
 
 def test_nan_ends_one_request_only():

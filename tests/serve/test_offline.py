@@ -59,6 +59,17 @@ def test_a_bad_line_is_told_and_harms_no_other():
     assert llm.engine.pool.used_count == 0
 
 
+def test_a_field_with_null_counts_as_left_out():
+    plain = {"prompt": "abc", "max_tokens": 3}
+    nulls = {"priority": None, "temperature": None, "stop": None, "seed": None, "messages": None}
+    asked, expected = answer_lines(engine(), map(json.dumps, [plain | nulls, plain]), GREEDY)
+    assert asked == expected | {"line": 1}
+    (found,) = answer_lines(engine(), ['{"prompt": "abc", "max_tokens": null}'], GREEDY)
+    assert found["tokens"] == GREEDY.max_tokens or found["reason"] == "stop"
+    (missing,) = answer_lines(engine(), ['{"prompt": null}'], GREEDY)
+    assert "either" in missing["error"]
+
+
 def test_leaving_early_frees_all_blocks():
     llm = engine()
     answers = answer_lines(llm, ['{"prompt": "abc"}'] * 30, GREEDY)

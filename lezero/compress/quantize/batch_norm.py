@@ -42,7 +42,8 @@ def fold_batch_norms_(
     et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
     Only Inference", arXiv:1712.05877, equation 14), so w → a w and b → a (b - μ) + β. Pairs are
     found by watching which tensor goes where in the first batch, and each is kept only if the
-    outputs of all batches stay.
+    outputs of all batches stay. A path that no batch takes is not seen: where it reads the
+    convolution without the batch norm, it reads other values afterwards.
     """
     pairs = [
         (conv, norm)

@@ -117,7 +117,10 @@ def _layers(
     for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
         module = modules.get(name)
         if module is None or kind_of(module) != "linear":
-            raise FileError(f"{root}: '{name}' is quantized, but is no linear layer of the model")
+            remedy = _of_tied_head(name, model, root)
+            raise FileError(
+                f"{root}: '{name}' is quantized, but is no linear layer of the model{remedy}"
+            )
         parts = {part: stored[f"{name}.{part}"][1] for part in _PARTS if f"{name}.{part}" in stored}
         held = module.get_parameter("weight").shape
         shape = torch.Size(held[::-1]) if type(module).__name__ == "Conv1D" else held
@@ -131,6 +134,16 @@ def _layers(
     if not found:
         raise FileError(f"{root}: config.json says {about.quant_method}, but no layer is quantized")
     return found
+
+
+def _of_tied_head(name: str, model: nn.Module, root: Path) -> str:
+    """What an error adds where the head has codes of its own, and config.json says it has none."""
+    if name != "lm_head" or not isinstance(model, Transformer) or not model.config.tied:
+        return ""
+    return (
+        "; tie_word_embeddings is true, so that the head has no weight of its own: set "
+        f"tie_word_embeddings to false in {root / 'config.json'}"
+    )
 
 
 def _floats(

@@ -12,7 +12,6 @@ from lezero.serve.coder import Coder
 from lezero.serve.embed import check_prompts, longest_prompt
 from lezero.serve.llm import LLM, Prompt
 from lezero.serve.request import Request
-from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import Problem, refused
@@ -42,15 +41,10 @@ class Encoder:
         return await lane.run(lambda: self._prompts(texts, truncate))
 
     def _prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
-        params, engine = SamplingParams(), self._llm.engine
+        engine = self._llm.engine
         most = longest_prompt(engine) if truncate else None
-        found = []
-        for number, text in enumerate(texts):
-            try:
-                found.append(list(self._llm.request(text, params).prompt)[:most])
-            except ConfigError as error:
-                what = str(error).removeprefix("prompt: ")
-                raise ConfigError(f"input[{number}]: {what}") from None
+        named = ((text, f"input[{number}]") for number, text in enumerate(texts))
+        found = [self._llm.passage(text, name)[:most] for text, name in named]
         check_prompts(engine, found, "input")
         return found
 

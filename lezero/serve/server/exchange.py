@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import unquote
 
 from lezero.serve.server.problem import ClientGoneError, Problem
 
@@ -31,10 +33,13 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send
-        self.method, self.path = str(scope["method"]), str(scope["path"])
+        authority, self.path = _target(scope)
+        self.method = str(scope["method"])
         self.headers: Mapping[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
+        if authority is not None:
+            self.headers = {**self.headers, "host": authority}
         self.client = str((scope.get("client") or ("",))[0])
         self.owner = ""
         """The name of the API key that was given."""
@@ -132,6 +137,20 @@ class Exchange:
         pairs = [("content-type", kind), *_ALWAYS, *headers]
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(/.*)?", re.IGNORECASE | re.DOTALL)
+
+
+def _target(scope: Scope) -> tuple[str | None, str]:
+    """Host and path of the request's target. A target without a host has None: the header counts.
+    With one, as clients send it that take the server for a proxy, it counts before the header (RFC
+    9112, 3.2.2)."""
+    found = _ABSOLUTE.fullmatch(scope.get("raw_path") or b"")
+    if found is None:
+        return None, str(scope["path"])
+    host, path = found.groups()
+    return host.decode("latin-1"), unquote((path or b"/").decode("latin-1"))
 
 
 @asynccontextmanager

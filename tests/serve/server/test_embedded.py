@@ -51,6 +51,10 @@ def test_what_is_wrong_is_told() -> None:
         assert "input[1]: got 70 tokens, allowed is 1 to 64" in long["message"]
         assert (long["param"], long["code"]) == ("input[1]", "context_length_exceeded")
         assert embed(client, ["ab", [999]]).error["param"] == "input[1]"
+        for given, name in (("", "input[0]"), (["ab", ""], "input[1]")):
+            empty = embed(client, given)
+            assert (empty.status, empty.error["param"]) == (400, name)
+            assert f"{name}: got an empty text" in empty.error["message"]
         assert embed(client, "ab", dimensions=64).status == 200
         for wanted, dim in ((32, "64"), ("64", "the length"), (True, "the length")):
             other = embed(client, "ab", dimensions=wanted).error

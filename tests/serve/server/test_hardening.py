@@ -105,6 +105,25 @@ def test_other_ways_to_ask(client) -> None:
     assert "access-control-allow-origin" not in client.ask("/v1/models").headers
 
 
+def test_a_target_with_its_host_is_understood(client) -> None:
+    """RFC 9112, 3.2.2: the host of the target counts, not that of the header."""
+
+    def status(target: str, host: str = "localhost") -> int:
+        lines = [f"GET {target} HTTP/1.1", f"host: {host}", "connection: close", "", ""]
+        with client.connect() as made:
+            made.sendall("\r\n".join(lines).encode())
+            return int(read_all(made).split()[1])
+
+    assert status("http://localhost/health") == 200
+    assert status(f"HTTP://127.0.0.1:{client.port}/v1/models?a=http://b/c") == 200
+    assert status("https://localhost") == 200, "the page"
+    assert status("http://localhost/%68ealth", host="evil.example") == 200
+    assert status("http://evil.example/health") == 421
+    assert status("http://localhost@evil.example/health") == 421
+    assert status("http:///health") == 421
+    assert status("/http://localhost/health") == 404
+
+
 def test_a_proxys_public_name_can_be_allowed() -> None:
     with serving(small_llm(), allow_hosts=("LLM.example.com",)) as client:
         assert client.ask("/health", host="llm.example.com").status == 200
