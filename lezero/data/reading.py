@@ -21,6 +21,9 @@ from lezero.data.config import DataConfig
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 LINE_ENDINGS = (".jsonl", ".ndjson")
 _NAMED, _KEPT = 20, 10_000
+_RUN = {"config.yaml", "data.json", "metrics.jsonl"}
+"""By these files a folder is known as that of a run (`lezero/train/run_folder.py`)."""
+_WRITTEN_BY_RUN = {"metrics.jsonl", "checkpoints", "tokenizer", "tensorboard"}
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def left_out_lines(found: dict[str, Any]) -> list[str]:
 def find_files(names: Iterable[str], what: str) -> list[str]:
     """The files that `names` (files, folders, globs) stand for, each once, folders sorted.
 
-    A folder gives its files with a text or JSONL ending, at any depth, hidden ones left out.
+    A folder gives its files with a text or JSONL ending, at any depth; hidden ones, token files and
+    what a run writes into its own folder are left out.
     Raises `FileError` when a name stands for nothing.
     """
     found: dict[str, str] = {}
@@ -131,6 +135,9 @@ def _walk(root: str) -> Iterator[str]:
         if "train.index" in files:  # token files of an earlier run, in a cache among the texts
             names.clear()
             continue
+        if _RUN.issubset(files):  # a run among the texts would read its own metrics
+            names[:] = [name for name in names if name not in _WRITTEN_BY_RUN]
+            files = [name for name in files if name not in _WRITTEN_BY_RUN]
         for name in files:
             if not name.startswith(".") and name.lower().endswith(TEXT_ENDINGS + LINE_ENDINGS):
                 yield os.path.join(folder, name)

@@ -16,8 +16,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from lezero.comm.wire import Wire
-from lezero.core.config import Config, read_yaml, set_path
+from lezero.core import groups
+from lezero.core.config import Config, PathText, read_yaml, set_path
 from lezero.core.errors import ConfigError, Problem
+from lezero.core.log import logger
 from lezero.data import DataConfig
 from lezero.models import TransformerConfig
 from lezero.models.config import RopeScaling
@@ -25,12 +27,13 @@ from lezero.optim import Schedule
 from lezero.parallel.zero import Zero
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_log = logger("train")
 
 
 class ModelConfig(Config):
     """The model: a new transformer of the Llama family, or one that is loaded from `folder`."""
 
-    folder: str | None = None
+    folder: PathText | None = None
     """A Hugging Face folder to start from; then no other key of this section may be given."""
     layers: int = Field(8, ge=1)
     dim: int = Field(512, ge=2)
@@ -139,7 +142,7 @@ class ReportConfig(Config):
 class RunConfig(Config):
     """Everything about one run."""
 
-    run: str = Field("runs/latest", min_length=1)
+    run: PathText = Field("runs/latest", min_length=1)
     """Folder of the run: config, metrics, decisions, checkpoints, report."""
     model: ModelConfig = ModelConfig()
     data: DataConfig
@@ -177,6 +180,20 @@ class RunConfig(Config):
             )
         if train.masters != "none" and zero.compute == "fp32":
             raise ValueError("train.masters are of bf16 weights, but zero.compute is fp32")
+        return self
+
+    @model_validator(mode="after")
+    def _warn_of_long_warmup(self) -> Self:
+        """No error, since a run may be meant to go on later with more steps."""
+        warmup, steps = self.train.schedule.warmup, self.train.steps
+        if warmup > steps and groups.is_main():
+            _log.warning(
+                "train.schedule.warmup: got %d, but the run ends after train.steps of %d, where "
+                "the learning rate is %.3g and not yet train.lr, %.3g; lower the warm-up, or raise "
+                "train.steps",
+                *(warmup, steps),
+                *(self.train.lr * self.train.schedule.factor(steps - 1, steps), self.train.lr),
+            )
         return self
 
     @classmethod

@@ -2,8 +2,9 @@
 
 The engine weights every micro-batch and every rank by its number of counted units, so that
 accumulation over unequal batches equals one big batch exactly. `tokens` counts the `targets` other
-than -100, or else the `labels` other than -100; `samples` counts the first dim; anything else is a
-function `count(batch) -> int`.
+than -100, or else the `labels` other than -100 (all of them where they are floating-point: there
+-100 is a value like any other); `samples` counts the first dim; anything else is a function
+`count(batch) -> int`.
 
 `labels` of shape (batch, tokens) mean two things: causal language models of transformers shift them
 by one, so that the first column never counts, and all other models do not. No name tells which
@@ -12,6 +13,7 @@ by one, so that the first column never counts, and all other models do not. No n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -88,12 +90,21 @@ class Counter:
                 "use counted='samples' or give a function count(batch) -> int"
             )
         if "targets" in batch:
-            return int((batch["targets"] != IGNORED).sum())
+            return _not_ignored(batch["targets"])
         labels, by_token = batch["labels"], _labels_by_token(batch)
         if by_token is not None:
             assert self.shifted is not None, "the model was not asked whether it shifts"
             labels = by_token[:, 1:] if self.shifted else by_token
-        return int((labels != IGNORED).sum())
+        return _not_ignored(labels)
+
+
+def _not_ignored(values: Any) -> int:
+    """How many entries of a tensor or array carry loss; only whole numbers can be ignored."""
+    if isinstance(values, torch.Tensor):
+        whole = not (values.is_floating_point() or values.is_complex())
+    else:
+        whole = values.dtype.kind not in "fc"
+    return int((values != IGNORED).sum()) if whole else math.prod(values.shape)
 
 
 def _whole(given: Any) -> int:

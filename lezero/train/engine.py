@@ -29,7 +29,7 @@ from lezero.core.log import logger
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter
-from lezero.train.engine_arguments import agree_on_arguments, check_model, check_numbers
+from lezero.train.engine_arguments import agree_on_arguments, base_lr, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
 from lezero.train.loss import (
     LossFunction,
@@ -139,9 +139,7 @@ class Engine:
         self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
         self._buffers = MovingBuffers(model)
-        self._base_lrs = [
-            group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
-        ]
+        self._base_lrs = [base_lr(group) for group in optimizer.param_groups]
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of the global batch.
@@ -175,9 +173,13 @@ class Engine:
         lr = self._set_lr()
         self._buffers.keep()
         summed = self._backward(micros, counts, total)
-        norm = float(self._gradient_norm())  # the one wait for an accelerator
-        loss = float(summed) / total
-        skipped = self._update(micros, loss, norm)
+        try:
+            norm = float(self._gradient_norm())  # the one wait for an accelerator
+            loss = float(summed) / total
+            skipped = self._update(micros, loss, norm)
+        except BaseException:
+            self.precision.forget_step()
+            raise
         self.step += 1
         if self.pool is not None:
             self.pool.after_step()
@@ -274,9 +276,10 @@ class Engine:
         if self.schedule is not None:
             factor = self.schedule.factor(self.step, self.total_steps or 1)
             added = self.optimizer.param_groups[len(self._base_lrs) :]  # since the last step
-            self._base_lrs += [group.setdefault("initial_lr", group["lr"]) for group in added]
+            self._base_lrs += [base_lr(group) for group in added]
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * factor
+                group["scheduled_lr"] = float(group["lr"])
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _backward(self, micros: list[Batch], counts: list[int], total: int) -> torch.Tensor:

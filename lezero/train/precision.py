@@ -113,7 +113,7 @@ class Precision:
 
     def __init__(self, name: str, place: torch.device, cache: bool = True) -> None:
         self.name, self.place, self.cache = name, place, cache
-        self.scaler = torch.amp.GradScaler(place.type, enabled=name == "fp16")
+        self.scaler = self._new_scaler()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context that a forward pass runs in."""
@@ -121,6 +121,18 @@ class Precision:
         if dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self.place.type, dtype=dtype, cache_enabled=self.cache)
+
+    def _new_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.place.type, enabled=self.name == "fp16")
+
+    def forget_step(self) -> None:
+        """Leaves a step that ended with an error: the next one begins with the same loss scale.
+
+        torch's scaler refuses to unscale a second time until it was updated.
+        """
+        scaler = self._new_scaler()
+        scaler.load_state_dict(self.scaler.state_dict())
+        self.scaler = scaler
 
     @property
     def scale(self) -> float:

@@ -104,6 +104,10 @@ class RunLog(Callback):
     def on_validation(self, trainer: Trainer, loss: float) -> None:
         if self._pending is not None:
             self._pending = StepRecord(**{**vars(self._pending), "validation_loss": loss})
+        elif self.metrics is not None:  # of the step that the run was resumed from
+            text = f"validation loss {loss:.4g}, left out when the run was stopped"
+            self.metrics.event("validation", step=trainer.engine.step, text=text, loss=loss)
+            self.view.event(text, "info")
 
     def on_checkpoint(self, trainer: Trainer, step: int) -> None:
         if self.metrics is not None and trainer.saver is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
 from lezero.core.errors import ConfigError, FileError, LeZeroError
+from lezero.core.flags import flag
 from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
 from lezero.models import Transformer
@@ -24,6 +24,7 @@ from lezero.train import engine_state, recipe
 from lezero.train.callbacks import Callback
 from lezero.train.config import RunConfig
 from lezero.train.engine import Engine, StepResult
+from lezero.train.history import cursor_of, finite, leave_history, validation_set
 from lezero.train.prospect import Prospect, foresee
 from lezero.train.run_folder import RunFolder, flat
 from lezero.train.run_log import RunLog
@@ -38,11 +39,15 @@ _OWN = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended. `exit_status` is 0, or 128 + the signal that asked it to stop."""
+    """How a run ended. `exit_status` is 0, or 128 + the signal that asked it to stop.
+
+    The losses are the last ones, of an earlier start where this one had none; None where there are
+    none, or they were not finite.
+    """
 
     run: Path
     step: int
-    loss: float
+    loss: float | None
     validation_loss: float | None
     exit_status: int
 
@@ -80,7 +85,12 @@ class Trainer:
         self.validation: EvalLoader | None = None
         self.best: float | None = None
         self._best_before: tuple[int, float | None] = (-1, None)
+        self.last_loss: float | None = None
         self.last_validation: float | None = None
+        self._owes_validation = False
+        """Whether a stop left out the validation that is due at this step."""
+        self._validated_on: dict[str, Any] | None = None
+        """What `best` and `last_validation` are losses on; None: nothing yet."""
         self.resumed_from: int | None = None
         self.changed = False  # since the checkpoint, in what the forecast depends on
         self._saved_step = -1
@@ -130,15 +140,17 @@ class Trainer:
         agree("lz train", {k: v for k, v in flat(config.to_dict()).items() if k not in _OWN})
         recipe.check(config)
         self.folder.create()
-        self.log.open()
         with watch.busy("prepares the data"):
             self.data = recipe.build_data(config)
         self.loader, self.validation = recipe.loaders(config, self.data)
+        if self.validation is not None and self.data.validation is not None:
+            self._validated_on = validation_set(config, self.data.validation)
         found = self._find_checkpoint()
         if found is not None:
             self._check_same_run(found)
         self.folder.write_json("data.json", self.data.findings)
         self.folder.write_config(config)  # from here on the run is this one
+        self.log.open()  # not before the texts were read: the folder may lie among them
         with watch.busy("forecasts the run"):
             vocab = self.data.tokenizer.vocab_size
             self.prospect = foresee(config, vocab, self.folder, self._kept_precision(found))
@@ -160,7 +172,7 @@ class Trainer:
         if found is not None:
             self._resume()
         else:
-            self._leave_history(self.saver, 0)
+            self._notes += leave_history(self.saver, 0)
 
     def _find_checkpoint(self) -> checkpoint.Loaded | None:
         """What the newest generation of this run says of itself; its tensors come later.
@@ -169,7 +181,7 @@ class Trainer:
         """
         there = bool(list_generations(self.folder.checkpoints)) if groups.is_main() else None
         # Ranks that a launcher started again go on with what they had, whatever the config says.
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0) > 0
+        again = flag("TORCHELASTIC_RESTART_COUNT") > 0
         wanted = self.config.checkpoint.resume or again
         if not wanted or not groups.broadcast_object(there):
             return None
@@ -185,27 +197,8 @@ class Trainer:
     def _check_same_run(self, loaded: checkpoint.Loaded) -> None:
         """Refuses a checkpoint of another model, another optimizer or other data while the folder
         is untouched."""
-        try:
-            cursor, shape = loaded.documents["cursor"], loaded.documents["model"]
-            before = loaded.documents["config"]["train"]
-        except KeyError as error:
-            raise FileError(
-                f"{loaded.path} was not written by a run of the trainer (no {error}); "
-                "name another run folder, or set checkpoint.resume=false"
-            ) from None
-        now = recipe.model_config(self.config, self.data.tokenizer.vocab_size).to_dict()
-        other = [
-            f"{key}: {shape.get(key)} → {now[key]}" for key in now if shape.get(key) != now[key]
-        ]
-        what = f"another model ({', '.join(other)})" if other else ""
-        if not other and (changed := recipe.lost_state(self.config.train, before)):
-            what = f"another optimizer ({changed})"
-        if what:
-            raise FileError(
-                f"{loaded.path} is of {what}: name another run folder, or set "
-                "checkpoint.resume=false"
-            )
-        self.loader.seek(cursor)
+        vocab = self.data.tokenizer.vocab_size
+        self.loader.seek(cursor_of(loaded, self.config, vocab))
 
     def _resume(self) -> None:
         """Goes on from the newest generation of which every rank can read what it needs."""
@@ -216,12 +209,12 @@ class Trainer:
         documents = engine_state.restore(self.engine, loaded)
         for group, option in zip(self.engine.optimizer.param_groups, options, strict=True):
             group.update(option)  # where the config was changed since, it is what the user wants
-        self.best = documents["progress"]["best"]
+        self._take_over(documents["progress"])
         self.resumed_from = self._saved_step = loaded.step
         for path, reason in loaded.rejected:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
         assert self.saver is not None
-        self._leave_history(self.saver, loaded.step)
+        self._notes += leave_history(self.saver, loaded.step)
         changes = self.folder.changes(documents["config"], self.config)
         now = checkpoint.environment()
         differences = checkpoint.environment_difference(documents["environment"], now)
@@ -233,60 +226,76 @@ class Trainer:
             text = f"the run is complete: step {loaded.step} of {steps}; raise train.steps to go on"
             self._notes.append((text, "info"))
 
-    def _leave_history(self, saver: checkpoint.Saver, step: int) -> None:
-        """Moves generations after `step` aside, with the marks that name them: the run is about to
-        write others under their numbers."""
-        if not saver.leads:
+    def _take_over(self, progress: dict[str, Any]) -> None:
+        """The losses up to the checkpoint, without those on another validation set."""
+        self.last_loss = progress.get("loss")
+        self._owes_validation = progress.get("owes_validation", False)
+        before = progress.get("validated_on")
+        if self.validation is None:
+            self._validated_on = before  # the losses that are kept are still those on that one
+        elif before not in (None, self._validated_on):
+            if progress["best"] is not None:
+                text = (
+                    "the validation set changed since the checkpoint: 'best' begins anew, its loss "
+                    f"of {progress['best']:.4g} was on the set before"
+                )
+                self._notes.append((text, "warning"))
             return
-        moved = saver.rewind(step)
-        for name in ("best", "last"):
-            try:
-                stale = (checkpoint.read_mark(saver.root, name) or 0) > step
-            except FileError:
-                stale = True
-            if stale:
-                (saver.root / f"{name}.json").unlink()
-        if moved:
-            many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
-            self._notes.append((f"moved aside: {many} after step {step}, as superseded-…", "info"))
+        self.best, self.last_validation = progress["best"], progress.get("validation_loss")
 
     # steps -------------------------------------------------------------------------------------
 
     def _steps(self, request: StopRequest) -> TrainResult:
         engine, config = self.engine, self.config
-        loss, stopped = math.nan, False
+        stopped = self._catch_up()
         while engine.step < config.train.steps and not stopped:
             result = engine.train_step(next(self.loader))
-            loss, stopped = result.loss, result.stop
+            self.last_loss = finite(result.loss)
             self._tell("on_step", result)
             if engine.decisions.records != self._written:
                 self._try_to_write("decisions.json", self._write_decisions)
-            self._after(result)
+            stopped = self._after(result)
             if engine.step < config.train.steps and not stopped:
                 self._tell_failures()  # those of the last step are told when it is tried again
         status = 0
-        if stopped and engine.step < config.train.steps:
+        if stopped and (engine.step < config.train.steps or self._owes_validation):
             status = max(groups.gather_objects(request.exit_status))
             self.event(
                 f"asked to stop: saving step {engine.step}, a later start resumes", "warning"
             )
-        return TrainResult(self.folder.path, engine.step, loss, self.last_validation, status)
+        return TrainResult(
+            self.folder.path, engine.step, self.last_loss, self.last_validation, status
+        )
 
-    def _after(self, result: StepResult) -> None:
-        """Validation and checkpoint where they are due."""
-        step, config = result.step, self.config
+    def _after(self, result: StepResult) -> bool:
+        """Validation and checkpoint where they are due; returns whether the run stops here."""
+        step, config, stop = result.step, self.config, result.stop
         last = step == config.train.steps
-        if self.validation is not None and (step % config.validation.every == 0 or last):
-            self._validate(self.validation)
+        due = self.validation is not None and (step % config.validation.every == 0 or last)
+        self._owes_validation = due
+        if due:
+            stop = not self._validate(stop)
         if config.checkpoint.every and step % config.checkpoint.every == 0:
             self.save()
+        return stop
 
-    def _validate(self, validation: EvalLoader) -> None:
-        loss = self.engine.evaluate(validation)
+    def _catch_up(self) -> bool:
+        """Runs the validation that a stop left out before; returns whether the run stops here."""
+        if not self._owes_validation or self.validation is None:
+            return False
+        self._saved_step = -1  # what is on the disk does not know this validation
+        return not self._validate()
+
+    def _validate(self, stop: bool = False) -> bool:
+        """Returns whether it was done: a stop, asked for before or meanwhile, leaves it out."""
+        assert self.validation is not None
+        loss = None if stop else self.engine.evaluate(self.validation)
         if loss is None:
-            self.event("asked to stop: this validation is left out", "warning")
-            return
-        self.last_validation = loss
+            text = "asked to stop: the validation of this step is left to a later start"
+            self.event(text, "warning")
+            return False
+        self._owes_validation = False
+        self.last_validation = finite(loss)
         self._tell("on_validation", loss)
         better = math.isfinite(loss) and (self.best is None or loss < self.best)
         if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another
@@ -294,6 +303,7 @@ class Trainer:
             self.best = loss
             if self.config.checkpoint.every:
                 self.save("best")
+        return True
 
     def save(self, mark: str | None = None) -> None:
         """Hands this step to the background writer, once; `mark` names it "best" or "last"."""
@@ -315,7 +325,13 @@ class Trainer:
         packed = engine_state.pack(self.engine)
         documents = packed.documents | {
             "cursor": self.loader.state(),
-            "progress": {"best": self.best},
+            "progress": {
+                "best": self.best,
+                "loss": self.last_loss,
+                "validation_loss": self.last_validation,
+                "validated_on": self._validated_on,
+                "owes_validation": self._owes_validation,
+            },
             "config": self.config.to_dict(),
             "model": self.model.config.to_dict(),
         }

@@ -30,7 +30,8 @@ def train(folder, told, **changes):
     losses = iter(told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "evaluate", lambda engine, batches: next(losses))
-        trainer = Trainer(config(folder, validation={"every": 2}, **changes), [Waits()])
+        changes = {"validation": {"every": 2}, **changes}
+        trainer = Trainer(config(folder, **changes), [Waits()])
         trainer.run()
     root = trainer.folder.checkpoints
     steps = [step_of(path) for path in list_generations(root)]
@@ -54,3 +55,14 @@ def test_a_best_generation_that_was_not_written_is_not_the_best(tmp_path, monkey
     monkeypatch.setattr(Crew, "write", full)
     changes = {"train__steps": 8, "checkpoint": {"every": 8}}
     assert train(tmp_path, [3.0, 2.0, 2.5, 2.9], **changes)[:2] == (2.5, 6)
+
+
+def test_the_best_begins_anew_on_another_validation_set(tmp_path, capsys):
+    told = "the validation set changed since the checkpoint: 'best' begins anew, its loss of 2 was"
+    changes = {"checkpoint": {"every": 2}}
+    assert train(tmp_path, [2.0, 3.0], train__steps=4, **changes)[:2] == (2.0, 2)
+    assert train(tmp_path, [2.5], train__steps=6, **changes)[:2] == (2.0, 2)
+    assert told not in capsys.readouterr().out
+    changes["validation"] = {"every": 2, "batches": 1}
+    assert train(tmp_path, [4.0, 3.5], train__steps=10, **changes)[:2] == (3.5, 10)
+    assert told in capsys.readouterr().out.replace("\n", " ")

@@ -229,3 +229,25 @@ def test_ranks_ask_together_at_every_stage(ranks):
             assert shifts
             assert [tokens for _, tokens in found] == [tokens for _, tokens in alone]
             assert [loss for loss, _ in found] == pytest.approx([x for x, _ in alone], abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["targets", "labels"])
+def test_a_number_to_predict_may_be_minus_100(name):
+    """Only whole numbers are indices that can be ignored."""
+    x, y = torch.arange(8.0).reshape(8, 1), torch.arange(8.0).reshape(8, 1)
+    y[:3] = -100.0
+    made = []
+    for accumulate in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Linear(1, 1)
+        engine = Engine(
+            model, torch.optim.SGD(model.parameters(), lr=0.001), accumulate=accumulate,
+            loss=lambda m, batch: F.mse_loss(m(batch["x"]), batch[name]),
+            precision="fp32", compile="off",
+        )  # fmt: skip
+        result = engine.train_step({"x": x, name: y})
+        assert result.tokens == 8
+        made.append([result.loss, result.grad_norm, model.weight.item()])
+    assert made[1] == pytest.approx(made[0], rel=1e-6)
+    assert Counter("tokens")({name: y.numpy()}) == 8
+    assert Counter("tokens")({"targets": y.long()}) == 5

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lezero.core.decisions import Decision
-from lezero.core.errors import ConfigError, OrderError
+from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.optim import Schedule
 from lezero.train.engine import Engine
 
@@ -91,8 +91,9 @@ def test_a_loss_that_reaches_nothing_of_the_optimizer_is_told():
         engine = Engine(
             model, optimizer, loss=lambda m, x: m[0](x).mean(), precision=precision, compile="off"
         )
-        with pytest.raises(OrderError, match="reached no parameter that the optimizer holds"):
-            engine.train_step(torch.ones(3, 2))
+        for _ in range(2):  # an error does not spoil the next step
+            with pytest.raises(OrderError, match="reached no parameter that the optimizer holds"):
+                engine.train_step(torch.ones(3, 2))
 
 
 def test_fp16_weights_are_refused_where_fp16_is_the_precision():
@@ -126,3 +127,48 @@ def test_fp16_weights_are_refused_where_auto_becomes_fp16():
     with pytest.raises(ConfigError, match=r"^precision: fp16 .* 'weight' is in fp16"):
         engine.set_precision("auto")
     assert engine.decisions.records["precision"].chosen == engine.precision.name == "fp32"
+
+
+def test_a_step_that_ended_with_an_error_leaves_the_loss_scale_ready(monkeypatch):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine = Engine(
+        model, optimizer, loss=lambda m, x: m(x).mean(), precision="fp16", compile="off",
+        max_skipped=1,
+    )  # fmt: skip
+    good, bad = torch.ones(3, 2), torch.full((3, 2), torch.nan)
+    engine.train_step(good)
+    scale = engine.precision.scale
+    for _ in range(2):
+        with pytest.raises(NumericsError, match="max_skipped=1"):
+            engine.train_step(bad)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.train_step(good)
+    before = model.weight.detach().clone()
+    result = engine.train_step(good)
+    assert (result.step, result.skipped, engine.precision.scale) == (2, None, scale)
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_engine_begins_from_the_rate_that_the_optimizer_has():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    halves = Schedule(kind="constant", warmup=2)
+
+    def first_rate(steps=1):
+        engine = Engine(
+            model, optimizer, loss=lambda m, x: m(x).mean(), schedule=halves, total_steps=4,
+            precision="fp32", compile="off",
+        )  # fmt: skip
+        rates = [engine.train_step(torch.ones(3, 2)).lr for _ in range(steps)]
+        return rates[0]
+
+    assert first_rate() == 0.5
+    assert first_rate(2) == 0.5, "the rate was what the schedule had made of the base"
+    state = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert first_rate() == 0.005
+    optimizer.load_state_dict(state)
+    assert first_rate() == 0.5

@@ -164,7 +164,10 @@ def test_a_complete_run_says_so_and_trains_nothing(copied, finished):
     data = {**settings(finished[0])["data"]}
     result, _ = train(copied, recorder, data=data)
     assert (result.step, result.exit_status) == (20, 0)
-    assert math.isnan(result.loss)
+    assert (result.loss, result.validation_loss) == (
+        finished[1].loss,
+        finished[1].validation_loss,
+    )
     assert recorder.steps() == []
     assert recorder.events() == ["the run is complete: step 20 of 20; raise train.steps to go on"]
     assert (copied / "run/checkpoints/step-00000020/manifest.json").read_bytes() == before

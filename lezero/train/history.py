@@ -1,0 +1,65 @@
+"""What a run goes on from: its generations on the disk, and the losses that can be compared."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lezero import checkpoint
+from lezero.core.errors import FileError
+from lezero.data.loader import Rows
+from lezero.train import recipe
+from lezero.train.config import RunConfig
+
+
+def finite(loss: float) -> float | None:
+    """The loss, or None for one that is NaN or infinite."""
+    return loss if math.isfinite(loss) else None
+
+
+def validation_set(config: RunConfig, rows: Rows) -> dict[str, Any]:
+    """What tells whether two validation losses can be compared."""
+    wanted = config.validation.batches
+    sequences = len(rows) if wanted is None else min(len(rows), wanted * config.train.batch)
+    return {"digest": rows.digest, "sequences": sequences}
+
+
+def leave_history(saver: checkpoint.Saver, step: int) -> list[tuple[str, str]]:
+    """Moves generations after `step` aside, with the marks that name them: the run is about to
+    write others under their numbers. Returns what a person should hear of it, with its level."""
+    if not saver.leads:
+        return []
+    moved = saver.rewind(step)
+    for name in ("best", "last"):
+        try:
+            stale = (checkpoint.read_mark(saver.root, name) or 0) > step
+        except FileError:
+            stale = True
+        if stale:
+            (saver.root / f"{name}.json").unlink()
+    if not moved:
+        return []
+    many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
+    return [(f"moved aside: {many} after step {step}, as superseded-…", "info")]
+
+
+def cursor_of(loaded: checkpoint.Loaded, config: RunConfig, vocab: int) -> Any:
+    """The place in the data of a checkpoint; `FileError` for one of another model or optimizer."""
+    try:
+        cursor, shape = loaded.documents["cursor"], loaded.documents["model"]
+        before = loaded.documents["config"]["train"]
+    except KeyError as error:
+        raise FileError(
+            f"{loaded.path} was not written by a run of the trainer (no {error}); "
+            "name another run folder, or set checkpoint.resume=false"
+        ) from None
+    now = recipe.model_config(config, vocab).to_dict()
+    other = [f"{key}: {shape.get(key)} → {now[key]}" for key in now if shape.get(key) != now[key]]
+    what = f"another model ({', '.join(other)})" if other else ""
+    if not other and (changed := recipe.lost_state(config.train, before)):
+        what = f"another optimizer ({changed})"
+    if what:
+        raise FileError(
+            f"{loaded.path} is of {what}: name another run folder, or set checkpoint.resume=false"
+        )
+    return cursor

@@ -1,0 +1,46 @@
+"""What the config of a run makes of its values before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lezero.jobs.compress_config import CompressConfig
+from lezero.train.config import RunConfig
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.parse({"data": {"train": "python-docs"}, **sections})
+
+
+def test_paths_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    found = config(run="~/runs/x", model={"folder": "~/models/a"})
+    assert (found.run, found.model.folder) == ("/home/ada/runs/x", "/home/ada/models/a")
+    smaller = CompressConfig.parse({"model": "~/a", "out": "~/b", "scheme": "int8_weight"})
+    assert (smaller.model, smaller.out) == ("/home/ada/a", "/home/ada/b")
+
+
+@pytest.mark.parametrize(("warmup", "warned"), [(6, False), (7, True), (600, True)])
+def test_a_warmup_that_outlasts_the_run_is_warned_of(
+    caplog: pytest.LogCaptureFixture, warmup: int, warned: bool
+) -> None:
+    config(train={"steps": 6, "lr": 0.3, "schedule": {"warmup": warmup}})
+    said = [record.getMessage() for record in caplog.records]
+    assert bool(said) == warned
+    if warmup == 600:
+        assert said[0].startswith(
+            "train.schedule.warmup: got 600, but the run ends after train.steps of 6, where the "
+            "learning rate is 0.003 and not yet train.lr, 0.3;"
+        )
+
+
+def test_other_ranks_do_not_warn_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    config(train={"steps": 6, "schedule": {"warmup": 7}})
+    assert not caplog.records
