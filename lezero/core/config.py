@@ -10,14 +10,25 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from lezero.core.errors import ConfigError, Problem
+
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A field that names a file or folder: `~` stands for the user's home; `$NAME` stays as it is."""
 
 
 class Config(BaseModel):
@@ -176,8 +187,7 @@ def set_path(data: dict[str, Any], assignment: str) -> None:
 
 def read_yaml(path: str) -> dict[str, Any]:
     """Reads a YAML mapping from a file (at most 1 MiB); errors name the file and the line."""
-    import os
-
+    path = os.path.expanduser(path)
     try:
         if os.path.getsize(path) > 1 << 20:
             raise ConfigError(f"{path}: larger than 1 MiB; that is no config file")
@@ -203,8 +213,9 @@ def read_yaml(path: str) -> dict[str, Any]:
 def load_yaml(text: str) -> Any:
     """The value of a YAML text; `ValueError` says where it is none, or names a key twice.
 
-    Plain words mean what they do in YAML 1.2, and to editors: `3e-4` is a number, `off`, `on`,
-    `yes` and `no` are words (a field that is true or false takes them as such).
+    Plain words mean what they do in YAML 1.2, and to editors: `3e-4` is a number, `010` is ten,
+    `0o10` and `0x8` are eight; `off`, `on`, `yes` and `no` are words (a field that is true or false
+    takes them as such), and so are `10:00`, `0b11`, `1_000` and `2024-01-01`.
     """
     import yaml
 
@@ -231,16 +242,31 @@ def _loader() -> Any:
                 seen.add(key.value)
             return dict(super().construct_mapping(node, deep))
 
-    kinds = {"tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"}
+        def construct_integer(self, node: Any) -> int:
+            text = self.construct_scalar(node)
+            if not integer.match(text):
+                said = f"line {node.start_mark.line + 1}: '{text}' is no integer"
+                raise yaml.constructor.ConstructorError(None, None, said)
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+
+    kinds = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "float", "int", "timestamp", "value")}
     Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in found if tag not in kinds]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+    Loader.yaml_constructors = {
+        tag: make
+        for tag, make in yaml.SafeLoader.yaml_constructors.items()
+        if tag != "tag:yaml.org,2002:timestamp"
+    }
+    integer = re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
     truth = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
     number = re.compile(
         r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
     )
     Loader.add_implicit_resolver("tag:yaml.org,2002:bool", truth, list("tTfF"))
+    Loader.add_implicit_resolver("tag:yaml.org,2002:int", integer, list("-+0123456789"))
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_integer)
     return Loader

@@ -7,6 +7,7 @@ documentation can list what is set and what it means.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ FLAGS: dict[str, Flag] = {
     ),
     "LEZERO_POOL": Flag(bool, True, "keep large host blocks between steps (the host memory pool)"),
     "LEZERO_WATCH": Flag(bool, True, "several ranks watch each other and name the one that hangs"),
+    "TORCHELASTIC_RESTART_COUNT": Flag(
+        int, 0, "how often the launcher has started the ranks again; it sets this itself"
+    ),
 }
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
@@ -47,6 +51,12 @@ def flag(name: str) -> Any:
         if lowered in _TRUE or lowered in _FALSE:
             return lowered in _TRUE
         raise ConfigError(f"{name}={text!r}: allowed is 1 or 0 ({known.meaning})")
+    if known.kind is int:
+        if re.fullmatch(r"[0-9]{1,9}", text.strip(), re.ASCII):
+            return int(text)
+        raise ConfigError(
+            f"{name}={text!r}: allowed is a whole number of at least 0 ({known.meaning})"
+        )
     if known.allowed:
         if text.strip().lower() in known.allowed:
             return text.strip().lower()

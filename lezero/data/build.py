@@ -33,7 +33,7 @@ from lezero.files.folder import aside, commit
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
-_BUILD = 5
+_BUILD = 6
 """Form of the findings and of the split: a folder of another form is made again."""
 _log = logger("data")
 
@@ -157,7 +157,7 @@ def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
 def _tokenizer_files(config: DataConfig) -> list[str]:
     if config.tokenizer.folder is None:
         return []
-    place = Path(config.tokenizer.folder).expanduser()
+    place = Path(os.path.expanduser(config.tokenizer.folder))
     if not place.exists():
         raise FileError(f"data.tokenizer.folder: {place}: no such file or folder")
     if place.is_file():
@@ -225,6 +225,7 @@ class _Parts:
         self.seen: set[int] = set()
         self.held: set[int] = set()  # of the validation files
         self.smallest = (2.0, -1)
+        self.pair = ""  # where the document of `smallest` comes from, if it is a pair
 
     def scan(self, paths: list[str], part: int | None, findings: Findings) -> Iterator[int]:
         """The part of each document of `paths`; `part` None divides by share."""
@@ -244,18 +245,26 @@ class _Parts:
                 yield _DROPPED
                 continue
             place = number / 2**64
-            if part is None:
-                self.smallest = min(self.smallest, (place, at))
+            if part is None and (place, at) < self.smallest:
+                self.smallest = place, at
+                self.pair = document.source if document.prompt is not None else ""
             yield part if part is not None else (_HELD if place < self.share else _TRAIN)
 
     def settle(self, documents: list[int]) -> float:
         """Sees to it that a share above 0 holds something out, and that something is left.
 
-        A single document is divided near its end; the share to cut off is returned.
+        A single document is divided near its end; the share to cut off is returned. A single pair
+        of prompt and response cannot be divided: that is a `ConfigError`.
         """
         usable = len(documents) - documents.count(_DROPPED)
         if self.share <= 0 or usable == 0:
             return 0.0
+        if usable == 1 and self.pair:
+            raise ConfigError(
+                f"data.validation: got {self.share:g}, but {self.pair} is the only document, and a "
+                "prompt with its response cannot be divided; give data.train more pairs, or set "
+                "data.validation to 0 or to files"
+            )
         if usable == 1:
             documents[self.smallest[1]] = _TRAIN
             return self.share
@@ -272,7 +281,7 @@ def _select(
     count = 0
     for document, belongs in zip(documents, parts, strict=False):
         count += 1
-        if cut and belongs == _TRAIN and document.prompt is None:
+        if cut and belongs == _TRAIN:
             at = _place_of_cut(document, cut)
             yield Document(
                 document.text[:at] if part == _TRAIN else document.text[at:], document.source

@@ -6,6 +6,7 @@ What is beside the model is what sentence-transformers writes: `modules.json` na
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,7 +43,7 @@ class EncoderFolder:
 
 def is_encoder(place: str | Path) -> bool:
     """Whether a folder holds an encoder that `open_encoder` opens, as far as `config.json` says."""
-    path = Path(place) / "config.json"
+    path = Path(os.path.expanduser(place)) / "config.json"
     return path.is_file() and read_json(path).get("model_type") == "bert"
 
 
@@ -52,7 +53,7 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
     A folder without `modules.json` is pooled by the mean and normalised, as sentence-transformers
     does with the first, and its vectors' users nearly always with the second.
     """
-    root = Path(place)
+    root = Path(os.path.expanduser(place))
     config = bert_config(read_json(root / "config.json"), str(root / "config.json"))
     longest, pooling, normalize, prompt = config.context, "mean", True, _prompt(root)
     if (root / "sentence_bert_config.json").is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lezero.models.huggingface import read_json, weight_files
 def is_foreign(place: str) -> bool:
     """Whether this is a Hugging Face folder of a type that `lezero.models` does not have, or of a
     form of one that it cannot express, as other angles or layers of different attention."""
-    path = Path(place)
+    path = Path(os.path.expanduser(place))
     if not (path / "config.json").is_file() or is_quantized_folder(path):
         return False
     data = read_json(path / "config.json")
@@ -37,6 +38,7 @@ def load_foreign(place: str, dtype: torch.dtype | None = None) -> Any:
     dtype: of the weights; None: as they are stored. Raises `FileError` for what is no causal
     language model, or is damaged; `MissingExtraError` without transformers.
     """
+    place = os.path.expanduser(place)
     path = Path(place)
     weight_files(path)  # never pickle
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ def open_model(
     given); `gguf_matrices` those of two dims in GGUF files, in its place. Raises `FileError` when
     `place` is no model, or is damaged.
     """
-    path = Path(place)
+    path = Path(os.path.expanduser(place))
     if path.is_file() and path.suffix == ".gguf":
         return load_gguf(path, dtype, matrices=gguf_matrices), None
     if (path / "config.json").is_file():

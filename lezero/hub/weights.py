@@ -45,7 +45,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises `FileError` with the reason and the remedy for whatever cannot be read or is refused.
     """
-    file = Path(path)
+    file = Path(os.path.expanduser(path))
     suffix = file.suffix.lower()
     try:
         if file.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ def continued(
     Plain generation in fp32; the engine where weights, kv or a draft are given, and for models that
     transformers' code runs. tokens: most new ones; without it 128, or what there is room for.
     """
+    model, draft = os.path.expanduser(model), draft and os.path.expanduser(draft)
     if (weights, kv, draft) == ("auto", "auto", None) and not is_foreign(model):
         yield from open_writer(model).write(prompt, tokens, **sampling)
         return
@@ -74,6 +76,8 @@ def answer_file(
     is open.
     """
     asked = SamplingParams.parse(params)
+    model, draft = os.path.expanduser(model), draft and os.path.expanduser(draft)
+    source, target = _at_home(source), target and _at_home(target)
     _check(source, target)
     speculate: Speculate = "off" if draft is None else "draft"
     with _opened(source, target) as (given, found):
@@ -95,6 +99,10 @@ def answer_file(
         f"{tokens / took:,.0f} tokens/s",
         file=sys.stderr,
     )
+
+
+def _at_home(file: Path) -> Path:
+    return Path(os.path.expanduser(file))
 
 
 @contextmanager

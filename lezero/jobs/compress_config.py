@@ -24,7 +24,7 @@ from lezero.compress.quantize import (
     Scheme,
 )
 from lezero.compress.quantize.exported import why_not_exported
-from lezero.core.config import Config, read_yaml, set_path
+from lezero.core.config import Config, PathText, read_yaml, set_path
 from lezero.data.config import DataConfig
 
 SCHEMES: dict[str, type[Scheme]] = {
@@ -39,9 +39,9 @@ SCHEMES: dict[str, type[Scheme]] = {
 class CompressConfig(Config):
     """Which model becomes smaller, how, and what is measured on the way."""
 
-    model: str = Field(min_length=1)
+    model: PathText = Field(min_length=1)
     """A Hugging Face folder, a run of the trainer or a .gguf file."""
-    out: str = Field(min_length=1)
+    out: PathText = Field(min_length=1)
     """The folder that is written."""
     scheme: SerializeAsAny[Scheme]
     """kind (int8_weight, int8_weight_activation, int4_weight, fp8, nf4), and that one's fields."""

@@ -62,7 +62,7 @@ def demo(folder: str | None = None) -> int:
     """Runs the whole demo in `folder` (a new `runs/demo-N` if not given); returns its status."""
     began = time.perf_counter()
     refuse_without_server()
-    run = Path(folder) if folder else _free_folder()
+    run = Path(os.path.expanduser(folder)) if folder else _free_folder()
     ranks = _ranks()
     _title("1  This machine")
     print("\n".join(summary_lines()))

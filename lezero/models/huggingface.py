@@ -35,9 +35,14 @@ _TOKENIZER_FILES = (
 )
 
 
+def _place(folder: str | os.PathLike[str]) -> Path:
+    """The folder that is meant, where `~` is the user's home."""
+    return Path(os.path.expanduser(folder))
+
+
 def read_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     """The shape of the model in a Hugging Face folder, without its weights."""
-    path = Path(folder) / "config.json"
+    path = _place(folder) / "config.json"
     return from_hf(read_json(path), str(path))
 
 
@@ -49,7 +54,7 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
     unexpected or of another shape (each is named); `CorruptError` for a torn file. A folder with
     pickled weights alone is refused, since reading them can run code.
     """
-    root = Path(folder)
+    root = _place(folder)
     with torch.device("meta"):
         model = Transformer(read_config(root))
     fill(model, _tensors(weight_files(root)), dtype, str(root))
@@ -59,7 +64,7 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
 def read_weights(folder: str | os.PathLike[str], model: Transformer, take: Take) -> None:
     """Hands every weight of `model` in a Hugging Face folder to `take` (see `hand_over`), without
     ever holding more than one: for a model that is split. Errors as `load_hf`."""
-    root = Path(folder)
+    root = _place(folder)
     hand_over(model, _tensors(weight_files(root)), take, str(root))
 
 
@@ -224,13 +229,13 @@ def write_hf(
 
     `also` is added to config.json.
     """
-    root = Path(folder).absolute()
+    root = _place(folder).absolute()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
     data = {**to_hf(config, dtype), **(also or {})}
     copies = tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:
-        data |= special_tokens(Path(tokenizer_folder))
+        data |= special_tokens(_place(tokenizer_folder))
     aside = root.parent / f".{root.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -307,7 +312,7 @@ def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
     """The files of the tokenizer in `folder`; `FileError` where it holds none."""
     if folder is None:
         return []
-    found = [Path(folder) / name for name in _TOKENIZER_FILES]
+    found = [_place(folder) / name for name in _TOKENIZER_FILES]
     found = [path for path in found if path.is_file()]
     if not found:
         raise FileError(f"{folder}: holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:2])})")
@@ -337,7 +342,7 @@ def special_tokens(folder: Path) -> dict[str, int]:
 def stop_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """Token ids that end a generation, from `generation_config.json` or `config.json`."""
     for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
+        path = _place(folder) / name
         found = read_json(path).get("eos_token_id") if path.is_file() else None
         if isinstance(found, int):
             return (found,)

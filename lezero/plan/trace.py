@@ -12,6 +12,7 @@ makes neither a new storage nor work. Time counts the second step only.
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections import Counter
@@ -26,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.comm.choice import Exchange
 from lezero.core.errors import ConfigError, LeZeroError
+from lezero.core.flags import flag
 from lezero.ops.attention import FastAttention
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.meeting import Buckets, Meeting, Shards
@@ -237,7 +239,7 @@ def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Tr
     trace = Trace()
     recorder = Recorder(trace)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _untouched_random(), warnings.catch_warnings():
+    with fake, _untouched_random(), _quiet_torch(), warnings.catch_warnings():
         # a fake tensor's address is 0 everywhere, which is what is asked for
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
@@ -347,3 +349,24 @@ def _untouched_random() -> Iterator[None]:
         yield
     finally:
         torch.random.set_rng_state(state)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Torch logs the traceback of what it cannot run on fake tensors; our error says it in a line.
+
+    With `--debug` the traceback stays.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    if flag("LEZERO_DEBUG"):
+        yield
+        return
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
+from pydantic import Field
 
-from lezero.core.config import Config, read_yaml, set_path
+from lezero.core.config import Config, PathText, read_yaml, set_path
 from lezero.core.errors import ConfigError
 
 
@@ -64,12 +65,61 @@ def test_fields_that_take_truth_values_still_do() -> None:
         ("e", "e"),
         ("[1e3, on]", [1e3, "on"]),
         ("null", None),
+        ("010", 10),
+        ("-7", -7),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("!!int 010", 10),
+        ("1:30", "1:30"),
+        ("10:00.5", "10:00.5"),
+        ("0b11", "0b11"),
+        ("1_000", "1_000"),
+        ("2024-01-01", "2024-01-01"),
+        ("2024-01-01T10:00:00Z", "2024-01-01T10:00:00Z"),
+        ("=", "="),
     ],
 )
 def test_plain_words_mean_what_editors_take_them_for(text: str, value: object) -> None:
     data: dict[str, object] = {}
     set_path(data, f"a.b={text}")
     assert data == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize("text", ["!!int 0b11", "!!timestamp 2024-01-01", "!!timestamp x"])
+def test_a_tag_of_yaml_1_1_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--set a=.*: the value is not valid YAML"):
+        set_path({}, f"a={text}")
+
+
+@pytest.mark.parametrize("text", ["1:30", "0b11", "10:00"])
+def test_what_is_no_number_in_yaml_1_2_is_refused_as_one(text: str) -> None:
+    data: dict[str, object] = {}
+    set_path(data, f"steps={text}")
+    with pytest.raises(ConfigError, match=f"steps: got '{text}', allowed is a valid integer"):
+        Sample.parse(data)
+
+
+class Places(Config):
+    run: PathText = Field("runs/latest", min_length=1)
+    folder: PathText | None = None
+
+
+def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    places = Places(run="~/runs/x", folder="~")
+    assert (places.run, places.folder) == ("/home/ada/runs/x", "/home/ada")
+    kept = Places(run="$HOME/x~", folder="a/~/b")
+    assert (kept.run, kept.folder) == ("$HOME/x~", "a/~/b")
+    assert Places(run="~no-such-user/x").run == "~no-such-user/x"
+    assert Places().folder is None
+    with pytest.raises(ConfigError, match="run: got '', allowed is at least 1 character"):
+        Places(run="")
+
+
+def test_a_config_file_may_lie_in_the_home_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.yaml").write_text("steps: 010\n")
+    assert read_yaml("~/run.yaml") == {"steps": 10}
 
 
 def test_yes_and_off_are_truth_values_where_a_field_takes_them() -> None:

@@ -15,6 +15,8 @@ from lezero.core.flags import flag
         ("LEZERO_LOG", "", "info"),
         ("LEZERO_LOG", "Warning", "warning"),
         ("LEZERO_CACHE", "any where", "any where"),
+        ("TORCHELASTIC_RESTART_COUNT", "", 0),
+        ("TORCHELASTIC_RESTART_COUNT", " 02 ", 2),
     ],
 )
 def test_what_is_set_is_read(monkeypatch, name, given, value):
@@ -24,7 +26,13 @@ def test_what_is_set_is_read(monkeypatch, name, given, value):
 
 @pytest.mark.parametrize(
     ("name", "given", "allowed"),
-    [("LEZERO_DEBUG", "2", "1 or 0"), ("LEZERO_LOG", "loud", "debug, info, warning, error")],
+    [
+        ("LEZERO_DEBUG", "2", "1 or 0"),
+        ("LEZERO_LOG", "loud", "debug, info, warning, error"),
+        ("TORCHELASTIC_RESTART_COUNT", "x", "a whole number of at least 0"),
+        ("TORCHELASTIC_RESTART_COUNT", "-1", "a whole number of at least 0"),
+        ("TORCHELASTIC_RESTART_COUNT", "1_0", "a whole number of at least 0"),
+    ],
 )
 def test_a_value_that_is_not_allowed_is_named(monkeypatch, name, given, allowed):
     monkeypatch.setenv(name, given)

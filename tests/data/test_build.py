@@ -115,6 +115,18 @@ def test_a_single_document_is_divided_near_its_end(tmp_path):
     assert data.train.tokens == 90 * 9 + 1
 
 
+def test_a_single_pair_cannot_be_divided(tmp_path):
+    pair = {"prompt": "ab", "response": "xyz"}
+    jsonl(tmp_path / "d.jsonl", pair, pair, {"text": ""})  # one document: the others are left out
+    said = r"data.validation: got 0.1, but .*d.jsonl.* is the only document, and a prompt with"
+    with pytest.raises(ConfigError, match=said):
+        prepare(config(tmp_path, validation=0.1), tmp_path / "cache")
+    assert prepare(config(tmp_path, validation=0.0), tmp_path / "cache").validation is None
+    jsonl(tmp_path / "d.jsonl", pair, {"prompt": "cd", "response": "uvw"})
+    data = prepare(config(tmp_path, validation=0.1), tmp_path / "cache")
+    assert (len(data.train), len(data.validation)) == (1, 1)
+
+
 LONG = "x y " * 25_000
 
 

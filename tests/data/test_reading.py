@@ -161,3 +161,17 @@ def test_config_explains_itself():
     for tokenizer in ("bytes", {"train": 300}, {"folder": "y"}):
         config = DataConfig(train="x", validation=["v"], tokenizer=tokenizer)
         assert DataConfig.parse(config.to_dict()) == config
+
+
+def test_what_a_run_writes_into_its_folder_is_no_text(tmp_path):
+    run = tmp_path / "first"
+    for name in ("text.txt", "first/notes.md", "first/metrics.jsonl", "first/tokenizer/merges.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    texts = [str(tmp_path / "first/notes.md"), str(tmp_path / "text.txt")]
+    assert len(find_files([str(tmp_path)], "data.train")) == 4, "a folder of the user's own"
+    for name in ("config.yaml", "data.json"):
+        (run / name).touch()
+    assert find_files([str(tmp_path)], "data.train") == texts
+    assert find_files([str(run)], "data.train") == texts[:1]

@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
 import lezero as lz
 from lezero import checkpoint
+from lezero.core.errors import FileError
 from lezero.data.tokenizer import bytes_tokenizer
+from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
+from lezero.hub.weights import read_weights
+from lezero.models.huggingface import load_hf, read_config, save_hf
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import small
@@ -33,3 +39,16 @@ def test_a_run_opens_whole_and_answers(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=5)
     right = LLM(small(vocab=tokenizer.vocab_size), weights="fp32").generate([5, 6, 7], params)
     assert LLM(tmp_path, weights="fp32").generate([5, 6, 7], params)[0].tokens == right[0].tokens
+
+
+def test_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_hf(small(), "~/models/a")
+    opened, folder = open_model("~/models/a")
+    assert folder == tmp_path / "models" / "a"
+    assert opened.config == load_hf("~/models/a").config == read_config("~/models/a")
+    assert not is_foreign("~/models/a")
+    save_file({"weight": torch.ones(2)}, tmp_path / "w.safetensors")
+    assert read_weights("~/w.safetensors")["weight"].tolist() == [1, 1]
+    with pytest.raises(FileError, match=f"{tmp_path}/none: no such file or folder"):
+        open_model("~/none")

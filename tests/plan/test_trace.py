@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lezero.core.errors import ConfigError
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import TensorFact, trace_step
 
@@ -76,3 +79,20 @@ def test_the_peak_divides_into_kinds() -> None:
 
 def test_an_expanded_tensor_is_read_once() -> None:
     assert TensorFact((4, 1000), (0, 1), torch.float32).bytes == 4000
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_only_debug_shows_what_torch_logs_of_a_step_that_cannot_run(monkeypatch, debug) -> None:
+    monkeypatch.setenv("LEZERO_DEBUG", str(int(debug)))
+    seen: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = seen.append  # type: ignore[method-assign]
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(handler)
+    try:
+        with pytest.raises(ConfigError, match="no forecast: one step of this model does not run"):
+            trace_step(lambda: nn.Linear(4, 2), spec(batch=2, tokens=16))
+    finally:
+        log.removeHandler(handler)
+    assert bool(seen) == debug
+    assert not log.filters
