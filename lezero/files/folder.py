@@ -77,8 +77,7 @@ def remove_stale(root: Path) -> list[Path]:
         if not entry.name.startswith(_TMP):
             continue
         path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False) and _abandoned(path):
-            shutil.rmtree(path, ignore_errors=True)
+        if entry.is_dir(follow_symlinks=False) and _swept(path):
             removed.append(path)
     return removed
 
@@ -190,18 +189,25 @@ def _locked(root: Path, label: str) -> tuple[Path, int]:
     raise FileError(f"{root}: no temporary folder could be kept there")
 
 
-def _abandoned(path: Path) -> bool:
+def _swept(path: Path) -> bool:
+    """Removes a folder that no living writer holds; whether it did.
+
+    The lock is held until it is gone: a writer that made the folder just now, and has no lock yet,
+    finds it taken and makes another one.
+    """
     try:
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
     except OSError as error:
-        return error.errno in _NO_LOCKS and _old(path)
-    finally:
-        os.close(lock)
+        if error.errno not in _NO_LOCKS or not _old(path):
+            os.close(lock)
+            return False
+    shutil.rmtree(path, ignore_errors=True)
+    os.close(lock)
+    return True
 
 
 def _old(path: Path) -> bool:
