@@ -38,6 +38,7 @@ def test_what_is_larger_than_a_slab_has_one_of_its_own() -> None:
     made = [torch.ones(n, dtype=torch.uint8) for n in (31 << 20, 40 << 20, 100)]
     pages.move(made)
     assert all(x.sum() == x.numel() for x in made)
+    assert made[1].data_ptr() % HUGE == 0
 
 
 def test_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,14 @@ class Mark(NamedTuple):
         return dropped
 
 
+def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts `parameter` where the module has one of that name."""
+    if isinstance(module, nn.RNNBase):  # it keeps a list of its own beside the table
+        setattr(module, name, parameter)
+    else:
+        module._parameters[name] = parameter
+
+
 @dataclass(eq=False)
 class Held:
     """`places` are all (module, attribute) that name it; `sharded` is registered there outside of
@@ -70,10 +78,7 @@ class Held:
     def show(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` under every name."""
         for module, attribute in self.places:
-            if isinstance(module, nn.RNNBase):  # it keeps a list of its own beside the table
-                setattr(module, attribute, parameter)
-            else:
-                module._parameters[attribute] = parameter
+            register(module, attribute, parameter)
 
     def replace(self, parameter: nn.Parameter) -> None:
         """Makes `parameter` the registered one; an optimizer that holds the old one is told so."""

@@ -30,7 +30,7 @@ from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
-from lezero.parallel.zero.held import REPLACED, Held, local
+from lezero.parallel.zero.held import REPLACED, Held, local, register
 from lezero.parallel.zero.segment import Segment, Whole
 from lezero.parallel.zero.tensors import new_tensors
 
@@ -88,10 +88,7 @@ def _show(held: Held, parameter: nn.Parameter) -> None:
     for module, attribute in held.places:
         found = module._parameters[attribute]
         if found is held.sharded or found is held.full or not stands_in(held, found):
-            if isinstance(module, nn.RNNBase):  # it keeps a list of its own beside the table
-                setattr(module, attribute, parameter)
-            else:
-                module._parameters[attribute] = parameter
+            register(module, attribute, parameter)
 
 
 def _passed_on(value: Any) -> Any:
