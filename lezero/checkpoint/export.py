@@ -16,6 +16,7 @@ from torch import Tensor
 from lezero.checkpoint.find import checkpoint_root, is_generation
 from lezero.core.errors import CorruptError, FileError
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 from lezero.files import (
     Form,
     Generation,
@@ -42,7 +43,8 @@ def export_weights(
     both written. Returns the names. Raises `FileError` when there is no model in it, or two tensors
     would get one name, and `CorruptError` for damage; then no file is written.
     """
-    return _newest(Path(source), lambda path: _export(path, Path(file), names or str))
+    target = Path(expand_home(file))
+    return _newest(source, lambda path: _export(path, target, names or str))
 
 
 def export_hf(
@@ -62,11 +64,12 @@ def export_hf(
         weights = lambda aside: _export(path, aside / "model.safetensors", name_there)  # noqa: E731
         return write_hf(config, folder, weights, tokenizer_folder=tokenizer_folder)
 
-    return _newest(Path(source), write)
+    return _newest(source, write)
 
 
-def _newest(source: Path, write: Callable[[Path], T]) -> T:
+def _newest(place: str | Path, write: Callable[[Path], T]) -> T:
     """What `write` makes of the generation itself, or of the newest good one of a root."""
+    source = Path(expand_home(place))
     if is_generation(source):
         return write(source)
     root = checkpoint_root(source)

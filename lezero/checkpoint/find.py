@@ -13,6 +13,7 @@ from lezero.checkpoint.marks import read_mark
 from lezero.core import groups
 from lezero.core.errors import CapacityError, CorruptError, FileError
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 from lezero.files import (
     Form,
     Generation,
@@ -68,7 +69,7 @@ def load(
     come whole, however many ranks have written them. Raises `CorruptError` naming file and tensor,
     or listing every generation when none is good, and `FileError` when there is nothing to load.
     """
-    return _load(Path(path), mark, Reader(lambda _: Wanted(select, rows)))
+    return _load(Path(expand_home(path)), mark, Reader(lambda _: Wanted(select, rows)))
 
 
 def load_together(path: str | Path, want: Want | None = None) -> Loaded:
@@ -79,7 +80,7 @@ def load_together(path: str | Path, want: Want | None = None) -> Loaded:
     """
     want = want or (lambda _: Wanted())
     reader = Reader(want) if groups.world_size() == 1 else TogetherReader(want)
-    return _load(Path(path), None, reader)
+    return _load(Path(expand_home(path)), None, reader)
 
 
 class Wanted(NamedTuple):

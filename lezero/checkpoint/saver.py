@@ -18,6 +18,7 @@ from lezero.checkpoint.rows import slices
 from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 from lezero.files import Slice, check_json, discard, list_generations, step_of, step_path
 
 _log = logger("checkpoint")
@@ -55,7 +56,7 @@ class Saver:
             raise ConfigError(f"keep: got {keep!r}, allowed is an integer from 1")
         if busy not in ("wait", "skip"):
             raise ConfigError(f"busy: got {busy!r}, allowed is wait or skip")
-        self.root = Path(root)
+        self.root = Path(expand_home(root))
         self.keep = keep
         self.busy = busy
         self.stall_seconds = 0.0

@@ -26,8 +26,9 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from lezero.core.errors import ConfigError, Problem
+from lezero.core.paths import expand_home
 
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+PathText = Annotated[str, AfterValidator(expand_home)]
 """A field that names a file or folder: `~` stands for the user's home; `$NAME` stays as it is."""
 
 
@@ -187,7 +188,7 @@ def set_path(data: dict[str, Any], assignment: str) -> None:
 
 def read_yaml(path: str) -> dict[str, Any]:
     """Reads a YAML mapping from a file (at most 1 MiB); errors name the file and the line."""
-    path = os.path.expanduser(path)
+    path = expand_home(path)
     try:
         if os.path.getsize(path) > 1 << 20:
             raise ConfigError(f"{path}: larger than 1 MiB; that is no config file")

@@ -24,6 +24,7 @@ from typing import Any
 from lezero.core import cgroup
 from lezero.core.cgroup import read_text
 from lezero.core.flags import flag
+from lezero.core.paths import expand_home
 
 ROOT = Path("/")
 
@@ -281,7 +282,7 @@ def cache_folder() -> Path:
     """
     named = flag("LEZERO_CACHE")
     if named:
-        return Path(named).expanduser().absolute()
+        return Path(expand_home(named)).absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(shared):
         return Path(shared) / "lezero"

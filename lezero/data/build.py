@@ -19,6 +19,7 @@ from lezero.core import errors, groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError, OrderError
 from lezero.core.facts import cache_folder
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 from lezero.data import corpus, store
 from lezero.data.config import DataConfig
 from lezero.data.reading import Document, Findings, find_files, left_out_lines, nothing_usable, read
@@ -56,7 +57,7 @@ def prepare(config: DataConfig, cache: str | Path | None = None) -> Data:
     Raises, on all ranks alike, `FileError` (a file is missing or refused, or the cache cannot be
     written), `ConfigError` (nothing usable) and `MissingExtraError`.
     """
-    root = Path(cache) if cache is not None else cache_folder() / "data"
+    root = Path(expand_home(cache)) if cache is not None else cache_folder() / "data"
     if groups.launched() and not groups.active():
         raise OrderError("join the other ranks (lezero.core.groups.join) before preparing data")
     folder = Path(_on_first_rank(lambda: str(_find_or_build(config, root))))
@@ -157,7 +158,7 @@ def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
 def _tokenizer_files(config: DataConfig) -> list[str]:
     if config.tokenizer.folder is None:
         return []
-    place = Path(os.path.expanduser(config.tokenizer.folder))
+    place = Path(expand_home(config.tokenizer.folder))
     if not place.exists():
         raise FileError(f"data.tokenizer.folder: {place}: no such file or folder")
     if place.is_file():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.paths import expand_home
 from lezero.data import corpus
 from lezero.data.config import DataConfig
 
@@ -110,7 +111,7 @@ def find_files(names: Iterable[str], what: str) -> list[str]:
         if name == corpus.NAME:
             found.setdefault(name, name)
             continue
-        here = os.path.expanduser(name)
+        here = expand_home(name)
         if os.path.isdir(here):
             paths = sorted(_walk(here))
             if not paths:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError, LeZeroError, need_extra
+from lezero.core.paths import expand_home
 from lezero.data.config import TokenizerConfig
 from lezero.data.pieces import Pieces, byte_letters
 from lezero.files.folder import make_folder, write_file
@@ -109,7 +110,8 @@ class _Bytes(Tokenizer):
             "model": {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab}
             | {"fuse_unk": False, "byte_fallback": False, "merges": []},
         }
-        _save(Path(folder), json.dumps(content, ensure_ascii=False), {"lezero": "bytes"})
+        text = json.dumps(content, ensure_ascii=False)
+        _save(Path(expand_home(folder)), text, {"lezero": "bytes"})
 
 
 class _Backed(Tokenizer):
@@ -153,13 +155,14 @@ class _Backed(Tokenizer):
         return str(self._inner.decode(list(tokens), skip_special_tokens=True))
 
     def save(self, folder: str | Path) -> None:
+        root = Path(expand_home(folder))
         if self._files is None:
             eos = self._inner.id_to_token(self.eos)
-            _save(Path(folder), self._inner.to_str(), self._settings | {"eos_token": eos})
+            _save(root, self._inner.to_str(), self._settings | {"eos_token": eos})
             return
-        make_folder(Path(folder))
+        make_folder(root)
         for name, path in self._files.items():
-            shutil.copyfile(path, Path(folder) / name)
+            shutil.copyfile(path, root / name)
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -192,7 +195,7 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     A folder without tokenizer.json is opened by transformers (extra `hf`). Raises `FileError` when
     there is none, it cannot be read, or it names no end-of-text token.
     """
-    path = Path(place).expanduser()
+    path = Path(expand_home(place))
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
     if not path.exists():
         raise FileError(f"tokenizer {place}: no such file or folder")

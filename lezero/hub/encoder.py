@@ -6,7 +6,6 @@ What is beside the model is what sentence-transformers writes: `modules.json` na
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch
 
 from lezero.compress.quantize import is_quantized_folder, load_quantized
 from lezero.core.errors import FileError
+from lezero.core.paths import expand_home
 from lezero.files import read_generation
 from lezero.models import Bert, bert_config, load_bert
 from lezero.models.huggingface import read_json
@@ -43,7 +43,7 @@ class EncoderFolder:
 
 def is_encoder(place: str | Path) -> bool:
     """Whether a folder holds an encoder that `open_encoder` opens, as far as `config.json` says."""
-    path = Path(os.path.expanduser(place)) / "config.json"
+    path = Path(expand_home(place)) / "config.json"
     return path.is_file() and read_json(path).get("model_type") == "bert"
 
 
@@ -53,7 +53,7 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
     A folder without `modules.json` is pooled by the mean and normalised, as sentence-transformers
     does with the first, and its vectors' users nearly always with the second.
     """
-    root = Path(os.path.expanduser(place))
+    root = Path(expand_home(place))
     config = bert_config(read_json(root / "config.json"), str(root / "config.json"))
     longest, pooling, normalize, prompt = config.context, "mean", True, _prompt(root)
     if (root / "sentence_bert_config.json").is_file():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from lezero.compress.quantize import is_quantized_folder
 from lezero.core.errors import FileError, need_extra
+from lezero.core.paths import expand_home
 from lezero.models.hf_config import SUPPORTED, from_hf
 from lezero.models.huggingface import read_json, weight_files
 
@@ -17,7 +17,7 @@ from lezero.models.huggingface import read_json, weight_files
 def is_foreign(place: str) -> bool:
     """Whether this is a Hugging Face folder of a type that `lezero.models` does not have, or of a
     form of one that it cannot express, as other angles or layers of different attention."""
-    path = Path(os.path.expanduser(place))
+    path = Path(expand_home(place))
     if not (path / "config.json").is_file() or is_quantized_folder(path):
         return False
     data = read_json(path / "config.json")
@@ -38,7 +38,7 @@ def load_foreign(place: str, dtype: torch.dtype | None = None) -> Any:
     dtype: of the weights; None: as they are stored. Raises `FileError` for what is no causal
     language model, or is damaged; `MissingExtraError` without transformers.
     """
-    place = os.path.expanduser(place)
+    place = expand_home(place)
     path = Path(place)
     weight_files(path)  # never pickle
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from lezero import checkpoint
 from lezero.compress.quantize import is_quantized_folder, load_quantized
 from lezero.core.errors import FileError
+from lezero.core.paths import expand_home
 from lezero.models import Transformer, TransformerConfig, load_gguf, load_hf
 
 
@@ -22,7 +22,7 @@ def open_model(
     given); `gguf_matrices` those of two dims in GGUF files, in its place. Raises `FileError` when
     `place` is no model, or is damaged.
     """
-    path = Path(os.path.expanduser(place))
+    path = Path(expand_home(place))
     if path.is_file() and path.suffix == ".gguf":
         return load_gguf(path, dtype, matrices=gguf_matrices), None
     if (path / "config.json").is_file():

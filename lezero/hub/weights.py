@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lezero.core.errors import FileError
+from lezero.core.paths import expand_home
 
 _RESAVE = "load it where you trust it and save its state dict: torch.save(model.state_dict(), "
 _REFUSED = {
@@ -45,7 +46,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises `FileError` with the reason and the remedy for whatever cannot be read or is refused.
     """
-    file = Path(os.path.expanduser(path))
+    file = Path(expand_home(path))
     suffix = file.suffix.lower()
     try:
         if file.is_dir():

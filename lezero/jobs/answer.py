@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from lezero.core.errors import ConfigError, FileError, NumericsError
+from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
@@ -35,7 +35,7 @@ def continued(
     Plain generation in fp32; the engine where weights, kv or a draft are given, and for models that
     transformers' code runs. tokens: most new ones; without it 128, or what there is room for.
     """
-    model, draft = os.path.expanduser(model), draft and os.path.expanduser(draft)
+    model, draft = expand_home(model), draft and expand_home(draft)
     if (weights, kv, draft) == ("auto", "auto", None) and not is_foreign(model):
         yield from open_writer(model).write(prompt, tokens, **sampling)
         return
@@ -76,8 +76,8 @@ def answer_file(
     is open.
     """
     asked = SamplingParams.parse(params)
-    model, draft = os.path.expanduser(model), draft and os.path.expanduser(draft)
-    source, target = _at_home(source), target and _at_home(target)
+    model, draft = expand_home(model), draft and expand_home(draft)
+    source, target = Path(expand_home(source)), target and Path(expand_home(target))
     _check(source, target)
     speculate: Speculate = "off" if draft is None else "draft"
     with _opened(source, target) as (given, found):
@@ -99,10 +99,6 @@ def answer_file(
         f"{tokens / took:,.0f} tokens/s",
         file=sys.stderr,
     )
-
-
-def _at_home(file: Path) -> Path:
-    return Path(os.path.expanduser(file))
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from lezero.core import device
 from lezero.core.decisions import Decisions
 from lezero.core.errors import LeZeroError
 from lezero.core.facts import usable_cores
+from lezero.core.paths import expand_home
 from lezero.data import Data, EvalLoader, prepare
 from lezero.elastic import LaunchConfig, launch
 from lezero.hub.opened import open_model
@@ -62,7 +63,7 @@ def demo(folder: str | None = None) -> int:
     """Runs the whole demo in `folder` (a new `runs/demo-N` if not given); returns its status."""
     began = time.perf_counter()
     refuse_without_server()
-    run = Path(os.path.expanduser(folder)) if folder else _free_folder()
+    run = Path(expand_home(folder)) if folder else _free_folder()
     ranks = _ranks()
     _title("1  This machine")
     print("\n".join(summary_lines()))

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lezero.core.errors import CorruptError, FileError
+from lezero.core.paths import expand_home
 from lezero.models.huggingface import read_json, weight_files
 
 _FIELDS = {
@@ -226,7 +227,7 @@ def load_bert(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) 
     Heads and poolers in the file are passed over. Errors: `FileError` for a shape that is not
     built, and for tensors that are missing or misshapen; `CorruptError` for a torn file.
     """
-    root = Path(folder)
+    root = Path(expand_home(folder))
     path = root / "config.json"
     with torch.device("meta"):
         model = Bert(bert_config(read_json(path), str(path)))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lezero.core.errors import CorruptError, FileError, need_extra
+from lezero.core.paths import expand_home
 from lezero.models.config import RopeScaling, TransformerConfig
 from lezero.models.gguf_blocks import BITS, Blocks, read_blocks
 from lezero.models.gguf_header import (
@@ -72,7 +73,7 @@ def load_gguf(
     `FileError` for a missing file, another architecture or tensors that do not fit; `CorruptError`
     for a torn or damaged file; `MissingExtraError` without the `gguf` package.
     """
-    file = Path(path)
+    file = Path(expand_home(path))
     quants = _quants()
     with Mapped(file) as data:
         source = _Source(file, data, read_header(data, file), quants)
@@ -91,7 +92,7 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
 
     Raises `FileError` where the file holds none that can be read.
     """
-    file = Path(path).absolute()
+    file = Path(expand_home(path)).absolute()
     read_gguf_header(file)
     _quants()
     try:
@@ -106,7 +107,7 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
             f"{file}: its tokenizer cannot be read ({first}); take the model's Hugging Face folder"
         ) from None
     if save_to is not None:
-        _save_tokenizer(tokenizer, Path(save_to))
+        _save_tokenizer(tokenizer, Path(expand_home(save_to)))
     return tokenizer
 
 

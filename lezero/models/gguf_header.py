@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import CorruptError, FileError
+from lezero.core.paths import expand_home
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
@@ -43,7 +44,7 @@ class GGUFHeader:
 
 def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
     """Metadata and tensor table of a GGUF file, without reading weights."""
-    file = Path(path)
+    file = Path(expand_home(path))
     with Mapped(file) as data:
         return read_header(data, file)
 

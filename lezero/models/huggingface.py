@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.core.paths import expand_home
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.transformer import Transformer
@@ -35,14 +36,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def _place(folder: str | os.PathLike[str]) -> Path:
-    """The folder that is meant, where `~` is the user's home."""
-    return Path(os.path.expanduser(folder))
-
-
 def read_config(folder: str | os.PathLike[str]) -> TransformerConfig:
     """The shape of the model in a Hugging Face folder, without its weights."""
-    path = _place(folder) / "config.json"
+    path = Path(expand_home(folder)) / "config.json"
     return from_hf(read_json(path), str(path))
 
 
@@ -54,7 +50,7 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
     unexpected or of another shape (each is named); `CorruptError` for a torn file. A folder with
     pickled weights alone is refused, since reading them can run code.
     """
-    root = _place(folder)
+    root = Path(expand_home(folder))
     with torch.device("meta"):
         model = Transformer(read_config(root))
     fill(model, _tensors(weight_files(root)), dtype, str(root))
@@ -64,7 +60,7 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
 def read_weights(folder: str | os.PathLike[str], model: Transformer, take: Take) -> None:
     """Hands every weight of `model` in a Hugging Face folder to `take` (see `hand_over`), without
     ever holding more than one: for a model that is split. Errors as `load_hf`."""
-    root = _place(folder)
+    root = Path(expand_home(folder))
     hand_over(model, _tensors(weight_files(root)), take, str(root))
 
 
@@ -229,13 +225,13 @@ def write_hf(
 
     `also` is added to config.json.
     """
-    root = _place(folder).absolute()
+    root = Path(expand_home(folder)).absolute()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
     data = {**to_hf(config, dtype), **(also or {})}
     copies = tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:
-        data |= special_tokens(_place(tokenizer_folder))
+        data |= special_tokens(Path(expand_home(tokenizer_folder)))
     aside = root.parent / f".{root.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -312,7 +308,7 @@ def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
     """The files of the tokenizer in `folder`; `FileError` where it holds none."""
     if folder is None:
         return []
-    found = [_place(folder) / name for name in _TOKENIZER_FILES]
+    found = [Path(expand_home(folder)) / name for name in _TOKENIZER_FILES]
     found = [path for path in found if path.is_file()]
     if not found:
         raise FileError(f"{folder}: holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:2])})")
@@ -342,7 +338,7 @@ def special_tokens(folder: Path) -> dict[str, int]:
 def stop_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
     """Token ids that end a generation, from `generation_config.json` or `config.json`."""
     for name in ("generation_config.json", "config.json"):
-        path = _place(folder) / name
+        path = Path(expand_home(folder)) / name
         found = read_json(path).get("eos_token_id") if path.is_file() else None
         if isinstance(found, int):
             return (found,)

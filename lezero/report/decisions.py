@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.paths import expand_home
 from lezero.report import units
 from lezero.report.markup import plain
 
@@ -74,7 +75,7 @@ def read_decisions(run: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises `FileError` when there is none, or none that this version reads.
     """
-    path = Path(run)
+    path = Path(expand_home(run))
     if not path.exists():
         raise FileError(f"{path}: no such run folder")
     if path.is_dir():

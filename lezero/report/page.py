@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lezero.core.errors import FileError
+from lezero.core.paths import expand_home
 from lezero.report.markup import Markup, join, tag
 
 
@@ -151,7 +152,7 @@ class Page:
 
         Raises `FileError` when it cannot be written.
         """
-        target = Path(path)
+        target = Path(expand_home(path))
         made = target.with_name(f".tmp-{target.name}-{secrets.token_hex(4)}")
         try:
             with open(made, "xb") as file:

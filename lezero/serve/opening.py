@@ -18,6 +18,7 @@ from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
 from lezero.models import Transformer
@@ -52,7 +53,7 @@ def open_program(
         raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(WEIGHTS)}")
     if isinstance(model, Transformer):
         return program_of(model, weights), None
-    place = str(model)
+    place = expand_home(model)
     if is_foreign(place):
         return open_foreign(place, weights), partial(open_coder, place, Path(place))
     kept = _own_blocks(place, weights)

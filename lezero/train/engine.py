@@ -26,6 +26,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter
@@ -239,11 +240,11 @@ class Engine:
         `documents` are yours, of plain JSON values; `load` returns them.
         """
         with watch.reporting(), watch.busy("saves"):
-            return engine_state.save(self, Path(root), documents)
+            return engine_state.save(self, Path(expand_home(root)), documents)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Loads the newest good generation of a root, or the one named; returns its documents."""
-        return engine_state.load(self, Path(path))
+        return engine_state.load(self, Path(expand_home(path)))
 
     def _precision(self, asked: str) -> Precision:
         if not isinstance(self.gradients, Sharded):

@@ -25,6 +25,7 @@ from typing import Any
 
 from lezero.core.errors import FileError, need_extra
 from lezero.core.log import logger
+from lezero.core.paths import expand_home
 
 RESUME = "resume"
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -170,7 +171,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Metrics:
     """
     reader = _Reader()
     try:
-        with open(path, "rb") as file:
+        with open(expand_home(path), "rb") as file:
             for line in iter(lambda: file.readline(_MAX_LINE), b""):
                 reader.take(line)
     except OSError as error:

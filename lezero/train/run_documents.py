@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError, LeZeroError
+from lezero.core.paths import expand_home
 from lezero.train.metrics import Metrics, read_metrics
 
 KNOWN = (
@@ -42,7 +43,7 @@ class RunDocuments:
     @classmethod
     def read(cls, folder: str | Path) -> RunDocuments:
         """Reads a run folder. Raises `FileError` when it is no folder or holds nothing of a run."""
-        path = Path(folder)
+        path = Path(expand_home(folder))
         if not path.exists():
             raise FileError(f"{path}: no such run folder")
         if not path.is_dir():

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from lezero.core.errors import ConfigError
+from lezero.core.paths import expand_home
 from lezero.hub.opened import open_model
 from lezero.models import Transformer, generate_stream, gguf_tokenizer, stop_tokens
 
@@ -80,6 +81,7 @@ def open_writer(place: str) -> Writer:
 
     Raises `FileError` when `place` is none of them, or is damaged.
     """
+    place = expand_home(place)
     model, folder = open_model(place, torch.float32)
     if folder is None:
         found = gguf_tokenizer(place)  # it writes what a prompt begins with by itself

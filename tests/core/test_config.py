@@ -110,7 +110,8 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) 
     assert (places.run, places.folder) == ("/home/ada/runs/x", "/home/ada")
     kept = Places(run="$HOME/x~", folder="a/~/b")
     assert (kept.run, kept.folder) == ("$HOME/x~", "a/~/b")
-    assert Places(run="~no-such-user/x").run == "~no-such-user/x"
+    with pytest.raises(ConfigError, match="run: ~no-such-user/x: there is no user 'no-such-user'"):
+        Places(run="~no-such-user/x")
     assert Places().folder is None
     with pytest.raises(ConfigError, match="run: got '', allowed is at least 1 character"):
         Places(run="")

@@ -35,6 +35,7 @@ from lezero.compress.quantize.modules import (
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, OrderError
+from lezero.core.paths import expand_home
 from lezero.files import (
     Form,
     Generation,
@@ -80,7 +81,7 @@ def save_quantized(
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
-    root = Path(folder).absolute()
+    root = Path(expand_home(folder)).absolute()
     _check_target(root, layout)
     if layout == "compressed-tensors":
         return export_compressed_tensors(model, root, tokenizer_folder)
@@ -92,7 +93,7 @@ def save_quantized(
     if isinstance(model, Transformer):
         documents["model"] = model.config.to_dict()
         if tokenizer_folder is not None:
-            config |= special_tokens(Path(tokenizer_folder))
+            config |= special_tokens(Path(expand_home(tokenizer_folder)))
     report = model.__dict__.get(REPORT)
     if isinstance(report, QuantizationReport):
         documents["decisions"] = report.decisions.to_json()
@@ -132,7 +133,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     not fit the model, or is of another format; `CorruptError` for bytes that are not what was
     written. `model` is then as it was.
     """
-    root = Path(folder)
+    root = Path(expand_home(folder))
     if model is not None:
         check_module(model, "lz.load_quantized")
         check_names(model, "lz.load_quantized")
@@ -162,7 +163,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
 
 def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether `load_quantized` is what opens a folder."""
-    root = Path(folder)
+    root = Path(expand_home(folder))
     config = root / "config.json"
     if (root / _MANIFEST).is_file() and config.is_file():
         return True

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lezero.core.errors import ConfigError
+from lezero.core.paths import expand_home
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.keys import new_key, read_keys
 
@@ -115,6 +116,7 @@ def serve_any(
     """
     from lezero.hub.encoder import is_encoder
 
+    model = expand_home(model)
     if module:
         _refuse("--module", {"model": model, **engine})
         return serve_module(module, config, plan=_plan(**batching))

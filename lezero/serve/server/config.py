@@ -6,7 +6,7 @@ import ipaddress
 
 from pydantic import Field
 
-from lezero.core.config import Config
+from lezero.core.config import Config, PathText
 from lezero.core.errors import ConfigError
 
 
@@ -19,11 +19,11 @@ class ServeConfig(Config):
     """0 takes a free one."""
     name: str = Field(default="", max_length=200)
     """The model's name for clients; by default the last part of its path."""
-    keys: str | None = None
+    keys: PathText | None = None
     """File of API keys, hashed; see `lz serve --new-key`. LEZERO_API_KEYS adds to it."""
     public_without_keys: bool = False
     """Whether others on the network may ask without a key."""
-    record: str | None = None
+    record: PathText | None = None
     """Folder for decisions.json; by default one of the cache folder, for each model."""
     allow_hosts: tuple[str, ...] = ()
     """Names, besides those of this machine, that a server on loopback answers to: those that a

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.core.flags import flag
+from lezero.core.paths import expand_home
 
 _LINE = re.compile(r"([A-Za-z0-9_.@-]{1,64}) sha256:([0-9a-f]{64})")
 _LIMIT = 1 << 20
@@ -77,7 +78,7 @@ def read_keys(path: str | None) -> Keys:
     keys = Keys(str(flag("LEZERO_API_KEYS")).split(","), "LEZERO_API_KEYS")
     if path is not None:
         try:
-            with Path(path).open(encoding="utf-8") as file:
+            with Path(expand_home(path)).open(encoding="utf-8") as file:
                 text = file.read(_LIMIT)
         except (OSError, UnicodeDecodeError) as error:
             raise FileError(f"{path}: the API keys cannot be read ({error})") from None

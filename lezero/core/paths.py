@@ -1,0 +1,25 @@
+"""Paths as users write them."""
+
+from __future__ import annotations
+
+import os
+
+from lezero.core.errors import FileError
+
+
+def expand_home(path: str | os.PathLike[str]) -> str:
+    """`path`, where a leading `~` or `~name` stands for that user's home; `$NAME` stays as it is.
+
+    Raises `FileError` where there is no such user: the folder `~name` that would be made instead is
+    what nobody means.
+    """
+    text = os.fspath(path)
+    found = os.path.expanduser(text)
+    if not found.startswith("~"):
+        return found
+    first = text.replace(os.sep, "/").partition("/")[0]
+    known = f"there is no user '{first[1:]}' on this machine" if first[1:] else "HOME is not set"
+    raise FileError(
+        f"{text}: {known}, so {first} is no home folder; write the whole path "
+        "(also of a file whose name begins with ~)"
+    )

@@ -1,0 +1,33 @@
+"""`~` in paths: the user's home, another user's, and nobody's."""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+import pytest
+
+from lezero.core.errors import FileError
+from lezero.core.paths import expand_home
+
+
+def test_a_tilde_is_the_home_of_the_user_or_of_the_one_who_is_named(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert expand_home("~") == "/home/ada"
+    assert expand_home(Path("~/runs/a")) == "/home/ada/runs/a"
+    me = pwd.getpwuid(os.getuid())
+    assert expand_home(f"~{me.pw_name}/a") == os.path.join(me.pw_dir, "a")
+
+
+@pytest.mark.parametrize("text", ["", "a/~/b", "x~", "$HOME/a", "./~x", "/~"])
+def test_other_paths_stay_as_they_are(text):
+    assert expand_home(text) == text
+
+
+@pytest.mark.parametrize("text", ["~no-such-user", "~no-such-user/a b/c"])
+def test_an_unknown_user_is_named_with_what_to_write_instead(text):
+    with pytest.raises(FileError) as error:
+        expand_home(text)
+    assert str(error.value).startswith(f"{text}: there is no user 'no-such-user' on this machine")
+    assert "write the whole path" in str(error.value)
