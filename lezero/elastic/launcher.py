@@ -32,6 +32,7 @@ from lezero.core import groups
 from lezero.core.config import Config
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
 from lezero.core.facts import usable_cores
+from lezero.core.flags import flag
 from lezero.elastic.worker import ERROR_FILE, python_command
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -97,8 +98,11 @@ class LaunchConfig(Config):
 
 
 def restarts() -> int:
-    """How often the launcher has started the ranks again (0 the first time, and without one)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+    """How often the launcher has started the ranks again (0 the first time, and without one).
+
+    Raises `ConfigError` where TORCHELASTIC_RESTART_COUNT is no whole number.
+    """
+    return int(flag("TORCHELASTIC_RESTART_COUNT"))
 
 
 def launch(

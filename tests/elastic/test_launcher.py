@@ -311,6 +311,9 @@ def test_restarts_reads_the_environment(monkeypatch):
     assert restarts() == 0
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert restarts() == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "two")
+    with pytest.raises(ConfigError, match="TORCHELASTIC_RESTART_COUNT='two': allowed is a whole"):
+        restarts()
 
 
 def test_a_killed_agent_takes_its_own_processes_along_and_nobody_elses(tmp_path):
