@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lezero.comm.codec import Codec, codec
 from lezero.comm.link import Link
+from lezero.comm.whole import whole as gathered
 from lezero.core import groups
 from lezero.parallel.zero import Sharding, full_parameters, sharding_of
 from lezero.parallel.zero.fsdp import FsdpSharding
@@ -41,8 +41,7 @@ def whole_gradients(model: nn.Module, place: torch.device) -> dict[str, Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
-            gradient = parameter.grad.detach()
-            value = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            value = gathered(parameter.grad.detach(), f"gradient of {name}")
             if groups.is_main():
                 found[name] = value.to(place, copy=True)
     return found

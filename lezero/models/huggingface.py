@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.core.paths import expand_home
 from lezero.models.config import TransformerConfig
@@ -259,8 +260,7 @@ def export(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"{name} is on the meta device: the model has no weights to save yet")
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        state[name] = whole.detach().to("cpu").contiguous()
+        state[name] = whole(parameter.detach(), name).to("cpu").contiguous()
     return state
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lezero.comm.whole import whole
 from lezero.core import groups
 from lezero.parallel.zero.fsdp import FsdpSharding
 from lezero.parallel.zero.sharding import Sharding
@@ -22,7 +23,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     caller keeps none.
     """
     for name, parameter in model.named_parameters():
-        yield name, _whole(name, parameter.detach())
+        yield name, whole(parameter.detach(), name)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -34,21 +35,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
             continue
-        data = _whole(name, value)
+        data = whole(value, name)
         if groups.is_main():
             found[name] = data.detach().cpu().clone()
     return found
-
-
-def _whole(name: str, value: torch.Tensor) -> torch.Tensor:
-    """`value` itself, or the rows of all ranks; the watch is told, so that it can name a rank that
-    does something else."""
-    if not isinstance(value, DTensor):
-        return value
-    if not any(placement.is_shard() for placement in value.placements):
-        return value.full_tensor()  # every rank has it
-    with groups.watched("all_gather", value.shape, value.dtype, name):
-        return value.full_tensor()
 
 
 def take_whole_values(model: nn.Module, sharding: Sharding | FsdpSharding) -> None:
