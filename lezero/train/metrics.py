@@ -283,6 +283,12 @@ class TensorBoardSink:
                 if value is not None:
                     self._writer.add_scalar(name, value, record.step)
 
+    def validation(self, step: int, loss: float) -> None:
+        """A validation of a step that was written before it."""
+        if self._writer is not None:
+            with self._guarded():
+                self._writer.add_scalar("loss/validation", loss, step)
+
     def event(self, text: str, step: int) -> None:
         if self._writer is not None:
             with self._guarded():

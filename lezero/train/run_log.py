@@ -108,6 +108,8 @@ class RunLog(Callback):
             text = f"validation loss {loss:.4g}, left out when the run was stopped"
             self.metrics.event("validation", step=trainer.engine.step, text=text, loss=loss)
             self.view.event(text, "info")
+            if self.board is not None:
+                self.board.validation(trainer.engine.step, loss)
 
     def on_checkpoint(self, trainer: Trainer, step: int) -> None:
         if self.metrics is not None and trainer.saver is not None:

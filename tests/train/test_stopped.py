@@ -32,25 +32,30 @@ def test_a_run_may_lie_among_its_texts(tmp_path):
 @pytest.mark.parametrize(("asked", "due"), [(9, 10), (20, 20)])
 def test_a_validation_that_a_stop_left_out_is_caught_up(finished, tmp_path, asked, due):
     """Asked before the step of the validation, which is left out then, or just before itself."""
-    data = settings(finished[0])["data"]
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    changes = {"data": settings(finished[0])["data"], "report__tensorboard": True}
 
     def stop(trainer):
         os.kill(os.getpid(), signal.SIGTERM)
 
     recorder = Recorder(**{f"at{asked}": stop})
-    result, _ = train(tmp_path, recorder, data=data)
+    result, _ = train(tmp_path, recorder, **changes)
     assert (result.step, result.exit_status) == (due, 143)
     assert ("validation", due) not in recorder.calls
     recorder = Recorder()
-    result, trainer = train(tmp_path, recorder, data=data)
+    result, trainer = train(tmp_path, recorder, **changes)
     assert recorder.calls.count(("validation", due)) == 1
     assert (result.step, result.exit_status) == (20, 0)
     whole = RunFacts(RunDocuments.read(finished[0] / "run"))
     assert RunFacts(RunDocuments.read(tmp_path / "run")).validation == whole.validation
-    losses = whole.validation[1]
+    steps, losses = whole.validation
+    board = events.EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    shown = board.Scalars("loss/validation")
+    assert [item.step for item in shown] == list(steps)
+    assert [item.value for item in shown] == pytest.approx(list(losses))
     assert (result.validation_loss, trainer.best) == (losses[-1], min(losses))
     best = checkpoint.read_mark(tmp_path / "run/checkpoints", "best")
     assert best == checkpoint.read_mark(finished[0] / "run/checkpoints", "best")
     recorder = Recorder()
-    assert train(tmp_path, recorder, data=data)[0] == result
+    assert train(tmp_path, recorder, **changes)[0] == result
     assert not [call for call in recorder.calls if call[0] == "validation"], "it is done"
