@@ -60,6 +60,7 @@ class SentenceEncoder(BatchedModel):
         self.folder = describe_encoder(place)
         self.decisions = decisions if decisions is not None else Decisions()
         self._tokenizer = _tokenizer(self.folder.path)
+        self._nothing = self.tokens("")
         self.longest = self.folder.longest
         self._model, self.weights = self._choose(weights)
         config = self._model.config
@@ -75,16 +76,24 @@ class SentenceEncoder(BatchedModel):
         """Tokens of a text, with the folder's prompt and those that the model expects around it."""
         return list(self._tokenizer.encode(self.folder.prompt + text).ids)
 
-    def check(self, tokens: Sequence[int]) -> None:
-        """Raises `ConfigError` for tokens that the model does not take."""
+    def check(self, tokens: Sequence[int], name: str = "input") -> None:
+        """Raises `ConfigError`, which calls the text `name`, for tokens that the model does not
+        take, and for an empty text.
+
+        sentence-transformers does answer one, with the vector of the tokens around it. But that is
+        one vector for every text that holds nothing, which a search then finds beside real ones; so
+        it is refused, as OpenAI's API and language models here do.
+        """
+        if list(tokens) == self._nothing:
+            raise ConfigError(f"{name}: got an empty text, which has no embedding; leave it out")
         if not 1 <= len(tokens) <= self.longest:
             raise ConfigError(
-                f"input: got {len(tokens)} tokens, allowed is 1 to the model's {self.longest} "
+                f"{name}: got {len(tokens)} tokens, allowed is 1 to the model's {self.longest} "
                 "together; shorten the text, or cut it off with truncate: true"
             )
         vocab = self._model.config.vocab
         if not all(0 <= token < vocab for token in tokens):
-            raise ConfigError(f"input: holds a token outside of 0 to {vocab - 1}")
+            raise ConfigError(f"{name}: holds a token outside of 0 to {vocab - 1}")
 
     def work(self, item: Any) -> float:
         return self._of_length(len(item))

@@ -120,8 +120,8 @@ class BatchFace(Face):
             found = [model.tokens(x) if isinstance(x, str) else list(x) for x in asked.inputs]
             if asked.truncate:
                 found = [x if len(x) <= model.longest else _cut(x, model.longest) for x in found]
-            for one in found:
-                model.check(one)
+            for i, one in enumerate(found):
+                model.check(one, f"input[{i}]")
             return asked, found
 
         async with within(self._config.request_s):

@@ -100,7 +100,8 @@ def test_long_texts_are_refused_or_cut_off_where_the_client_says_so(client, enco
         ({"input": ["x", 3]}, "input"),
         ({"input": {"a": 1}}, "input"),
         ({"input": ["x"] * 3000}, "input"),
-        ({"input": [99999]}, "input"),
+        ({"input": [99999]}, "input[0]"),
+        ({"input": ["x", [99999]]}, "input[1]"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"dimensions": 5}, "dimensions"),
         ({"inputt": "x"}, "inputt"),
@@ -111,6 +112,17 @@ def test_what_is_wrong_is_named(server, fields, param) -> None:
     found = server.ask("/v1/embeddings", {"input": "x", **fields})
     assert found.status == 400
     assert found.error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("", "input[0]"), (["hello", ""], "input[1]"), (" \n", "input[0]"), ([[2, 3]], "input[0]")],
+)
+def test_an_empty_text_is_refused_as_language_models_do(server, given, name) -> None:
+    found = server.ask("/v1/embeddings", {"input": given})
+    message = f"{name}: got an empty text, which has no embedding; leave it out"
+    wanted = {"message": message, "type": "invalid_request_error", "param": name, "code": None}
+    assert (found.status, found.error) == (400, wanted)
 
 
 def test_other_paths_and_models(client, server, infer) -> None:
