@@ -21,9 +21,10 @@ from pydantic import (
     ConfigDict,
     ValidationError,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     field_validator,
 )
-from pydantic_core import PydanticKnownError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from lezero.core.errors import ConfigError, Problem
 from lezero.core.paths import expand_home
@@ -50,14 +51,22 @@ class Config(BaseModel):
         except ValidationError as error:
             raise explain(type(self), error) from None
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python counts True as 1; someone who writes `lr: true` does not mean 1.0."""
+    def _no_number(
+        cls, value: Any, read: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        """Python counts True as 1; someone who writes `lr: true` does not mean 1.0. And it reads
+        the text "1_000" as 1000, which in YAML 1.2 is no number."""
         kinds = _leaves(cls.model_fields[str(info.field_name)].annotation)
         if bool not in kinds and kinds & {int, float} and _holds_bool(value):
             raise PydanticKnownError("float_type" if float in kinds else "int_type")
-        return value
+        found = read(value)
+        text = _read_as_number(value, found)
+        if text:
+            plain = text.replace("_", "").strip()
+            raise PydanticCustomError("underscore", f"a number without '_', as {plain}")
+        return found
 
     @classmethod
     def parse(cls, data: object, source: str = "config") -> Self:
@@ -162,6 +171,17 @@ def _holds_bool(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(map(_holds_bool, value))
     return isinstance(value, bool)
+
+
+def _read_as_number(value: Any, found: Any) -> str:
+    """The text with `_` in `value` of which a number was made in `found`; "" for none."""
+    if isinstance(value, str):
+        return value if "_" in value and isinstance(found, int | float) else ""
+    if isinstance(value, list | tuple) and isinstance(found, list | tuple):
+        return next(filter(None, map(_read_as_number, value, found)), "")
+    if isinstance(value, Mapping) and isinstance(found, Mapping):
+        return next((x for k in value if (x := _read_as_number(value[k], found.get(k)))), "")
+    return ""
 
 
 def set_path(data: dict[str, Any], assignment: str) -> None:

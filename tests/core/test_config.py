@@ -99,6 +99,39 @@ def test_what_is_no_number_in_yaml_1_2_is_refused_as_one(text: str) -> None:
         Sample.parse(data)
 
 
+class Numbers(Config):
+    count: int | None = None
+    share: float | tuple[str, ...] = 0.5
+    pair: tuple[float, float] = (0.9, 0.95)
+    many: dict[str, int] | None = None
+    group: int | Literal["a_row"] = "a_row"
+    either: int | str = 0
+    word: str = ""
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        *(("count=1_000", "1000"), ("count=' 1_0 '", "10"), ("share=0.0_5", "0.05")),
+        *(("pair=[0.9, 0.9_5]", "0.95"), ("many={a_b: 1_0}", "10"), ("group=12_8", "128")),
+    ],
+)
+def test_a_number_with_underscores_is_text_and_refused_as_one(text: str, plain: str) -> None:
+    data: dict[str, object] = {}
+    set_path(data, text)
+    field = text.partition("=")[0]
+    with pytest.raises(ConfigError, match=f"{field}: got .*, allowed is a number without '_', as"):
+        Numbers.parse(data)
+    with pytest.raises(ConfigError, match=f"as {plain}$"):
+        Numbers.parse(data)
+
+
+def test_texts_with_underscores_stay_texts() -> None:
+    found = Numbers.parse({"share": ["1_0"], "group": "a_row", "either": "1_0", "word": "1_0"})
+    assert (found.share, found.group, found.either, found.word) == (("1_0",), "a_row", "1_0", "1_0")
+    assert Numbers.parse({"count": "10", "many": {"a_b": 1}}).count == 10
+
+
 class Places(Config):
     run: PathText = Field("runs/latest", min_length=1)
     folder: PathText | None = None
