@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _functorch
 
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.unit import UNIT, Unit
@@ -89,6 +90,7 @@ def _uncompiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _enter(unit: Unit, args: Any, keywords: Any) -> tuple[Any, Any]:
+    _refuse_transform(unit)
     found = unit.cast(args, keywords)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is allocated here lives on into training
@@ -96,6 +98,20 @@ def _enter(unit: Unit, args: Any, keywords: Any) -> tuple[Any, Any]:
     else:
         unit.enter()
     return found
+
+
+def _refuse_transform(unit: Unit) -> None:
+    """Raises `OrderError` inside of `torch.func.grad` and its kin: their backward tells no hook of
+    a unit when to gather and reduce, and whole copies that are made in them end with them."""
+    stack, lines = _functorch.get_interpreter_stack(), unit.sharding.lines
+    if not stack or (lines.shard is None and lines.replicate is None):
+        return
+    if any(level.key() == _functorch.TransformType.Grad for level in stack):
+        raise OrderError(
+            "torch.func.grad, vjp and jacrev cannot go around a model that lz.shard_ has split "
+            "over several ranks; call torch.autograd.grad on what the model, or functional_call "
+            "with tensors that require gradients, returns"
+        )
 
 
 def _leave(unit: Unit, output: Any) -> Any:

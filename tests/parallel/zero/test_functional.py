@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vmap
 
 from lezero.core import groups
 from lezero.core.errors import OrderError
 from lezero.parallel.zero import Zero, full_state_dict, shard_
 from tests.parallel.zero.models import Tiny, batches, loss_of, make, whole
+
+LAST = "norm.bias"
 
 
 def functional():
@@ -64,3 +66,34 @@ def replaced():
 def test_a_replaced_parameter_is_taken_over(ranks):
     first, _ = ranks(2, replaced)
     assert not first["norm.weight"].any()
+
+
+def transformed():
+    """Every stage is refused, and goes on as if it had not been asked."""
+    said = []
+    for stage in range(4):
+        plain, model, tokens = make(), shard_(make(), Zero(stage=stage)), next(batches(1))
+        given = {name: value.detach() for name, value in plain.named_parameters()}
+
+        def loss(parameters, model=model, tokens=tokens):
+            return functional_call(model, parameters, (tokens,)).square().mean()
+
+        for transform in (
+            grad(loss),
+            grad(lambda p, loss=loss: vmap(lambda _: loss(p))(p[LAST])[0]),
+        ):
+            with pytest.raises(OrderError) as error:
+                transform(given)
+            said.append(str(error.value))
+
+        leaves = {name: value.clone().requires_grad_() for name, value in given.items()}
+        slopes = torch.autograd.grad(loss(leaves), leaves.values())
+        expected = grad(lambda p, m=plain, x=tokens: functional_call(m, p, (x,)).square().mean())
+        torch.testing.assert_close(dict(zip(leaves, slopes, strict=True)), expected(given))
+    return said
+
+
+def test_a_transform_around_a_sharded_model_is_refused_with_what_to_call_instead(ranks):
+    for said in ranks(2, transformed):
+        assert len(said) == 8
+        assert all("call torch.autograd.grad on what the model" in text for text in said)
