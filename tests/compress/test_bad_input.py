@@ -386,3 +386,15 @@ def test_filter_and_optimizer_are_what_they_may_be():
     for wrong in ({"filter": 3}, {"optimizer": "adam"}):
         with pytest.raises(lz.ConfigError, match=next(iter(wrong))):
             lz.quantize_(nn.Sequential(nn.Linear(64, 64)), lz.Int8Weight(), **wrong)
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Int4Weight(), lz.Int8WeightActivation()])
+def test_an_input_of_a_type_that_kernels_do_not_take_is_named(scheme):
+    data = [torch.zeros(1, 64)]
+    model = lz.quantize_(nn.Sequential(nn.Linear(64, 64)), scheme, data=data, objective="size")
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(lz.ConfigError, match=f"got {dtype}, allowed .* fp32, bf16 and fp16"):
+            model(torch.zeros(2, 64, dtype=dtype))
+    with pytest.raises(lz.ConfigError, match=r"with x.float\(\), .* with model.float\(\)"):
+        model.double()(torch.zeros(2, 64, dtype=torch.float64))
+    assert model.float()(torch.zeros(2, 64)).dtype == torch.float32

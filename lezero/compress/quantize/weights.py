@@ -43,6 +43,7 @@ from lezero.ops.linear import (
     settled,
     unpack,
 )
+from lezero.ops.linear.op import FLOATS
 from lezero.ops.quantize import (
     Grid,
     Quantized,
@@ -183,8 +184,14 @@ class PackedWeight(QuantizedWeight):
         )
 
     def check_inputs(self, x: Tensor) -> None:
-        """Raises `ConfigError` where `x` is not (…, K)."""
+        """Raises `ConfigError` where `x` is not (…, K), or of a type that kernels do not take."""
         N, K = self.full_shape
+        if x.dtype not in FLOATS:
+            raise ConfigError(
+                f"input: got {x.dtype}, allowed for a weight in {self.grid.format} are fp32, bf16 "
+                "and fp16; convert the input, as with x.float(), and a model that was made "
+                "fp64 with model.float()"
+            )
         if x.shape[-1:] != (K,):  # the kernel would take fewer: weights are padded
             raise ConfigError(f"input: got {tuple(x.shape)}, allowed is (…, {K}) for {N} × {K}")
 
