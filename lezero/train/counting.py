@@ -134,6 +134,14 @@ def _labels_by_token(batch: Batch) -> torch.Tensor | None:
     return labels
 
 
+def why_nothing(micros: list[Batch]) -> str:
+    """What to say when no unit of these micro-batches counts, nor of those of other ranks."""
+    rows = [len(tensor) for micro in micros for _, tensor in _tensors(micro, "")]
+    if rows and not any(rows):
+        return "it has no samples"
+    return "every target is masked, on every rank"
+
+
 def samples(batch: Batch) -> int:
     """The number of rows, which every tensor of the batch has (those without dims aside)."""
     first: tuple[str, int] | None = None

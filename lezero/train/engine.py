@@ -29,13 +29,15 @@ from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
-from lezero.train.counting import Batch, Count, Counter
+from lezero.train.counting import Batch, Count, Counter, why_nothing
 from lezero.train.engine_arguments import agree_on_arguments, base_lr, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
 from lezero.train.loss import (
     LossFunction,
+    check_batches,
     evaluating,
     in_step,
+    mean_loss,
     model_loss,
     scalar,
     split,
@@ -106,11 +108,7 @@ class Engine:
             accumulate=accumulate, max_skipped=max_skipped, total_steps=total_steps, seed=seed,
             clip=clip, schedule=schedule,
         )  # fmt: skip
-        accumulate, max_skipped, seed = (
-            int(accumulate),
-            int(max_skipped),
-            int(seed),
-        )  # of numpy, too
+        accumulate, max_skipped, seed = map(int, (accumulate, max_skipped, seed))  # of numpy, too
         total_steps = None if total_steps is None else int(total_steps)
         clip = None if clip is None else float(clip)
         check_model(model, optimizer)
@@ -166,7 +164,7 @@ class Engine:
         counts = [self.count(micro) for micro in given]  # on the host, where that waits for nothing
         total, stop = self._agree(sum(counts))
         if total == 0:
-            raise ConfigError("nothing in this batch counts: every target is masked, on every rank")
+            raise ConfigError(f"nothing in this batch counts: {why_nothing(given)}")
         if self._forms is None:
             with watch.busy("times the forms that the model can run in"):
                 self._forms = self._choose_form(micros[0])
@@ -193,17 +191,20 @@ class Engine:
 
         Ranks may hold different numbers of batches. NaN when nothing counts; None when a rank was
         asked to stop meanwhile (`request_stop`), since a part of the batches is another measure.
+        Raises `ConfigError` for one batch in place of several, and when no rank has any.
         """
         with watch.reporting(), watch.busy("evaluates"):
             return self._evaluate(batches)
 
     def _evaluate(self, batches: Iterable[Batch]) -> float | None:
-        sums = torch.zeros(3, dtype=torch.float64)
+        check_batches(batches)
+        sums = torch.zeros(4, dtype=torch.float64)  # loss, counted units, stopped ranks, batches
         # A forward pass gathers then, so that every rank runs all of them.
         together = isinstance(self.gradients, Sharded) and self.gradients.stage == 3
         with evaluating(self.model):
             for batch, new in in_step(batches, self.model, lambda: self._stop):
                 check_token_ids(self.model, batch)
+                sums[3] += new
                 given, batch = batch, to_device(batch, self.place)
                 self._find_shift([batch])
                 count = self.count(given)
@@ -211,10 +212,9 @@ class Engine:
                     with self.precision.autocast():
                         loss = scalar(self.loss(self.model, batch), trained=False)
                     if count and new:
-                        sums += torch.tensor([float(loss) * count, count, 0], dtype=torch.float64)
+                        sums[:2] += torch.tensor([float(loss) * count, count], dtype=sums.dtype)
         sums[2] = self._stop
-        groups.all_reduce_sum(sums, "evaluation loss")
-        return None if sums[2] else float(sums[0] / sums[1])
+        return mean_loss(groups.all_reduce_sum(sums, "evaluation loss"))
 
     def set_precision(self, name: str) -> None:
         """Changes the precision from the next step on; parameters and optimizer state stay.

@@ -38,7 +38,25 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torc
     Computed in fp32 (fp64 for fp64 logits). Zero when no token counts, so that a fully masked
     micro-batch contributes nothing instead of NaN.
     """
+    check_next_tokens(batch)
     return token_cross_entropy(model(batch["tokens"]), batch["targets"])
+
+
+def check_next_tokens(batch: Batch) -> None:
+    """Raises `ConfigError` when the batch lacks what `next_token_loss` reads."""
+    lacks = ["tokens", "targets"]
+    if isinstance(batch, Mapping):
+        lacks = [name for name in lacks if name not in batch]
+        given = ", ".join(map(repr, batch)) or "an empty one"
+    elif isinstance(batch, torch.Tensor | np.ndarray | list | tuple):
+        given = f"a {type(batch).__name__}"
+    else:  # it may give them by name without being a mapping
+        return
+    if lacks:
+        raise ConfigError(
+            f"batch: got {given}; next_token_loss needs a dict with 'tokens' and 'targets' "
+            f"({' and '.join(lacks)} missing). Give them, or the Engine loss=function(model, batch)"
+        )
 
 
 def token_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -82,7 +100,8 @@ def scalar(loss: object, trained: bool = True) -> torch.Tensor:
 def split(batch: Batch, parts: int) -> list[Batch]:
     """`parts` micro-batches along the first dim, as even as possible; none is empty.
 
-    A list is taken as ready-made micro-batches and must have `parts` members. Tensors without dims
+    A list is taken as ready-made micro-batches and must have `parts` members; `ConfigError` for one
+    of several bare tensors, which may as well be one batch. Tensors without dims
     go whole into each; `ConfigError` when the first dims of the others differ. Arrays are cut as
     tensors are, and so are columns: sequences inside the batch that hold neither, such as texts.
     Tuples of settings go whole into each (`_is_settings`).
@@ -93,6 +112,13 @@ def split(batch: Batch, parts: int) -> list[Batch]:
                 f"the batch is a list of {len(batch)}, which is taken as that many ready-made "
                 f"micro-batches, but accumulate={parts}. If it is one batch of inputs and labels, "
                 "as a DataLoader gives them, call train_step(tuple(batch))"
+            )
+        if parts > 1 and any(isinstance(each, torch.Tensor | np.ndarray) for each in batch):
+            raise ConfigError(
+                f"the batch is a list of {len(batch)} bare tensors and accumulate={parts}, so it "
+                "may be one batch of inputs and labels, as a DataLoader gives them, or ready-made "
+                "micro-batches. For one batch, call train_step(tuple(batch)); make each ready-made "
+                "micro-batch a tuple or a dict"
             )
         return batch
     if parts == 1:
@@ -168,6 +194,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def check_batches(batches: object) -> None:
+    """Raises `ConfigError` when what `evaluate` was given is one batch, as far as can be told.
+
+    A list of tensors that are alike (in dtype and dims) is one of batches.
+    """
+    one = isinstance(batches, Mapping | torch.Tensor | np.ndarray)
+    if isinstance(batches, list | tuple):
+        kinds = [(b.dtype, b.ndim) for b in batches if isinstance(b, torch.Tensor | np.ndarray)]
+        one = len(set(kinds)) > 1 or (bool(kinds) and isinstance(batches, tuple))
+    if one:
+        raise ConfigError(
+            f"evaluate: got one batch (a {type(batches).__name__}), allowed is a list, a "
+            "DataLoader or another iterable of batches: call evaluate([batch]), and "
+            "evaluate([tuple(batch)]) for inputs and labels in a list"
+        )
+
+
 def in_step(
     batches: Iterable[Batch], model: nn.Module, stopped: Callable[[], bool]
 ) -> Iterator[tuple[Batch, bool]]:
@@ -199,6 +242,18 @@ def in_step(
                 "give each rank one at least"
             )
         yield last, new
+
+
+def mean_loss(sums: torch.Tensor) -> float | None:
+    """The mean of an evaluation from its sums over all ranks: loss, counted units, ranks that were
+    asked to stop, batches. None after a stop, NaN when nothing counts; `ConfigError` without a
+    batch."""
+    loss, counted, stopped, batches = sums
+    if stopped:
+        return None
+    if not batches:
+        raise ConfigError("evaluate: there is no batch to evaluate, on any rank")
+    return float(loss / counted)
 
 
 def to_device(batch: Batch, place: torch.device) -> Batch:

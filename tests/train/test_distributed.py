@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lezero.core import groups
-from lezero.core.errors import DistributedError
+from lezero.core.errors import ConfigError, DistributedError
 from lezero.data import Loader
 from lezero.optim import AdamW, Schedule
 from lezero.train import Trainer
@@ -212,7 +212,11 @@ def evaluate_unevenly():
     engine = make()
     batches = list(global_batches(5))
     own = batches[:4] if groups.rank() == 0 else batches[4:]
-    return engine.evaluate(batches if groups.world_size() == 1 else own), engine.evaluate([])
+    with pytest.raises(ConfigError, match="no batch to evaluate, on any rank"):
+        engine.evaluate([])
+    masked = [{**batch, "targets": torch.full_like(batch["targets"], -100)} for batch in batches]
+    value = engine.evaluate(batches if groups.world_size() == 1 else own)
+    return value, engine.evaluate(masked if groups.rank() == 0 else [])
 
 
 def test_validation_over_uneven_numbers_of_batches(ranks):

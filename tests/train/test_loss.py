@@ -14,7 +14,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.optim import AdamW
 from lezero.train.engine import Engine
-from lezero.train.loss import model_loss, split, to_device
+from lezero.train.loss import check_batches, model_loss, split, to_device
 
 
 def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
@@ -96,6 +96,31 @@ def test_a_tensor_that_is_not_one_row_a_sample_is_refused_wherever_it_stands(row
 def test_a_list_that_is_one_batch_is_told_how_to_be_given():
     with pytest.raises(ConfigError, match=r"a list of 2, .* call train_step\(tuple\(batch\)\)"):
         split([torch.ones(4, 2), torch.ones(4)], 1)
+    with pytest.raises(ConfigError, match=r"2 bare tensors and accumulate=2, .* train_step\(tuple"):
+        split([torch.ones(4, 2), torch.ones(4)], 2)
+    ready = [(torch.ones(4, 2), torch.ones(4)), (torch.ones(3, 2), torch.ones(3))]
+    assert split(ready, 2) is ready
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        (torch.ones(4, 2), torch.ones(4)),
+        (torch.ones(4, 2), torch.ones(4, 2)),
+        [torch.ones(4, 2), torch.ones(4, dtype=torch.long)],
+        {"tokens": torch.ones(4, 2)},
+        torch.ones(4, 2),
+    ],
+)
+def test_one_batch_is_not_evaluated_as_several(one):
+    with pytest.raises(ConfigError, match=r"evaluate: got one batch .* call evaluate\(\[batch\]\)"):
+        check_batches(one)
+
+
+def test_iterables_of_batches_are_evaluated():
+    x, y = torch.ones(4, 2), torch.ones(4)
+    for batches in ([(x, y)], ((x, y), (x, y)), [x, x], [{"x": x}], iter([x]), [[x, y]]):
+        check_batches(batches)
 
 
 def test_a_model_must_return_a_scalar():

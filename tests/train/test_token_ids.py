@@ -32,6 +32,36 @@ def test_the_engine_names_the_token_and_the_vocabulary(token, form):
         engine.evaluate([batch(0), batch(token)])
 
 
+@pytest.mark.parametrize("field", ["tokens", "targets"])
+def test_what_is_no_token_id_is_told_by_its_type(field):
+    engine = Engine(
+        MODEL, torch.optim.SGD(MODEL.parameters(), 0.1), loss=next_token_loss, precision="fp32"
+    )
+    wrong = {**batch(0), field: batch(0)[field].float()}
+    with pytest.raises(ConfigError, match=rf"^{field}: got a tensor of torch.float32, .*long\(\)"):
+        engine.train_step(wrong)
+
+
+def test_a_target_outside_the_vocabulary_is_told_as_a_token_is():
+    wrong = batch(0)
+    wrong["targets"][1, 2] = 99
+    message = r"^targets: got target 99, allowed is 0 to 49 .*, or -100 .* Use the tokenizer"
+    with pytest.raises(ConfigError, match=message):
+        next_token_loss(MODEL, wrong)
+
+
+@pytest.mark.parametrize("compile", ["auto", "off"])
+def test_a_batch_without_targets_is_told_what_the_loss_needs(compile):
+    engine = Engine(
+        MODEL, torch.optim.SGD(MODEL.parameters(), 0.1), loss=next_token_loss, precision="fp32",
+        compile=compile,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"got 'tokens'; .* \(targets missing\)"):
+        engine.train_step({"tokens": batch(0)["tokens"]})
+    with pytest.raises(ConfigError, match=r"got a Tensor; .* \(tokens and targets missing\)"):
+        engine.train_step(batch(0)["tokens"])
+
+
 def test_what_it_knows_nothing_about_passes():
     check_token_ids(MODEL, batch(49))
     check_token_ids(MODEL, (torch.tensor([99]),))

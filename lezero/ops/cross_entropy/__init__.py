@@ -25,15 +25,20 @@ _library.define(
 
 
 def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Summed cross-entropy in nats of `logits_NV` against `targets_N` (int64; -100 is ignored).
+    """Summed cross-entropy in nats of `logits_NV` against `targets_N`, in which -100 is ignored.
 
-    Returns a scalar in fp32 (fp64 for fp64 logits). Raises `ConfigError` for other shapes and, on
-    the CPU, for a target outside the vocabulary.
+    Targets are int64 or int32. Returns a scalar in fp32 (fp64 for fp64 logits). Raises
+    `ConfigError` for other shapes and types and, on the CPU, for a target outside the vocabulary.
     """
     if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
         raise ConfigError(
             f"cross_entropy_sum: got logits {tuple(logits_NV.shape)} and targets "
             f"{tuple(targets_N.shape)}, allowed is (N, V) and (N,)"
+        )
+    if targets_N.dtype not in (torch.int64, torch.int32):
+        raise ConfigError(
+            f"targets: got a tensor of {targets_N.dtype}, allowed are token ids in torch.int64 or "
+            "torch.int32: give targets.long()"
         )
     return torch.ops.lezero.cross_entropy_sum(logits_NV, targets_N)[0]
 
@@ -55,7 +60,11 @@ def _forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
         bad_N = (targets_N >= V) | ((targets_N < 0) & (targets_N != IGNORED))
         if bool(bad_N.any()):
             first = int(targets_N[bad_N][0])
-            raise ConfigError(f"target {first} is outside the vocabulary of {V} and not {IGNORED}")
+            raise ConfigError(
+                f"targets: got target {first}, allowed is 0 to {V - 1} (the logits' vocabulary of "
+                f"{V}), or {IGNORED} for one that does not count. Use the tokenizer that belongs "
+                "to the model, or build the model with the tokenizer's number of tokens"
+            )
     lse_N = torch.empty(N, dtype=wide, device=logits_NV.device)
     step = _rows(logits_NV)
     for i in range(0, N, step):
