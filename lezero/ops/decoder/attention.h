@@ -8,6 +8,7 @@ typedef struct {
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
   const int32_t *pairs; /* of inputs of the queries: [pair][row] */
+  lezero_ahead *ahead;
   float scale[MOST_QUERIES]; /* of the query, where the cache has codes */
   int64_t to[MOST_QUERIES]; /* where the row's head begins in `rows` */
 } query_tile;
@@ -32,7 +33,8 @@ INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_
     block[i] = block_of(s, s->keys, q->layer, table[b + i], q->head);
     UNROLL for (int r = 0; r < R; r++) acc[r][i] = all_floats(0), count[r][i] = all_ints(0);
   }
-  for (int64_t e = 0; e < s->E / 2; e++)
+  for (int64_t e = 0; e < s->E / 2; e++) {
+    fetch_some(q->ahead, 1);
     UNROLL for (int i = 0; i < B; i++) {
       const ints k = codes ? load_words(block[i] + 32 * e) : load_line(block[i] + 64 * e);
       UNROLL for (int r = 0; r < R; r++) {
@@ -41,6 +43,7 @@ INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_
         else acc[r][i] = dot_pairs(acc[r][i], k, x);
       }
     }
+  }
   UNROLL for (int i = 0; i < B; i++) {
     floats scale = all_floats(1);
     if (codes) scale = read16(scales_of(s, block[i]), LEZERO_BF16, 0, 16);
@@ -73,7 +76,8 @@ INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32
     const char *values = block_of(s, s->values, q->layer, table[at / LEZERO_BLOCK], q->head) +
                          panel * (LEZERO_BLOCK / 2) * line;
     const int64_t pairs = least_of(LEZERO_BLOCK, keys - at + 1) / 2;
-    for (int64_t pair = 0; pair < pairs; pair++)
+    for (int64_t pair = 0; pair < pairs; pair++) {
+      fetch_some(q->ahead, 1);
       UNROLL for (int i = 0; i < P; i++) {
         const char *place = values + (i * (LEZERO_BLOCK / 2) + pair) * line;
         const ints v = codes ? load_words(place) : load_line(place);
@@ -84,6 +88,7 @@ INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32
           else acc[r][i] = dot_pairs(acc[r][i], v, x);
         }
       }
+    }
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++) {
     if (codes) acc[r][i] = fused(float_of(count[r][i]), all_floats(m->step[r]), acc[r][i]);
@@ -248,6 +253,7 @@ static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t hea
   const lezero_chunk *chunk = s->chunk + c;
   const int64_t G = s->H / s->K, all = chunk->count * G, first = tile * MOST_QUERIES;
   query_tile q = {.blocks = s->table + c * s->width, .layer = layer, .head = head};
+  q.ahead = w->ahead;
   q.rows = (int)least_of(all - first, MOST_QUERIES);
   for (int r = 0; r < q.rows; r++) {
     const int64_t row = chunk->first + (first + r) / G, h = head * G + (first + r) % G;

@@ -17,8 +17,9 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+#include "../linear/ahead.h"
+
 enum {
-  LINE = 64,
   TILE = 64, /* keys that one round of the softmax takes */
   TILE_BLOCKS = TILE / LEZERO_BLOCK,
   MOST_QUERIES = MOST_BF16 < 12 ? MOST_BF16 : 12,
@@ -27,7 +28,7 @@ enum {
   MOST_RANGES = 1024,
   BEST_BYTES = 16, /* of a best_logit */
   MOST_ALONE = 1 << 22, /* bytes of all workers, see [Note: alone] */
-  MOST_AHEAD = 1 << 18, /* bytes, see [Note: fetching while waiting] */
+  MOST_AHEAD = 1 << 18, /* bytes, see [Note: fetching meanwhile] */
 };
 #define LOWEST (-1e30f)
 
@@ -176,13 +177,12 @@ typedef struct {
   float *x;       /* (T, D) */
   char *rows;     /* as the layout's, and `prepared` too; or its own */
   void *prepared;
-  const char *ahead; /* [Note: fetching while waiting] */
-  int64_t left;
+  lezero_ahead *ahead; /* [Note: fetching meanwhile] */
 } worker;
 
-static worker worker_of(const lezero_step *s, int64_t begin, int64_t end) {
+static worker worker_of(const lezero_step *s, int64_t begin, int64_t end, lezero_ahead *ahead) {
   const layout a = ((struct shared_state *)s->scratch)->layout;
-  worker w = {s, a, begin, end, 0, s->x, a.rows, a.prepared, 0, 0};
+  worker w = {s, a, begin, end, 0, s->x, a.rows, a.prepared, ahead};
   if (!a.alone) return w;
   char *own = a.own + begin * (int64_t)a.each;
   w.x = (float *)(own + a.alone_x), w.rows = own + a.alone_rows, w.prepared = own + a.alone_prepared;
@@ -193,18 +193,14 @@ static worker worker_of(const lezero_step *s, int64_t begin, int64_t end) {
 static int64_t from(const worker *w, int64_t units) { return units * w->begin / w->s->crew; }
 static int64_t upto(const worker *w, int64_t units) { return units * w->end / w->s->crew; }
 
-/* [Note: fetching while waiting]
- * Memory is the limit of a step of few tokens, and it would rest while workers meet. So a worker that
- * waits fetches its part of the weights that are multiplied next. */
+/* [Note: fetching meanwhile]
+ * Memory is the limit of a step of few tokens, and it would rest while tokens are prepared, attention
+ * is computed, and workers meet. So a worker fetches its part of the weights that are multiplied next
+ * meanwhile: a few lines with each step of such work, and all the time while it waits. */
 static void look_ahead(worker *w, const lezero_linear *next) {
   const int64_t pairs = lezero_linear_pairs(next);
-  w->ahead = lezero_linear_part(next, from(w, pairs), upto(w, pairs), &w->left);
-  w->left = least_of(w->left, MOST_AHEAD);
-}
-
-INLINE void fetch_line(worker *w) {
-  prefetch_far(w->ahead);
-  w->ahead += LINE, w->left -= LINE;
+  *w->ahead = lezero_linear_part(next, from(w, pairs), upto(w, pairs));
+  w->ahead->left = least_of(w->ahead->left, MOST_AHEAD);
 }
 
 /* Returns when all workers are here, with what they wrote before. */
@@ -213,7 +209,7 @@ static void meet(worker *w) {
   int64_t *meets = &w->a.shared->meets;
   __atomic_fetch_add(meets, w->end - w->begin, __ATOMIC_ACQ_REL);
   for (int spins = 0; __atomic_load_n(meets, __ATOMIC_ACQUIRE) < w->meets; spins++) {
-    if (w->left > 0) fetch_line(w);
+    if (w->ahead->left > 0) fetch_some(w->ahead, 1);
     else if (spins < 4000) _mm_pause();
     else sched_yield(); /* another program has the core that we wait for */
   }
@@ -257,6 +253,7 @@ static void normalise(const worker *w, int64_t row, int64_t to, const float *wei
   if (!weight) return;
   const floats factor = all_floats(inverse_rms(x, LEZERO_FP32, 0, s->D, s->eps));
   for (int64_t i = 0; i < s->D; i += 16) {
+    fetch_some(w->ahead, 1);
     const int64_t n = least_of(s->D - i, 16);
     const floats v = product(read16(x, LEZERO_FP32, i, n), factor);
     write16(w->rows, type, to * s->D + i, n, product(v, read16(weight, LEZERO_FP32, i, n)));
@@ -267,6 +264,7 @@ static void normalise(const worker *w, int64_t row, int64_t to, const float *wei
 static void activate(const worker *w, int64_t row, int found_type, const lezero_weight *next) {
   const int64_t F = w->s->F, at = row * 2 * F;
   for (int64_t i = 0; i < F; i += 16) {
+    fetch_some(w->ahead, 1);
     const int64_t n = least_of(F - i, 16);
     const floats gate = read16(w->a.found, found_type, at + i, n);
     const floats up = read16(w->a.found, found_type, at + F + i, n);
@@ -281,6 +279,7 @@ typedef void filler(const worker *w, int64_t row, const void *how);
 
 static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) {
   const int alone = w->a.alone;
+  l->ahead = w->ahead;
   l->x = fill ? w->rows : w->a.rows;
   const int64_t tiles = lezero_linear_tiles(l, l->M);
   const int64_t first = alone ? 0 : from(w, tiles), end = alone ? tiles : upto(w, tiles);
@@ -300,8 +299,8 @@ static void multiply_own(const worker *w, lezero_linear *l, void *out) {
 }
 
 static void multiply(worker *w, lezero_linear *l, void *out, const lezero_linear *next) {
-  multiply_own(w, l, out);
   look_ahead(w, next);
+  multiply_own(w, l, out);
   meet(w);
 }
 
@@ -331,7 +330,8 @@ static void fill_activated(const worker *w, int64_t row, const void *how) {
 }
 
 void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
-  worker state = worker_of(s, begin, end), *w = &state;
+  lezero_ahead ahead = {0};
+  worker state = worker_of(s, begin, end, &ahead), *w = &state;
   const lezero_linear head = s->rows ? head_of(s) : (lezero_linear){0};
   int delta = -1;
   for (int64_t i = 0; i < s->layers; i++) {
@@ -352,6 +352,7 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
   if (s->rows) {
     lezero_linear last = head;
     prepare(w, &last, fill_wanted, &(filled_by){s->norm, 0, delta});
+    last.ahead = 0;
     multiply_own(w, &last, s->logits);
     if (!s->best) return;
     find_best(w, &last);

@@ -14,7 +14,6 @@ enum { MOST_WHOLE = 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4, MOST_ROW
 enum { WORDS = 1, FOUR_BYTES = 8, PAIR_BYTES = 8 };
 /* Two panels are two streams of memory; with more tokens one leaves registers for their sums. */
 #define AT_ONCE(R) ((R) == 1 ? 2 : 1)
-#define FETCH_AHEAD(R) ((R) <= 2)
 
 #define BOTH(type, call_a, call_b) ((type){call_a, call_b})
 

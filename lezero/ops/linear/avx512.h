@@ -9,7 +9,6 @@ enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14, MOST_R
 /* The last two: bytes of four inputs of a token, and of a pair of them beside bf16 weights. */
 enum { WORDS = 0, FOUR_BYTES = 4, PAIR_BYTES = 4 };
 #define AT_ONCE(R) 2
-#define FETCH_AHEAD(R) ((R) <= 2)
 
 INLINE __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);

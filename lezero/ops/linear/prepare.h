@@ -20,7 +20,7 @@
 #ifndef IN_LINES
 #define IN_LINES(l) 0
 #endif
-enum { LINE = 64, LINE_ROWS = 16 }; /* bytes of a line, and the rows of a tile in lines */
+enum { LINE_ROWS = 16 }; /* of a tile in lines */
 
 typedef struct {
   int64_t tokens, padded, block, blocks;
@@ -191,6 +191,7 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
     if (w->fine)
       t->scale[b * R + r] =
           scale_of(largest(x, l->x_type, begin, end), two ? 32639 : 127, 0, &inverse);
+    fetch_some(l->ahead, 4);
     int32_t sums[2];
     const token_part part = {begin, end,  filled, inverse, l->x_scale != 0, t->codes + r * step.row,
                              step};
@@ -224,10 +225,22 @@ int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count) {
 
 int64_t lezero_linear_pairs(const lezero_linear *l) { return (l->N + 31) / 32; }
 
-const char *lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end, int64_t *bytes) {
-  const int64_t panel = round_up(l->K, l->bits == 16 ? 32 : 64) * 2 * l->bits;
-  *bytes = least(2 * end, (l->N + 15) / 16) * panel - 2 * begin * panel;
-  return (const char *)l->weight + 2 * begin * panel;
+/* Bytes of a panel's codes, and of its scales. */
+INLINE int64_t panel_bytes(const lezero_linear *l) {
+  return round_up(l->K, l->bits == 16 ? 32 : 64) * 2 * l->bits;
+}
+INLINE int64_t scale_bytes(const lezero_linear *l) {
+  const int64_t groups = l->group ? (l->K + l->group - 1) / l->group : 1;
+  return groups * 16 * (l->scale_type == LEZERO_FP32 ? 4 : 2);
+}
+
+lezero_ahead lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end) {
+  const int64_t panel = panel_bytes(l), scales = 2 * begin * scale_bytes(l);
+  lezero_ahead a = {(const char *)l->weight + 2 * begin * panel, 0, 0, 0};
+  if (l->scale) a.scale = (const char *)l->scale + scales;
+  if (l->zero) a.zero = (const char *)l->zero + scales;
+  a.left = least(2 * end, (l->N + 15) / 16) * panel - 2 * begin * panel;
+  return a;
 }
 
 void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,

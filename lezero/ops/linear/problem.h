@@ -17,6 +17,13 @@ extern "C" {
 enum { LEZERO_FP32, LEZERO_BF16, LEZERO_FP16 };
 enum { LEZERO_TOKENS = 256 }; /* tokens that are prepared and multiplied at a time */
 
+/* Parts of a weight that is multiplied later, to be fetched meanwhile: the next line of its codes and how
+ * many bytes are left, and where its scales and zero points begin. */
+typedef struct {
+  const char *at, *scale, *zero;
+  int64_t left;
+} lezero_ahead;
+
 typedef struct {
   int64_t M, N, K;
   const void *x; /* (M, K), contiguous */
@@ -31,6 +38,7 @@ typedef struct {
   int scale_type;
   const float *bias;    /* (N,) or null */
   const float *x_scale; /* one for all tokens, or null */
+  lezero_ahead *ahead;  /* what comes after this product, or null; it moves on as it is fetched */
 } lezero_linear;
 
 /* Bytes of scratch, aligned to 64, for tokens first … first + count - 1 (at most LEZERO_TOKENS). */
@@ -41,8 +49,8 @@ int64_t lezero_linear_pairs(const lezero_linear *l);
 /* Writes tiles begin to end of those tokens into scratch, as the multiplication reads them. */
 void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
                            int64_t begin, int64_t end);
-/* Where the weights of pairs begin to end lie, and how many bytes of them there are. */
-const char *lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end, int64_t *bytes);
+/* What there is to fetch of pairs begin to end. */
+lezero_ahead lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end);
 /* Bytes of scratch that each thread needs of its own for the multiplication; 0: none. */
 size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count);
 /* Multiplies all of those tokens with pairs of panels begin to end, and writes `out`. */
