@@ -19,6 +19,7 @@ from pathlib import Path
 MARK = "LEZERO_TEST_SESSION"
 NATIVE = "LEZERO_TEST_NATIVE"
 GRACE_S = 3.0
+KERNEL_THREAD = 0x200000  # PF_KTHREAD in /proc/PID/stat
 ROOT = Path(__file__).resolve().parents[1]
 
 # torch's compile workers, and the servers that Python and the rank pool keep for a session.
@@ -162,7 +163,9 @@ def _processes() -> frozenset[int]:
             state, parent = stat[0], int(stat[1])
             if state in "ZX":
                 continue
-            ours = parent == me or mark in Path(f"/proc/{name}/environ").read_bytes() + b"\0"
+            ours = not int(stat[6]) & KERNEL_THREAD and (
+                parent == me or mark in Path(f"/proc/{name}/environ").read_bytes() + b"\0"
+            )
             if not ours:
                 _foreign.add(int(name))
             elif not any(part in _command(int(name)) for part in ALLOWED_COMMANDS):
