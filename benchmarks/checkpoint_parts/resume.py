@@ -67,16 +67,18 @@ def launched(case: Case, path: Path, kill_at: int) -> None:
         raise RuntimeError(f"{case}: the {path.stem} run ended with status {status}")
 
 
-def differences(case: Case, folder: Path, whole: Start = launched) -> list[str]:
+def differences(
+    case: Case, folder: Path, whole: Start = launched, killed: Start = launched
+) -> list[str]:
     """Runs a pair and names everything in which the two differ; empty when they are equal.
 
-    `whole` starts the run that is not killed.
+    `whole` starts the run that is not killed, `killed` the other one, again where it is needed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.txt"
     text.write_text("\n\n".join(pydoc_data.topics.topics.values())[:40_000], encoding="utf-8")
     with ThreadPoolExecutor(2) as pool:  # side by side: bits do not depend on how long it takes
-        pairs = ((whole, 0), (launched, KILL_AT))
+        pairs = ((whole, 0), (killed, KILL_AT))
         runs = list(pool.map(lambda pair: _train(case, folder, text, *pair), pairs))
     return _compare(*runs)
 
