@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -53,10 +54,16 @@ def foresee(
     return forecast(build, spec, limit_bytes=limit, budget_s=budget_s)
 
 
+@functools.cache
+def foreseen(**step: object) -> Forecast:
+    """The same of the tiny model, made once for all tests that read it."""
+    return foresee(**step)  # type: ignore[arg-type]
+
+
 def test_states_are_exact() -> None:
     model = tiny()
     numbers = sum(p.numel() for p in model.parameters())
-    made = foresee()
+    made = foreseen()
     assert made.parameters == numbers
     assert made.state_bytes["parameters"] == 4 * numbers
     assert made.state_bytes["gradients"] == 4 * numbers
@@ -104,7 +111,7 @@ def test_products_of_a_linear_layer_are_counted_exactly() -> None:
 
 
 def test_memory_grows_with_batch_and_sequence() -> None:
-    sizes = [foresee(batch=batch).memory_bytes for batch in (2, 8, 32)]
+    sizes = [made.memory_bytes for made in (foreseen(), foreseen(batch=8), foreseen(batch=32))]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
     assert foresee(tokens=64, batch=32).memory_bytes > sizes[-1]
@@ -118,20 +125,20 @@ def test_memory_does_not_depend_on_how_often_is_accumulated() -> None:
 
 
 def test_accumulated_gradients_stand_beside_the_activations() -> None:
-    once, often = foresee(batch=32), foresee(batch=32, accumulate=2)
+    once, often = foreseen(batch=32), foresee(batch=32, accumulate=2)
     gained = often.memory_parts["gradients"] - once.memory_parts["gradients"]
     assert gained == once.state_bytes["gradients"]
 
 
 def test_several_ranks_keep_their_buckets_and_send_them() -> None:
-    alone, two = foresee(), foresee(ranks=2)
+    alone, two = foreseen(), foresee(ranks=2)
     assert two.memory_parts["gradients"] >= alone.state_bytes["gradients"]
     assert two.time_parts["communication"] > 0
     assert two.tokens_per_step == 2 * alone.tokens_per_step
 
 
 def test_half_precision_keeps_smaller_activations() -> None:
-    fp32, bf16 = foresee(batch=32), foresee(batch=32, precision="bf16")
+    fp32, bf16 = foreseen(batch=32), foresee(batch=32, precision="bf16")
     assert bf16.memory_parts["activations"] < fp32.memory_parts["activations"]
     assert bf16.state_bytes == fp32.state_bytes
 
@@ -161,17 +168,18 @@ def test_the_random_generator_is_not_moved() -> None:
 
 
 def test_seven_billion_parameters_cost_no_memory_and_little_time() -> None:
-    foresee()  # loads what a forecast needs
+    foreseen()  # loads what a forecast needs
     peak = _peak_of(lambda: _timed(llama_7b))
     assert peak < 500 << 20
 
 
 def _timed(build: Callable[[], nn.Module]) -> None:
     begin = time.process_time()
+    long = {"tokens": 2048, "batch": 1, "precision": "bf16", "attention": "torch"}
     with pytest.raises(CapacityError, match="does not fit"):
-        foresee(build, limit=16 << 30, tokens=2048, batch=1, precision="bf16").require_fit()
+        foresee(build, limit=16 << 30, **long).require_fit()
     # processor time: other programs on this machine must not fail the test
-    assert time.process_time() - begin < 20
+    assert time.process_time() - begin < 12
 
 
 def _peak_of(run: Callable[[], None]) -> int:
@@ -208,7 +216,7 @@ def test_a_model_too_large_for_any_batch_says_so() -> None:
 
 
 def test_what_fits_raises_nothing() -> None:
-    made = foresee()
+    made = foreseen()
     assert made.fits
     made.require_fit()
 
@@ -275,7 +283,7 @@ def test_measured_times_are_kept_and_used_again(
 
 
 def test_the_table_shows_parts_totals_and_the_stated_error() -> None:
-    made = foresee(steps=100)
+    made = foreseen(steps=100)
     text = render(made)
     for word in ("parameters", "activations", "(±", "±25%", "tokens/s", "100 steps", "Fits."):
         assert word in text
@@ -290,7 +298,7 @@ def test_durations_are_readable() -> None:
 
 @pytest.mark.skipif(_libc() is None, reason="the heap is replayed with glibc only")
 def test_the_pool_is_part_of_the_forecast() -> None:
-    with_pool, without = foresee(batch=32), foresee(batch=32, pool=False)
+    with_pool, without = foreseen(batch=32), foresee(batch=32, pool=False)
     assert "pool" in with_pool.memory_parts
     assert "allocator" in without.memory_parts
 
