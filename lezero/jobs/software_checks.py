@@ -19,8 +19,9 @@ from lezero.core.flags import FLAGS, flag
 
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
-# Bundles of others, and `vision`: torchvision breaks beside a CPU torch, so nobody is sent there.
-_UNTOLD = ("all", "dev", "vision")
+# Bundles of others; `vision`, since torchvision breaks beside a CPU torch; and those that nothing
+# in LeZero uses yet. Nobody is sent there.
+_UNTOLD = ("all", "dev", "vision", "tune", "export", "cluster", "trust")
 # Import name → name to install.
 _REQUIRED = {
     "numpy": "numpy",

@@ -89,6 +89,22 @@ def test_the_site_lists_every_page() -> None:
     assert sorted(listed) == [str(path.relative_to(ROOT / "docs")) for path in PAGES]
 
 
+def test_the_first_page_names_every_page() -> None:
+    named_there = links((ROOT / "docs/index.md").read_text(encoding="utf-8"))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in PAGES} - {"index.md"}
+    assert pages <= set(named_there), sorted(pages - set(named_there))
+
+
+def test_the_table_of_extras_has_each_with_what_it_brings() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.MULTILINE))
+    assert table.keys() >= project["optional-dependencies"].keys()
+    for extra, packages in project["optional-dependencies"].items():
+        if extra not in ("all", "dev"):
+            assert table[extra].split(", ") == [re.split("[<>=]", each)[0] for each in packages]
+
+
 def generator() -> ModuleType:
     spec = importlib.util.spec_from_file_location("generate_cli", ROOT / "docs/generate_cli.py")
     assert spec is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from lezero.core.checks import Check, Context, Finding
 from lezero.core.errors import LeZeroError
 from lezero.core.registry import Registry
 from lezero.jobs import doctor as module
-from lezero.jobs import doctor_view
+from lezero.jobs import doctor_view, software_checks
 from lezero.jobs.doctor import Diagnosis, diagnose, summary_lines
 from lezero.jobs.doctor_probe import Probe
 from lezero.profiler.ceilings import Ceilings
@@ -127,6 +128,16 @@ def test_a_check_that_returns_nonsense_is_a_finding(returned: Any) -> None:
 
     found = diagnosed(registry=only(Odd, Good), quick=True)
     assert [item.finding.severity for item in found.findings] == ["broken", "ok"]
+
+
+def test_only_extras_that_do_something_are_advised() -> None:
+    told = software_checks.extra_packages()
+    assert told, "LeZero's own metadata is there"
+    source = "\n".join(path.read_text() for path in (ROOT / "lezero").rglob("*.py"))
+    for extra, packages in told.items():
+        for package in packages:
+            used = rf"(import|from) {package}\b|need_extra\(.*\"{extra}\""
+            assert re.search(used, source), f"{extra}: {package}"
 
 
 def test_plug_ins_are_run_and_a_broken_one_is_a_finding(
