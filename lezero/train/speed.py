@@ -256,6 +256,12 @@ class _Trial:
                 )
         if self._broken:
             raise RuntimeError("not tried: the model fails as it is")
+        if name != "eager" and groups.is_main():
+            log.info(
+                "compile: tries '%s' before the first step, which can take a minute; compile='off' "
+                "leaves it out",
+                name,
+            )
         try:
             first, each = self._timed(Forms(name, self.attention, self.model, self.loss))
         except Exception as error:  # for want of memory another form may still run

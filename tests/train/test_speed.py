@@ -102,9 +102,22 @@ def test_the_form_with_the_shortest_whole_run_is_chosen_and_recorded(figures):
     assert not record.overridden
 
 
-def test_a_short_run_does_not_even_try(figures):
+def test_what_can_take_a_minute_is_said_before_it_begins(figures, caplog):
+    caplog.set_level("INFO")
+    choose(Model())
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" before")[0] for text in said] == [
+        "compile: tries 'blocks'",
+        "compile: tries 'step'",
+    ]
+    assert all("compile='off' leaves it out" in text for text in said)
+
+
+def test_a_short_run_does_not_even_try(figures, caplog):
+    caplog.set_level("INFO")
     name, record = choose(Model(), steps=50)
     assert name == "eager"
+    assert not caplog.records
     assert "not tried: the run takes about 50 s" in record.candidates["blocks"]["failed"]
 
 
