@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lezero.core import device, facts
+from lezero.plan import measure
 from lezero.profiler import ceilings
 from lezero.train import RunConfig
 from tests.leaks import own_cache
@@ -37,12 +38,16 @@ def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_thread(filled_cache: Path) -> Iterator[None]:
-    """One thread, here and in the processes that a test starts, and the filled cache."""
+    """One thread, here and in the processes that a test starts, and the filled cache.
+
+    A forecast keeps what it measured beside other tests too, instead of waiting for a quiet moment.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEZERO_CACHE", str(filled_cache))
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(measure, "_waiting", dict)
         yield
     torch.set_num_threads(before)
 
