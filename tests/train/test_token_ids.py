@@ -62,6 +62,19 @@ def test_a_batch_without_targets_is_told_what_the_loss_needs(compile):
         engine.train_step(batch(0)["tokens"])
 
 
+def test_why_nothing_counts_or_is_there_to_evaluate():
+    engine = Engine(
+        MODEL, torch.optim.SGD(MODEL.parameters(), 0.1), loss=next_token_loss, precision="fp32"
+    )
+    with pytest.raises(ConfigError, match="nothing in this batch counts: it has no samples"):
+        engine.train_step({name: value[:0] for name, value in batch(0).items()})
+    masked = {**batch(0), "targets": torch.full_like(batch(0)["targets"], -100)}
+    with pytest.raises(ConfigError, match="nothing in this batch counts: every target is masked"):
+        engine.train_step(masked)
+    with pytest.raises(ConfigError, match="no batch to evaluate"):
+        engine.evaluate([])
+
+
 def test_what_it_knows_nothing_about_passes():
     check_token_ids(MODEL, batch(49))
     check_token_ids(MODEL, (torch.tensor([99]),))
