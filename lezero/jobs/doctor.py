@@ -123,7 +123,8 @@ def doctor(as_json: bool = False, refresh: bool = False, quick: bool = False) ->
         found = diagnose(refresh, quick)
         doctor_view.write_json(found.to_dict())
     else:
-        with doctor_view.waiting("measuring this machine" if not quick else "asking torch"):
+        doing = "asking torch, building kernels the first time"
+        with doctor_view.waiting(doing if quick else f"{doing}, measuring this machine"):
             found = diagnose(refresh, quick)
         doctor_view.show(found)
     return found.exit_status

@@ -11,11 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from lezero import __version__
 from lezero.report import units
+from lezero.report.terminal import unpadded
 
 if TYPE_CHECKING:
-    from lezero.jobs.doctor import Diagnosis, Found
+    from rich.console import Console
+
+    from lezero.jobs.doctor import Diagnosis
 
 _COLOURS = {"broken": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+_TWO_COLUMNS = 66
+"""Characters of a line that hold two of the ceilings."""
 _SETS = {
     "AVX2": ("avx2",),
     "AVX-512": ("avx512f",),
@@ -148,11 +153,16 @@ def closing(found: Diagnosis) -> str:
 
 def _show_rich(found: Diagnosis) -> None:
     from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=False)
+    with unpadded(console):
+        _print(found, console)
+
+
+def _print(found: Diagnosis, console: Console) -> None:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
-
-    console = Console(highlight=False, soft_wrap=False)
 
     def heading(text: str, more: str = "") -> None:
         console.print()
@@ -172,39 +182,40 @@ def _show_rich(found: Diagnosis) -> None:
         day = ceilings.measured_at.partition("T")[0]
         heading("Ceilings", f"measured {day} on {ceilings.device}, {ceilings.threads} threads")
         table = Table.grid(padding=(0, 2), pad_edge=False)
-        half = (len(rows) + 1) // 2
+        half = (len(rows) + 1) // 2 if console.width >= _TWO_COLUMNS else len(rows)
         for style, justify in (("dim", "left"), ("", "right"), ("dim", "left"), ("", "right")):
             table.add_column(style=style, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         for index in range(half):
-            second = rows[half + index] if half + index < len(rows) else ("", "")
-            table.add_row(*rows[index], f"   {second[0]}", second[1])
+            second = rows[half + index] if half + index < len(rows) else ()
+            table.add_row(*rows[index], *(f"   {second[0]}", second[1]) if second else ())
         console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
     heading("Findings")
-    table = Table.grid(padding=(0, 2), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for item in found.findings:
-        if item.finding.severity != "ok":
-            table.add_row(*_finding_row(item, Text))
+    told = [item for item in found.findings if item.finding.severity != "ok"]
+    widest = max((len(item.finding.severity) for item in told), default=len("ok"))
+
+    def row(severity: str, body: Text) -> None:
+        table = Table.grid(padding=(0, 2), pad_edge=False)
+        table.add_column(no_wrap=True, width=widest)
+        table.add_column(overflow="fold")
+        table.add_row(Text(severity, style=_COLOURS[severity]), body)
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+    for item in told:
+        finding = item.finding
+        body = Text(finding.title, style="bold")
+        if finding.cause:
+            body.append(f"\n{finding.cause}", style="not bold")
+        row(finding.severity, body)
+        for line in finding.fix.splitlines():  # whole, so that it can be copied
+            start = f"{'':<{widest + 4}}fix: "
+            console.print(Text.assemble((start, "dim"), (line, "green")), soft_wrap=True)
     good = " · ".join(item.finding.title for item in found.having("ok"))
     if good:
-        table.add_row(Text("ok", style=_COLOURS["ok"]), Text(good, style="dim"))
-    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+        row("ok", Text(good, style="dim"))
     console.print()
     style = _COLOURS["broken" if found.broken else "warning" if found.having("warning") else "ok"]
     console.print(Text(closing(found), style=style))
-
-
-def _finding_row(item: Found, text: Any) -> tuple[Any, Any]:
-    finding = item.finding
-    body = text(finding.title, style="bold")
-    if finding.cause:
-        body.append(f"\n{finding.cause}", style="not bold")
-    if finding.fix:
-        body.append("\nfix: ", style="not bold dim")
-        body.append(finding.fix, style="not bold green")
-    return text(finding.severity, style=_COLOURS[finding.severity]), body
 
 
 def _release(line: str) -> list[str]:

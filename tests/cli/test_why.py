@@ -30,6 +30,23 @@ def test_every_decision_with_figures_and_reason(run, capsys):
         assert text in said
 
 
+def test_a_narrow_terminal_has_what_is_said_below_its_row(tmp_path, capsys, monkeypatch):
+    failed = "not tried: the run takes about 2 s, too short to earn compilation back"
+    decision = {**DOCUMENT["decisions"][0], "topic": "compile", "chosen": "eager"}
+    decision["candidates"] = {"eager": {"s": 1.5}, "blocks": {"s": None, "failed": failed}}
+    document = {"format": 1, "decisions": [decision]}
+    (tmp_path / "decisions.json").write_text(json.dumps(document))
+    for columns in ("40", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["why", str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert all(len(line) <= int(columns) and line == line.rstrip() for line in lines)
+        (at,) = [i for i, line in enumerate(lines) if "not tried" in line]
+        below = lines[at - 1].split() == ["blocks"]
+        assert below is (columns == "40")
+    assert len(lines) < 8
+
+
 def test_one_topic(run, capsys):
     assert main(["why", run, "prec"]) == 0
     assert "compile" not in capsys.readouterr().out
