@@ -103,6 +103,23 @@ def foresee_rows(config: DataConfig) -> None:
         _warn_of_long_rows(config, f"at most {size:,} tokens")
 
 
+def foresee_cache(cache: Path | None = None) -> None:
+    """Warns where the token files that a run makes cannot be kept (`prepare` refuses then)."""
+    root = cache_folder() / "data" if cache is None else cache
+    there = next(path for path in (root, *root.parents) if os.path.lexists(path))
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return
+    if root.is_dir() and any(root.glob("tokens-*")):  # perhaps those of this run
+        return
+    _log.warning(
+        "data: token files cannot be written into %s (%s %s), so `lz train` will refuse: set "
+        "LEZERO_CACHE to a folder that can be written",
+        root,
+        there,
+        "cannot be written to" if there.is_dir() else "is no folder",
+    )
+
+
 def _warn_of_long_rows(config: DataConfig, text: str) -> None:
     _log.warning(
         "data.sequence: a row has %s tokens and the whole training text %s; the rest is filled up "

@@ -96,7 +96,8 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
                 with tempfile.TemporaryDirectory(dir=folder) as aside:
                     _keep(_compile(sources, tools, Path(aside)), path, made_from)
     except OSError as error:
-        raise BuildError(f"cannot keep the library {name} in {folder}: {error}") from None
+        why = error.strerror or error
+        raise BuildError(f"cannot keep the library {name} in {folder} ({why})") from None
     return path
 
 

@@ -36,7 +36,7 @@ def render(forecast: Forecast) -> str:
     if forecast.stage is not None:
         ranks += f", ZeRO stage {forecast.stage}"
     lines = [
-        f"{forecast.parameters / 1e6:,.1f}M parameters, {forecast.precision}, {forecast.form}, "
+        f"{_parameters(forecast.parameters)} parameters, {forecast.precision}, {forecast.form}, "
         f"attention by {forecast.attention}, {ranks}, {forecast.tokens_per_step:,} tokens a step",
         "",
         f"Peak memory of a rank (±{memory_error:.0%})",
@@ -61,6 +61,11 @@ def render(forecast: Forecast) -> str:
         lines += ["", f"{forecast.steps:,} steps: {duration(forecast.run_seconds)}"]
     lines += ["", "Fits." if forecast.fits else "Does not fit."]
     return "\n".join(lines)
+
+
+def _parameters(count: int) -> str:
+    """Of a small model exactly, as a run says it."""
+    return f"{count:,}" if count < 1e7 else f"{count / 1e6:,.1f}M"
 
 
 def _rate(forecast: Forecast) -> str:

@@ -17,7 +17,7 @@ from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.data import Data, EvalLoader, Loader, prepare
-from lezero.data.build import foresee_rows
+from lezero.data.build import foresee_cache, foresee_rows
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
 from lezero.models.huggingface import read_weights
 from lezero.models.rope import Rope
@@ -203,6 +203,7 @@ def plan_inputs(
     world = groups.world_size() if world is None else world
     if vocab is None:
         foresee_rows(config.data)
+        foresee_cache()
     entries = planned_vocab(config) if vocab is None else vocab
     shape = model_config(config, entries)
     place = device.device()

@@ -14,7 +14,7 @@ import pytest
 from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError
 from lezero.data import DataConfig, Loader, corpus, prepare
-from lezero.data.build import foresee_rows
+from lezero.data.build import foresee_cache, foresee_rows
 from lezero.data.corpus import python_docs
 
 
@@ -298,6 +298,16 @@ def test_a_cache_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monke
     monkeypatch.setenv("LEZERO_CACHE", str(cache))
     with pytest.raises(FileError, match=rf"{cache}/data \(({reason})\); .* set LEZERO_CACHE to"):
         prepare(config(tmp_path / "a.jsonl"))
+
+
+def test_a_cache_that_is_a_file_is_told_before_a_run(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    for cache, told in ((tmp_path / "file", True), (tmp_path / "new" / "cache", False)):
+        monkeypatch.setenv("LEZERO_CACHE", str(cache))
+        caplog.clear()
+        foresee_cache()
+        assert ("`lz train` will refuse: set LEZERO_CACHE" in caplog.text) is told
+        assert (f"({cache} is no folder)" in caplog.text) is told
 
 
 def test_token_files_lie_where_everything_is_cached(tmp_path, monkeypatch):

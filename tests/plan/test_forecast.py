@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -287,6 +288,8 @@ def test_the_table_shows_parts_totals_and_the_stated_error() -> None:
     text = render(made)
     for word in ("parameters", "activations", "(±", "±25%", "tokens/s", "100 steps", "Fits."):
         assert word in text
+    assert text.startswith(f"{made.parameters:,} parameters, "), "a small number is exact"
+    assert render(replace(made, parameters=26_140_000)).startswith("26.1M parameters, ")
     lacking = foresee(limit=1 << 20)
     assert "Does not fit." in render(lacking)
 
