@@ -15,7 +15,7 @@ def generate(
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens", "-n", help="Most new tokens; 128, or what the context has room for."
+            "--tokens", "-n", min=1, help="Most new tokens; 128, or what the context has room for."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,

@@ -13,9 +13,11 @@ brings its own.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import difflib
 import importlib
+import itertools
 import os
 import sys
 import traceback
@@ -28,6 +30,8 @@ from lezero.core.flags import FLAGS, flag
 
 BUG, INTERRUPTED, READER_GONE = 70, 130, 141
 DEBUG = "LEZERO_DEBUG"
+PLAIN = {"±": "+/-", "×": "x", "·": "-", "…": "...", "µ": "u", "∞": "inf"}
+"""What is written for characters of our own where stdout cannot say them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(arguments)
             sys.stdout.flush()
         except BaseException as error:
-            status = _explain(error)
+            status = _explain(error, arguments)
     return status
 
 
@@ -103,7 +107,8 @@ def _make_streams_writable() -> None:
     """A command never fails for where its words go.
 
     A stream that was closed before the start leads nowhere from now on: its number would go to the
-    next file that is opened. Characters that stdout's encoding lacks are written as "?".
+    next file that is opened. Characters that stdout's encoding lacks are written as plain ones that
+    mean the same, or as "?".
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -112,7 +117,14 @@ def _make_streams_writable() -> None:
     encoding, errors = getattr(sys.stdout, "encoding", "utf-8"), getattr(sys.stdout, "errors", "")
     if errors == "strict" or not encoding.lower().startswith("utf"):
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+            codecs.register_error("lezero-plain", _in_plain_characters)
+            sys.stdout.reconfigure(errors="lezero-plain")  # type: ignore[union-attr]
+
+
+def _in_plain_characters(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    lacking = error.object[error.start : error.end]
+    return "".join(PLAIN.get(character, "?") for character in lacking), error.end
 
 
 def _run(arguments: list[str]) -> int:
@@ -162,8 +174,10 @@ def _help() -> str:
     return "\n".join(lines)
 
 
-def _explain(error: BaseException) -> int:
-    """Writes one message about `error` to stderr and returns the exit status that belongs to it."""
+def _explain(error: BaseException, arguments: Sequence[str] = ()) -> int:
+    """Writes one message about `error` to stderr and returns the exit status that belongs to it.
+
+    arguments: the words of the command line, for the value of an option that is refused."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
         error = error.__context__  # of which typer makes a status of 1
     if isinstance(error, SystemExit):
@@ -182,7 +196,8 @@ def _explain(error: BaseException) -> int:
         _say(f"error: {error}")
         return error.exit_status
     if hasattr(error, "format_message"):
-        _say(f"error: {error.format_message().rstrip('.')}{_usage_hint(error)}")
+        said = _bad_value(error, arguments) or error.format_message().rstrip(".")
+        _say(f"error: {said}{_usage_hint(error)}")
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, ImportError) and not str(error.name or "").startswith("lezero"):
         _say(f"error: a package that LeZero needs does not import ({_first_line(error)})")
@@ -205,6 +220,27 @@ def _debugging() -> bool:
     with contextlib.suppress(LeZeroError):  # a value that is not allowed is what is explained
         return bool(flag(DEBUG))
     return False
+
+
+def _bad_value(error: Any, arguments: Sequence[str]) -> str:
+    """The option that typer refuses the value of, with the value and what is allowed; nothing for
+    other errors."""
+    names = [*getattr(getattr(error, "param", None), "opts", ())]
+    _, found, allowed = str(getattr(error, "message", "")).partition("Input should be ")
+    if not found:
+        return ""
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = word.partition("=")
+        for option in names:
+            if name == option:
+                return _refused(option, value if equals else following, allowed)
+            if len(option) == 2 and word.startswith(option):
+                return _refused(option, word[2:], allowed)
+    return ""
+
+
+def _refused(option: str, value: str, allowed: str) -> str:
+    return f"{option}: got {value!r}, allowed is {allowed.partition(',')[0]}"
 
 
 def _usage_hint(error: Any) -> str:

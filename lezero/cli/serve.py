@@ -73,8 +73,9 @@ def serve(
         bool, typer.Option("--public-without-keys", help="Let anyone on the network ask.")
     ] = False,
     new_key: Annotated[
-        str, typer.Option(help="Print a new API key of this name and its line; serve nothing.")
-    ] = "",
+        str | None,
+        typer.Option(help="Print a new API key of this name and its line; serve nothing."),
+    ] = None,
 ) -> int:
     """Serve a model: OpenAI's protocol at /v1, a page at /, /health, /ready, /metrics.
 
@@ -85,7 +86,7 @@ def serve(
     from lezero.serve.server import command
     from lezero.serve.server.config import ServeConfig
 
-    if new_key:
+    if new_key is not None:
         return command.print_new_key(new_key)
     config = ServeConfig(
         **{"host": host, "port": port, "name": name, "keys": keys, "queue": queue, "rate": rate},

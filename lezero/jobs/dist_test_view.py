@@ -12,9 +12,9 @@ def text(report: Report) -> str:
     """Where the ranks are, what is right, how fast it is, and what codec auto would answer."""
     hosts = report.topology.hosts.ranks
     where = ", ".join("+".join(map(str, host)) for host in hosts)
-    lines = [f"{report.ranks} ranks on {len(hosts)} host{'s' * (len(hosts) != 1)} ({where})", ""]
     if report.ranks == 1:
-        return "\n".join([*lines, "One rank has nobody to exchange with: nothing was tested."])
+        return "1 rank: it has nobody to exchange with, so nothing was tested. Give --np 2 or more."
+    lines = [f"{report.ranks} ranks on {len(hosts)} host{'s' * (len(hosts) != 1)} ({where})", ""]
     rows = [["level", "latency", "bandwidth"]]
     for level in report.topology.levels:
         rows.append([level.name, span(level.latency_s), rate(level.bytes_per_s, "B/s")])

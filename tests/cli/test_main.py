@@ -181,6 +181,25 @@ def test_wrong_usage_is_status_2(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "x", "-n", "0"], "-n: got '0', allowed is greater than or equal to 1"),
+        (["plan", "x", "--ranks=0"], "--ranks: got '0', allowed is greater than or equal to 1"),
+        (["plan", "x", "-n0"], "-n: got '0', allowed is greater than or equal to 1"),
+        (["plan", "-n", "x", "x"], "-n: got 'x', allowed is a valid integer"),
+        (["generate", "x", "-n", "0", "-p", "x"], "-n: got '0', allowed is greater than"),
+    ],
+)
+def test_a_value_that_is_refused_is_told_with_its_option_and_what_is_allowed(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.endswith(f"(see lz {words[0]} --help)\n")
+
+
 def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ([], ["--help"], ["-h"]):
         assert main(line) == 0
@@ -252,7 +271,7 @@ def failing_process(how: str, folder: Path, redirect: str = "", **environ: str) 
 
 @pytest.mark.parametrize(
     ("encoding", "written"),
-    [("ascii", b"?? ?"), ("latin-1", b"\xb1? ?"), ("utf-8", b"\xc2\xb1\xe4\xb8\x96 ?")],
+    [("ascii", b"+/-? ?"), ("latin-1", b"\xb1? ?"), ("utf-8", b"\xc2\xb1\xe4\xb8\x96 ?")],
 )
 def test_characters_that_the_output_cannot_hold_do_not_end_a_command(
     tmp_path: Path, encoding: str, written: bytes

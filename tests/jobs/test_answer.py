@@ -147,7 +147,7 @@ def test_one_prompt_is_continued_by_the_engine_where_its_options_are_given(
     assert main(["generate", str(folder), "-p", "x" * 400, *given]) == 0
     assert len(capsys.readouterr().out) > 400
     assert main(["generate", str(folder), "-p", "abc", "-n", "0", *given]) == 2
-    assert "tokens: got 0" in capsys.readouterr().err
+    assert "-n: got '0', allowed is greater than or equal to 1" in capsys.readouterr().err
 
 
 def test_one_prompt_is_continued_by_transformers_where_it_must(

@@ -146,6 +146,12 @@ def test_the_report_for_people(ranks: RankPool) -> None:
     assert "Some collectives are wrong." in wrong
 
 
+def test_one_rank_says_that_it_tests_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["dist-test", "--np", "1"]) == 0
+    told = "1 rank: it has nobody to exchange with, so nothing was tested. Give --np 2 or more.\n"
+    assert capfd.readouterr().out == told
+
+
 def test_a_wrong_result_ends_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
