@@ -8,6 +8,7 @@ from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.facts import memory
 from lezero.profiler import hardware
+from lezero.report.units import size
 from lezero.serve.program import Program
 
 SHARE = 0.3
@@ -58,7 +59,7 @@ class Forecast:
         each = f"{self.token_bytes / 1024:.1f} KiB a token"
         fits = f"{self.largest} requests of {self.context} tokens, {each}"
         kv = [f"keys/values {self.kv}"] if self.kv else []
-        draft = [f"draft       {mib(self.draft_bytes)}"] if self.draft_bytes else []
+        draft = [f"draft       {size(self.draft_bytes)}"] if self.draft_bytes else []
         slow = [f"slower      {self.slow}"] if self.slow else []
         origin = f": {self.origin}" if self.origin else ""
         guesses = ""
@@ -67,10 +68,10 @@ class Forecast:
         if self.disturbed:
             slow.append("note        measured beside other programs, so it may be more")
         return [
-            f"weights     {mib(self.weight_bytes)}{origin}",
-            f"cache       {mib(self.cache_bytes)}: {fits}",
+            f"weights     {size(self.weight_bytes)}{origin}",
+            f"cache       {size(self.cache_bytes)}: {fits}",
             *kv,
-            f"workspace   {mib(self.workspace_bytes)}",
+            f"workspace   {size(self.workspace_bytes)}",
             *draft,
             f"decode      at most {_speed(self.decode_tokens_s)} for one request{guesses}",
             f"prefill     at most {_speed(self.prefill_tokens_s)}",
@@ -147,8 +148,8 @@ def compared(
         steady = forecast.weight_bytes + forecast.draft_bytes
         expected = steady + int(cache_share * forecast.cache_bytes)
         lines.append(
-            f"memory      {mib(taken)} taken; forecast {mib(expected)} of weights and of the cache "
-            f"that was used, {mib(expected + forecast.workspace_bytes)} with workspace"
+            f"memory      {size(taken)} taken; forecast {size(expected)} of weights and of the "
+            f"cache that was used, {size(expected + forecast.workspace_bytes)} with workspace"
         )
     return lines
 
@@ -175,20 +176,15 @@ def refuse_too_large_a_cache(cache_bytes: int, program: Program) -> None:
     free = _free(program)
     if 0 < free < cache_bytes:
         raise ConfigError(
-            f"cache_bytes: got {cache_bytes} ({mib(cache_bytes)}), but only {mib(free)} of memory "
-            f"are free beside the weights; give less, or none, which takes at most {SHARE:.0%} of "
-            "what is free"
+            f"cache_bytes (--cache-mib of lz serve): got {cache_bytes} bytes ({size(cache_bytes)}, "
+            f"{cache_bytes / 2**20:,.0f} MiB), but only {size(free)} of memory are free beside the "
+            f"weights; give less, or none, which takes at most {SHARE:.0%} of what is free"
         )
 
 
 def _free(program: Program) -> int:
     """Bytes that this process may still take where the cache lies; 0: not known."""
     return memory().available if program.place.type == "cpu" else device.memory_free(program.place)
-
-
-def mib(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**20:.0f} MiB"
 
 
 def _speed(found: float | None) -> str:

@@ -70,7 +70,7 @@ def cost_lines(costs: list[Cost]) -> list[str]:
     dear = [_said(cost.rows) for cost in costs if cost.ratio > 1]
     return [
         f"invariance  time of products over torch's own, which is not invariant: {each}",
-        f"            so it costs time for {' and '.join(dear)}" if dear else "            no cost",
+        f"            so it costs time for {', '.join(dear)}" if dear else "            no cost",
     ]
 
 

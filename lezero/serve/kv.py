@@ -10,7 +10,8 @@ from typing import Literal
 
 from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
-from lezero.serve.forecast import SHARE, block_bytes, mib
+from lezero.report.units import size
+from lezero.serve.forecast import SHARE, block_bytes
 from lezero.serve.program import Program
 
 KV = Literal["auto", "bf16", "int8"]
@@ -48,11 +49,11 @@ def settle_kv(
         return "no context was asked for, which could be too long for it"
     need = -(-context // program.block_size) * max_requests * block_bytes(program, draft)
     room = cache_bytes or int(SHARE * memory_limit())
-    asked = f"{max_requests} requests of {context} tokens in bf16 take {mib(need)}"
+    asked = f"{max_requests} requests of {context} tokens in bf16 take {size(need)}"
     given = "cache_bytes" if cache_bytes else f"{SHARE:.0%} of the memory"
     if need > room > 0:
         _keep("int8", program, draft)
-    return f"{asked}, {given} {mib(room)}"
+    return f"{asked}, {given} {size(room)}"
 
 
 def _keep(form: str, program: Program, draft: Program | None) -> None:

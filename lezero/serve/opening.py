@@ -24,9 +24,9 @@ from lezero.hub.opened import open_model
 from lezero.models import Transformer
 from lezero.ops import linear
 from lezero.ops.decoder import native
+from lezero.report.units import size
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
-from lezero.serve.forecast import mib
 from lezero.serve.foreign import open_foreign
 from lezero.serve.fused import FusedProgram, shape_of
 from lezero.serve.plain import PlainProgram
@@ -88,7 +88,7 @@ def _placed(model: Transformer, weights: Weights) -> Transformer:
     needed = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
     if 0 < free < needed:
         raise ConfigError(
-            f"weights: got {weights!r}, which take {mib(needed)}, but only {mib(free)} of memory "
+            f"weights: got {weights!r}, which take {size(needed)}, but only {size(free)} of memory "
             f"are free on {place}; take a quantized or smaller model"
         )
     return model.to(place)
@@ -200,9 +200,9 @@ def _in_one_type(model: Transformer, weights: Weights, place: str) -> Transforme
 def _int4(model: Transformer) -> Int4Weight:
     c = model.config
     inputs = (c.dim, c.heads * c.head_dim, c.ffn)
-    for size in _GROUPS:
-        if not any(K % size for K in inputs):
-            return Int4Weight(group=size, method="hqq")
+    for group in _GROUPS:
+        if not any(K % group for K in inputs):
+            return Int4Weight(group=group, method="hqq")
     raise ConfigError(
         f"weights: got 'int4', whose groups of {' or '.join(map(str, _GROUPS))} do not divide the "
         f"inputs of this model's layers ({', '.join(map(str, inputs))}); take 'int8' or 'bf16'"

@@ -13,6 +13,7 @@ from lezero.core.errors import ConfigError
 from lezero.core.facts import Facts
 from lezero.profiler.ceilings import Ceilings
 from lezero.profiler.hardware import Hardware
+from lezero.report.units import size
 from lezero.serve import forecast as module
 from lezero.serve.forecast import compared
 from lezero.serve.llm import LLM
@@ -56,13 +57,15 @@ def test_the_cache_is_within_what_the_process_may_take(monkeypatch: pytest.Monke
     left = LLM(small())
     assert 0 < left.forecast.cache_bytes <= 0.3 * (1 << 20)
     assert LLM(small(), cache_bytes=1 << 20).forecast.cache_bytes == 1 << 20
-    with pytest.raises(ConfigError, match=r"cache_bytes: got 2097152 \(2 MiB\), but only 1 MiB"):
+    with pytest.raises(ConfigError, match=r"got 2097152 bytes \(2.00 MiB, 2 MiB\), but only 1.00"):
         LLM(small(), cache_bytes=2 << 20)
 
 
 def test_more_memory_than_there_is_is_no_cache() -> None:
     for bytes_ in (2 * facts.memory().total, 1 << 50):
-        with pytest.raises(ConfigError, match=r"cache_bytes: got .* are free"):
+        with pytest.raises(
+            ConfigError, match=r"cache_bytes \(--cache-mib of lz serve\): got .* are free"
+        ):
             LLM(small(), cache_bytes=bytes_)
 
 
@@ -122,6 +125,6 @@ def test_what_was_measured_is_compared(ceilings: Any) -> None:
     )
     assert "50% of the forecast's ceiling" in lines[0]
     assert lines[1].startswith("prefill     10 tokens/s, ")
-    expected = (found.weight_bytes + found.cache_bytes // 2) / 2**20
-    assert lines[2].startswith(f"memory      3 MiB taken; forecast {expected:.0f} MiB")
+    expected = found.weight_bytes + found.cache_bytes // 2
+    assert lines[2].startswith(f"memory      3.00 MiB taken; forecast {size(expected)} of")
     assert compared(found) == []

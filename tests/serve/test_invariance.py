@@ -59,6 +59,8 @@ def test_where_it_costs_time_is_said() -> None:
     assert "0.50 for 1 row (torch fp32), 1.50 for 256 rows (torch bf16)" in first
     assert "costs time for 256 rows" in second
     assert "no cost" in cost_lines(costs[:1])[1]
+    every = [Cost(rows, 3.0, 2.0, "torch fp32") for rows in ROWS]
+    assert cost_lines(every)[1].endswith("so it costs time for 1 row, 16 rows, 256 rows")
 
 
 def test_a_program_without_invariance_says_so() -> None:

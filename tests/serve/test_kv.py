@@ -57,8 +57,8 @@ def test_auto_is_int8_where_bf16_does_not_fit_and_says_so(monkeypatch):
     monkeypatch.setattr(kv_module, "memory_limit", lambda: 1 << 20)
     llm = LLM(small(), context=128)
     assert llm.program.kv == "int8"
-    said = "keys/values int8: 32 requests of 128 tokens in bf16 take 1 MiB, 30% of the memory 0 MiB"
-    assert said in llm.forecast.lines()
+    said = "int8: 32 requests of 128 tokens in bf16 take 1.00 MiB, 30% of the memory 307 KiB"
+    assert f"keys/values {said}" in llm.forecast.lines()
     llm = LLM(small(), context=128, max_requests=1, cache_bytes=128 * BF16 - 1)
     assert llm.program.kv == "int8"
     assert "cache_bytes" in llm.forecast.kv

@@ -203,7 +203,7 @@ def test_a_files_own_blocks_answer_as_its_dequantized_weights(
         form = "int4 weights in groups of 32, int8 activations in blocks"
         assert form in llm.program.description or kinds[1]
     own = "the file's own blocks, not rounded again"
-    assert llm.forecast.lines()[0].endswith(f" MiB: {own}")
+    assert llm.forecast.lines()[0].endswith(f" KiB: {own}")
     assert f"{path}: weights are {own}" in caplog.text
 
 

@@ -63,7 +63,8 @@ class BatchMetrics:
         if not plan.rate:
             target = _ms(batcher.target_s)
             return [*lines, f"forecast    no rate holds {target} here; give a higher --p99-ms"]
-        return [*lines, f"forecast    {plan.rate:,.0f} usual requests a second"]
+        rate = f"{plan.rate:,.0f} usual requests a second"
+        return [*lines, f"forecast    {rate} of the model alone, HTTP aside"]
 
     def ended(self, runner: Runner) -> list[str]:
         """What was, beside the target."""

@@ -62,6 +62,6 @@ class ServeConfig(Config):
         if not (self.loopback or has_keys or self.public_without_keys):
             raise ConfigError(
                 f"host: got {self.host}, which others on the network reach, and there are no API "
-                "keys; make one (lz serve --new-key) and give --keys FILE, or listen on 127.0.0.1, "
-                "or let anyone ask with --public-without-keys"
+                "keys; make one (lz serve --new-key NAME) and give --keys FILE, or listen on "
+                "127.0.0.1, or let anyone ask with --public-without-keys"
             )

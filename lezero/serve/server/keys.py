@@ -34,7 +34,8 @@ def new_key(name: str = "key") -> tuple[str, str]:
     line = f"{name} sha256:{_digest(key)}"
     if _LINE.fullmatch(line) is None:
         raise ConfigError(
-            f"name: got {name!r}, allowed are up to 64 letters, digits, '_', '.', '@' and '-'"
+            f"name of the key: got {name!r}, allowed are 1 to 64 letters, digits, '_', '.', '@' "
+            "and '-'"
         )
     return key, line
 
@@ -56,7 +57,7 @@ class Keys:
             if found is None:
                 raise ConfigError(
                     f"{source}: line {number} is not of the form 'NAME sha256:HASH', which "
-                    "lz serve --new-key prints; keys themselves are not kept"
+                    "lz serve --new-key NAME prints; keys themselves are not kept"
                 )
             self._hashes.append((found[1], found[2]))
 
@@ -81,10 +82,13 @@ def read_keys(path: str | None) -> Keys:
             with Path(expand_home(path)).open(encoding="utf-8") as file:
                 text = file.read(_LIMIT)
         except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"{path}: the API keys cannot be read ({error})") from None
+            why = getattr(error, "strerror", None) or "it is no text in UTF-8"
+            raise FileError(f"{path}: the API keys cannot be read ({why})") from None
         own = Keys(text.splitlines(), path)
         if not len(own):
-            raise ConfigError(f"{path}: holds no keys; lz serve --new-key prints a line for it")
+            raise ConfigError(
+                f"{path}: holds no keys; lz serve --new-key NAME prints a line for it"
+            )
         keys._hashes += own._hashes
     return keys
 

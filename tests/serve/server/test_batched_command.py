@@ -46,7 +46,7 @@ def test_the_command_serves_and_ends_with_status_0(which: str, folder: Path) -> 
         rest = process.stdout.read()
     assert process.wait(30) == 0
     told = "".join(lines)
-    assert "forecast" in told
+    assert re.search(r"forecast .* usual requests a second of the model alone, HTTP aside", told)
     assert "batching" in told
     assert ("weights" in told) == (which == "encoder")
     assert "1 requests, 1 items" in rest

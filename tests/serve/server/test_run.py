@@ -193,6 +193,13 @@ def test_the_command_makes_keys(capsys) -> None:
     assert re.search(r"alice sha256:[0-9a-f]{64}$", capsys.readouterr().out.strip())
 
 
+def test_a_file_of_keys_that_is_not_there_is_named_once(tmp_path, capsys) -> None:
+    path = tmp_path / "none"
+    assert main(["serve", "x", "--keys", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert said == f"error: {path}: the API keys cannot be read (No such file or directory)\n"
+
+
 def test_a_port_that_is_taken_is_told_before_a_model_is_opened(capsys) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -206,6 +213,8 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_opened(capsys) -> None:
     [
         ([], "model: got none"),
         (["x", "--host", "0.0.0.0"], "--public-without-keys"),
+        (["x", "--host", "0.0.0.0"], "lz serve --new-key NAME"),
+        (["--new-key", ""], "name of the key: got ''"),
         (["x", "--port", "99999"], "port"),
         (["x", "--cache-mib", "0"], "cache_mib"),
     ],
