@@ -246,8 +246,9 @@ def check_options(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
             )
 
 
-def check_parameters(optimizer: Optimizer) -> None:
-    """Raises `ConfigError` unless all parameters have a type that the kernels update."""
+def check_parameters(optimizer: WeightOptimizer) -> None:
+    """Raises `ConfigError` unless all parameters have a type that the kernels update, and for
+    remainders where none has any."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.dtype not in _TYPES:
@@ -255,6 +256,12 @@ def check_parameters(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
                     f"{parameter.dtype}; allowed is float32 or bfloat16"
                 )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if optimizer._masters == "remainder" and all(p.dtype == torch.float32 for p in held):
+        raise ConfigError(
+            "masters: got 'remainder', but every parameter is float32, which lacks no bits; use "
+            "masters='none', or make the weights bfloat16 before the optimizer"
+        )
 
 
 def _local(tensor: Any) -> Any:

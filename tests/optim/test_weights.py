@@ -159,6 +159,10 @@ def test_what_cannot_work_is_refused() -> None:
         AdamW8bit(made.double())
     with pytest.raises(ConfigError, match=r"betas\[1\]: got 1.0"):
         AdamW8bit(model(), betas=(0.9, 1.0))
+    for kind in (AdamW, AdamW8bit):
+        with pytest.raises(ConfigError, match=r"'remainder', but every parameter is float32"):
+            kind(model(torch.float32), masters="remainder")
+        kind(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), masters="remainder")
     with pytest.raises(ConfigError, match="no trainable parameter"):
         AdamW8bit([])
     table = nn.Embedding(100, 80, sparse=True)
@@ -170,8 +174,8 @@ def test_what_cannot_work_is_refused() -> None:
 def test_hooks_run_once_and_a_closure_is_called() -> None:
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # torch wraps hooks round the class's step
     for mode in MODES:
-        weight = nn.Parameter(torch.ones(4))
-        optimizer = AdamW([weight], masters=mode)
+        weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        optimizer = AdamW([weight], lr=0.1, masters=mode)
         calls: list[str] = []
         optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("before"))
         optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("after"))
