@@ -216,7 +216,7 @@ static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_
   if (i + 1 < n) next += i + 1;
   else if (at + STRETCH < lines) next_at += STRETCH;
   else next += n, next_at = 0;
-  const panel_pair q = pair_at(l, next);
+  const panel_pair q = pair_at(l, w, next);
   for (int j = 0; j < 2; j++) {
     s.weight[j] = p->weight[j] + at * line, s.next[j] = q.weight[j] + next_at * line;
     if (l->bits != 4) continue;
@@ -247,7 +247,7 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
   begin_sums(w, own, n);
   for (int64_t at = 0; at < lines; at += STRETCH) {
     for (int64_t i = 0; i < n; i++) {
-      const panel_pair p = pair_at(l, pair + i);
+      const panel_pair p = pair_at(l, w, pair + i);
       stretch s = stretch_at(l, w, own, &p, pair, i, n, at, lines);
       for (int64_t j = 0; j < w->tiles; j += 2 - digits) {
         const int two = !digits && j + 1 < w->tiles;
@@ -257,7 +257,7 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
     }
   }
   for (int64_t i = 0; i < n; i++) {
-    const panel_pair p = pair_at(l, pair + i);
+    const panel_pair p = pair_at(l, w, pair + i);
     for (int64_t j = 0; j < w->tiles; j++) {
       const token_tile t = tile_at(w, j);
       finish(l, w, &t, &p, first, own->sums + i * w->tiles + j);

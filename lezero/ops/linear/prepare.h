@@ -24,11 +24,14 @@ enum { LINE_ROWS = 16 }; /* of a tile in lines */
 
 typedef struct {
   int64_t tokens, padded, block, blocks;
+  int64_t in_group;             /* blocks of a group */
+  int64_t pair, scales;         /* bytes of a pair of panels, and of its scales */
+  int64_t part, step;           /* bytes of the next pair that a tile, and an iteration fetches */
   int64_t digits, width; /* sums of whole numbers a token; bytes of an input */
   int whole, parts; /* whole: one sum over all inputs; parts: of bf16, high only or high and low */
   int fine;         /* a token has a scale for each block: 16 bits, or 8 that say so */
   int lines;        /* [Note: tokens in lines] */
-  int64_t tiles;
+  int64_t tiles, rows, longer; /* rows of a tile, and how many tiles have one more */
   int8_t *codes;
   int32_t *start;
   float *total, *scale;
@@ -45,6 +48,15 @@ typedef struct {
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
+/* Bytes of a panel's codes, and of its scales. */
+INLINE int64_t panel_bytes(const lezero_linear *l) {
+  return round_up(l->K, l->bits == 16 ? 32 : 64) * 2 * l->bits;
+}
+INLINE int64_t scale_bytes(const lezero_linear *l) {
+  const int64_t groups = l->group ? (l->K + l->group - 1) / l->group : 1;
+  return groups * 16 * (l->scale_type == LEZERO_FP32 ? 4 : 2);
+}
+
 static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   workspace w = {0};
   w.tokens = tokens, w.lines = IN_LINES(l);
@@ -60,8 +72,14 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
+  w.in_group = l->group ? l->group / w.block : w.blocks;
+  w.pair = 2 * panel_bytes(l), w.scales = 2 * scale_bytes(l);
   if (w.lines) most = LINE_ROWS;
   w.tiles = (tokens + most - 1) / most;
+  if (w.tiles) {
+    w.rows = tokens / w.tiles, w.longer = tokens % w.tiles;
+    w.part = w.pair / w.tiles, w.step = (AT_ONCE(MOST_ROWS) * LINE + w.tiles - 1) / w.tiles;
+  }
   const int64_t rows = w.lines ? w.tiles * LINE_ROWS : tokens;
   char *at = base;
   w.codes = (int8_t *)at, at += round_up(rows * w.padded * w.width, 64);
@@ -73,9 +91,8 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
 }
 
 static token_tile tile_at(const workspace *w, int64_t index) {
-  const int64_t rows = w->tokens / w->tiles, longer = w->tokens % w->tiles;
   token_tile t;
-  t.row = index * rows + least(index, longer), t.rows = rows + (index < longer);
+  t.row = index * w->rows + least(index, w->longer), t.rows = w->rows + (index < w->longer);
   t.codes = w->codes + (w->lines ? index * LINE_ROWS : t.row) * w->padded * w->width;
   t.start = w->start + t.row * w->blocks * w->digits;
   t.total = w->total + t.row * w->blocks, t.scale = w->scale + t.row * w->blocks;
@@ -224,15 +241,6 @@ int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count) {
 }
 
 int64_t lezero_linear_pairs(const lezero_linear *l) { return (l->N + 31) / 32; }
-
-/* Bytes of a panel's codes, and of its scales. */
-INLINE int64_t panel_bytes(const lezero_linear *l) {
-  return round_up(l->K, l->bits == 16 ? 32 : 64) * 2 * l->bits;
-}
-INLINE int64_t scale_bytes(const lezero_linear *l) {
-  const int64_t groups = l->group ? (l->K + l->group - 1) / l->group : 1;
-  return groups * 16 * (l->scale_type == LEZERO_FP32 ? 4 : 2);
-}
 
 lezero_ahead lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end) {
   const int64_t panel = panel_bytes(l), scales = 2 * begin * scale_bytes(l);

@@ -13,7 +13,7 @@
 #include "ahead.h"
 #include "prepare.h"
 
-enum { AHEAD = 2048, FAR = 32768 }; /* bytes, see [Note: fetching ahead] */
+enum { AHEAD = 8192, FAR = 1 << 18 }; /* bytes, see [Note: fetching ahead] */
 
 typedef struct {
   const uint8_t *weight[2];
@@ -22,15 +22,15 @@ typedef struct {
   int64_t first;      /* output */
 } panel_pair;
 
-static panel_pair pair_at(const lezero_linear *l, int64_t index) {
-  const int64_t panels = (l->N + 15) / 16, line = scale_bytes(l);
+static panel_pair pair_at(const lezero_linear *l, const workspace *w, int64_t index) {
+  const int64_t panels = (l->N + 15) / 16;
   panel_pair p;
   p.first = 32 * index;
   for (int i = 0; i < 2; i++) {
     const int64_t panel = least(2 * index + i, panels - 1);
-    p.weight[i] = (const uint8_t *)l->weight + panel * panel_bytes(l);
-    p.scale[i] = (const char *)l->scale + panel * line;
-    p.zero[i] = l->zero ? (const char *)l->zero + panel * line : 0;
+    p.weight[i] = (const uint8_t *)l->weight + panel * (w->pair / 2);
+    p.scale[i] = (const char *)l->scale + panel * (w->scales / 2);
+    p.zero[i] = l->zero ? (const char *)l->zero + panel * (w->scales / 2) : 0;
     const int64_t left = l->N - p.first - 16 * i;
     p.outputs[i] = left < 0 ? 0 : least(left, 16);
   }
@@ -65,49 +65,48 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
 }
 
 /* [Note: fetching ahead]
- * Where one tile holds all tokens memory is the limit: with each line of weights the one that lies a
- * pair of panels behind it is fetched, so that no panel begins unfetched; where a pair is larger than
- * FAR, the one AHEAD bytes behind it. It goes to the second cache: the first one waits for few lines at
- * once, and would hold up all others. Where more tiles meet a pair the processor must not wait when
- * the first of them does: each fetches its part of the next pair, `step` bytes an iteration. The last
- * pair fetches what is multiplied after this product, where that is known. */
+ * With few tokens memory is the limit: with each line of weights the one that lies a pair of panels
+ * behind it is fetched, so that no panel begins unfetched; where a pair is larger than FAR, too much of
+ * a second cache, the one AHEAD bytes behind it. It goes to that cache: the first one waits for few
+ * lines at once, and would hold up all others. Where more than two tiles of tokens meet a pair, the
+ * processor must not wait when the first of them does: each fetches its part of the next pair, `step`
+ * bytes an iteration. The last pair fetches what is multiplied after this product, if that is known. */
 typedef struct {
-  int64_t ahead, scale, zero; /* bytes from what is read to what is fetched; ahead 0: more tiles */
+  int64_t ahead, scale, zero; /* bytes from what is read to what is fetched; ahead 0: many tiles */
   const uint8_t *next;
   int64_t step;
 } fetching;
 
 /* What to fetch with the last pair, or null. */
-static lezero_ahead *after(const lezero_linear *l) {
-  return l->ahead && l->ahead->left > 0 && 2 * panel_bytes(l) <= FAR ? l->ahead : 0;
+static lezero_ahead *after(const lezero_linear *l, const workspace *w) {
+  return l->ahead && l->ahead->left > 0 && w->pair <= FAR ? l->ahead : 0;
 }
 
-static fetching fetching_of(const lezero_linear *l, const workspace *w, const panel_pair *p, int last) {
-  const int64_t both = 2 * panel_bytes(l), scales = 2 * scale_bytes(l);
-  fetching f = {both > FAR ? AHEAD : both, scales, scales, p->weight[0] + both, 0};
-  const lezero_ahead *a = last ? after(l) : 0;
-  if (a) {
-    f.next = (const uint8_t *)a->at, f.ahead = f.next - p->weight[0];
-    if (a->scale && p->scale[0]) f.scale = a->scale - p->scale[0];
-    if (a->zero && p->zero[0]) f.zero = a->zero - p->zero[0];
+static fetching fetching_of(const workspace *w, const panel_pair *p, const lezero_ahead *after) {
+  fetching f = {w->pair > FAR ? AHEAD : w->pair, w->scales, w->scales, p->weight[0] + w->pair, w->step};
+  if (after) {
+    f.next = (const uint8_t *)after->at, f.ahead = f.next - p->weight[0];
+    if (after->scale && p->scale[0]) f.scale = after->scale - p->scale[0];
+    if (after->zero && p->zero[0]) f.zero = after->zero - p->zero[0];
   }
-  if (w->tiles > 1) f.ahead = 0, f.step = (AT_ONCE(MOST_ROWS) * LINE + w->tiles - 1) / w->tiles;
+  if (w->tiles > (w->pair > FAR ? 1 : 2)) f.ahead = 0;
   return f;
 }
 
-INLINE void fetch(const int P, const uint8_t *w0, const uint8_t *w1, fetching *f) {
+INLINE void fetch(const int P, const uint8_t *w0, const uint8_t *w1,
+                  const fetching *f, const uint8_t **next) {
   if (f->ahead) {
     prefetch_far(w0 + f->ahead);
     if (P == 2) prefetch_far(w1 + f->ahead);
   } else {
-    prefetch(f->next), f->next += f->step;
+    prefetch(*next), *next += f->step;
   }
 }
 
 /* The same for scales and zero points, which lie two groups to a line. */
 INLINE void fetch_scales(const lezero_linear *l, const panel_pair *p, const int P, const int first,
                          int64_t group, const fetching *f) {
-  if (!f->ahead || group & 1) return;
+  if (group & 1) return;
   const int64_t at = group * (l->scale_type == LEZERO_FP32 ? 64 : 32);
   UNROLL for (int i = first; i < first + P; i++) {
     prefetch_far(p->scale[i] + f->scale + at);
@@ -125,19 +124,21 @@ INLINE void dot_fours(const int R, const int P, ints b0, ints b1, const int8_t *
 }
 
 /* Sums of whole numbers over `fours` of inputs, 8 bits a code. */
-INLINE void sum_bytes(const int R, const int P, const uint8_t *w0, const uint8_t *w1,
-                      const int8_t *a, int64_t fours, fetching *m, ints acc[][2]) {
+INLINE void sum_bytes(const int R, const int P, const uint8_t *w0,
+                      const uint8_t *w1, const int8_t *a, int64_t fours, const fetching *m,
+                      const uint8_t **next, ints acc[][2]) {
   for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES * R) {
-    fetch(P, w0, w1, m);
+    fetch(P, w0, w1, m, next);
     dot_fours(R, P, load_line(w0), P == 2 ? load_line(w1) : all_ints(0), a, acc);
   }
 }
 
 /* The same for 4 bits a code: a line holds eight inputs of each output. */
-INLINE void sum_halves(const int R, const int P, const uint8_t *w0, const uint8_t *w1,
-                       const int8_t *a, int64_t eights, fetching *m, ints acc[][2]) {
+INLINE void sum_halves(const int R, const int P, const uint8_t *w0,
+                       const uint8_t *w1, const int8_t *a, int64_t eights, const fetching *m,
+                       const uint8_t **next, ints acc[][2]) {
   for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES * R) {
-    fetch(P, w0, w1, m);
+    fetch(P, w0, w1, m, next);
     const ints l0 = load_line(w0), l1 = P == 2 ? load_line(w1) : all_ints(0);
     dot_fours(R, P, low_halves(l0), low_halves(l1), a, acc);
     dot_fours(R, P, high_halves(l0), high_halves(l1), a + FOUR_BYTES * R, acc);
@@ -145,13 +146,14 @@ INLINE void sum_halves(const int R, const int P, const uint8_t *w0, const uint8_
 }
 
 INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                       const panel_pair *p, found_tile *f, fetching m, const int R) {
+                       const panel_pair *p, found_tile *f, const fetching *m, const int R) {
   (void)l;
+  const uint8_t *next = m->next;
   const int P = AT_ONCE(R);
   UNROLL for (int i = 0; i < 2; i += P) {
     ints acc[MOST_WHOLE][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
-    sum_bytes(R, P, p->weight[i], p->weight[1], t->codes, w->padded / 4, &m, acc);
+    sum_bytes(R, P, p->weight[i], p->weight[1], t->codes, w->padded / 4, m, &next, acc);
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < P; j++)
       f->count[r][i + j] = settled(acc[r][j]);
   }
@@ -174,8 +176,9 @@ INLINE void add_block(const int R, const int D, const int zeros, const int fine,
 
 /* R tokens of D digits, block by block; `fine`: with a scale of their own for each block. */
 INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const token_tile *t,
-                          const panel_pair *p, found_tile *f, fetching *m, const int R,
-                          const int D, const int fine, const int bits, const int first) {
+                          const panel_pair *p, found_tile *f, const fetching *m, const int R,
+                          const int D, const int fine, const int bits, const int first,
+                          const uint8_t **next) {
   const int P = AT_ONCE(R);
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
@@ -183,14 +186,16 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
   const int32_t *start = t->start;
   const float *total = t->total, *x_scale = t->scale;
   const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
+  int64_t group = 0, left = w->in_group; /* of the group's blocks */
   for (int64_t b = 0; b < w->blocks; b++) {
     const int64_t inputs = least(w->block, w->padded - b * w->block);
-    const int64_t group = l->group ? b * w->block / l->group : 0;
+    if (left == 0) left = w->in_group, group++;
+    left--;
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(start[i]);
-    fetch_scales(l, p, P, first, group, m);
-    if (bits == 8) sum_bytes(R * D, P, w0, w1, a, inputs / 4, m, acc);
-    else sum_halves(R * D, P, w0, w1, a, inputs / 8, m, acc);
+    if (m->ahead) fetch_scales(l, p, P, first, group, m);
+    if (bits == 8) sum_bytes(R * D, P, w0, w1, a, inputs / 4, m, next, acc);
+    else sum_halves(R * D, P, w0, w1, a, inputs / 8, m, next, acc);
     UNROLL for (int i = 0; i < P; i++) {
       const floats scale = read16(p->scale[first + i], l->scale_type, 16 * group, 16);
       if (l->zero) {
@@ -208,15 +213,17 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
 }
 
 INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                        const panel_pair *p, found_tile *f, fetching m, const int R, const int D,
-                        const int fine, const int bits) {
+                        const panel_pair *p, found_tile *f, const fetching *m, const int R,
+                        const int D, const int fine, const int bits) {
+  const uint8_t *next = m->next;
   UNROLL for (int first = 0; first < 2; first += AT_ONCE(R))
-    blocks_panels(l, w, t, p, f, &m, R, WORDS ? 1 : D, fine, bits, first);
+    blocks_panels(l, w, t, p, f, m, R, WORDS ? 1 : D, fine, bits, first, &next);
 }
 
 /* R tokens of one part, or of a high and a low one; both meet a line of weights while it is there. */
 INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair *p, found_tile *f,
-                      fetching m, const int R, const int parts) {
+                      const fetching *m, const int R, const int parts) {
+  const uint8_t *next = m->next;
   const int64_t low = w->padded * 2 * R; /* bytes from a token's high part to its low one */
   const int P = AT_ONCE(R);
   UNROLL for (int first = 0; first < 2; first += P) {
@@ -225,7 +232,7 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
     const int8_t *a = t->codes;
     const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
     for (int64_t k = 0; k < w->padded / 2; k++, w0 += LINE, w1 += LINE, a += PAIR_BYTES * R) {
-      fetch(P, w0, w1, &m);
+      fetch(P, w0, w1, m, &next);
       const ints b0 = load_line(w0), b1 = P == 2 ? load_line(w1) : b0;
       UNROLL for (int part = 0; part < parts; part++) {
         UNROLL for (int r = 0; r < R; r++) {
@@ -240,41 +247,41 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
   }
 }
 
-#define CASE(most, R, call) \
-  case R:                   \
-    if (R <= most) call;    \
+#define CASE(most, R, tile, ...)                         \
+  case R:                                                \
+    if (R <= most) tile(l, w, t, p, f, m, R __VA_ARGS__); \
     break;
-#define FEW(most, tile, ...)                                                       \
-  CASE(most, 1, tile(l, w, t, p, f, m, 1 __VA_ARGS__))                            \
-  CASE(most, 2, tile(l, w, t, p, f, m, 2 __VA_ARGS__))                            \
-  CASE(most, 3, tile(l, w, t, p, f, m, 3 __VA_ARGS__))                            \
-  CASE(most, 4, tile(l, w, t, p, f, m, 4 __VA_ARGS__))                            \
-  CASE(most, 5, tile(l, w, t, p, f, m, 5 __VA_ARGS__))                            \
-  CASE(most, 6, tile(l, w, t, p, f, m, 6 __VA_ARGS__))
-#define MANY(most, tile)                                                           \
-  FEW(most, tile)                                                                  \
-  CASE(most, 7, tile(l, w, t, p, f, m, 7))                                        \
-  CASE(most, 8, tile(l, w, t, p, f, m, 8))                                        \
-  CASE(most, 9, tile(l, w, t, p, f, m, 9))                                        \
-  CASE(most, 10, tile(l, w, t, p, f, m, 10))                                      \
-  CASE(most, 11, tile(l, w, t, p, f, m, 11))                                      \
-  CASE(most, 12, tile(l, w, t, p, f, m, 12))                                      \
-  CASE(most, 13, tile(l, w, t, p, f, m, 13))                                      \
-  CASE(most, 14, tile(l, w, t, p, f, m, 14))
+#define FEW(most, tile, ...)         \
+  CASE(most, 1, tile, __VA_ARGS__) \
+  CASE(most, 2, tile, __VA_ARGS__) \
+  CASE(most, 3, tile, __VA_ARGS__) \
+  CASE(most, 4, tile, __VA_ARGS__) \
+  CASE(most, 5, tile, __VA_ARGS__) \
+  CASE(most, 6, tile, __VA_ARGS__)
+#define MANY(most, tile) \
+  FEW(most, tile)        \
+  CASE(most, 7, tile)    \
+  CASE(most, 8, tile)    \
+  CASE(most, 9, tile)    \
+  CASE(most, 10, tile)   \
+  CASE(most, 11, tile)   \
+  CASE(most, 12, tile)   \
+  CASE(most, 13, tile)   \
+  CASE(most, 14, tile)
 
 INLINE void bf16_one(const lezero_linear *l, const workspace *w, const token_tile *t,
-                     const panel_pair *p, found_tile *f, fetching m, const int R) {
+                     const panel_pair *p, found_tile *f, const fetching *m, const int R) {
   (void)l, bf16_tile(w, t, p, f, m, R, 1);
 }
 INLINE void bf16_two(const lezero_linear *l, const workspace *w, const token_tile *t,
-                     const panel_pair *p, found_tile *f, fetching m, const int R) {
+                     const panel_pair *p, found_tile *f, const fetching *m, const int R) {
   (void)l, bf16_tile(w, t, p, f, m, R, 2);
 }
 
 #define TILE static void __attribute__((noinline))
 #define GIVEN \
   const lezero_linear *l, const workspace *w, const token_tile *t, const panel_pair *p, \
-      found_tile *f, fetching m
+      found_tile *f, const fetching *m
 
 TILE any_whole(GIVEN) { switch (t->rows) { MANY(MOST_WHOLE, whole_tile) } }
 TILE any_bf16(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_one) } }
@@ -291,24 +298,22 @@ TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2
 static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t count,
                              const void *scratch, int64_t begin, int64_t end) {
   const workspace w = lay_out(l, count, (char *)scratch);
+  lezero_ahead *next = after(l, &w);
   for (int64_t index = begin; index < end; index++) {
-    const panel_pair p = pair_at(l, index);
-    const fetching pair = fetching_of(l, &w, &p, index == end - 1);
-    for (int64_t i = 0; i < w.tiles; i++) {
-      fetching m = pair;
-      m.next += i * 2 * panel_bytes(l) / w.tiles;
+    const panel_pair p = pair_at(l, &w, index);
+    fetching m = fetching_of(&w, &p, index == end - 1 ? next : 0);
+    for (int64_t i = 0; i < w.tiles; i++, m.next += w.part) {
       const token_tile t = tile_at(&w, i);
       found_tile f;
-      if (l->bits == 16) (w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f, m);
-      else if (w.whole) any_whole(l, &w, &t, &p, &f, m);
-      else if (!w.fine) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f, m);
-      else if (l->x_bits == 8) (l->bits == 8 ? any_b8w8 : any_b8w4)(l, &w, &t, &p, &f, m);
-      else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, &f, m);
+      if (l->bits == 16) (w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f, &m);
+      else if (w.whole) any_whole(l, &w, &t, &p, &f, &m);
+      else if (!w.fine) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f, &m);
+      else if (l->x_bits == 8) (l->bits == 8 ? any_b8w8 : any_b8w4)(l, &w, &t, &p, &f, &m);
+      else (l->bits == 8 ? any_a16w8 : any_a16w4)(l, &w, &t, &p, &f, &m);
       finish(l, &w, &t, &p, first, &f);
     }
   }
-  lezero_ahead *a = begin < end ? after(l) : 0;
-  if (a) a->at += 2 * panel_bytes(l), a->left -= 2 * panel_bytes(l);
+  if (next && begin < end) next->at += w.pair, next->left -= w.pair;
 }
 
 #include "embedding.h"
