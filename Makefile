@@ -10,6 +10,7 @@ ARGS ?=
 # A worker a core, hyper-threads included (`auto` would leave those out); whole files go to a worker,
 # so that what a file's tests share is made once.
 # Workers share the cores, so OpenMP threads that wait must sleep: spinning takes a quarter of the time.
+# Compiled Python is kept where the environment says no, or each process that a test starts compiles anew.
 WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
@@ -50,7 +51,7 @@ demo: $(STAMP)
 	@$(BIN)/lz demo $(ARGS)
 
 test: $(STAMP)
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check

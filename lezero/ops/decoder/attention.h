@@ -4,7 +4,7 @@
 typedef struct {
   const int32_t *blocks; /* of the sequence */
   int64_t layer, head, last; /* last: position of the last row */
-  int rows;
+  int rows, filled; /* see [Note: rows of a tile] */
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
   const int32_t *pairs; /* of inputs of the queries: [pair][row] */
@@ -12,6 +12,14 @@ typedef struct {
   float scale[MOST_QUERIES]; /* of the query, where the cache has codes */
   int64_t to[MOST_QUERIES]; /* where the row's head begins in `rows` */
 } query_tile;
+
+/* [Note: rows of a tile]
+ * Each number of rows is a function of its own, and compiling them takes most of a build. So there are
+ * few, and a tile is filled up to the next one with copies of its last row, of which nothing is kept. */
+INLINE int filled_up(int rows) {
+  const int up = rows <= 4 ? rows : rows <= 6 ? 6 : rows <= 8 ? 8 : 12;
+  return up < MOST_QUERIES ? up : MOST_QUERIES;
+}
 
 /* The first key that a row's tiles hold: where the window may begin. */
 static int64_t first_key(const lezero_step *s, int64_t position) {
@@ -202,19 +210,16 @@ INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, ran
   }
 }
 
-#define ATTEND(R)                                                                      \
-  case R:                                                                              \
-    if (R > MOST_QUERIES) break;                                                       \
-    if (s->cache_bits == 8) attend(s, q, range, f, 1, R <= MOST_QUERIES ? R : 1);       \
-    else attend(s, q, range, f, 0, R <= MOST_QUERIES ? R : 1);                          \
-    break;
+#define ATTEND(R)                                                                \
+  if (R <= MOST_QUERIES && q->filled == R) {                                     \
+    if (s->cache_bits == 8) attend(s, q, range, f, 1, R <= MOST_QUERIES ? R : 1); \
+    else attend(s, q, range, f, 0, R <= MOST_QUERIES ? R : 1);                    \
+    return;                                                                      \
+  }
 
 static void __attribute__((noinline)) attend_any(const lezero_step *s, const query_tile *q,
                                                  int64_t range, range_sums *f) {
-  switch (q->rows) {
-    ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(5) ATTEND(6)
-    ATTEND(7) ATTEND(8) ATTEND(9) ATTEND(10) ATTEND(11) ATTEND(12)
-  }
+  ATTEND(1) ATTEND(2) ATTEND(3) ATTEND(4) ATTEND(6) ATTEND(8) ATTEND(12)
 }
 
 /* Joins what the next range found to `all`. */
@@ -254,10 +259,11 @@ static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t hea
   const int64_t G = s->H / s->K, all = chunk->count * G, first = tile * MOST_QUERIES;
   query_tile q = {.blocks = s->table + c * s->width, .layer = layer, .head = head};
   q.ahead = w->ahead;
-  q.rows = (int)least_of(all - first, MOST_QUERIES);
-  for (int r = 0; r < q.rows; r++) {
-    const int64_t row = chunk->first + (first + r) / G, h = head * G + (first + r) % G;
-    q.position[r] = q.last = chunk->position + (first + r) / G;
+  q.rows = (int)least_of(all - first, MOST_QUERIES), q.filled = filled_up(q.rows);
+  for (int r = 0; r < q.filled; r++) {
+    const int64_t at = first + least_of(r, q.rows - 1);
+    const int64_t row = chunk->first + at / G, h = head * G + at % G;
+    q.position[r] = q.last = chunk->position + at / G;
     q.query[r] = w->a.queries + (row * s->H + h) * s->E;
     q.scale[r] = w->a.query_scales[row * s->H + h];
     q.to[r] = (row * s->H + h) * s->E;
@@ -268,7 +274,7 @@ static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t hea
 /* Its queries side by side, as products with keys read them. */
 static void lay_queries(const lezero_step *s, query_tile *q, int32_t pairs[]) {
   for (int64_t e = 0; e < s->E / 2; e++)
-    for (int r = 0; r < q->rows; r++) memcpy(pairs + e * q->rows + r, q->query[r] + 2 * e, 4);
+    for (int r = 0; r < q->filled; r++) memcpy(pairs + e * q->filled + r, q->query[r] + 2 * e, 4);
   q->pairs = pairs;
 }
 
