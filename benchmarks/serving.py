@@ -21,6 +21,7 @@ are null, and a row says why. The best peer is the fastest of those that ran.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from _table import Result, Side, arguments, columns, compare, emit, finish, peer, side
-from serving_parts.peers import DECODED, PEERS, PREFILLED, TOGETHER
+from serving_parts.peers import DECODED, PEERS, PREFILLED, PROMPT, TOGETHER, median_s
 from serving_parts.prompts import random_tokens
 from serving_parts.timed import answered_s
 
@@ -200,12 +201,18 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
     ready = time.perf_counter() - began
     vocab = llm.program.config.vocab
     answered_s(llm, [random_tokens(vocab, 32, 9)], 8)  # the first call builds and warms
-    first = answered_s(llm, [random_tokens(vocab, 32, 0)], 1)
-    one = DECODED / (answered_s(llm, [random_tokens(vocab, 32, 1)], DECODED + 1) - first)
-    prefill = PREFILLED / answered_s(llm, [random_tokens(vocab, PREFILLED, 2)], 1)
-    many = [random_tokens(vocab, 32, 10 + i) for i in range(TOGETHER)]
-    begun = answered_s(llm, [random_tokens(vocab, 32, 40 + i) for i in range(TOGETHER)], 1)
-    together = TOGETHER * DECODED / (answered_s(llm, many, DECODED + 1) - begun)
+    seeds = itertools.count(10_000)
+
+    def seconds(rows: int, length: int, new: int) -> float:
+        prompts = [random_tokens(vocab, length, next(seeds)) for _ in range(rows)]
+        return answered_s(llm, prompts, new)
+
+    def decoded(rows: int) -> float:
+        return seconds(rows, PROMPT, DECODED + 1) - seconds(rows, PROMPT, 1)
+
+    one = DECODED / median_s(lambda: decoded(1))
+    prefill = PREFILLED / median_s(lambda: seconds(1, PREFILLED, 1))
+    together = TOGETHER * DECODED / median_s(lambda: decoded(TOGETHER))
     read = _read_bandwidth(llm.program.read_bytes)
     return {
         "decode": one,
