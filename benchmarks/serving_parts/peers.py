@@ -1,8 +1,8 @@
 """Other engines on SmolLM2-135M, each measured alike. They run in .peers, without LeZero.
 
 A decode is the time of a long answer minus that of an answer of one token, both after prompts of
-32 random tokens that no other measurement has, so that no engine finds them in a cache. What takes
-less than a second is measured several times, and the median counts.
+32 random tokens that no other measurement has, so that no engine finds them in a cache. Each is
+measured several times, and the median counts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _figures(seconds: Seconds, ready: float, together: bool) -> dict[str, Any]:
         "ready_s": ready,
     }
     if together:
-        found["together"] = TOGETHER * DECODED / decoded(TOGETHER)
+        found["together"] = TOGETHER * DECODED / median_s(lambda: decoded(TOGETHER))
     return found
 
 

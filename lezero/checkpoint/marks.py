@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lezero import __version__
 from lezero.core.errors import CorruptError, FileError
+from lezero.core.paths import expand_home
 from lezero.files import read_small, seal, step_path, unseal, write_file
 
 FORMAT = 1
@@ -25,7 +26,7 @@ def write_mark(root: Path, name: str, step: int) -> None:
 
 def read_mark(root: Path, name: str) -> int | None:
     """The step that `name` points at; None when there is no such mark, an error when damaged."""
-    path = Path(root) / f"{name}.json"
+    path = Path(expand_home(root)) / f"{name}.json"
     if not _NAME.fullmatch(name) or not path.exists():
         return None
     raw = read_small(str(path), str(path), _LIMIT)

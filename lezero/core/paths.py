@@ -10,9 +10,11 @@ from lezero.core.errors import FileError
 def expand_home(path: str | os.PathLike[str]) -> str:
     """`path`, where a leading `~` or `~name` stands for that user's home; `$NAME` stays as it is.
 
-    Raises `FileError` where there is no such user: the folder `~name` that would be made instead is
-    what nobody means.
+    Raises `FileError` for what is no path, and where there is no such user: the folder `~name` that
+    would be made instead is what nobody means.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise FileError(f"got a {type(path).__name__} where a path belongs; give text or a Path")
     text = os.fspath(path)
     found = os.path.expanduser(text)
     if not found.startswith("~"):
@@ -20,6 +22,6 @@ def expand_home(path: str | os.PathLike[str]) -> str:
     first = text.replace(os.sep, "/").partition("/")[0]
     known = f"there is no user '{first[1:]}' on this machine" if first[1:] else "HOME is not set"
     raise FileError(
-        f"{text}: {known}, so {first} is no home folder; write the whole path "
-        "(also of a file whose name begins with ~)"
+        f"{text}: {known}, so {first} is no home folder; write the path from "
+        "the root (also of a file whose name begins with ~)"
     )

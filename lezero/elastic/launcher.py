@@ -33,6 +33,7 @@ from lezero.core.config import Config
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
 from lezero.core.facts import usable_cores
 from lezero.core.flags import flag
+from lezero.core.paths import expand_home
 from lezero.elastic.worker import ERROR_FILE, python_command
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -201,7 +202,7 @@ def _installed_script(name: str, cwd: str | os.PathLike[str] | None) -> str:
     """The command's bare name where `name` is a path to it among this Python's own scripts."""
     if not os.path.dirname(name):
         return name
-    path = os.path.realpath(os.path.join(cwd or "", os.path.expanduser(name)))
+    path = os.path.realpath(os.path.join(cwd or "", expand_home(name)))
     schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
     places = [os.path.realpath(sysconfig.get_path("scripts", scheme)) for scheme in schemes]
     return os.path.basename(path) if os.path.dirname(path) in places else name

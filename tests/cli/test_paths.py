@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lezero as lz
+from lezero.checkpoint.marks import write_mark
 from lezero.cli.main import main
 from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
@@ -15,7 +16,7 @@ from lezero.report import Page
 from lezero.serve.server import command
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.keys import new_key, read_keys
-from lezero.train.metrics import read_metrics
+from lezero.train.metrics import MetricsWriter, read_metrics
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +53,15 @@ def test_checkpoints_go_to_the_home_folder_and_come_from_there(home):
     saver.close()
     assert (home / "run" / "step-00000001").is_dir()
     assert lz.checkpoint.load("~/run").step == 1
+    write_mark(home / "run", "best", 1)
+    assert lz.checkpoint.read_mark("~/run", "best") == 1
     lz.checkpoint.export_weights("~/run", "~/w.safetensors")
     assert (home / "w.safetensors").is_file()
 
 
 def test_other_public_functions_take_it_too(home):
+    MetricsWriter("~/m.jsonl").close()
+    assert (home / "m.jsonl").exists()
     bytes_tokenizer().save("~/tokenizer")
     assert load_tokenizer("~/tokenizer").vocab_size == 257
     Page("A page").write("~/page.html")

@@ -30,4 +30,10 @@ def test_an_unknown_user_is_named_with_what_to_write_instead(text):
     with pytest.raises(FileError) as error:
         expand_home(text)
     assert str(error.value).startswith(f"{text}: there is no user 'no-such-user' on this machine")
-    assert "write the whole path" in str(error.value)
+    assert "write the path from the root" in str(error.value)
+
+
+@pytest.mark.parametrize("given", [None, 5, b"run"])
+def test_what_is_no_path_is_refused_as_such(given):
+    with pytest.raises(FileError, match=f"got a {type(given).__name__} where a path belongs"):
+        expand_home(given)

@@ -23,7 +23,7 @@ static float lane_of(const void *x, int type, int64_t line, int64_t lane) {
 void lezero_embedding(const lezero_linear *l, const int64_t *ids, int64_t begin, int64_t end) {
   const int64_t size = l->x_type == LEZERO_FP32 ? 4 : 2, group = l->group ? l->group : l->K;
   const int64_t groups = (l->K + group - 1) / group;
-  const int64_t panel = (l->K + 63) / 64 * 64 * 2 * l->bits; /* bytes */
+  const int64_t panel = panel_bytes(l);
   for (int64_t row = begin; row < end; row++) {
     const int64_t p = ids[row] / 16, lane = ids[row] % 16;
     char *out = (char *)l->out + row * l->K * size;

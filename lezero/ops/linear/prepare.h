@@ -73,7 +73,7 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
   w.in_group = l->group ? l->group / w.block : w.blocks;
-  w.pair = 2 * panel_bytes(l), w.scales = 2 * scale_bytes(l);
+  w.pair = 2 * w.padded * 2 * l->bits, w.scales = 2 * scale_bytes(l);
   if (w.lines) most = LINE_ROWS;
   w.tiles = (tokens + most - 1) / most;
   if (w.tiles) {

@@ -68,9 +68,10 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
  * With few tokens memory is the limit: with each line of weights the one that lies a pair of panels
  * behind it is fetched, so that no panel begins unfetched; where a pair is larger than FAR, too much of
  * a second cache, the one AHEAD bytes behind it. It goes to that cache: the first one waits for few
- * lines at once, and would hold up all others. Where more than two tiles of tokens meet a pair, the
- * processor must not wait when the first of them does: each fetches its part of the next pair, `step`
- * bytes an iteration. The last pair fetches what is multiplied after this product, if that is known. */
+ * lines at once, and would hold up all others. Where more than two tiles of tokens meet a pair,
+ * or two of them a large one, the processor must not wait when the first of them does: each fetches its
+ * part of the next pair, `step` bytes an iteration. The last pair, if it is not large, fetches what is
+ * multiplied after this product, where that is known. */
 typedef struct {
   int64_t ahead, scale, zero; /* bytes from what is read to what is fetched; ahead 0: many tiles */
   const uint8_t *next;
