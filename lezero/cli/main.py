@@ -227,20 +227,17 @@ def _bad_value(error: Any, arguments: Sequence[str]) -> str:
     other errors."""
     names = [*getattr(getattr(error, "param", None), "opts", ())]
     _, found, allowed = str(getattr(error, "message", "")).partition("Input should be ")
-    if not found:
+    refused = getattr(error.__cause__, "errors", None)  # of pydantic's, which knows the value
+    if not found or refused is None:
         return ""
-    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
-        name, equals, value = word.partition("=")
+    value = str(refused()[0]["input"])
+    pairs = [*itertools.zip_longest(arguments, arguments[1:], fillvalue="")]
+    for word, following in reversed(pairs):  # the last one counts
         for option in names:
-            if name == option:
-                return _refused(option, value if equals else following, allowed)
-            if len(option) == 2 and word.startswith(option):
-                return _refused(option, word[2:], allowed)
+            joined = f"{option}={value}" if option.startswith("--") else f"{option}{value}"
+            if word == joined or (word, following) == (option, value):
+                return f"{option}: got {value!r}, allowed is {allowed.partition(',')[0]}"
     return ""
-
-
-def _refused(option: str, value: str, allowed: str) -> str:
-    return f"{option}: got {value!r}, allowed is {allowed.partition(',')[0]}"
 
 
 def _usage_hint(error: Any) -> str:

@@ -189,6 +189,10 @@ def test_wrong_usage_is_status_2(
         (["plan", "x", "-n0"], "-n: got '0', allowed is greater than or equal to 1"),
         (["plan", "-n", "x", "x"], "-n: got 'x', allowed is a valid integer"),
         (["generate", "x", "-n", "0", "-p", "x"], "-n: got '0', allowed is greater than"),
+        (["generate", "x", "-n", "5", "-n", "0"], "-n: got '0', allowed is greater than"),
+        (["generate", "x", "-n", "5", "--tokens=0"], "--tokens: got '0', allowed is greater"),
+        (["generate", "x", "-n", "0", "-p", "-n5"], "-n: got '0', allowed is greater than"),
+        (["generate", "x", "-n=3"], "-n: got '=3', allowed is a valid integer"),
     ],
 )
 def test_a_value_that_is_refused_is_told_with_its_option_and_what_is_allowed(
