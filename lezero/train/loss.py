@@ -197,18 +197,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def check_batches(batches: object) -> None:
     """Raises `ConfigError` when what `evaluate` was given is one batch, as far as can be told.
 
-    A list of tensors that are alike (in dtype and dims) is one of batches.
+    A list or tuple of tensors that are alike is one of batches, as `x.split(2)` gives them: alike
+    in dtype and number of dims, and in a tuple in their sizes beyond the first dim, too.
     """
-    one = isinstance(batches, Mapping | torch.Tensor | np.ndarray)
+    one = isinstance(batches, Mapping | torch.Tensor | np.ndarray) or hasattr(batches, "_fields")
     if isinstance(batches, list | tuple):
-        kinds = [(b.dtype, b.ndim) for b in batches if isinstance(b, torch.Tensor | np.ndarray)]
-        one = len(set(kinds)) > 1 or (bool(kinds) and isinstance(batches, tuple))
+        one = one or len({_kind(b, isinstance(batches, tuple)) for b in batches}) > 1
     if one:
+        stacked = isinstance(batches, torch.Tensor)
         raise ConfigError(
             f"evaluate: got one batch (a {type(batches).__name__}), allowed is a list, a "
             "DataLoader or another iterable of batches: call evaluate([batch]), and "
             "evaluate([tuple(batch)]) for inputs and labels in a list"
+            + (", or evaluate(x.unbind()) for batches stacked in a tensor x" if stacked else "")
         )
+
+
+def _kind(value: object, sizes: bool) -> tuple[Any, ...]:
+    """What tensors that are alike have in common; nothing for what is no tensor."""
+    if not isinstance(value, torch.Tensor | np.ndarray):
+        return ()
+    return (value.dtype, value.ndim, *(value.shape[1:] if sizes else ()))
 
 
 def in_step(

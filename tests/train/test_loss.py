@@ -3,6 +3,7 @@
 from collections import UserDict
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -102,12 +103,21 @@ def test_a_list_that_is_one_batch_is_told_how_to_be_given():
     assert split(ready, 2) is ready
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 @pytest.mark.parametrize(
     "one",
     [
         (torch.ones(4, 2), torch.ones(4)),
-        (torch.ones(4, 2), torch.ones(4, 2)),
+        (torch.ones(4, 2), torch.ones(4, 3)),
+        (torch.ones(4, 2), torch.ones(4, 2, dtype=torch.long)),
+        (torch.ones(4, 2), ["text"] * 4),
+        Pair(torch.ones(4, 2), torch.ones(4, 2)),
         [torch.ones(4, 2), torch.ones(4, dtype=torch.long)],
+        [torch.ones(4, 2), ["text"] * 4],
         {"tokens": torch.ones(4, 2)},
         torch.ones(4, 2),
     ],
@@ -121,6 +131,15 @@ def test_iterables_of_batches_are_evaluated():
     x, y = torch.ones(4, 2), torch.ones(4)
     for batches in ([(x, y)], ((x, y), (x, y)), [x, x], [{"x": x}], iter([x]), [[x, y]]):
         check_batches(batches)
+    check_batches([torch.ones(4, 5), torch.ones(4, 3)])
+
+
+def test_a_tensor_cut_into_batches_is_evaluated_and_a_stacked_one_told_of_it():
+    x = torch.ones(7, 3, 2)
+    for batches in (x.split(2), x.chunk(2), x.unbind(), x[:1].split(2), [*x.split(2)], (), []):
+        check_batches(batches)
+    with pytest.raises(ConfigError, match=r"evaluate\(x\.unbind\(\)\) for batches stacked"):
+        check_batches(x)
 
 
 def test_a_model_must_return_a_scalar():
