@@ -101,7 +101,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     """`parts` micro-batches along the first dim, as even as possible; none is empty.
 
     A list is taken as ready-made micro-batches and must have `parts` members; `ConfigError` for one
-    of several bare tensors, which may as well be one batch. Tensors without dims
+    of bare tensors alone, which may as well be one batch. Tensors without dims
     go whole into each; `ConfigError` when the first dims of the others differ. Arrays are cut as
     tensors are, and so are columns: sequences inside the batch that hold neither, such as texts.
     Tuples of settings go whole into each (`_is_settings`).
@@ -113,12 +113,13 @@ def split(batch: Batch, parts: int) -> list[Batch]:
                 f"micro-batches, but accumulate={parts}. If it is one batch of inputs and labels, "
                 "as a DataLoader gives them, call train_step(tuple(batch))"
             )
-        if parts > 1 and any(isinstance(each, torch.Tensor | np.ndarray) for each in batch):
+        if parts > 1 and all(isinstance(each, torch.Tensor | np.ndarray) for each in batch):
             raise ConfigError(
                 f"the batch is a list of {len(batch)} bare tensors and accumulate={parts}, so it "
                 "may be one batch of inputs and labels, as a DataLoader gives them, or ready-made "
                 "micro-batches. For one batch, call train_step(tuple(batch)); make each ready-made "
-                "micro-batch a tuple or a dict"
+                "micro-batch a dict, or a tuple: (x,) where the loss takes a bare tensor x, which "
+                "is batch[0] in the loss then"
             )
         return batch
     if parts == 1:

@@ -103,6 +103,14 @@ def test_a_list_that_is_one_batch_is_told_how_to_be_given():
     assert split(ready, 2) is ready
 
 
+def test_a_list_of_bare_tensors_is_told_of_both_ways():
+    parts = [torch.ones(4, 2), torch.ones(4, 2)]
+    with pytest.raises(ConfigError, match=r"a tuple: \(x,\) .* batch\[0\] in the loss"):
+        split(parts, 2)
+    mixed = [{"x": torch.ones(4, 2)}, torch.ones(4, 2)]
+    assert split(mixed, 2) is mixed
+
+
 class Pair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
