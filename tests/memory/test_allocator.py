@@ -71,7 +71,6 @@ def test_a_freed_tensor_s_room_fits_the_next_one() -> None:
     for step in range(20):
         for i in range(8):
             large[i] = None
-            small = [torch.empty(3) for _ in range(50)]
             large[i] = torch.empty(1 << 20)
     print(json.dumps({x.data_ptr() for x in large} == places))
     """
