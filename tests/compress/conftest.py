@@ -17,7 +17,7 @@ def short_timing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(speed, "_SECONDS", 0.0)
     monkeypatch.setattr(speed, "_ROUNDS", 2)
-    monkeypatch.setattr(verb, "_RUNS", 1)
+    monkeypatch.setattr(verb, "_MOST_RUNS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

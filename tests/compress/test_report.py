@@ -58,7 +58,7 @@ def test_a_model_that_was_left_is_reported_as_it_is(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_first_run_is_not_the_time_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "_RUNS", 4)
+    monkeypatch.setattr(verb, "_MOST_RUNS", 4)
     calls = []
     model = nn.Sequential(nn.Linear(64, 64))
     model.register_forward_hook(lambda *args: calls.append(1))
