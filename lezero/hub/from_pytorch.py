@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lezero.core.errors import ConfigError, LeZeroError, NumericsError
-from lezero.hub.load import load_into
+from lezero.hub.load import Loaded, load_into, same_bits
 from lezero.hub.weights import read_weights
 from lezero.nn.buffers import BufferSnapshot
 from lezero.nn.wrappers import why_wrapped
@@ -42,14 +43,17 @@ def from_pytorch(
       `weights_only=True`. Names, shapes and kinds are checked before anything is copied, so a
       failed load leaves the module as it was. Tied weights stay tied; a module on the meta device
       gets the tensors (in its own dtype) in place of its placeholders. Weights that are not
-      finite, or that lose precision in the module's dtype, are named in a warning.
+      finite, or that lose precision in the module's dtype, are named in a warning; finite ones
+      that its dtype cannot hold are refused.
     - With `example_inputs` (a tensor, a sequence of positional or a mapping of keyword
       arguments): the module is run in eval mode without gradients, and its outputs must equal,
       within `torch.testing.assert_close`'s tolerance, those of a reference: with a path,
       PyTorch's own `functional_call` on the tensors of the file; without one, there is nothing
-      to compare with but a second run, which finds a module whose outputs do not repeat. Both
-      runs start from the same random state of the CPU. Training flags, buffers and that random
-      state are as before afterwards.
+      to compare with but a second run, which finds a module whose outputs do not repeat. Where
+      the file changed the weights, a run on altered ones follows: outputs that stay the same to
+      the bit are told in a warning, since forward does not use what was loaded. All runs start
+      from the same random state of the CPU. Training flags, buffers and that random state are
+      as before afterwards.
 
     Args:
         module: any `torch.nn.Module`.
@@ -69,7 +73,7 @@ def from_pytorch(
             ".safetensors, .pt or .pth file; a state dict in memory is loaded by "
             "module.load_state_dict(...)"
         )
-    loaded: dict[str, Any] | None = None
+    loaded: Loaded | None = None
     if state_dict_path is not None:
         loaded = load_into(module, read_weights(state_dict_path), str(state_dict_path), strict)
     if example_inputs is not None:
@@ -102,7 +106,7 @@ def _check_module(module: object) -> None:
         raise NotAModuleError(wrapped)
 
 
-def _check_outputs(module: nn.Module, loaded: dict[str, Any] | None, example_inputs: Any) -> None:
+def _check_outputs(module: nn.Module, loaded: Loaded | None, example_inputs: Any) -> None:
     args, kwargs = _arguments(example_inputs)
     with _quiet(module):
         ours = _tensors(module(*args, **kwargs))
@@ -110,7 +114,7 @@ def _check_outputs(module: nn.Module, loaded: dict[str, Any] | None, example_inp
         if loaded is None:
             wanted, against = module(*args, **kwargs), "a second run of the same module"
         else:
-            given = _reference(module, loaded)
+            given = _reference(module, loaded.tensors)
             wanted = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
             against = "PyTorch's functional_call on the tensors of the file"
         theirs = _tensors(wanted)
@@ -126,6 +130,39 @@ def _check_outputs(module: nn.Module, loaded: dict[str, Any] | None, example_inp
             raise NumericsError(
                 f"output {index} of the module on example_inputs differs from {against}: {detail}"
             ) from None
+    if loaded is not None and loaded.changed:
+        _check_use(module, _reference(module, loaded.tensors), args, kwargs, ours)
+
+
+def _check_use(
+    module: nn.Module,
+    given: dict[str, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    ours: list[Tensor],
+) -> None:
+    """Warns where other weights in place of those `given` leave the outputs `ours` as they are."""
+    telling = [i for i, x in enumerate(ours) if x.is_floating_point() and bool((x != 0).any())]
+    weights = [x for x in given.values() if x.is_floating_point() and x.dtype.itemsize > 1]
+    if not telling or not weights:
+        return
+    for weight in weights:
+        weight.mul_(0.75).add_(0.01)
+    try:
+        with _quiet(module):
+            altered = _tensors(
+                torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
+            )
+    except Exception:  # a module may refuse such weights: then it looks at them
+        return
+    if len(altered) == len(ours) and all(same_bits(ours[i], altered[i]) for i in telling):
+        warnings.warn(
+            "the module's outputs on example_inputs do not depend on the loaded weights: other "
+            "weights give the same bits. Its forward seems to use copies of them (made in "
+            "__init__, or kept from an earlier call), which loading does not change: compute them "
+            "in forward, or register them as buffers that are part of the state dict",
+            stacklevel=4,
+        )
 
 
 def _reference(module: nn.Module, loaded: dict[str, Any]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import copy
 import difflib
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +24,21 @@ from lezero.nn.unsized import UnsizedParameter
 _SHOWN = 5
 
 
-def load_into(
-    module: nn.Module, tensors: dict[str, Any], source: str, strict: bool
-) -> dict[str, Any]:
-    """Loads `tensors` in place; `source` names them in errors. Returns them by name, those that
-    ties complete included.
+@dataclass(frozen=True)
+class Loaded:
+    """tensors: what was loaded, by name, with the names that ties complete. changed: whether a
+    floating-point number of the module is now another than before."""
 
-    Raises `FileError` naming missing, left-over, misshapen and mistyped keys, and tensors that are
-    not plain dense ones; the module is then as it was.
+    tensors: dict[str, Any]
+    changed: bool
+
+
+def load_into(module: nn.Module, tensors: dict[str, Any], source: str, strict: bool) -> Loaded:
+    """Loads `tensors` in place; `source` names them in errors.
+
+    Raises `FileError` naming missing, left-over, misshapen and mistyped keys, tensors that are not
+    plain dense ones, and numbers beyond the range of the module's type; the module is then as it
+    was.
     """
     _check_plain(tensors, source)
     tied = _complete_ties(module, tensors, source)
@@ -43,9 +51,22 @@ def load_into(
     meta = any(tensor.is_meta for tensor in state.values())
     if meta:
         _check_meta(module, state, given, missing, source)
+    changed = _changes(state, given)
     values = _assignable(module, given) if meta else given
     module.load_state_dict(values, strict=False, assign=meta)
-    return given
+    return Loaded(given, changed)
+
+
+def _changes(state: dict[str, Tensor], given: dict[str, Any]) -> bool:
+    """Whether any of the module's floating-point tensors will hold other numbers."""
+    for name, value in given.items():
+        old = state.get(name)
+        if old is None or not isinstance(value, Tensor) or not old.is_floating_point():
+            continue
+        unset = old.is_meta or nn.parameter.is_lazy(old)
+        if unset or not same_bits(old.detach(), value.detach().to(old.device, old.dtype)):
+            return True
+    return False
 
 
 def _check_plain(tensors: dict[str, Any], source: str) -> None:
@@ -88,7 +109,7 @@ def _complete_ties(module: nn.Module, tensors: dict[str, Any], source: str) -> d
     for names in groups.values():
         held = [name for name in names if name in tensors]
         for name in held[1:]:
-            if not _same(tensors[held[0]], tensors[name]):
+            if not same_bits(tensors[held[0]], tensors[name]):
                 raise FileError(
                     f"{source}: '{held[0]}' and '{name}' differ in the file, but the module ties "
                     "them, so it can hold only one. Build the module without the tie, or remove "
@@ -99,7 +120,8 @@ def _complete_ties(module: nn.Module, tensors: dict[str, Any], source: str) -> d
     return added
 
 
-def _same(a: object, b: object) -> bool:
+def same_bits(a: object, b: object) -> bool:
+    """Whether two tensors are equal to the bit, type and shape included."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return a is b
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -231,11 +253,49 @@ def _check_kinds(state: dict[str, Tensor], given: dict[str, Any], source: str) -
             f"{source}: {_some(wrong)}: integers and floating-point numbers are not converted into "
             "each other. If the file is quantized, dequantize it first"
         )
+    _check_range(state, given, source)
     if rounded:
         warnings.warn(
             f"{source}: {len(rounded)} tensors are rounded to the module's type: {_some(rounded)}",
             stacklevel=4,
         )
+
+
+def _check_range(state: dict[str, Tensor], given: dict[str, Any], source: str) -> None:
+    """Numbers of the file must not become infinite, or wrap around, in the module's type."""
+    beyond, wider = [], ""
+    for name, value in given.items():
+        wanted = state.get(name)
+        if wanted is None or not isinstance(value, Tensor) or _reaches(wanted.dtype, value.dtype):
+            continue
+        if count := _count_beyond(value.detach(), wanted.dtype):
+            which = f"{count} of {value.numel()}, {value.dtype} into {wanted.dtype}"
+            beyond.append(f"'{name}' ({which})")
+            wider = wider or str(value.dtype)
+    if beyond:
+        raise FileError(
+            f"{source}: {len(beyond)} tensors hold numbers that overflow the module's type: "
+            f"{_some(beyond)}. Give the module the file's type before loading "
+            f"(module.to({wider})), or repair the file"
+        )
+
+
+def _reaches(wanted: torch.dtype, given: torch.dtype) -> bool:
+    """Whether the largest numbers of type `given` are within the range of `wanted`."""
+    if torch.bool in (wanted, given):
+        return True
+    if wanted.is_floating_point or wanted.is_complex:
+        return torch.finfo(wanted).max >= torch.finfo(given).max
+    return _holds(wanted, given)
+
+
+def _count_beyond(value: Tensor, wanted: torch.dtype) -> int:
+    """How many finite numbers of `value` are none of type `wanted`, rounding apart."""
+    if not value.is_floating_point() and not value.is_complex():
+        return int((value.to(wanted).to(value.dtype) != value).sum())
+    if wanted.itemsize == 1:  # a cast to eight bits ends at the largest number
+        return int((torch.isfinite(value) & (value.abs() > torch.finfo(wanted).max)).sum())
+    return int((torch.isfinite(value) & ~torch.isfinite(value.to(wanted))).sum())
 
 
 def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
