@@ -95,3 +95,58 @@ def test_bad_targets(bad):
         cross_entropy_sum(logits, targets)
     with pytest.raises(ConfigError, match=r"allowed is \(N, V\) and \(N,\)"):
         cross_entropy_sum(logits[None], targets)
+
+
+def test_a_gradient_can_be_differentiated_again():
+    logits, targets = case(9, 13, torch.float64)
+    assert torch.autograd.gradgradcheck(lambda x: cross_entropy_sum(x, targets), (logits,))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+def test_second_derivatives_equal_torchs(dtype, kind):
+    logits, targets = case(40, 57, dtype)
+    twin = logits.detach().double().requires_grad_()
+    along = torch.randn(40, 57, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted, found = (
+        torch.autograd.functional.hvp(f, x.detach(), along.to(x.dtype))[1]
+        for f, x in (
+            (lambda x: F.cross_entropy(x, targets, reduction="sum") ** 2, twin),
+            (lambda x: cross_entropy_sum(x, targets.to(kind)) ** 2, logits),
+        )
+    )
+    assert found.dtype == dtype
+    # The square's two parts meet in the logits' dtype, whose rounding the largest of them sets.
+    torch.testing.assert_close(
+        found.double(),
+        wanted,
+        rtol=TOLERANCE[dtype],
+        atol=TOLERANCE[dtype] * float(wanted.abs().max()),
+    )
+
+
+def test_the_gradient_that_is_recorded_is_the_same():
+    for dtype in TOLERANCE:
+        logits, targets = case(20, 30, dtype)
+        for changed in (targets, torch.full_like(targets, -100)):
+            total = cross_entropy_sum(logits, changed)
+            (plain,) = torch.autograd.grad(total, logits, retain_graph=True)
+            (recorded,) = torch.autograd.grad(total, logits, create_graph=True)
+            assert recorded.requires_grad
+            torch.testing.assert_close(recorded, plain)
+
+
+def test_third_derivatives_equal_torchs():
+    logits, targets = case(3, 4, torch.float64, masked=0)
+
+    def third(f):
+        x = logits.detach().clone().requires_grad_()
+        found = f(x)
+        for _ in range(2):
+            (found,) = torch.autograd.grad(found.pow(2).sum(), x, create_graph=True)
+        return torch.autograd.grad(found.sum(), x)[0]
+
+    torch.testing.assert_close(
+        third(lambda x: cross_entropy_sum(x, targets)),
+        third(lambda x: F.cross_entropy(x, targets, reduction="sum")),
+    )

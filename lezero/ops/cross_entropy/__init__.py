@@ -2,7 +2,8 @@
 
 `F.cross_entropy` keeps the log-probabilities of every token in fp32 and walks over the whole matrix
 several times. This op works through it in pieces that stay in cache, keeps one number a row, and
-rounds the gradient to the logits' dtype once. See `reference.py` for the formula.
+rounds the gradient to the logits' dtype once. See `reference.py` for the formula. A gradient that
+will be differentiated itself (`create_graph=True`) comes from plain operations instead.
 """
 
 from __future__ import annotations
@@ -87,6 +88,17 @@ def _backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor)
     return out_NV
 
 
+def _recorded_backward(
+    grad: Tensor, logits_NV: Tensor, targets_N: Tensor, wide: torch.dtype
+) -> Tensor:
+    """`_backward` of operations that autograd can differentiate again, and whole in `wide`."""
+    index_N1 = targets_N.clamp(min=0)[:, None].long()
+    p_NV = logits_NV.to(wide).softmax(1)
+    p_NV = p_NV.scatter_add(1, index_N1, p_NV.new_full(index_N1.shape, -1.0))
+    scale_N = torch.where(targets_N != IGNORED, grad.to(wide), 0.0)
+    return (p_NV * scale_N[:, None]).to(logits_NV.dtype)
+
+
 def _fake_forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     wide = _wide(logits_NV.dtype)
     return logits_NV.new_empty((), dtype=wide), logits_NV.new_empty(logits_NV.shape[:1], dtype=wide)
@@ -102,6 +114,8 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
     logits_NV, targets_N, lse_N = ctx.saved_tensors
+    if torch.is_grad_enabled():  # autograd records this: create_graph
+        return _recorded_backward(grad, logits_NV, targets_N, lse_N.dtype), None
     return torch.ops.lezero.cross_entropy_sum_backward(grad, logits_NV, targets_N, lse_N), None
 
 
