@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ _session_folder = ""
 def pytest_configure(config: pytest.Config) -> None:
     global _session_folder
     _session_folder = leaks.start_session()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.freeze()  # each collection of the tests' own garbage would look through all that is loaded
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -6,6 +6,7 @@ what a short script takes is importing torch.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -37,6 +38,7 @@ def main() -> None:
 
     import lezero  # noqa: F401
 
+    gc.freeze()  # what is loaded is not collected, and so not copied, in each child
     for line in sys.stdin:
         asked = json.loads(line)
         pid = os.fork()
