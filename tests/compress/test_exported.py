@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import Scheme, save_quantized
+from lezero.compress.quantize.exported import why_not_exported
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
-from lezero.models import Transformer
+from lezero.models import Transformer, TransformerConfig
 from tests.compress.test_quantize import small, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -128,3 +129,23 @@ def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
         save_quantized(model, tmp_path / "x", layout="onnx")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     save_quantized(half.bfloat16(), tmp_path / "x", layout="compressed-tensors")
+
+
+def test_biases_that_the_architecture_does_not_have_are_refused(tmp_path: Path) -> None:
+    """transformers drops what config.json does not announce, without a word."""
+    scheme = lz.Int8Weight(bias_correction=True)
+    assert "bias_correction=False" in why_not_exported(scheme)
+    said = r"'layers\.0\.mlp\.down_proj', .* and 10 more got biases.*bias_correction=False"
+    with pytest.raises(lz.ConfigError, match=said):
+        save_quantized(quantized(scheme), tmp_path / "x", layout="compressed-tensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_biases_that_the_architecture_has_are_written_corrected(tmp_path: Path) -> None:
+    shape = small(True).config.to_dict()
+    config = TransformerConfig.parse({**shape, "attention_bias": "qkvo", "mlp_bias": True}, "here")
+    model = Transformer(config).eval()
+    scheme = lz.Int8Weight(bias_correction=True)
+    lz.quantize_(model, scheme, data=tokens(), objective="size", filter="layers.*")
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    assert difference(logits(opened(tmp_path / "out")), logits(model)) < EQUAL

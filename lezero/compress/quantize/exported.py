@@ -37,6 +37,11 @@ from lezero.models.huggingface import name_there, write_hf
 from lezero.ops.quantize import Grid
 
 _HEAD = "lm_head"
+_SHOWN = 5
+_BIASES = (
+    "gives biases to layers that have none in this architecture, which readers of the folder would "
+    "drop; quantize with bias_correction=False, or save with layout='lezero'"
+)
 
 
 def export_compressed_tensors(
@@ -47,13 +52,15 @@ def export_compressed_tensors(
     """Writes a quantized `Transformer` as a Hugging Face folder that other servers open.
 
     Raises `ConfigError` for what the layout cannot say: fp8 and nf4 of ours, zero points that are
-    no whole numbers (those of "hqq"), inputs in GPTQ's act-order, modules of other libraries.
+    no whole numbers (those of "hqq"), inputs in GPTQ's act-order, biases that the architecture does
+    not have (those of `bias_correction`), modules of other libraries.
     """
     if not isinstance(model, Transformer):
         raise ConfigError(
             f"layout 'compressed-tensors': got a {type(model).__name__}, allowed is a model of "
             "lezero.models; save it with layout='lezero'"
         )
+    _check_biases(model)
     layers = {n: x for n, x in quantized_layers(model).items() if n not in ("embed_tokens", _HEAD)}
     dtype = model.norm.weight.dtype
     tensors: dict[str, Tensor] = {}
@@ -98,7 +105,25 @@ def why_not_exported(scheme: Scheme) -> str:
         return f"{type(scheme).__name__} cannot be written in it; int4 and int8 can"
     if getattr(scheme, "method", None) == "hqq":
         return "the zero points of 'hqq' are no whole numbers; take another method"
+    if getattr(scheme, "bias_correction", False):
+        return f"bias_correction=True {_BIASES}"
     return ""
+
+
+def _check_biases(model: Transformer) -> None:
+    """`ConfigError` where layers have biases that config.json does not announce: whoever reads the
+    folder would leave them out without a word."""
+    with torch.device("meta"):
+        announced = {name for name, _ in Transformer(model.config).named_parameters()}
+    found = model.named_parameters(remove_duplicate=False)
+    names = {name for name, _ in found if name.endswith(".bias")}
+    extra = sorted(name.removesuffix(".bias") for name in names - announced)
+    if extra:
+        shown = ", ".join(f"'{name}'" for name in extra[:_SHOWN])
+        more = f" and {len(extra) - _SHOWN} more" if len(extra) > _SHOWN else ""
+        raise ConfigError(
+            f"layout 'compressed-tensors': {shown}{more} got biases; bias_correction=True {_BIASES}"
+        )
 
 
 def _can(weight: nn.Module) -> bool:
