@@ -2,8 +2,12 @@
 
 [Note: the same values everywhere]
 Every module draws from a generator seeded with (seed, its path), on whole parameters, of which each
-rank then keeps its rows. So the values do not depend on the number of ranks or on the stage. Memory
-is first filled with NaN, so that what an initialiser forgets is found.
+rank then keeps its rows. So the values do not depend on the number of ranks or on the stage.
+
+[Note: what an initialiser forgets]
+Memory is first filled with NaN, and what still has one was not set. Buffers of integers and of bool
+know no NaN: one was not set if nobody has put another in its place, nor written to it in place, nor
+changed a value of it (through `.data`, which counts no change).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -30,8 +34,8 @@ def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Mo
 
     `init(module)` is called for every module, children first, as `Module.apply` does; by default
     each module's own `reset_parameters`. Build the optimizer afterwards. Raises `OrderError` for a
-    model that is not sharded or not on meta, `ConfigError` for a parameter that got no value, or
-    that the initialiser of a module around its block changed.
+    model that is not sharded or not on meta, `ConfigError` for a parameter or a buffer that got no
+    value, and for a parameter that the initialiser of a module around its block changed.
     """
     sharding = sharding_of(model)
     if sharding is None:
@@ -80,10 +84,7 @@ def _materialize(
     inner = _done_inside(unit, sharding)
     buffers = []
     for module in _modules(unit, sharding):
-        for name, buffer in _meta_buffers(module):
-            filler = torch.nan if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, filler, device=place)
-            buffers.append((module, name))
+        buffers += [_Unset.put(module, name, place) for name, _ in _meta_buffers(module)]
         _seed(seed, paths[id(module)])
         init(module)
         _check_inside(inner, paths[id(module)])
@@ -94,10 +95,9 @@ def _materialize(
     for held in unit.helds:
         if whole[held].isnan().any():
             raise ConfigError(f"materialize_: parameter '{held.name}' got no value; {_REMEDY}")
-    for module, name in buffers:
-        filled = module._buffers[name]
-        if filled is not None and filled.is_floating_point() and filled.isnan().any():
-            where = f"{paths[id(module)]}.{name}".lstrip(".")
+    for buffer in buffers:
+        if buffer.still:
+            where = f"{paths[id(buffer.module)]}.{buffer.name}".lstrip(".")
             raise ConfigError(f"materialize_: buffer '{where}' got no value; {_REMEDY}")
     for segment in unit.segments:
         rows = segment.allocate()
@@ -112,6 +112,37 @@ def _materialize(
 
 
 _REMEDY = "give materialize_ an `init` that sets it, or give its module a `reset_parameters`"
+
+
+class _Unset(NamedTuple):
+    """A buffer that has memory now and waits for its values (Note [what an initialiser forgets])."""
+
+    module: nn.Module
+    name: str
+    made: torch.Tensor
+    version: int
+
+    @classmethod
+    def put(cls, module: nn.Module, name: str, place: torch.device) -> _Unset:
+        meta = module._buffers[name]
+        assert meta is not None
+        filler = torch.nan if _has_nan(meta) else 0
+        made = module._buffers[name] = torch.full_like(meta, filler, device=place)
+        return cls(module, name, made, made._version)
+
+    @property
+    def still(self) -> bool:
+        """Whether it has no value yet. One that holds nothing needs none."""
+        now = self.module._buffers.get(self.name)
+        if now is None or not now.numel():
+            return False
+        if _has_nan(now):
+            return bool(now.isnan().any())
+        return now is self.made and now._version == self.version and not now.any()
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _done_inside(unit: Unit, sharding: Sharding) -> dict[Held, int]:

@@ -118,7 +118,38 @@ class Reaching(Drawn):
                 parameter.uniform_(-1, 1)
 
 
+class Buffered(nn.Module):
+    """A buffer that no `reset_parameters` knows."""
+
+    def __init__(self, buffer, way="not at all"):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.inner.register_buffer("table", buffer, persistent=False)
+        self.inner.register_buffer("nothing", torch.empty(0, dtype=torch.int64))
+        self.way = way
+
+    def reset_parameters(self):
+        value = torch.zeros(3).to(self.inner.table.dtype)
+        if self.way == "in place":
+            self.inner.table.copy_(value)
+        elif self.way == "another":
+            self.inner.table = value
+        elif self.way == "data":
+            self.inner.table.data.copy_(value + 1)
+
+
 def forgotten():
+    for kind in (torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float32):
+        for way in ("in place", "another", "data"):
+            buffer = torch.ones(3, dtype=kind, device="meta")
+            with torch.device("meta"):
+                model = Buffered(buffer, way)
+            materialize_(shard_(model))
+            assert not model.inner.table.is_meta
+        with torch.device("meta"):
+            model = Buffered(buffer)
+        with pytest.raises(ConfigError, match=r"buffer 'inner.table' got no value; give mater"):
+            materialize_(shard_(model))
     model = shard_(on_meta(Tiny))
     with pytest.raises(ConfigError, match="'scale' got no value"):
         materialize_(model)
