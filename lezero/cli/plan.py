@@ -20,15 +20,28 @@ def plan(
 ) -> None:
     """Forecast the memory and time of a run before anything of it is allocated.
 
-    Ends with status 1 and what would fit when the run does not fit this machine.
+    Ends with status 1 and what would fit when the run does not fit this machine. Where files of its
+    data are not there, the forecast assumes text for at least one row and the status is 1, too.
     """
+    from lezero.core.errors import FileError
+    from lezero.data.build import missing_files
     from lezero.plan import forecast
     from lezero.plan.table import render
     from lezero.profiler import hardware
     from lezero.train.config import RunConfig
     from lezero.train.recipe import plan_inputs
 
-    build, spec = plan_inputs(RunConfig.load(config, set_), world=ranks)
+    asked = RunConfig.load(config, set_)
+    missing = missing_files(asked.data)
+    build, spec = plan_inputs(asked, world=ranks)
     made = forecast(build, spec, hardware())
-    print(jsonlib.dumps(made.to_dict()) if json else render(made), flush=True)
+    assumed = f"text for at least one row of {asked.data.sequence:,} tokens" if missing else None
+    if json:
+        more = {"missing_files": missing, "assumed": assumed}
+        print(jsonlib.dumps(made.to_dict() | more), flush=True)
+    else:
+        lines = ["", *(f"Not found: {what}" for what in missing), f"Assumed instead: {assumed}"]
+        print("\n".join([render(made), *(lines if missing else ())]), flush=True)
     made.require_fit()
+    if missing:
+        raise FileError(f"{'; '.join(missing)}. `lz train` ends here until they are there")

@@ -90,10 +90,24 @@ def _open(folder: Path, config: DataConfig) -> Data:
     return Data(train, held if len(held) else None, tokenizer, findings, folder)
 
 
+def missing_files(config: DataConfig) -> list[str]:
+    """What `prepare` would say of each name in data.train and data.validation that stands for no
+    file; nothing is read."""
+    named = [("data.train", name) for name in config.train]
+    named += [("data.validation", name) for name in _held_names(config)]
+    found = []
+    for what, name in named:
+        try:
+            find_files([name], what)
+        except FileError as error:
+            found.append(str(error))
+    return found
+
+
 def foresee_rows(config: DataConfig) -> None:
     """Warns, without reading the text, of rows that are surely longer than all of it: a token is
     one byte or more, and each file ends with one more token. Files that are not there yet count as
-    enough."""
+    enough (`missing_files` names them)."""
     try:
         files = find_files(config.train, "data.train")
         size = sum(os.path.getsize(path) + 1 for path in files if path != corpus.NAME)

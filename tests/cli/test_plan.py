@@ -50,6 +50,41 @@ def test_too_large_is_told_with_what_would_fit(
     assert "train.accumulate=" in error
 
 
+def test_missing_data_files_are_named_beside_the_forecast(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    there, gone = tmp_path / "there.txt", tmp_path / "gone.txt"
+    there.write_text("some text for a few rows of thirty-two tokens, which is not much")
+    names = ["--set", f"data.train=[{there}, {gone}]", "--set", f"data.validation=[{tmp_path}/*.x]"]
+    names += ["--set", f"run={tmp_path / 'run'}"]
+    assert main(["plan", config, *names]) == main(["train", config, *names]) == 1
+    found = capsys.readouterr()
+    assert "Fits." in found.out
+    assert f"Not found: data.train: {gone}: no such file or folder" in found.out
+    assert f"Not found: data.validation: no file matches {tmp_path}/*.x" in found.out
+    assert "Assumed instead: text for at least one row of 32 tokens" in found.out
+    planned, trained = found.err.strip().splitlines()
+    said = f"error: data.train: {gone}: no such file or folder (python-docs is built in)"
+    assert planned.startswith(f"{said}; data.validation: no file matches")
+    assert trained == said
+
+
+def test_missing_data_files_are_named_in_json(
+    config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone.txt"
+    assert main(["plan", config, "--json", "--set", f"data.train={gone}"]) == 1
+    found = capsys.readouterr()
+    answer = json.loads(found.out)
+    assert [name.split(":")[:2] for name in answer["missing_files"]] == [["data.train", f" {gone}"]]
+    assert answer["assumed"] == "text for at least one row of 32 tokens"
+    assert answer["fits"]
+    assert str(gone) in found.err
+    assert main(["plan", config, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["missing_files"], answer["assumed"]) == ([], None)
+
+
 def test_unknown_keys_are_errors(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config, "--set", "train.batsh=8"]) == 2
     assert "batch" in capsys.readouterr().err
