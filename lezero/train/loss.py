@@ -101,19 +101,20 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     """`parts` micro-batches along the first dim, as even as possible; none is empty.
 
     A list is taken as ready-made micro-batches and must have `parts` members; `ConfigError` for one
-    of bare tensors alone, which may as well be one batch. Tensors without dims
-    go whole into each; `ConfigError` when the first dims of the others differ. Arrays are cut as
-    tensors are, and so are columns: sequences inside the batch that hold neither, such as texts.
-    Tuples of settings go whole into each (`_is_settings`).
+    of bare tensors alone, which may as well be one batch. In one part, a list with a bare tensor in
+    it is one batch, as `evaluate` takes it. Tensors without dims go whole into each; `ConfigError`
+    when the first dims of the others differ. Arrays are cut as tensors are, and so are columns:
+    sequences inside the batch that hold neither, such as texts. Tuples of settings go whole into
+    each (`_is_settings`).
     """
-    if isinstance(batch, list):
+    if isinstance(batch, list) and not (parts == 1 and any(map(_is_array, batch))):
         if len(batch) != parts:
             raise ConfigError(
                 f"the batch is a list of {len(batch)}, which is taken as that many ready-made "
                 f"micro-batches, but accumulate={parts}. If it is one batch of inputs and labels, "
                 "as a DataLoader gives them, call train_step(tuple(batch))"
             )
-        if parts > 1 and all(isinstance(each, torch.Tensor | np.ndarray) for each in batch):
+        if all(map(_is_array, batch)):
             raise ConfigError(
                 f"the batch is a list of {len(batch)} bare tensors and accumulate={parts}, so it "
                 "may be one batch of inputs and labels, as a DataLoader gives them, or ready-made "
@@ -175,11 +176,15 @@ def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:
     return column[rows.start : rows.stop]
 
 
+def _is_array(value: object) -> bool:
+    return isinstance(value, torch.Tensor | np.ndarray)
+
+
 def _holds_arrays(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     elif not isinstance(value, list | tuple):
-        return isinstance(value, torch.Tensor | np.ndarray)
+        return _is_array(value)
     return any(map(_holds_arrays, value))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
@@ -96,7 +96,9 @@ def test_a_tensor_that_is_not_one_row_a_sample_is_refused_wherever_it_stands(row
 
 def test_a_list_that_is_one_batch_is_told_how_to_be_given():
     with pytest.raises(ConfigError, match=r"a list of 2, .* call train_step\(tuple\(batch\)\)"):
-        split([torch.ones(4, 2), torch.ones(4)], 1)
+        split([{"x": torch.ones(4, 2)}, {"y": torch.ones(4)}], 1)
+    with pytest.raises(ConfigError, match=r"a list of 2, .* call train_step\(tuple\(batch\)\)"):
+        split([torch.ones(4, 2), torch.ones(4)], 3)
     with pytest.raises(ConfigError, match=r"2 bare tensors and accumulate=2, .* train_step\(tuple"):
         split([torch.ones(4, 2), torch.ones(4)], 2)
     ready = [(torch.ones(4, 2), torch.ones(4)), (torch.ones(3, 2), torch.ones(3))]
@@ -109,6 +111,30 @@ def test_a_list_of_bare_tensors_is_told_of_both_ways():
         split(parts, 2)
     mixed = [{"x": torch.ones(4, 2)}, torch.ones(4, 2)]
     assert split(mixed, 2) is mixed
+
+
+@pytest.mark.parametrize(
+    "rest", [(), (torch.ones(4),), (["text"] * 4,), ({"y": torch.ones(4)},), (np.ones(4),)]
+)
+def test_without_accumulation_a_list_with_a_bare_tensor_is_one_batch(rest):
+    one = [torch.ones(4, 2), *rest]
+    assert split(one, 1) == [one]
+    ready = [{"x": torch.ones(4, 2)}]
+    assert split(ready, 1) is ready
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_what_a_loader_of_tensors_gives_is_trained_on_as_it_is_evaluated(columns):
+    data = TensorDataset(*torch.randn(columns, 4, 6))
+    (batch,) = DataLoader(data, batch_size=4)
+    model = nn.Linear(6, 6)
+    engine = Engine(
+        model, AdamW(model, lr=1e-3), precision="fp32", compile="off",
+        loss=lambda model, batch: (model(batch[0]) - batch[-1]).square().mean(),
+    )  # fmt: skip
+    evaluated = engine.evaluate([batch])
+    result = engine.train_step(batch)
+    assert (result.loss, result.tokens) == (pytest.approx(evaluated), 4)
 
 
 class Pair(NamedTuple):
