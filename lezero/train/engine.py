@@ -12,6 +12,7 @@ anything is not finite → clip → optimizer step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from lezero.core.paths import expand_home
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter, why_nothing
-from lezero.train.engine_arguments import agree_on_arguments, base_lr, check_model, check_numbers
+from lezero.train.engine_arguments import agree_on_arguments, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of, wires_untouched
 from lezero.train.loss import (
     LossFunction,
@@ -47,6 +48,7 @@ from lezero.train.moving_buffers import MovingBuffers
 from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve_plain, resolve_sharded
 from lezero.train.randomness import seeded
+from lezero.train.rates import Rates
 from lezero.train.token_ids import check_token_ids
 
 log = logger("train")
@@ -138,7 +140,7 @@ class Engine:
         self._compile, self._attention = compile, attention
         self._forms: speed.Forms | None = None
         self._buffers = MovingBuffers(model)
-        self._base_lrs = [base_lr(group) for group in optimizer.param_groups]
+        self.rates = Rates(optimizer)
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of the global batch.
@@ -243,8 +245,14 @@ class Engine:
             return engine_state.save(self, Path(expand_home(root)), documents)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Loads the newest good generation of a root, or the one named; returns its documents."""
-        return engine_state.load(self, Path(expand_home(path)))
+        """Loads the newest good generation of a root, or the one named; returns its documents.
+
+        Learning rates are the file's, too, unless the optimizer had another `lr` when this engine
+        was made than when the saving one was: that one counts then, schedule or not, and is told.
+        """
+        documents = engine_state.load(self, Path(expand_home(path)))
+        self._set_lr()
+        return documents
 
     def _precision(self, asked: str) -> Precision:
         if not isinstance(self.gradients, Sharded):
@@ -275,12 +283,7 @@ class Engine:
 
     def _set_lr(self) -> float:
         if self.schedule is not None:
-            factor = self.schedule.factor(self.step, self.total_steps or 1)
-            added = self.optimizer.param_groups[len(self._base_lrs) :]  # since the last step
-            self._base_lrs += [base_lr(group) for group in added]
-            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-                group["lr"] = base * factor
-                group["scheduled_lr"] = float(group["lr"])
+            self.rates.schedule(self.schedule.factor(self.step, self.total_steps or 1))
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _backward(self, micros: list[Batch], counts: list[int], total: int) -> torch.Tensor:
@@ -323,7 +326,7 @@ class Engine:
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""
-        finite = _is_finite(loss) and _is_finite(norm)
+        finite = math.isfinite(loss) and math.isfinite(norm)
         skipped = None
         if finite:
             self.skipped_in_a_row = 0
@@ -344,13 +347,13 @@ class Engine:
         return skipped
 
     def _why_skipped(self, micros: list[Batch], loss: float, norm: float) -> str:
-        if _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
+        if math.isfinite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
             return f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
         return self._blame(micros, loss, norm)
 
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
         self.skipped_in_a_row += 1
-        what = "loss" if not _is_finite(loss) else "gradient norm"
+        what = "loss" if not math.isfinite(loss) else "gradient norm"
         value = loss if what == "loss" else norm
         culprit = self._culprit(micros)
         step, text = self.step + 1, f"{what} is {value}; first at the {culprit}"
@@ -394,7 +397,3 @@ class Engine:
             asked_attention=self._attention, steps=self.total_steps, accumulate=self.accumulate,
             seed=self.seed,
         )  # fmt: skip
-
-
-def _is_finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")

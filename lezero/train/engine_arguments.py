@@ -96,16 +96,6 @@ def agree_on_arguments(optimizer: torch.optim.Optimizer, **arguments: Any) -> No
     agree("lz.Engine", {key: _plain(value) for key, value in mine.items()})
 
 
-def base_lr(group: dict[str, Any]) -> Any:
-    """The rate that the schedule's factor is on, which the group keeps as `initial_lr`.
-
-    It is the group's own rate, unless an earlier engine's schedule has set that one.
-    """
-    if "initial_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
-        group["initial_lr"] = group["lr"]
-    return group["initial_lr"]
-
-
 def _plain(value: Any) -> Any:
     """A value as JSON has it, as far as it goes; of anything else, what kind it is."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:

@@ -55,6 +55,7 @@ def pack(engine: Engine) -> Packed:
     """Tensors (not copied) and documents of the engine. Every rank must call it together."""
     state = engine.model.state_dict()
     tensors = {_MODEL + n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
+    engine.rates.take_new()
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
     tensors |= found
     # A step draws from (seed, step) and needs no generator; they are for the caller's own code.
@@ -186,6 +187,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     _check_model(loaded.path, own, saved)
     _warn_of_differences(loaded)
     _warn_of_buffers(loaded)
+    engine.rates.take_new()
     checkpoint.unpack_optimizer(
         engine.optimizer, names_of(engine), tensors, loaded.documents["optimizer"]
     )
@@ -271,8 +273,13 @@ def _nothing(name: str) -> bool:
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
-    """Finds the newest good generation, or the one named, and puts it into the engine."""
-    return restore(engine, find(engine, path))
+    """Finds the newest good generation, or the one named, and puts it into the engine; the learning
+    rates as `Engine.load` says."""
+    documents = restore(engine, find(engine, path))
+    for told in engine.rates.settle():
+        if groups.is_main():
+            log.warning("%s", told)
+    return documents
 
 
 def _check_model(path: Path, own: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -1,0 +1,56 @@
+"""The learning rate of each group: what a schedule's factor is on, and what counts after a load."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+class Rates:
+    """The base rates of an optimizer's groups, which each group keeps as `initial_lr` too.
+
+    A group's base is the rate that it has when the engine is made or the group is added, or, where
+    that is what the schedule of an earlier engine has made of a base, that base.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._bases: list[Any] = []
+        self.take_new()
+
+    def take_new(self) -> None:
+        """Notes the base rates of groups that were added since."""
+        for group in self._optimizer.param_groups[len(self._bases) :]:
+            if "initial_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
+                group["initial_lr"] = _copy(group["lr"])
+            self._bases.append(_copy(group["initial_lr"]))
+
+    def schedule(self, factor: float) -> None:
+        """Sets the rate of each group to its base times `factor`."""
+        self.take_new()
+        for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
+            group["lr"] = base * factor
+            group["scheduled_lr"] = float(group["lr"])
+
+    def settle(self) -> list[str]:
+        """After a load has given each group the file's rates: the file's `lr` stays where the base
+        is the same here as there; elsewhere this engine's base counts, as a sentence says that is
+        returned. `initial_lr` is this engine's base in any case."""
+        told = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            base, saved = self._bases[number], float(group["initial_lr"])
+            if not math.isclose(base, saved, rel_tol=1e-6):  # a tensor has fewer digits
+                told.append(
+                    f"group {number} of the optimizer was trained with lr={saved:g} and is given "
+                    f"lr={float(base):g} now, which counts from here on"
+                )
+                group["lr"] = _copy(base)
+            group["initial_lr"] = _copy(base)
+        return told
+
+
+def _copy(rate: Any) -> Any:
+    """Of a rate in a tensor, which optimizers change in place, a tensor of its own."""
+    return rate.clone() if isinstance(rate, torch.Tensor) else rate

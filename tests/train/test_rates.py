@@ -1,0 +1,111 @@
+"""Which learning rate counts after a load, and that the optimizer says the same as the engine."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.optim import Schedule
+from lezero.train.engine import Engine
+
+HALF = Schedule(kind="constant", warmup=2)
+LATE = Schedule(kind="linear", final=0.0)
+
+
+def make(lr, schedule=None):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=lr)
+    return Engine(
+        model, optimizer, loss=lambda model, x: model(x).mean(), schedule=schedule, total_steps=4,
+        precision="fp32", compile="off",
+    )  # fmt: skip
+
+
+def step(engine):
+    return engine.train_step(torch.ones(3, 2)).lr
+
+
+def saved(folder, lr, schedule=None, then=None):
+    """A generation of a run with base `lr`, whose rate was set to `then` in the end."""
+    engine = make(lr, schedule)
+    step(engine)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = group["lr"] if then is None else then
+    return engine.save(folder)
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "lezero.train")
+    return lambda: [record.getMessage() for record in caplog.records if "lr=" in record.message]
+
+
+@pytest.mark.parametrize("schedule", [None, Schedule(kind="constant"), HALF, LATE])
+def test_another_rate_than_the_saved_run_had_counts_and_is_told(tmp_path, told, schedule):
+    path = saved(tmp_path, 0.1, schedule)
+    engine = make(0.01, schedule)
+    engine.load(path)
+    factor = 1.0 if schedule is None else schedule.factor(1, 4)
+    for group in engine.optimizer.param_groups:
+        assert (group["initial_lr"], group["lr"]) == (0.01, 0.01 * factor)
+    assert step(engine) == 0.01 * factor
+    assert told() == [
+        f"group {number} of the optimizer was trained with lr=0.1 and is given lr=0.01 now, which "
+        "counts from here on"
+        for number in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize("schedule", [None, HALF])
+def test_a_rate_set_in_mid_run_goes_on_where_the_run_is_built_as_before(tmp_path, told, schedule):
+    """As torch's schedulers set it; a schedule of LeZero's sets it anew at every step."""
+    path = saved(tmp_path, 0.1, schedule, then=0.025)
+    engine = make(0.1, schedule)
+    engine.load(path)
+    assert [group["initial_lr"] for group in engine.optimizer.param_groups] == [0.1, 0.1]
+    assert step(engine) == (0.025 if schedule is None else 0.1)
+    assert told() == []
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_later_engine_begins_from_the_rate_that_counted(tmp_path, steps):
+    path = saved(tmp_path, 0.1, HALF)
+    engine = make(0.01, HALF)
+    engine.load(path)
+    for _ in range(steps):
+        step(engine)
+    later = Engine(
+        engine.model, engine.optimizer, loss=engine.loss, schedule=HALF, total_steps=4,
+        precision="fp32", compile="off",
+    )  # fmt: skip
+    assert step(later) == 0.005
+
+
+def test_a_rate_in_a_tensor_is_not_the_groups_own_base(tmp_path, told):
+    path = saved(tmp_path, torch.tensor(0.1), then=torch.tensor(0.025))
+    given = (0.1, torch.tensor, 0.025), (0.1, float, 0.025), (0.01, torch.tensor, 0.01)
+    for base, kind, counts in given:
+        engine = make(kind(base))
+        engine.load(path)
+        for group in engine.optimizer.param_groups:
+            assert float(group["initial_lr"]) == pytest.approx(base)
+            assert isinstance(group["lr"], torch.Tensor) is (kind is torch.tensor)
+        assert step(engine) == pytest.approx(counts)
+    assert len(told()) == 2
+
+
+def test_a_group_that_joined_has_a_rate_of_its_own(tmp_path):
+    engine = make(0.1)
+    late = nn.Parameter(torch.ones(()))
+    engine.model.register_parameter("late", late)
+    engine.optimizer.add_param_group({"params": [late], "lr": 0.4})
+    path = engine.save(tmp_path)
+    for given, counts in ((0.4, 0.4), (0.2, 0.2)):
+        other = make(0.1)
+        late = nn.Parameter(torch.ones(()))
+        other.model.register_parameter("late", late)
+        other.optimizer.add_param_group({"params": [late], "lr": given})
+        other.load(path)
+        assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.1, counts]
