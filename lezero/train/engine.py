@@ -300,7 +300,7 @@ class Engine:
                 seeded(self.seed, self.step, place),
             ):
                 with self.precision.autocast():
-                    loss = scalar(self._forms.loss(self.gradients.module, micro))
+                    loss = self.gradients.loss(self._forms.loss, micro)
                     scaled = loss * (count * world / total)
                 self.precision.scaler.scale(scaled).backward()
             if count:

@@ -7,6 +7,7 @@ backward pass exchanges, and what the norm of all gradients is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,13 +23,15 @@ from lezero.core.errors import OrderError
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.sharding import shardings_in
+from lezero.train.counting import Batch
+from lezero.train.loss import LossFunction, scalar
 
 
 class Gradients:
-    """One rank: nothing meets. `module` is what a forward pass calls."""
+    """One rank: nothing meets."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = self.module = model
+        self.model = model
 
     def begin(self) -> None:
         """Before the first micro-batch of a step: drops what a caller or a failed step has left."""
@@ -52,6 +55,10 @@ class Gradients:
         even NaN where the loss is 0 / 0."""
         yield
 
+    def loss(self, function: LossFunction, batch: Batch) -> torch.Tensor:
+        """The loss of one micro-batch, whose backward pass then fills the gradients."""
+        return scalar(function(self.model, batch))
+
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients there are, as this rank holds them; of sparse ones, the values."""
         return [_values(p) for p in parameters if p.grad is not None]
@@ -70,17 +77,14 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Replicated(Gradients):
-    """torch DDP: every rank has everything, gradients are averaged in buckets.
-
-    `find_unused_parameters` keeps DDP from re-ordering its buckets after the first step, which
-    would make a resumed run sum in another order than one that was never interrupted.
-    """
+    """torch DDP (see `train/ddp.py`): every rank has everything, gradients meet in buckets."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         watch.Watch.start()
         self._silent = False
-        self._meeting = 0  # buckets on their way
+        self._meeting = 0  # buckets on their way that the watch knows of
+        self._met = False  # whether there was any
         self._wrap()
 
     def outdated(self) -> bool:
@@ -93,20 +97,21 @@ class Replicated(Gradients):
 
     def _wrap(self) -> None:
         """DDP knows for ever which parameters were trained when it was built."""
-        from torch.nn.parallel import DistributedDataParallel
+        from lezero.train import ddp
 
         self._trained = _trained(self.model)
         self._names = {id(p): name for name, p in self.model.named_parameters()}
-        self._wrapped = DistributedDataParallel(
-            self.model, find_unused_parameters=True, gradient_as_bucket_view=True
-        )
+        self._wrapped = ddp.around(self.model)
         meet = weakref.WeakMethod(self._meet)  # torch never lets go of a cycle through its hook
         self._wrapped.register_comm_hook(None, lambda _, bucket: meet()(bucket))  # type: ignore[misc]
-        self.module = self._wrapped
+
+    def loss(self, function: LossFunction, batch: Batch) -> torch.Tensor:
+        found: torch.Tensor = self._wrapped(functools.partial(super().loss, function, batch))
+        return found
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        self._silent = not counts
+        self._silent, self._met = not counts, False
         with contextlib.nullcontext() if last else self._wrapped.no_sync():
             yield
         watcher = watch.current()  # a backward pass returns when all its buckets have met
@@ -114,11 +119,18 @@ class Replicated(Gradients):
             if watcher is not None:
                 watcher.leave()
         self._meeting = 0
+        if last and not self._met:
+            raise OrderError(
+                "the loss of this rank reached no trained parameter of the model, so that no "
+                "gradient could meet those of the other ranks: compute it from the model that the "
+                "Engine trains"
+            )
 
     def _meet(self, bucket: Any) -> Any:
         """Averages a bucket of gradients over the ranks, as DDP does without being told."""
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
+        self._met = True
         watcher = watch.current()
         if watcher is not None:
             first = self._names[id(bucket.parameters()[0])]
