@@ -28,6 +28,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
+from lezero.ops.linear.derivatives import differentiate
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define(
@@ -198,7 +199,7 @@ def _fake(
     return out.to(memory_format=torch.channels_last) if out.dim() == 4 else out
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
     x, weight, scale, bias, _, _, *ctx.places = inputs
     ctx.shape, ctx.bias = x.shape, None if bias is None else bias.dtype
     ctx.save_for_backward(weight, scale)
@@ -206,14 +207,28 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, scale = ctx.saved_tensors
-    wide = (weight.float() * scale.view(-1, *[1] * (weight.dim() - 1))).to(grad.dtype)
     into = conv1d_input if weight.dim() == 3 else conv2d_input
+    found = into(ctx.shape, _wide(weight, scale, grad.dtype), grad, *ctx.places)
     bias = None if ctx.bias is None else grad.float().transpose(0, 1).flatten(1).sum(1).to(ctx.bias)
-    return (into(ctx.shape, wide, grad, *ctx.places), None, None, bias, *[None] * 6)
+    return (found, None, None, bias, *[None] * 6)
+
+
+def _float_layer(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:
+    _, weight, scale, _, _, _, *places = inputs
+    convolve = torch.nn.functional.conv1d if x.dim() == 3 else torch.nn.functional.conv2d
+    return convolve(x, _wide(weight, scale, x.dtype), bias, *places)
+
+
+def _wide(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (weight.float() * scale.view(-1, *[1] * (weight.dim() - 1))).to(dtype)
 
 
 _library.impl("conv_int8", _conv, "CompositeExplicitAutograd")
 torch.library.register_fake("lezero::conv_int8", _fake, lib=_library)
-torch.library.register_autograd(
-    "lezero::conv_int8", _differentiate, setup_context=_save, lib=_library
+differentiate(
+    *(_library, "conv_int8"),
+    save=_save,
+    backward=_differentiate,
+    float_layer=_float_layer,
+    bias_at=3,
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.core.log import logger
 from lezero.ops.linear import reference
+from lezero.ops.linear.derivatives import bias_grad, differentiate
 from lezero.ops.linear.op import FLOATS
 from lezero.ops.quantize.tokens import fp8_tokens
 
@@ -116,7 +117,7 @@ def _fake(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tenso
     return x.new_empty((*x.shape[:-1], codes.shape[0]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
     _, codes, scale, bias = inputs
     ctx.bias = None if bias is None else bias.dtype
     ctx.save_for_backward(codes, scale)
@@ -124,14 +125,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     codes, scale = ctx.saved_tensors
-    bias = None
-    if ctx.bias is not None:
-        bias = grad.reshape(-1, grad.shape[-1]).float().sum(0).to(ctx.bias)
-    return grad @ (codes.float() * scale).to(grad.dtype), None, None, bias
+    return grad @ (codes.float() * scale).to(grad.dtype), None, None, bias_grad(ctx, grad)
+
+
+def _float_layer(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:
+    _, codes, scale, _ = inputs
+    return torch.nn.functional.linear(x, (codes.float() * scale).to(x.dtype), bias)
 
 
 _library.impl("linear_fp8", _linear, "CompositeExplicitAutograd")
 torch.library.register_fake("lezero::linear_fp8", _fake, lib=_library)
-torch.library.register_autograd(
-    "lezero::linear_fp8", _differentiate, setup_context=_save, lib=_library
+differentiate(
+    *(_library, "linear_fp8"),
+    save=_save,
+    backward=_differentiate,
+    float_layer=_float_layer,
+    bias_at=3,
 )

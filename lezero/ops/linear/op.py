@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import accelerator, native, reference
+from lezero.ops.linear.derivatives import bias_grad, differentiate
 from lezero.ops.linear.layout import (
     BITS,
     PANEL,
@@ -273,7 +274,7 @@ def _fake_embedding(
     return ids.new_empty((*ids.shape, in_features), dtype=dtype)
 
 
-def _save_bf16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_bf16(ctx: Any, inputs: tuple[Any, ...]) -> None:
     x, weight, bias, ctx.out_features = inputs
     ctx.in_features, ctx.bias = x.shape[-1], None if bias is None else bias.dtype
     ctx.save_for_backward(weight)
@@ -281,11 +282,17 @@ def _save_bf16(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate_bf16(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wide = unpack_bf16(ctx.saved_tensors[0], ctx.out_features, ctx.in_features)
-    return grad @ wide.to(grad.dtype), None, _bias_grad(ctx, grad), None
+    return grad @ wide.to(grad.dtype), None, bias_grad(ctx, grad), None
 
 
-def _save_int(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, scale, zero, bias, _, ctx.out_features, ctx.bits, ctx.group, _, _ = inputs
+def _float_bf16(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:
+    _, weight, _, out_features = inputs
+    wide = unpack_bf16(weight, out_features, x.shape[-1])
+    return torch.nn.functional.linear(x, wide.to(x.dtype), bias)
+
+
+def _save_int(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    x, weight, scale, zero, bias, _, ctx.out_features, ctx.bits, ctx.group, *_ = inputs
     ctx.in_features, ctx.bias = x.shape[-1], None if bias is None else bias.dtype
     ctx.save_for_backward(weight, scale, zero)
 
@@ -293,13 +300,14 @@ def _save_int(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_int(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     sizes = (ctx.out_features, ctx.in_features, ctx.bits, ctx.group)
     wide = accelerator.dequantize(Packed(*ctx.saved_tensors), *sizes, grad.dtype)
-    return (grad @ wide, *[None] * 3, _bias_grad(ctx, grad), *[None] * 6)
+    return (grad @ wide, *[None] * 3, bias_grad(ctx, grad), *[None] * 6)
 
 
-def _bias_grad(ctx: Any, grad: Tensor) -> Tensor | None:
-    return (
-        None if ctx.bias is None else grad.reshape(-1, grad.shape[-1]).float().sum(0).to(ctx.bias)
-    )
+def _float_int(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:
+    _, weight, scale, zero, _, _, out_features, bits, group, *_ = inputs
+    sizes = (out_features, x.shape[-1], bits, group)
+    wide = accelerator.dequantize(Packed(weight, scale, zero), *sizes, x.dtype)
+    return torch.nn.functional.linear(x, wide, bias)
 
 
 _library.impl("linear_bf16", _bf16, "CompositeExplicitAutograd")
@@ -308,9 +316,17 @@ _library.impl("embedding_int", _embedding, "CompositeExplicitAutograd")
 torch.library.register_fake("lezero::linear_bf16", _fake_linear, lib=_library)
 torch.library.register_fake("lezero::linear_int", _fake_linear, lib=_library)
 torch.library.register_fake("lezero::embedding_int", _fake_embedding, lib=_library)
-torch.library.register_autograd(
-    "lezero::linear_bf16", _differentiate_bf16, setup_context=_save_bf16, lib=_library
+differentiate(
+    *(_library, "linear_bf16"),
+    save=_save_bf16,
+    backward=_differentiate_bf16,
+    float_layer=_float_bf16,
+    bias_at=2,
 )
-torch.library.register_autograd(
-    "lezero::linear_int", _differentiate_int, setup_context=_save_int, lib=_library
+differentiate(
+    *(_library, "linear_int"),
+    save=_save_int,
+    backward=_differentiate_int,
+    float_layer=_float_int,
+    bias_at=4,
 )
