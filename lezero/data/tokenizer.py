@@ -19,9 +19,16 @@ from lezero.core.errors import FileError, LeZeroError, need_extra
 from lezero.core.paths import expand_home
 from lezero.data.config import TokenizerConfig
 from lezero.data.pieces import Pieces, byte_letters
+from lezero.data.special import (
+    EOS,
+    SETTINGS,
+    all_settings,
+    end_of_model,
+    named_end,
+    special_texts,
+)
 from lezero.files.folder import make_folder, write_file
 
-EOS = "<|endoftext|>"
 _PIECE = 1 << 20
 _TRAINED_ON = 1 << 28
 _LIMIT = 256 << 20
@@ -29,7 +36,6 @@ _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
 )
-_SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 
 
 class Tokenizer:
@@ -117,8 +123,8 @@ class _Bytes(Tokenizer):
 class _Backed(Tokenizer):
     """A tokenizer of the package `tokenizers`.
 
-    files: the file of each name that saving copies; without any, it is written out with `settings`
-    beside it.
+    files: the file of each name that saving copies; without any, it is written out. settings: what
+    is written beside it, with its end-of-text token, which the files copied may not name.
     """
 
     def __init__(
@@ -156,13 +162,15 @@ class _Backed(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         root = Path(expand_home(folder))
+        settings = self._settings | {"eos_token": self._inner.id_to_token(self.eos)}
         if self._files is None:
-            eos = self._inner.id_to_token(self.eos)
-            _save(root, self._inner.to_str(), self._settings | {"eos_token": eos})
+            _save(root, self._inner.to_str(), settings)
             return
         make_folder(root)
         for name, path in self._files.items():
             shutil.copyfile(path, root / name)
+        if self._settings:
+            _write(root, {"tokenizer_config.json": json.dumps(settings, indent=1) + "\n"})
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -192,19 +200,22 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def load_tokenizer(place: str | Path) -> Tokenizer:
     """Opens a Hugging Face tokenizer folder, or a tokenizer.json.
 
-    A folder without tokenizer.json is opened by transformers (extra `hf`). Raises `FileError` when
-    there is none, it cannot be read, or it names no end-of-text token.
+    A folder without tokenizer.json is opened by transformers (extra `hf`). Where the tokenizer's
+    files name no end-of-text token, it is the first `eos_token_id` of the model beside them. Raises
+    `FileError` when there is none, it cannot be read, or nothing names an end-of-text token.
     """
     path = Path(expand_home(place))
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
     if not path.exists():
         raise FileError(f"tokenizer {place}: no such file or folder")
-    settings = _settings(folder)
+    settings = all_settings(folder)
     if settings.get("lezero") == "bytes" and file.name == "tokenizer.json":
         return _Bytes()
     if not file.is_file():
         inner, settings = _converted(folder)
-        return _Backed(inner, _end(inner, settings, folder), _start(inner), settings=settings)
+        eos = named_end(inner, settings)
+        eos = end_of_model(inner, folder) if eos is None else eos
+        return _Backed(inner, eos, _start(inner), settings=settings)
     if file.stat().st_size > _LIMIT:
         raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
     library = _library("this tokenizer")
@@ -213,7 +224,11 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     except Exception as error:  # the package raises plain Exception
         raise FileError(f"{file}: not a tokenizer file ({error})") from None
     files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
-    return _Backed(inner, _end(inner, settings, folder), _start(inner), files)
+    eos = named_end(inner, settings)
+    if eos is not None:
+        return _Backed(inner, eos, _start(inner), files)
+    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+    return _Backed(inner, end_of_model(inner, folder), _start(inner), files, settings)
 
 
 def tokenizer_files(place: Path) -> list[Path]:
@@ -224,7 +239,7 @@ def tokenizer_files(place: Path) -> list[Path]:
     """
     folder = place if place.is_dir() else place.parent
     own = place.is_dir() or place.name == "tokenizer.json"
-    found = [folder / name for name in (_FILES if own else _SETTINGS)]
+    found = [folder / name for name in (_FILES if own else SETTINGS)]
     return [path for path in found if path.is_file()]
 
 
@@ -268,63 +283,6 @@ def _cut(text: str, start: int, end: int) -> int:
     return end
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that a folder's settings name, as transformers reads them: "bos_token" to
-    its text, and so on, those of a model's own too.
-
-    As there special_tokens_map.json counts before tokenizer_config.json, unless that lists all
-    added tokens, and then not at all.
-    """
-    named, settings = _both_settings(folder)
-    return _named(settings if "added_tokens_decoder" in settings else settings | named)
-
-
-def _named(settings: Mapping[str, Any]) -> dict[str, str]:
-    extra = settings.get("extra_special_tokens")
-    every = {**settings, **(extra if isinstance(extra, dict) else {})}
-    texts = {name: _text_of(value) for name, value in every.items() if name.endswith("_token")}
-    return {name: text for name, text in texts.items() if text is not None}
-
-
-def _text_of(token: Any) -> str | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Both files as one; tokenizer_config.json, which people edit, counts first."""
-    named, settings = _both_settings(folder)
-    return named | settings
-
-
-def _both_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    named, settings = (_object(folder / name) for name in _SETTINGS)
-    return named, settings
-
-
-def _object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileError(f"{path}: cannot be read ({error})") from None
-    if not isinstance(data, dict):
-        raise FileError(f"{path}: is no JSON object; copy the file of the model again")
-    return data
-
-
-def _end(inner: Any, settings: dict[str, Any], folder: Path) -> int:
-    for text in (_text_of(settings.get("eos_token")), EOS):
-        found = None if text is None else inner.token_to_id(text)
-        if found is not None:
-            return int(found)
-    raise FileError(
-        f"tokenizer {folder}: names no end-of-text token; "
-        'write "eos_token" into its tokenizer_config.json'
-    )
-
-
 def _start(inner: Any) -> tuple[int, ...]:
     """What the tokenizer puts before a text. As in transformers `add_bos_token` says nothing where
     there is a tokenizer.json; where there is none, what is converted heeds it."""
@@ -364,7 +322,7 @@ def _converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
         # for some types of models transformers makes one of special tokens where there is no file
         raise none
-    kept = _named(opened.special_tokens_map)
+    kept = special_texts(opened.special_tokens_map)
     if isinstance(opened.chat_template, str):
         kept["chat_template"] = opened.chat_template
     return found, kept
@@ -392,6 +350,10 @@ def _save(folder: Path, content: str, extra: dict[str, Any]) -> None:
         "special_tokens_map.json": json.dumps({"eos_token": settings["eos_token"]}, indent=1)
         + "\n",
     }
+    _write(folder, files)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
     try:
         for name, text in files.items():
             write_file(folder / name, text.encode("utf-8"))

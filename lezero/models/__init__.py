@@ -1,5 +1,6 @@
 """Readable reference models and their plain generation."""
 
+from lezero.data.special import stop_tokens
 from lezero.models.bert import Bert, BertConfig, bert_config, load_bert
 from lezero.models.cache import KVCache
 from lezero.models.config import RopeScaling, TransformerConfig, count_parameters
@@ -10,7 +11,6 @@ from lezero.models.huggingface import (
     read_config,
     save_hf,
     special_tokens,
-    stop_tokens,
     tokenizer_files,
 )
 from lezero.models.presets import PRESETS, preset

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.core.paths import expand_home
+from lezero.data.special import GENERATION, stop_tokens
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.transformer import Transformer
@@ -305,19 +306,22 @@ def _move_in(aside: Path, root: Path) -> None:
 
 
 def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
-    """The files of the tokenizer in `folder`; `FileError` where it holds none."""
+    """The files of the tokenizer in `folder`, and what is said beside it of how tokens are chosen
+    and which of them end a text; `FileError` where it holds no tokenizer."""
     if folder is None:
         return []
-    found = [Path(expand_home(folder)) / name for name in _TOKENIZER_FILES]
-    found = [path for path in found if path.is_file()]
+    root = Path(expand_home(folder))
+    found = [root / name for name in _TOKENIZER_FILES if (root / name).is_file()]
     if not found:
         raise FileError(f"{folder}: holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:2])})")
-    return found
+    return [*found, *(path for path in [root / GENERATION] if path.is_file())]
 
 
-def special_tokens(folder: Path) -> dict[str, int]:
-    """Ids of the tokenizer's begin, end and padding tokens, where it names any."""
-    ids: dict[str, int] = {}
+def special_tokens(folder: Path) -> dict[str, Any]:
+    """Ids of the tokenizer's begin, end and padding tokens, where it names any; of the end, where
+    it does not, those of the model in the same folder."""
+    ends = stop_tokens(folder)
+    ids: dict[str, Any] = {"eos_token_id": list(ends)} if ends else {}
     if not all((folder / name).is_file() for name in _TOKENIZER_FILES[:2]):
         return ids
     tokenizer, settings = (read_json(folder / name) for name in _TOKENIZER_FILES[:2])
@@ -333,15 +337,3 @@ def special_tokens(folder: Path) -> dict[str, int]:
         if isinstance(text, str) and isinstance(number, int):
             ids[f"{kind}_token_id"] = number
     return ids
-
-
-def stop_tokens(folder: str | os.PathLike[str]) -> tuple[int, ...]:
-    """Token ids that end a generation, from `generation_config.json` or `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        path = Path(expand_home(folder)) / name
-        found = read_json(path).get("eos_token_id") if path.is_file() else None
-        if isinstance(found, int):
-            return (found,)
-        if isinstance(found, list) and all(isinstance(item, int) for item in found):
-            return tuple(found)
-    return ()

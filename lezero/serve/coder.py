@@ -9,7 +9,8 @@ from typing import Any
 from lezero.core.errors import ConfigError, FileError
 from lezero.data import load_tokenizer
 from lezero.data.pieces import Pieces
-from lezero.data.tokenizer import special_tokens, start_of
+from lezero.data.special import special_tokens
+from lezero.data.tokenizer import start_of
 from lezero.models import gguf_tokenizer, stop_tokens
 from lezero.models.huggingface import read_json
 from lezero.serve.template import render

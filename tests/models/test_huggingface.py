@@ -1,3 +1,4 @@
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from torch import Tensor
 from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf, stop_tokens
 from lezero.models.hf_config import from_hf, to_hf
-from tests.models.test_rope import SCALINGS
+from lezero.models.rope import frequencies
+from tests.models.test_rope import SCALINGS, longrope
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,6 +30,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2 window": {"attention_bias": "qkv", "sliding_window": 5},
     "qwen3": {"qk_norm": True, "kv_heads": 2, "head_dim": 16},
     **{f"{s['kind']} {i}": {"rope_scaling": s} for i, s in enumerate(SCALINGS)},
+    "longrope": {"rope_scaling": longrope(4)},
+    "longrope within": {"rope_scaling": longrope(4, original_context=40, factor=1.6)},
+    "longrope factor": {"rope_scaling": longrope(4, attention_factor=1.5), "kv_heads": 2},
+    "longrope mistral": {"rope_scaling": longrope(4), "sliding_window": 9},
+    "longrope qwen3": {"rope_scaling": longrope(8), "qk_norm": True, "head_dim": 16},
 }
 
 
@@ -79,9 +86,34 @@ def test_dynamic_scaling_agrees_beyond_the_context(tmp_path: Path) -> None:
     assert difference(logits(model, tokens), logits(theirs, tokens)) < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [16, 17, 40])
+def test_longrope_agrees_up_to_the_original_context_and_beyond(tokens: int, tmp_path: Path) -> None:
+    model = build(rope_scaling=longrope(4))
+    save_hf(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for length in (tokens, 40, tokens):  # what came before leaves nothing behind
+        given = TOKENS[:, :length]
+        assert difference(logits(model, given), logits(theirs, given)) < 1e-6
+
+
+def test_longrope_is_written_for_transformers_4_too() -> None:
+    """It derives the factor from both contexts, and looks for the original one outside."""
+    config = TransformerConfig(**SHAPE, rope_scaling=longrope(4))
+    data = to_hf(config, "float32")
+    assert data["original_max_position_embeddings"] == 16
+    assert "attention_factor" not in data["rope_scaling"]
+    data = to_hf(TransformerConfig(**SHAPE, rope_scaling=longrope(4, factor=9.0)), "float32")
+    assert data["rope_scaling"]["attention_factor"] == frequencies(from_hf(data))[1]
+    assert "original_max_position_embeddings" not in to_hf(build().config, "float32")
+
+
 SMALL = {
     **{"vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"intermediate_size": 40, "max_position_embeddings": 64, "pad_token_id": None},
+}
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 2.5]},
+    "long_factor": [1.0, 4.0, 6.0, 9.0],
 }
 THEIRS: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -106,6 +138,32 @@ THEIRS: dict[str, dict[str, Any]] = {
             **{"mscale_all_dim": 0, "beta_fast": 0, "original_max_position_embeddings": 16},
         },
     },
+    "llama longrope": {"rope_parameters": {**LONG, "original_max_position_embeddings": 24}},
+    "llama longrope factor": {
+        "rope_parameters": {**LONG, "original_max_position_embeddings": 24, "factor": 9.0}
+    },
+    "llama longrope small factor": {
+        "rope_parameters": {**LONG, "original_max_position_embeddings": 24, "factor": 0.5}
+    },
+    "llama longrope attention": {
+        "rope_parameters": {
+            **{**LONG, "original_max_position_embeddings": 24, "factor": 2.0},
+            "attention_factor": 1.4,
+        }
+    },
+    "llama longrope outside": {"rope_parameters": LONG, "original_max_position_embeddings": 24},
+    "llama longrope both": {
+        "rope_parameters": {**LONG, "original_max_position_embeddings": 48},
+        "original_max_position_embeddings": 24,
+    },
+    "llama longrope neither": {"rope_parameters": LONG},
+    "llama llama3 both": {
+        "rope_parameters": {
+            **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0},
+            **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+        },
+        "original_max_position_embeddings": 60,
+    },
     "mistral": {"num_key_value_heads": 2, "sliding_window": 6},
     "mistral whole": {"num_key_value_heads": 4, "sliding_window": None},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -120,7 +178,7 @@ CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Q
 
 def save_theirs(name: str, folder: Path, **arguments: Any) -> Any:
     config_class = getattr(transformers, f"{CLASSES[name.split()[0]]}Config")
-    config = config_class(**{**SMALL, **THEIRS[name]})
+    config = config_class(**{**SMALL, **copy.deepcopy(THEIRS[name])})  # it writes into its dicts
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     scatter(model, seed=2)
     model.save_pretrained(folder, **arguments)
@@ -131,7 +189,8 @@ def save_theirs(name: str, folder: Path, **arguments: Any) -> Any:
 def test_a_folder_of_transformers_loads_here(name: str, tmp_path: Path) -> None:
     theirs = save_theirs(name, tmp_path)
     model = load_hf(tmp_path)
-    assert difference(logits(model), logits(theirs)) < 1e-6
+    for tokens in (TOKENS, TOKENS[:, :20]):
+        assert difference(logits(model, tokens), logits(theirs, tokens)) < 1e-6
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -178,7 +237,15 @@ def test_old_style_config_is_understood() -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "su"}}, "'su' is not supported; .* yarn, longrope"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "long_factor: required by"),
+        ({"rope_scaling": {**LONG, "long_factor": [1.0]}}, "long_factor: got 1 numbers, must be"),
+        ({"rope_scaling": {**LONG, "long_factor": "ab"}}, "long_factor: got 'ab'"),
+        (
+            {"rope_scaling": {**LONG, "original_max_position_embeddings": "16"}},
+            "rope_scaling.factor: required",
+        ),
+        ({"rope_scaling": {**LONG, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"num_attention_heads": 5}, "heads: got 5, which does not divide"),
         ({"hidden_size": None}, "dim: required"),
         ({"num_hidden_layers": 10**12}, "layers: got 1000000000000"),
@@ -283,6 +350,20 @@ def test_a_tokenizer_travels_with_its_end_token(tmp_path: Path) -> None:
     assert stop_tokens(source) == ()
     with pytest.raises(FileError, match="holds no tokenizer"):
         save_hf(build(), tmp_path / "out", tokenizer_folder=tmp_path)
+
+
+def test_what_is_said_beside_a_tokenizer_travels_with_it(tmp_path: Path) -> None:
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    (source / "config.json").write_text('{"eos_token_id": [3, 4]}')
+    save_hf(build(), tmp_path / "out", tokenizer_folder=source)
+    assert stop_tokens(tmp_path / "out") == (3, 4)
+    said = {"eos_token_id": [5, 4], "repetition_penalty": 1.05}
+    (source / "generation_config.json").write_text(json.dumps(said))
+    save_hf(build(), tmp_path / "out", tokenizer_folder=source)
+    assert stop_tokens(tmp_path / "out") == (5, 4)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == said
 
 
 def test_a_model_without_weights_cannot_be_saved(tmp_path: Path) -> None:

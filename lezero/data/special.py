@@ -1,0 +1,107 @@
+"""Special tokens of a Hugging Face folder: what they are called, and which of them end a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lezero.core.errors import FileError
+from lezero.core.paths import expand_home
+
+EOS = "<|endoftext|>"
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+GENERATION = "generation_config.json"
+_LIMIT = 64 << 20
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that a folder's settings name, as transformers reads them: "bos_token" to
+    its text, and so on, those of a model's own too.
+
+    As there special_tokens_map.json counts before tokenizer_config.json, unless that lists all
+    added tokens, and then not at all.
+    """
+    named, settings = _both_settings(folder)
+    return special_texts(settings if "added_tokens_decoder" in settings else settings | named)
+
+
+def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that settings name, by what they are for."""
+    extra = settings.get("extra_special_tokens")
+    every = {**settings, **(extra if isinstance(extra, dict) else {})}
+    texts = {name: _text_of(value) for name, value in every.items() if name.endswith("_token")}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def all_settings(folder: Path) -> dict[str, Any]:
+    """Both files as one; tokenizer_config.json, which people edit, counts first."""
+    named, settings = _both_settings(folder)
+    return named | settings
+
+
+def stop_tokens(folder: str | Path) -> tuple[int, ...]:
+    """Token ids that end a generation, from `generation_config.json` or else `config.json`; none
+    where neither names any. Raises `FileError` for what is no token's number."""
+    for name in (GENERATION, "config.json"):
+        path = Path(expand_home(folder)) / name
+        found = read_object(path).get("eos_token_id")
+        if found is None:
+            continue
+        every = found if isinstance(found, list) else [found]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in every):
+            raise FileError(
+                f"{path}: eos_token_id: got {repr(found)[:80]}, allowed are a token's number or a "
+                "list of them; copy the file of the model again"
+            )
+        return tuple(item for item in every if item >= 0)  # -1 is none in old files
+    return ()
+
+
+def named_end(inner: Any, settings: Mapping[str, Any]) -> int | None:
+    """The end-of-text token that a tokenizer's own files name. inner: of `tokenizers`."""
+    for text in (_text_of(settings.get("eos_token")), EOS):
+        found = None if text is None else inner.token_to_id(text)
+        if found is not None:
+            return int(found)
+    return None
+
+
+def end_of_model(inner: Any, folder: Path) -> int:
+    """The first token of the tokenizer's that ends a text by what the files of the model beside it
+    say. Raises `FileError` where they name none."""
+    for token in stop_tokens(folder):
+        if token < 1 << 32 and inner.id_to_token(token) is not None:
+            return token
+    raise FileError(
+        f"tokenizer {folder}: names no end-of-text token; "
+        'write "eos_token" into its tokenizer_config.json'
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no file. Raises `FileError` for anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _LIMIT:
+            raise FileError(f"{path}: larger than {_LIMIT >> 20} MiB; copy the model's file again")
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, FileError):
+            raise
+        raise FileError(f"{path}: cannot be read ({error})") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{path}: is no JSON object; copy the file of the model again")
+    return data
+
+
+def _text_of(token: Any) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _both_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    named, settings = (read_object(folder / name) for name in SETTINGS)
+    return named, settings
