@@ -96,3 +96,69 @@ def test_batch_norms_stay_where_the_outputs_cannot_be_seen() -> None:
     assert lz.quantization_report(made).quality_after is None
     with pytest.raises(lz.ConfigError, match="budget: the model's outputs hold no floating-point"):
         lz.quantize_(model, lz.Int8WeightActivation(), data=x, objective="size", budget=0.1)
+
+
+class Detector(nn.Module):
+    """A score between 0 and 1, read off the convolution itself, in one tensor with boxes in
+    pixels: what folding does to it is nothing beside those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+        self.norm.running_var.fill_(4.0)
+        self.box, self.score = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        boxes = 640 * torch.sigmoid(self.box(torch.relu(self.norm(y))))
+        return torch.cat([boxes, torch.sigmoid(self.score(y))], 1)
+
+
+class Viewed(Detector):
+    """Another reader has a view of the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        z = self.norm(y)
+        return torch.cat([640 * z.flatten(2), torch.sigmoid(y[:, :1].flatten(2))], 1)
+
+
+class GivesIt(Detector):
+    """The outputs of the convolution are outputs of the model, once the norm has read them."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.conv(x)
+        return self.norm(y), y
+
+
+@pytest.mark.parametrize("kind", [Detector, Viewed, GivesIt])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_reader_counts_however_small_its_part(kind: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = kind().eval().to(dtype), torch.rand(2, 3, 8, 8, dtype=dtype)
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), x)
+    assert type(made.norm) is nn.BatchNorm2d
+
+
+class Residual(nn.Module):
+    """Batch norms after each convolution, sums and in-place activations, as in a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.first = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.two, self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu_(self.first(self.one(x)))
+        return torch.relu_(self.second(self.two(y)).add_(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_pairs_are_folded(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual() for _ in range(3)]).eval().to(dtype)
+    data = [torch.rand(2, 8, 8, 8, dtype=dtype) for _ in range(3)]
+    with torch.no_grad():
+        made = quantized(model, lz.Int8WeightActivation(), data)
+    assert sum(isinstance(part, FoldedBatchNorm) for part in made.modules()) == 6

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -12,12 +11,11 @@ from torch import Tensor, nn
 from lezero.compress.quantize.batches import Batch, call, comparable, first_call
 from lezero.compress.quantize.folds import near
 from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.readers import Readers
 from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.spill import Spill
 
 FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d)
-# A batch norm comes soon after its convolution.
-_WAITING = 4
 
 
 class FoldedBatchNorm(nn.Identity):
@@ -40,18 +38,16 @@ def fold_batch_norms_(
 
     In eval mode a batch norm multiplies each channel by a = γ / √(σ² + ε) and adds β - a μ (Jacob
     et al., 2018, "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-
-    Only Inference", arXiv:1712.05877, equation 14), so w → a w and b → a (b - μ) + β. Pairs are
-    found by watching which tensor goes where in the first batch, and each is kept only if the
+    Only Inference", arXiv:1712.05877, equation 14), so w → a w and b → a (b - μ) + β. `readers.py`
+    watches over all batches that nothing else reads the convolution; and a pair is kept only if the
     outputs of all batches stay. A path that no batch takes is not seen: where it reads the
     convolution without the batch norm, it reads other values afterwards.
     """
     pairs = [
         (conv, norm)
-        for conv, norm in _pairs(model, batches[0])
+        for conv, norm in _pairs(model, batches, spill)
         if id(conv) in chosen and all(id(parameter) in private for parameter in conv.parameters())
     ]
-    for index, batch in enumerate(batches if pairs else []):
-        spill.put(("before folding", index), comparable(first_call(model, batch, index)))
 
     def stays(index: int, tolerance: float) -> bool:
         before = spill.get(("before folding", index))
@@ -78,33 +74,20 @@ def fold_batch_norms_(
     return done
 
 
-def _pairs(model: nn.Module, batch: Batch) -> list[tuple[Any, Any]]:
-    made: list[tuple[Tensor, nn.Module]] = []
-    pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
-
-    def convolved(module: nn.Module, args: Any, output: Tensor) -> None:
-        made.append((output, module))
-        del made[:-_WAITING]
-
-    def normed(module: nn.Module, args: Any) -> None:
-        conv = next((conv for output, conv in made if output is args[0]), None)
-        if conv is not None:
-            pairs[id(module)] = (conv, module)
-
-    hooks = []
-    for module in model.modules():
-        if kind_of(module) == "conv":
-            hooks.append(module.register_forward_hook(convolved))
-        elif _is_foldable(module):
-            hooks.append(module.register_forward_pre_hook(normed))
-    try:
-        call(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    # A convolution can take one batch norm in; where two read it, neither reads it alone.
-    readers = Counter(id(conv) for conv, _ in pairs.values())
-    return [pair for pair in pairs.values() if readers[id(pair[0])] == 1]
+def _pairs(model: nn.Module, batches: list[Batch], spill: Spill) -> list[tuple[Any, Any]]:
+    """Convolutions with the batch norms that alone read them; what the model gives for each batch
+    goes to `spill`."""
+    convs = [module for module in model.modules() if kind_of(module) == "conv"]
+    norms = [module for module in model.modules() if _is_foldable(module)]
+    readers = Readers(convs, norms)
+    for index, batch in enumerate(batches if convs and norms else []):
+        with readers.watching() as given_out:
+            outputs = first_call(model, batch, index)
+            given_out(outputs)
+        spill.put(("before folding", index), comparable(outputs))
+        if not readers.pairs():
+            break
+    return readers.pairs()
 
 
 def _is_foldable(module: nn.Module) -> bool:
