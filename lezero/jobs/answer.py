@@ -13,6 +13,7 @@ from typing import Any, Literal, TextIO
 from lezero.core.errors import ConfigError, FileError, NumericsError
 from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
+from lezero.models.generation_config import read_generation
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams
@@ -33,12 +34,17 @@ def continued(
     """The prompt, then pieces of its continuation as they come.
 
     Plain generation in fp32; the engine where weights, kv or a draft are given, and for models that
-    transformers' code runs. tokens: most new ones; without it 128, or what there is room for.
+    transformers' code runs, or whose folder names a repetition penalty, which plain generation
+    lacks (then in fp32 too). tokens: most new ones; without it 128, or what there is room for.
     """
     model, draft = expand_home(model), draft and expand_home(draft)
     if (weights, kv, draft) == ("auto", "auto", None) and not is_foreign(model):
-        yield from open_writer(model).write(prompt, tokens, **sampling)
-        return
+        own = read_generation(model)
+        if own.repetition_penalty == 1:
+            own.tell()
+            yield from open_writer(model).write(prompt, tokens, **sampling)
+            return
+        weights = "fp32"
     if tokens is not None and tokens < 1:
         raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
     params = SamplingParams.parse(sampling)

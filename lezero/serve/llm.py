@@ -12,6 +12,7 @@ from typing import Any
 from lezero.core.errors import ConfigError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
+from lezero.models.generation_config import GenerationDefaults, read_generation
 from lezero.serve.answer import Answer, Completion, Stream
 from lezero.serve.coder import Coder, Message
 from lezero.serve.draft import DraftModel
@@ -78,7 +79,10 @@ class LLM:
         check_speculation(speculate, draft, model)
         check_kv(kv)
         _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
+        own = GenerationDefaults() if isinstance(model, Transformer) else read_generation(model)
         self.program, read_coder = open_program(model, weights)
+        own.tell()
+        self._penalty = own.repetition_penalty
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = read_coder() if coder is None and read_coder is not None else coder
         give_back_free_blocks()  # of the weights as they were
@@ -277,7 +281,7 @@ class LLM:
         if isinstance(prompt, str) and not tokens:
             end = self._coder().end_token
             tokens = [] if end is None else self._known_tokens([end], "prompt")
-        params = self._with_named_ends(params)
+        params = self._with_named_ends(self._with_own_penalty(params))
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample)
 
@@ -295,6 +299,12 @@ class LLM:
                 held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
                 raise ConfigError(f"{name}: holds {held}, allowed is 0 to {most}")
         return tokens
+
+    def _with_own_penalty(self, params: SamplingParams) -> SamplingParams:
+        """With what the model's folder says, where nobody asks for another repetition penalty."""
+        if params.repetition_penalty is not None or self._penalty == 1:
+            return params
+        return params.model_copy(update={"repetition_penalty": self._penalty})
 
     def _with_named_ends(self, params: SamplingParams) -> SamplingParams:
         """With special tokens that stop strings name as tokens that end the answer, since they

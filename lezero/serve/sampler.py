@@ -148,9 +148,10 @@ def _penalized(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
     scores_RV = logits_RV.to(torch.float32, copy=True)
     for scores_V, row in zip(scores_RV, rows, strict=True):
         params = row.params
-        if params.repetition_penalty != 1.0 and len(row.history):
+        penalty = params.repetition_penalty or 1.0
+        if penalty != 1.0 and len(row.history):
             seen = torch.tensor(row.history, device=scores_V.device).unique()
-            score, penalty = scores_V[seen], params.repetition_penalty
+            score = scores_V[seen]
             scores_V[seen] = torch.where(score < 0, score * penalty, score / penalty)
         answer = row.history[row.prompt :]
         if len(answer) and (params.presence_penalty or params.frequency_penalty):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from lezero.core.config import Config
+from lezero.models.generation_config import LEAST, MOST
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -17,7 +18,10 @@ class SamplingParams(Config):
     """How the tokens of one request are chosen, and when it ends.
 
     The order is: penalties on the logits, temperature, top-k, top-p, min-p (as in transformers).
+    A number is no text of one, and 1 is not true; numpy's and torch's are what they hold.
     """
+
+    model_config = ConfigDict(strict=True)
 
     max_tokens: int = Field(default=128, ge=1)
     """New tokens at most."""
@@ -29,18 +33,19 @@ class SamplingParams(Config):
     """Choose among the fewest most likely tokens that together reach this probability."""
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
     """Choose among tokens at least this many times as likely as the most likely one."""
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100.0)
-    """For tokens of prompt and answer: logits above 0 are divided by it, others multiplied."""
+    repetition_penalty: float | None = Field(default=None, ge=LEAST, le=MOST)
+    """For tokens of prompt and answer: logits above 0 are divided by it, others multiplied. None:
+    what the model's folder says (generation_config.json), or else 1, which changes nothing."""
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken from the logit of each token that is in the answer."""
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken from the logit of a token once for each time that it is in the answer."""
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
     """Equal seeds give equal tokens; none: the request's number is the seed."""
-    stop: tuple[StopString, ...] = Field(default=(), max_length=16)
+    stop: tuple[StopString, ...] = Field(default=(), max_length=16, strict=False)
     """The text ends before the first of these. One that is a special token's name, as <|im_end|>,
     ends it at that token; else special tokens, which leave nothing in a text, count for nothing."""
-    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256)
+    stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256, strict=False)
     """Tokens that end the answer, besides the model's own."""
     ignore_eos: bool = False
     """Go on after the model's own end tokens."""
@@ -55,10 +60,22 @@ class SamplingParams(Config):
     def _one_is_enough(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        value = _held(value)
+        return [_held(x) for x in value] if isinstance(value, list | tuple | set) else value
+
     @property
     def penalizes(self) -> bool:
         """Whether the choice depends on which tokens came before."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        repetition = 1 if self.repetition_penalty is None else self.repetition_penalty
+        return (repetition, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _held(value: Any) -> Any:
+    """What an array or a scalar of numpy or torch holds; anything else as it is."""
+    return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
 
 
 @dataclass(frozen=True, slots=True)

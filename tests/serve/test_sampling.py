@@ -1,4 +1,6 @@
+import numpy as np
 import pytest
+import torch
 
 from lezero.core.errors import ConfigError
 from lezero.serve import SamplingParams
@@ -26,6 +28,14 @@ from lezero.serve import SamplingParams
         ({"stop_token_ids": (-1,)}, "stop_token_ids.0: got -1"),
         ({"logprobs": 21}, "logprobs: got 21"),
         ({"logprobs": True}, "logprobs: got True"),
+        ({"temperature": "1"}, "temperature: got '1'"),
+        ({"top_k": "5"}, "top_k: got '5'"),
+        ({"top_k": 5.0}, "top_k: got 5.0"),
+        ({"ignore_eos": 1}, "ignore_eos: got 1"),
+        ({"ignore_eos": "yes"}, "ignore_eos: got 'yes'"),
+        ({"stop_token_ids": ["5"]}, "stop_token_ids.0: got '5'"),
+        ({"stop_token_ids": [5.0]}, "stop_token_ids.0: got 5.0"),
+        ({"stop": [5]}, "stop.0: got 5"),
         ({"temprature": 1.0}, "did you mean 'temperature'"),
     ],
 )
@@ -36,6 +46,21 @@ def test_a_bad_value_is_named_with_what_is_allowed(change: dict[str, object], sa
 
 def test_one_stop_string_needs_no_tuple() -> None:
     assert SamplingParams(stop="\n\n").stop == ("\n\n",)
+
+
+def test_numbers_of_numpy_and_torch_are_what_they_hold() -> None:
+    found = SamplingParams(
+        seed=np.int64(5),
+        temperature=np.float32(0.5),
+        ignore_eos=np.True_,
+        top_k=torch.tensor(3),
+        stop_token_ids=np.array([1, 2]),
+    )
+    assert (found.seed, found.temperature, found.ignore_eos, found.top_k) == (5, 0.5, True, 3)
+    assert found.stop_token_ids == (1, 2)
+    assert SamplingParams(stop_token_ids=[np.int64(7)]).stop_token_ids == (7,)
+    with pytest.raises(ConfigError, match="seed: got"):
+        SamplingParams(seed=np.array([1]))
 
 
 def test_penalties_are_known() -> None:

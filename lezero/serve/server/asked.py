@@ -113,7 +113,7 @@ def _check_names(form: Form, given: Mapping[str, Any]) -> None:
             continue
         if name not in _NOT_BUILT:
             raise wrong(name, "this server does not know it", code="unknown_parameter")
-        if value not in _NOT_BUILT[name]:
+        if not any(type(value) is type(x) and value == x for x in _NOT_BUILT[name]):
             raise wrong(name, "not supported by this server", code="unsupported_parameter")
 
 
