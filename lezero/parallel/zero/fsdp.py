@@ -25,6 +25,7 @@ from lezero.nn.blocks import blocks
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.held import REPLACED, local
 from lezero.parallel.zero.layout import Part, Rows
+from lezero.parallel.zero.structure import Structure
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Their parameters stay in the type of their statistics, whatever the rest computes in."""
@@ -74,6 +75,9 @@ class FsdpSharding:
         self.model, self.config, self.stage, self.mesh = model, config, config.stage, mesh
         self.units = [name for name, _ in blocks(model)] + [""]
         self.ranks, self.rank = mesh.size("shard"), mesh.index("shard")
+        self.structure = Structure(
+            model, [(part, name) for part in model.modules() for name in part._parameters]
+        )
         self.mute = False
         self._sync = True
         self._parts = _split_modules(model)

@@ -1,8 +1,9 @@
 """What the optimizers of the process are told about sharded models.
 
 Two hooks that torch calls around every step of every optimizer, registered once, when the first
-model is sharded. Before a step: an optimizer that holds parameters which sharding replaced is
-refused, since its step would silently do nothing. After it: the whole copies are out of date.
+model is sharded. Before a step: an optimizer that holds parameters which sharding replaced, or
+which the model has lost, is refused, since its step would silently do nothing; so is one of a model
+that has other parameters now. After it: the whole copies are out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.optim import optimizer as hooks
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero import probe
 from lezero.parallel.zero.fsdp import OWNED, FsdpSharding, Owned
-from lezero.parallel.zero.held import HELD, REPLACED
+from lezero.parallel.zero.held import HELD, REPLACED, Held
 
 if TYPE_CHECKING:
     from lezero.parallel.zero.sharding import Sharding
@@ -35,7 +36,8 @@ def register() -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `OrderError` when `optimizer` holds parameters that `lz.shard_` replaced."""
+    """Raises `OrderError` when `optimizer` holds parameters that its model does not have (any
+    more), or the model has some that `lz.shard_` did not find."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     lost = [str(getattr(p, REPLACED)) for p in held if hasattr(p, REPLACED)]
     if lost:
@@ -43,6 +45,26 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer was built before sharding: {len(lost)} of its {len(held)} parameters "
             f"are no longer in the model ('{lost[0]}' is the first); build it after lz.shard_ "
             "(and after lz.materialize_, where the model was on meta)"
+        )
+    _check_models(held)
+
+
+def _check_models(parameters: list[torch.Tensor]) -> None:
+    modules: dict[int, set[int]] = {}
+    lost: list[str] = []
+    for parameter in parameters:
+        held: Held | None = getattr(parameter, HELD, None)
+        owned: Owned | None = getattr(parameter, OWNED, None)
+        sharding = held.segment.unit.sharding if held else owned.sharding if owned else None
+        if sharding is not None and id(sharding) not in modules:
+            modules[id(sharding)] = sharding.structure.check()
+        if held and all(id(m) not in modules[id(sharding)] for m, _ in held.places):
+            lost.append(held.name)
+    if lost:
+        raise OrderError(
+            f"the optimizer holds parameters that are no longer in the model: {len(lost)} of its "
+            f"{len(parameters)}, '{lost[0]}' is the first; their modules were taken out after "
+            "lz.shard_. Build the optimizer again from the parameters that there are"
         )
 
 

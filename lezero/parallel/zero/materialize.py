@@ -115,7 +115,7 @@ _REMEDY = "give materialize_ an `init` that sets it, or give its module a `reset
 
 
 class _Unset(NamedTuple):
-    """A buffer that has memory now and waits for its values (Note [what an initialiser forgets])."""
+    """A buffer whose memory waits for values (Note [what an initialiser forgets])."""
 
     module: nn.Module
     name: str

@@ -25,6 +25,7 @@ from lezero.parallel.zero.gradients import Bucket, Lent
 from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.layout import Part
 from lezero.parallel.zero.lines import Lines
+from lezero.parallel.zero.structure import Structure
 from lezero.parallel.zero.unit import Unit
 
 SHARDING = "_lezero_sharding"
@@ -49,6 +50,8 @@ class Sharding:
         )
         for unit in units:
             unit.sharding = self
+        places = [place for held in helds for place in held.places]
+        self.structure = Structure(self.root.module, places)
         self._stepped = self._summed = False
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._next: dict[tuple[str, Unit], Unit] = {}
@@ -137,6 +140,7 @@ class Sharding:
         if self.backward.active:
             self.finish_others(unit, task)
         if outside and not any(u.depth for u in self.units):
+            self.structure.check()
             self._last["forward"] = None
 
     def watch(self, held: Held) -> None:

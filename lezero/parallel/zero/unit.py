@@ -86,6 +86,8 @@ def _lent_by_torch(found: torch.Tensor) -> bool:
 def _show(held: Held, parameter: nn.Parameter) -> None:
     """Registers `parameter` where no tensor stands in for it."""
     for module, attribute in held.places:
+        if attribute not in module._parameters:
+            continue  # `check` tells of it
         found = module._parameters[attribute]
         if found is held.sharded or found is held.full or not stands_in(held, found):
             register(module, attribute, parameter)
@@ -273,7 +275,7 @@ class Unit:
         """Notices parameters changed by hand, and those that were replaced or converted."""
         for held in self.helds:
             for module, attribute in held.places:
-                found = module._parameters[attribute]
+                found = module._parameters.get(attribute)
                 ours = found is held.sharded or found is held.full
                 if not ours and not stands_in(held, found):
                     adopt(held, found)

@@ -92,6 +92,58 @@ def test_what_lies_where_the_group_cannot_reach(ranks):
     assert ranks(2, over_an_accelerator) == [[[0, 1], [0, 1]]] * 2
 
 
+def changed_after(stage):
+    """Modules that come or go after sharding, in a loop of one's own."""
+    tokens = next(batches(1))
+
+    def fresh():
+        model = shard_(make(tied=False), Zero(stage=stage))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def refused_forward(name):
+        with pytest.raises(OrderError, match=rf"'{name}' is not sharded: its module was added"):
+            loss_of(model, tokens)
+
+    model, old = fresh()
+    model.head = nn.Linear(12, 19, bias=False)
+    refused_forward("head.weight")
+    for optimizer in (old, torch.optim.AdamW(model.parameters())):
+        with pytest.raises(OrderError, match=r"'head.weight' is not sharded"):
+            optimizer.step()
+    model, old = fresh()
+    model.blocks.insert(1, copy.deepcopy(make().blocks[0]))  # torch calls no hook for it
+    refused_forward(r"blocks.1.norm.weight")
+    model, old = fresh()
+    model.register_parameter("offset", nn.Parameter(torch.zeros(1), requires_grad=False))
+    refused_forward("offset")
+    del model.offset
+    loss_of(model, tokens).backward()
+    old.step()
+    model.extra = nn.Linear(2, 2)  # between a backward and its step
+    with pytest.raises(OrderError, match=r"'extra.weight' is not sharded"):
+        old.step()
+    model, old = fresh()
+    last = model.blocks[2]
+    model.blocks = model.blocks[:2]
+    loss_of(model, tokens).backward()
+    with pytest.raises(OrderError, match=r"no longer in the model: 6 of its 23, 'blocks.2.norm.w"):
+        old.step()
+    torch.optim.AdamW(model.parameters()).step()
+    model.blocks.append(last)  # its own again
+    model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
+    model.second = shard_(nn.Linear(2, 2), Zero(stage=stage))
+    loss_of(model, tokens).backward()
+    old.step()
+    nn.utils.parametrize.register_parametrization(model.head, "weight", nn.Identity())
+    with pytest.raises(OrderError, match=r"'head.\S+' (was replaced after|is not sharded)"):
+        loss_of(model, tokens)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_modules_that_change_after_sharding_are_told(ranks, stage):
+    ranks(2, changed_after, stage)
+
+
 class Around(torch.optim.Optimizer):
     """As users wrap optimizers: the groups are shared, the step is the inner one's."""
 
