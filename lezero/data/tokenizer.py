@@ -36,6 +36,7 @@ _FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
 )
+_OF_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
 
 
 class Tokenizer:
@@ -231,6 +232,11 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     return _Backed(inner, end_of_model(inner, folder), _start(inner), files, settings)
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has any file of a tokenizer, whole or not."""
+    return any(path.is_file() for pattern in _OF_TOKENIZERS for path in folder.glob(pattern))
+
+
 def tokenizer_files(place: Path) -> list[Path]:
     """The files that a tokenizer of this folder, or of this file, is read from or saved with.
 
@@ -297,9 +303,6 @@ def start_of(plain: Sequence[int], whole: Sequence[int]) -> tuple[int, ...]:
     return tuple(whole[:at])
 
 
-_OF_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
-
-
 def _converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     """What transformers makes of a folder without tokenizer.json, and what its settings say."""
     none = FileError(
@@ -315,7 +318,7 @@ def _converted(folder: Path) -> tuple[Any, dict[str, Any]]:
         opened = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         found = opened.backend_tokenizer
     except Exception as error:
-        if not any(path for pattern in _OF_TOKENIZERS for path in folder.glob(pattern)):
+        if not holds_tokenizer(folder):
             raise none from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise FileError(f"tokenizer {folder}: no tokenizer that can be read ({first})") from None

@@ -39,7 +39,8 @@ class LLM:
     """A model with its tokenizer, its cache and its engine.
 
     model: a run, a Hugging Face folder (also a quantized one), a GGUF file, or a `Transformer`,
-    which is used up (then prompts are tokens, or `coder` is given).
+    which is used up. With a `Transformer`, and a folder of weights alone, prompts are tokens, or
+    `coder` is given.
     coder: in the place of the model's own tokenizer, which is then not read.
     weights: "auto" keeps a quantized model as it is, where kernels read its codes, and runs others
     in bf16; "int8" and "int4" (HQQ in groups of 64 or 32) quantize now, without data; "fp32" is

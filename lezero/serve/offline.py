@@ -27,8 +27,9 @@ def answer_lines(
 ) -> Iterator[dict[str, Any]]:
     """For each line that is not empty: {"line", "text", "reason", "tokens", "prompt_tokens"} or
     {"line", "error"}. "tokens" counts; lines count from 1. A line that asks for
-    log-probabilities is given "logprobs", one object a token. Where neither a line nor `params`
-    says how many tokens at most, as many as are usual or fit. Bytes that are no UTF-8 are expected
+    log-probabilities is given "logprobs", one object a token. A model without a tokenizer gives no
+    text, but "token_ids". Where neither a line nor `params` says how many tokens at most, as many
+    as are usual or fit. Bytes that are no UTF-8 are expected
     as `errors="surrogateescape"` reads them.
 
     Reads ahead a few times as many lines as run at once, never the whole file.
@@ -100,6 +101,8 @@ def _told(llm: LLM, line: int, answer: Answer | str) -> dict[str, Any]:
         return {"line": line, "error": found.error}
     counts = {"tokens": len(found.tokens), "prompt_tokens": found.prompt_tokens}
     told: dict[str, Any] = {"line": line, "text": found.text, "reason": found.reason, **counts}
+    if llm.coder is None:
+        told["token_ids"] = found.tokens
     if found.logprobs is not None:
         told["logprobs"] = [
             {"token": token, "logprob": one.logprob, "likeliest": [list(x) for x in one.likeliest]}

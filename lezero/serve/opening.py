@@ -19,6 +19,7 @@ from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
+from lezero.data.tokenizer import holds_tokenizer
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
 from lezero.models import Transformer
@@ -48,14 +49,15 @@ ReadCoder = Callable[[], Coder]
 def open_program(
     model: str | Path | Transformer, weights: Weights
 ) -> tuple[Program, ReadCoder | None]:
-    """The program of a model, and what reads its tokenizer where it is not a `Transformer`."""
+    """The program of a model, and what reads its tokenizer; None for a `Transformer`, and for a
+    Hugging Face folder of weights alone."""
     if weights not in WEIGHTS:
         raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(WEIGHTS)}")
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)
     if is_foreign(place):
-        return open_foreign(place, weights), partial(open_coder, place, Path(place))
+        return open_foreign(place, weights), _reader(place, Path(place))
     kept = _own_blocks(place, weights)
     if kept is not None:
         rounds = kept_share(Path(place), (4,)) >= 0.5
@@ -64,7 +66,13 @@ def open_program(
         _LOG.info("%s: weights are %s", place, found.origin)
         return found, partial(open_coder, place, None)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None, _wide(weights))
-    return program_of(_placed(opened, weights), weights), partial(open_coder, place, folder)
+    return program_of(_placed(opened, weights), weights), _reader(place, folder)
+
+
+def _reader(place: str, folder: Path | None) -> ReadCoder | None:
+    if folder == Path(place) and not holds_tokenizer(folder):
+        return None
+    return partial(open_coder, place, folder)
 
 
 def _wide(weights: Weights) -> torch.dtype | None:

@@ -39,7 +39,7 @@ def serve_model(
     """Serves the model at a path until a signal ends it.
 
     Raises `ConfigError`, before the model is opened, where the address is open to others without
-    keys, or is taken.
+    keys, or is taken, or the model is a folder of weights alone.
     """
     if not model:
         raise ConfigError(
@@ -48,6 +48,7 @@ def serve_model(
     if cache_mib is not None and cache_mib < 1:
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
     _check_address(config)
+    _check_tokenizer(Path(model))
     import psutil
 
     from lezero.profiler.hardware import hardware
@@ -134,6 +135,17 @@ def _check_address(config: ServeConfig) -> None:
 
     need_uvicorn()
     refuse_if_taken(config)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    from lezero.data.tokenizer import holds_tokenizer
+
+    if (folder / "config.json").is_file() and not holds_tokenizer(folder):
+        raise ConfigError(
+            f"model: {folder} holds no tokenizer, without which answers have no text; copy the "
+            "files of the model's into it (tokenizer.json, tokenizer_config.json). lz.LLM opens it "
+            "for prompts that are tokens"
+        )
 
 
 def _refuse(what: str, given: Mapping[str, Any]) -> None:
