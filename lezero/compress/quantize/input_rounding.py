@@ -75,7 +75,7 @@ class InputRounding:
             rounded = layer.forward(x)
             _set_bits([layer], 16)
             exact = layer.forward(x)
-            costs.append(_cost(exact, rounded))
+            costs.append(token_error(exact, rounded))
             del rounded
             errors.append(output_error(site, layer, module.forward(x), exact))
         before, after, xs = zip(*pairs, strict=True)
@@ -140,7 +140,7 @@ def _set_bits(layers: Sequence[object], bits: int) -> None:
             layer.x_bits = bits
 
 
-def _cost(exact: Tensor, rounded: Tensor) -> float:
+def token_error(exact: Tensor, rounded: Tensor) -> float:
     """c of two outputs (…, N); tokens that give nothing but zeros, or what is not finite, do not
     count."""
     total, count = 0.0, 0

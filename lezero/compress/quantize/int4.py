@@ -22,7 +22,8 @@ class Int4Weight(Scheme):
     """Whether each group also has a zero point: 16 codes for its own range, 0.25 bits more at a
     group of 64."""
     activations: Literal["float", "token"] = "float"
-    """"token": each token is rounded to int8, for prompts and batches (W4A8)."""
+    """"float": taken in 16-bit fixed point, as `Int8Weight` does; "token": each token is rounded to
+    int8, for prompts and batches (W4A8)."""
     method: str = "nearest"
     """How codes are found: "nearest", "hqq" (no data), "gptq" or "awq" (with data)."""
     scales: str = "mse"

@@ -93,9 +93,10 @@ def _others(module: nn.Module, kind: str, own: tuple[str, ...]) -> dict[str, Any
 class QuantizedLinear(QuantizedLayer):
     """A linear layer (N outputs, K inputs) with an int8, int4, fp8 or nf4 weight.
 
-    `x_bits`: 16, activations stay; 8, each token is rounded to int8 (float8 for an fp8 weight) with
-    a scale of its own or, where `input_scale` is there, with that. Also stands for transformers'
-    `Conv1D`.
+    `x_bits`: 16, activations stay floats or, with a packed weight, are taken in 16-bit fixed point
+    (each to 1.6e-5 of the largest of its block of 128 inputs or fewer); 8, each token is rounded to
+    int8 (float8 for an fp8 weight) with a scale of its own or, where `input_scale` is there, with
+    that. Also stands for transformers' `Conv1D`.
     """
 
     def __init__(

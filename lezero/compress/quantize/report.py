@@ -15,6 +15,7 @@ from lezero.core.errors import OrderError
 from lezero.report import units
 
 REPORT = "_lezero_quantization"
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,12 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         raise OrderError("this model has no quantization report; call lz.quantize_ on it first")
     assert isinstance(found, QuantizationReport)
     return found
+
+
+def named(names: Sequence[str]) -> str:
+    """Layers as a note names them: the first few, and how many more."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

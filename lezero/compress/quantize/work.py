@@ -34,8 +34,9 @@ from lezero.compress.quantize.layer import (
 )
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer
+from lezero.compress.quantize.outliers import Outliers
 from lezero.compress.quantize.replay import Replay
-from lezero.compress.quantize.report import LayerReport
+from lezero.compress.quantize.report import LayerReport, named
 from lezero.compress.quantize.request import Request
 from lezero.compress.quantize.scaling import Scaling
 from lezero.compress.quantize.scheme import Target
@@ -48,7 +49,6 @@ from lezero.nn.blocks import blocks
 
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
-_SHOWN = 5
 
 
 class Work:
@@ -67,6 +67,7 @@ class Work:
         self.sites = list({id(site): (site, to) for site, to in self.targets.values()}.values())
         self.speed = LayerSpeed(self.report.decisions)
         self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
+        self.outliers = Outliers()
         self.private = in_one_place(request.model)
         self.chosen = {id(user.module) for site, _ in self.sites for user in site.users}
         self.folded: dict[int, nn.Module] = {}
@@ -93,14 +94,15 @@ class Work:
         self.report.notes += self.scaling.why_nothing()
         if self._unreached:
             self.report.notes.append(
-                f"no data was seen to come through {_shown(self._unreached)}: quantized without "
+                f"no data was seen to come through {named(self._unreached)}: quantized without "
                 "it, and the error is that of the weight"
             )
         if self.scaling.kept:
             self.report.notes.append(
                 "their channels are scaled all the same, as layers beside them are quantized: "
-                + _shown(self.scaling.kept)
+                + named(self.scaling.kept)
             )
+        self.report.notes += self.outliers.notes()
         self.rounding.decide(self.report, speed=self.objective == "speed")
 
     def _in_blocks(self, batches: list[Batch]) -> None:
@@ -265,6 +267,8 @@ class Work:
             return
         if self.recipe.exact_above is not None:
             self.rounding.look(site, target, seen, inputs)
+        for user, layer, x in seen:
+            self.outliers.look(user.name, layer, x)
         adopt(site, layers, self.journal)
         if site.nbytes > _LARGE:
             give_back_free_blocks()
@@ -323,8 +327,3 @@ class Work:
                 **more,
             )
         )
-
-
-def _shown(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -70,7 +70,8 @@ def linear_int(
     """x wᵀ + bias for a weight of `pack` or `to_rows`: (…, K) → (…, N) in x's dtype.
 
     `bits`: of the weight, 4 or 8. `group`: inputs that share a scale, a multiple of 32, or 0 for a
-    scale a row. `x_bits`: 16 keeps activations (weight-only: W8A16, W4A16), 8 rounds each token to
+    scale a row. `x_bits`: 16 (weight-only: W8A16, W4A16) takes each block of a token's inputs in
+    fixed point, to 1.6e-5 of the block's largest (`ops/quantize/tokens.py`); 8 rounds each token to
     int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all; with `x_blocks`
     each of its blocks has a scale (the widest of 128, 64 and 32 inputs that divides the group; 128
     with a scale a row). Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable
