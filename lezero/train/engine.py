@@ -12,7 +12,6 @@ anything is not finite → clip → optimizer step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -132,8 +131,7 @@ class Engine:
         self.gradients = gradients_of(model, self.decisions, lambda: self.step)
         self.precision = self._precision(precision)
         self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
-        self.step = 0
-        self.skipped_in_a_row = 0
+        self.step = self.skipped_in_a_row = 0
         self.logs_skipped = True
         """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""
         self._stop = False
@@ -326,7 +324,7 @@ class Engine:
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = _is_finite(loss) and _is_finite(norm)
         skipped = None
         if finite:
             self.skipped_in_a_row = 0
@@ -347,13 +345,13 @@ class Engine:
         return skipped
 
     def _why_skipped(self, micros: list[Batch], loss: float, norm: float) -> str:
-        if math.isfinite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
+        if _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
             return f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
         return self._blame(micros, loss, norm)
 
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
         self.skipped_in_a_row += 1
-        what = "loss" if not math.isfinite(loss) else "gradient norm"
+        what = "loss" if not _is_finite(loss) else "gradient norm"
         value = loss if what == "loss" else norm
         culprit = self._culprit(micros)
         step, text = self.step + 1, f"{what} is {value}; first at the {culprit}"
@@ -393,7 +391,10 @@ class Engine:
     def _choose_form(self, micro: Batch) -> speed.Forms:
         return speed.choose(
             self.model, self.loss, micro, self.precision, self.decisions,
-            asked=self._compile,
-            asked_attention=self._attention, steps=self.total_steps, accumulate=self.accumulate,
-            seed=self.seed,
+            asked=self._compile, asked_attention=self._attention, steps=self.total_steps,
+            accumulate=self.accumulate, seed=self.seed,
         )  # fmt: skip
+
+
+def _is_finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
