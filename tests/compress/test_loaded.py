@@ -117,3 +117,20 @@ def test_a_folder_without_its_manifest_is_called_damaged(tmp_path: Path) -> None
         lz.load_quantized(tmp_path / "q", BUILDS["gpt2"]())
     mark = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
     assert mark["quant_method"] == "lezero"
+
+
+def rooted() -> nn.Module:
+    """A layer that is the model itself, with a layer of the same shape inside."""
+    root = nn.Linear(32, 32)
+    root.adapter = nn.Linear(32, 32)
+    root.register_forward_hook(lambda module, args, y: y + module.adapter(args[0]))
+    return root
+
+
+def test_a_layer_inside_of_a_layer_keeps_its_own_weight(tmp_path: Path) -> None:
+    model, x = rooted(), torch.randn(4, 32)
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    lz.save_quantized(model, tmp_path / "q")
+    found = lz.load_quantized(tmp_path / "q", rooted())
+    assert found.weight is not found.adapter.weight
+    assert torch.equal(found(x), model(x))

@@ -70,7 +70,7 @@ def check_layers(data: object, where: str) -> dict[str, dict[str, Any]]:
             layer = LayerForm.parse(about, here)
         except ConfigError as error:
             raise FileError(str(error)[:2000]) from None
-        other = found.get(layer.shares_with or "")
+        other = None if layer.shares_with is None else found.get(layer.shares_with)
         made = {**layer.to_dict(), "shape": list(layer.shape)}
         same = ("weight", "grid", "shape", "dtype")
         if layer.shares_with is not None and (

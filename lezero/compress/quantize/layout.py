@@ -93,7 +93,8 @@ def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> 
         place = module._parameters["weight"]
         assert place is not None
         with place.device:
-            weight = weights.get(about["shares_with"] or "")
+            shared = about["shares_with"]  # the model itself has the name ""
+            weight = None if shared is None else weights.get(shared)
             if weight is None:
                 grid, dtype = Grid(**about["grid"]), _DTYPES[about["dtype"]]
                 weight = _WEIGHTS[about["weight"]](grid, about["shape"], dtype)
