@@ -10,6 +10,7 @@ from typing import Literal
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+_BEYOND = 1 << 64
 
 
 class State(Enum):
@@ -98,7 +99,8 @@ class Request:
 
     @property
     def seed(self) -> int:
-        return self.number if self.params.seed is None else self.params.seed
+        """The one that was asked for; else one of its own, above all that can be asked for."""
+        return _BEYOND + self.number if self.params.seed is None else self.params.seed
 
     @property
     def pending(self) -> int:

@@ -41,7 +41,9 @@ class SamplingParams(Config):
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     """Taken from the logit of a token once for each time that it is in the answer."""
     seed: int | None = Field(default=None, ge=0, lt=1 << 63)
-    """Equal seeds give equal tokens; none: the request's number is the seed."""
+    """Equal seeds give equal tokens. None: the request's place among those of its `LLM` decides, so
+    that a program that asks the same in the same order is answered the same again; no seed that can
+    be given has the same chance. The server draws one."""
     stop: tuple[StopString, ...] = Field(default=(), max_length=16, strict=False)
     """The text ends before the first of these. One that is a special token's name, as <|im_end|>,
     ends it at that token; else special tokens, which leave nothing in a text, count for nothing."""

@@ -33,10 +33,14 @@ def test_log_probabilities_are_kept_beside_the_tokens() -> None:
     assert request.logprobs == [TokenLogprob(-0.5, ((4, -0.5),))]
 
 
-def test_the_seed_is_the_number_unless_it_is_given() -> None:
-    request = Request("a", [1])
-    request.number = 9
-    assert request.seed == 9
+def test_without_a_seed_chance_is_none_that_can_be_asked_for() -> None:
+    found = []
+    for number in (0, 1, 9):
+        request = Request("a", [1])
+        request.number = number
+        found.append(request.seed)
+    assert len(set(found)) == 3
+    assert min(found) >= 1 << 63  # seeds that are given are smaller
     assert Request("a", [1], SamplingParams(seed=3)).seed == 3
 
 

@@ -52,7 +52,7 @@ def test_it_is_not_served(weights: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_torn_tokenizer_is_still_an_error(weights: Path) -> None:
     (weights / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(FileError, match="holds no tokenizer|no tokenizer that can be read"):
+    with pytest.raises(FileError, match=r"holds no tokenizer|no tokenizer that can be read"):
         LLM(weights, weights="fp32", context=64)
 
 

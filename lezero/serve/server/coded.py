@@ -5,6 +5,7 @@ Tokenizers bear several threads at once: two that encode (`lanes.py`), and the e
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 from lezero.core.errors import ConfigError
@@ -61,12 +62,17 @@ class Encoder:
             most = asked.max_tokens
             if most is None:
                 most = max(1, self._llm.room - len(tokens))
-            params = asked.params.model_copy(update={"max_tokens": most})
+            params = asked.params.model_copy(update={"max_tokens": most, "seed": _seed(asked)})
             for sample in range(asked.n):
                 request = self._llm.request(tokens, params, sample, asked.priority)
                 request.salt = owner
                 made.append(request)
         return made
+
+
+def _seed(asked: Asked) -> int:
+    """What was asked for, or else one that nobody can know and that no restart brings again."""
+    return secrets.randbits(63) if asked.params.seed is None else asked.params.seed
 
 
 class TokenText:
