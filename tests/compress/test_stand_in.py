@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "out": lambda w: torch.add(torch.ones(32), 1, out=w),
     "outs": lambda w: torch.max(torch.ones(2, 2), 0, out=(w, torch.empty(2))),
     "foreach": lambda w: torch._foreach_mul_([w], 2.0),
+    "named out of order": lambda w: nn.init.normal_(mean=0.0, tensor=w),
+    "inplace first": lambda w: F.relu(inplace=True, input=w),
     "data": lambda w: setattr(w, "data", torch.zeros(32, 32)),
 }
 
@@ -72,6 +75,67 @@ def test_lists_and_tuples_of_any_class_hold_it() -> None:
     with pytest.raises(AttributeError, match="only read"):
         torch._foreach_mul_(Row([made]), 2.0)
     assert torch.equal(made.decode(), plain)
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "==": lambda w: w == 0,
+    "!=": lambda w: w != 0,
+    "<": lambda w: w < 0.01,
+    "<=": lambda w: w <= 0,
+    ">": lambda w: w > 0,
+    ">=": lambda w: w >= 0.01,
+    "tensor ==": lambda w: torch.zeros(32) == w,
+    "abs": abs,
+    "+w": lambda w: +w,
+    "%": lambda w: w % 2,
+    "r%": lambda w: 2 % (w + 3),
+    "//": lambda w: w // 0.1,
+    "r//": lambda w: 2 // (w + 3),
+    "r/": lambda w: 2 / (w + 3),
+    "r**": lambda w: 2**w,
+    "len": lambda w: torch.tensor(len(w)),
+    "iter": lambda w: torch.stack(list(w)),
+    "in": lambda w: torch.tensor(7.5 in w),
+    "as_tensor": torch.as_tensor,
+    "numpy": lambda w: torch.from_numpy(np.asarray(w)),
+    "dlpack": torch.from_dlpack,
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_it_is_read_as_the_decoded_tensor(name: str) -> None:
+    made = weight(lz.Int8Weight())
+    found, wanted = READS[name](made), READS[name](made.decode())
+    assert isinstance(found, Tensor)
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted)
+
+
+def test_16_bits_stay_so_as_a_tensor() -> None:
+    model = lz.quantize_(nn.Sequential(nn.Linear(32, 32)).bfloat16(), lz.Fp8(), objective="size")
+    assert torch.as_tensor(model[0].weight).dtype == torch.bfloat16
+
+
+def test_it_is_told_apart_by_identity() -> None:
+    one, two = weight(lz.Int8Weight()), weight(lz.Int8Weight())
+    assert len({one, two, one}) == 2
+    assert [*{one: 1, two: 2}.values()] == [1, 2]
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Fp8()])
+def test_linear_takes_its_arguments_by_name(scheme: Any) -> None:
+    made, x, bias = weight(scheme), torch.randn(32, 32), torch.randn(32)
+    wanted = F.linear(x, made.decode(), bias)
+    for found in (
+        F.linear(bias=bias, weight=made, input=x),
+        F.linear(x, bias=bias, weight=made),
+        F.linear(input=x, weight=made, bias=bias),
+        F.linear(x, made, bias),
+    ):
+        assert torch.allclose(found, wanted, atol=1e-3)
+    row = weight(scheme)
+    assert torch.equal(F.linear(made, torch.eye(32)), made.decode())
+    assert torch.allclose(F.linear(x, made, row[0]), wanted - bias + row.decode()[0], atol=1e-3)
 
 
 SCHEMES = pytest.mark.parametrize("scheme", [lz.Fp8(), lz.Nf4(vocabulary="nf4"), lz.Int8Weight()])

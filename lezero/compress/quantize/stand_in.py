@@ -17,19 +17,16 @@ _ONLY_READ = (
 )
 # What is told without decoding.
 _OF_SHAPE = ("dim", "ndim", "ndimension", "nelement", "numel", "size")
+_TWO_SIDED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 _OPERATORS = [
-    "getitem",
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "matmul",
-    "neg",
-    "pow",
+    *_TWO_SIDED,
+    *(f"r{name}" for name in _TWO_SIDED),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("getitem", "iter", "contains", "neg", "pos", "abs"),
 ]
+# How NumPy and `torch.as_tensor` ask for the values.
+_EXCHANGES = ["__array__", "__dlpack__", "__dlpack_device__"]
+_METHODS = ["to", "type", "float", "half", "bfloat16"]
 
 
 class StandIn(nn.Module, ABC):
@@ -42,6 +39,12 @@ class StandIn(nn.Module, ABC):
 
     requires_grad = False
     grad = None
+
+    # It compares as tensors do, element by element, and like them is told apart by identity.
+    __hash__ = nn.Module.__hash__
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     @property
     @abstractmethod
@@ -81,25 +84,29 @@ class StandIn(nn.Module, ABC):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        given = [*args, *kwargs.values()]
-        _check_reads(function, given, kwargs)
-        if function is F.linear and not isinstance(given[0], StandIn):
-            weight = given[1]
-            bias = given[2] if len(given) > 2 else None
-            if isinstance(weight, StandIn) and not isinstance(bias, StandIn):
-                return weight.linear(given[0], bias, 16, None)
+        _check_reads(function, args, kwargs)
+        if function is F.linear:
+            x, weight, bias = _linear(*args, **kwargs)
+            if isinstance(weight, StandIn) and not isinstance(x, StandIn):
+                return weight.linear(x, _decode(bias), 16, None)
         plain = {name: _plain(value) for name, value in kwargs.items()}
         return function(*map(_plain, args), **plain)
 
 
+def _linear(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    """The arguments of `F.linear`, by place or by name."""
+    return input, weight, bias
+
+
 def _check_reads(
-    function: Callable[..., Any], given: Sequence[Any], kwargs: Mapping[str, Any]
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """`AttributeError` where a function would write to a weight: in place (`fill_`, `normal_` of
     `torch.nn.init`, `_foreach_mul_`: to the first argument), or into `out`."""
     name = getattr(function, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace") is True
-    written = [kwargs.get("out"), given[0] if in_place else None]
+    first = args[0] if args else [kwargs.get(key) for key in ("input", "self", "tensor")]
+    written = [kwargs.get("out"), first if in_place else None]
     leaves = pytree.tree_leaves(pytree.tree_map(_opened, written))
     if any(isinstance(leaf, StandIn) for leaf in leaves):
         raise AttributeError(_ONLY_READ.format(name))
@@ -130,5 +137,5 @@ def _decoded(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in [f"__{name}__" for name in _OPERATORS] + ["to", "type", "float", "half", "bfloat16"]:
+for _name in [*(f"__{name}__" for name in _OPERATORS), *_EXCHANGES, *_METHODS]:
     setattr(StandIn, _name, _decoded(_name))

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lezero.compress.quantize.stand_in import StandIn
 from lezero.core.errors import ConfigError
@@ -53,9 +54,7 @@ from lezero.ops.quantize import (
 )
 
 _Marks = list[tuple[weakref.ref[Tensor], int]]
-_saved: weakref.WeakKeyDictionary[PackedWeight, tuple[_Marks, list[weakref.ref[Tensor]]]] = (
-    weakref.WeakKeyDictionary()
-)
+_saved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of weights: marks, and what was made of them
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
