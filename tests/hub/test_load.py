@@ -1,0 +1,67 @@
+"""Numbers of a file that the module's type cannot hold."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.errors import FileError
+from lezero.hub import from_pytorch
+
+
+def save(state, path):
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize(
+    ("weight", "kind"),
+    [
+        (torch.tensor([[1e300, 1.0], [2.0, float("nan")]], dtype=torch.float64), torch.float32),
+        (torch.tensor([[70000.0, 1.0], [2.0, 65504.0]]), torch.float16),
+        (torch.tensor([[70000.0, 1.0], [2.0, 60000.0]]).bfloat16(), torch.float16),
+        (torch.tensor([[torch.finfo(torch.float32).max, 1.0], [2.0, 3.0]]), torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_finite_weights_that_overflow_are_refused(tmp_path, weight, kind, device):
+    path = save({"weight": weight, "bias": weight[0].clone()}, tmp_path / "model.pt")
+    module = nn.Linear(2, 2, device=device).to(kind)
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    said = rf"2 tensors .* overflow .*'weight' \(1 of 4, {weight.dtype} into {kind}\), 'bias'"
+    with pytest.raises(FileError, match=said) as caught:
+        from_pytorch(module, path, example_inputs=torch.randn(1, 2).to(kind))
+    assert f"module.to({weight.dtype})" in str(caught.value)
+    for name, tensor in module.state_dict().items():
+        assert tensor.is_meta == (device == "meta")
+        assert tensor.is_meta or torch.equal(tensor, before[name])
+
+
+def test_numbers_up_to_the_largest_and_infinite_ones_are_loaded(tmp_path):
+    path = save({"weight": torch.tensor([[65504.0, 65519.0]])}, tmp_path / "model.pt")
+    with pytest.warns(UserWarning, match="rounded"):
+        half = from_pytorch(nn.Linear(2, 1, bias=False).half(), path)
+    assert half.weight.tolist() == [[65504.0, 65504.0]]
+    path = save({"weight": torch.tensor([[float("inf"), 1.0]])}, tmp_path / "inf.pt")
+    with pytest.warns(UserWarning, match=r"infinite values: 'weight' \(1 of 2\)"):
+        from_pytorch(nn.Linear(2, 1, bias=False).double(), path)
+
+
+def test_integers_that_would_wrap_around_are_refused(tmp_path):
+    module = nn.Linear(1, 1)
+    module.register_buffer("index", torch.zeros(2, dtype=torch.int32))
+    state = {**module.state_dict(), "index": torch.tensor([5, 2**40])}
+    path = save(state, tmp_path / "model.pt")
+    with pytest.raises(FileError, match=r"'index' \(1 of 2, torch.int64 into torch.int32\)"):
+        from_pytorch(module, path)
+    path = save({**state, "index": torch.tensor([5, 2**30])}, tmp_path / "model.pt")
+    with pytest.warns(UserWarning, match="rounded"):
+        assert from_pytorch(module, path).index.tolist() == [5, 2**30]
