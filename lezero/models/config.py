@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -15,8 +15,9 @@ _SCALING_NEEDS = {
     "dynamic": set(),
     "llama3": {"original_context", "low_freq_factor", "high_freq_factor"},
     "yarn": {"original_context"},
+    "longrope": {"original_context", "short_factor", "long_factor"},
 }
-_SCALING_TAKES = {
+SCALING_TAKES = {
     "linear": set(),
     "dynamic": set(),
     "llama3": _SCALING_NEEDS["llama3"],
@@ -24,7 +25,9 @@ _SCALING_TAKES = {
         *("original_context", "attention_factor", "beta_fast", "beta_slow"),
         *("mscale", "mscale_all_dim", "truncate"),
     },
+    "longrope": {*_SCALING_NEEDS["longrope"], "attention_factor"},
 }
+_Divisors = tuple[Annotated[float, Field(gt=0.0)], ...]
 
 
 def _refuse(field: str, value: object, reason: str) -> ConfigError:
@@ -36,22 +39,24 @@ class RopeScaling(Config):
     """How rotary frequencies are stretched beyond the context they were trained on.
 
     The kinds are those of transformers' `rope_parameters`: "linear" (position interpolation),
-    "dynamic" (NTK-aware, grows with the sequence), "llama3" (Llama 3.1) and "yarn" (Peng et al.,
-    2023, "YaRN: Efficient Context Window Extension of Large Language Models").
+    "dynamic" (NTK-aware, grows with the sequence), "llama3" (Llama 3.1), "yarn" (Peng et al., 2023,
+    "YaRN: Efficient Context Window Extension of Large Language Models") and "longrope" (Ding et
+    al., 2024, "LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens"; another set of
+    divisors for sequences beyond the original context).
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     """Which formula."""
     factor: float = Field(ge=1.0)
     """How many times longer the context becomes."""
     original_context: int | None = Field(default=None, ge=1)
-    """llama3, yarn: the context of the training before scaling, in tokens."""
+    """llama3, yarn, longrope: the context of the training before scaling, in tokens."""
     low_freq_factor: float | None = Field(default=None, gt=0.0)
     """llama3: wavelengths above original_context / this are stretched fully."""
     high_freq_factor: float | None = Field(default=None, gt=0.0)
     """llama3: wavelengths below original_context / this are kept."""
     attention_factor: float | None = Field(default=None, gt=0.0)
-    """yarn: multiplies cos and sin; derived from the factor where not given."""
+    """yarn, longrope: multiplies cos and sin; derived from the factor where not given."""
     beta_fast: float | None = Field(default=None, gt=0.0)
     """yarn: rotations above which a dimension is kept (32 where not given)."""
     beta_slow: float | None = Field(default=None, gt=0.0)
@@ -62,20 +67,26 @@ class RopeScaling(Config):
     """yarn: see mscale."""
     truncate: bool | None = None
     """yarn: round the corrected range to whole dimensions (true where not given)."""
+    short_factor: _Divisors | None = None
+    """longrope: divides each pair's frequency in sequences up to original_context."""
+    long_factor: _Divisors | None = None
+    """longrope: the same in longer sequences."""
 
     @model_validator(mode="after")
     def _check(self) -> RopeScaling:
-        optional = _SCALING_TAKES["yarn"] | _SCALING_TAKES["llama3"]
+        optional = set().union(*SCALING_TAKES.values())
         given = {name for name in optional if getattr(self, name) is not None}
         for name in sorted(_SCALING_NEEDS[self.kind] - given):
             raise _refuse(name, None, f"required by rope scaling '{self.kind}', but not given")
-        for name in sorted(given - _SCALING_TAKES[self.kind]):
-            allowed = ", ".join(sorted({"factor", *_SCALING_TAKES[self.kind]}))
+        for name in sorted(given - SCALING_TAKES[self.kind]):
+            allowed = ", ".join(sorted({"factor", *SCALING_TAKES[self.kind]}))
             reason = f"not used by rope scaling '{self.kind}', which takes: {allowed}"
             raise _refuse(name, getattr(self, name), reason)
         low, high = self.low_freq_factor, self.high_freq_factor
         if low is not None and high is not None and high <= low:
             raise _refuse("high_freq_factor", high, f"got {high}, must be above {low}")
+        if self.kind == "longrope" and self.original_context == 1:
+            raise _refuse("original_context", 1, "got 1, must be above 1 for 'longrope'")
         return self
 
 
@@ -145,10 +156,18 @@ class TransformerConfig(Config):
         if self.head_dim % 2:
             reason = f"got {self.head_dim}, must be even: RoPE rotates pairs"
             raise _refuse("head_dim", self.head_dim, reason)
-        scaling = self.rope_scaling
-        if scaling is not None and scaling.kind == "dynamic" and self.head_dim == 2:
-            raise _refuse("rope_scaling", "dynamic", "dynamic scaling needs a head_dim above 2")
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
         return self
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        if scaling.kind == "dynamic" and self.head_dim == 2:
+            raise _refuse("rope_scaling", "dynamic", "dynamic scaling needs a head_dim above 2")
+        for name in ("short_factor", "long_factor"):
+            given, pairs = getattr(scaling, name), self.head_dim // 2
+            if given is not None and len(given) != pairs:
+                reason = f"got {len(given)} numbers, must be head_dim / 2 = {pairs}"
+                raise _refuse(f"rope_scaling.{name}", given, reason)
 
     @property
     def longest(self) -> int:
@@ -157,6 +176,26 @@ class TransformerConfig(Config):
         if scaling is not None and scaling.kind == "dynamic":
             return int(self.context * scaling.factor)
         return self.context
+
+    @property
+    def steady(self) -> int:
+        """Tokens up to which the length of a sequence does not change the angles of its positions.
+        Where that is less than `longest`, a sequence that grows beyond has all keys turned anew."""
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "dynamic":
+            return self.context
+        if scaling is not None and scaling.kind == "longrope":
+            return min(scaling.original_context or self.context, self.context)
+        return self.longest
+
+    def angles(self, length: int) -> int:
+        """A number that lengths share whose sequences have equal angles at equal positions: the
+        shortest of these lengths, and `steady` for all up to it."""
+        if length <= self.steady:
+            return self.steady
+        scaling = self.rope_scaling
+        grows = scaling is not None and scaling.kind == "dynamic"
+        return length if grows else self.steady + 1
 
 
 def count_parameters(config: TransformerConfig) -> int:

@@ -36,15 +36,19 @@ def generate(
     `tokens` is one prompt or several, as lists or a tensor `(T,)` or `(B, T)`. Temperature 0 is
     greedy. A sequence ends after `max_new_tokens`, or with a token of `stop`, which it then
     contains. Prompt i draws with sample number i: the same seed gives the same tokens, with and
-    without cache. Errors are `ConfigError`: an empty prompt, a token outside the vocabulary, or
-    more tokens than the model's context.
+    without cache. Where RoPE scaling turns all keys anew as a sequence grows, the cache begins
+    again: once with longrope, with dynamic scaling at every token beyond the context. Errors are
+    `ConfigError`: an empty prompt, a token outside the vocabulary, or more tokens than the model's
+    context.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    prompts = _prompts(model, tokens, max_new_tokens, use_cache)
+    prompts = _prompts(model, tokens, max_new_tokens)
     found: list[list[int]] = [[] for _ in prompts]
-    for step in _steps(model, prompts, max_new_tokens, sampling, frozenset(stop), use_cache):
-        for row, token in step.items():
-            found[row].append(token)
+    for rows in _together(model, prompts, max_new_tokens):
+        asked = {row: prompts[row] for row in rows}
+        for step in _steps(model, asked, max_new_tokens, sampling, frozenset(stop), use_cache):
+            for row, token in step.items():
+                found[row].append(token)
     return found
 
 
@@ -65,16 +69,15 @@ def generate_stream(
     Arguments are checked at once, not when the first token is asked for.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    prompts = _prompts(model, tokens, max_new_tokens, use_cache)
+    prompts = _prompts(model, tokens, max_new_tokens)
     if len(prompts) != 1:
         raise ConfigError(f"generate_stream takes one prompt, got {len(prompts)}; use generate")
-    steps = _steps(model, prompts, max_new_tokens, sampling, frozenset(stop), use_cache)
+    asked = dict(enumerate(prompts))
+    steps = _steps(model, asked, max_new_tokens, sampling, frozenset(stop), use_cache)
     return (step[0] for step in steps)
 
 
-def _prompts(
-    model: Transformer, tokens: Prompts, max_new_tokens: int, use_cache: bool
-) -> list[list[int]]:
+def _prompts(model: Transformer, tokens: Prompts, max_new_tokens: int) -> list[list[int]]:
     """One list of ints a prompt, checked against the vocabulary and the context."""
     config = model.config
     plain = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
@@ -102,46 +105,54 @@ def _prompts(
                 f"{which} of {len(row)} tokens and {max_new_tokens} new ones are {length}, "
                 f"more than the model's context of {config.longest}; {remedy}"
             )
-        if use_cache and length > config.context:
-            raise ConfigError(
-                f"{length} tokens reach beyond the context of {config.context}, where dynamic "
-                "RoPE scaling turns all keys anew: pass use_cache=False"
-            )
         prompts.append(list(row))
     return prompts
 
 
+def _together(
+    model: Transformer, prompts: list[list[int]], max_new_tokens: int
+) -> Iterator[list[int]]:
+    """Which prompts go through the model together: the angles of one whose sequence grows so long
+    that they change are those of its own length, so it goes alone."""
+    steady = model.config.steady - max_new_tokens
+    if within := [row for row, prompt in enumerate(prompts) if len(prompt) <= steady]:
+        yield within
+    yield from ([row] for row, prompt in enumerate(prompts) if len(prompt) > steady)
+
+
 def _steps(
     model: Transformer,
-    prompts: list[list[int]],
+    prompts: dict[int, list[int]],
     max_new_tokens: int,
     sampling: Sampling,
     stop: frozenset[int],
     use_cache: bool,
 ) -> Iterator[dict[int, int]]:
     """One dict a step: row → its new token, for the rows that have not ended."""
-    device = model.embed_tokens.weight.device
-    width = max(map(len, prompts))
-    pads = [width - len(prompt) for prompt in prompts]
-    padded = [[0] * pad + prompt for pad, prompt in zip(pads, prompts, strict=True)]
+    device, config = model.embed_tokens.weight.device, model.config
+    width = max(map(len, prompts.values()))
+    pads = [width - len(prompt) for prompt in prompts.values()]
+    padded = [[0] * pad + prompt for pad, prompt in zip(pads, prompts.values(), strict=True)]
     tokens_BT = torch.tensor(padded, device=device)
     pads_B1 = torch.tensor(pads, device=device)[:, None]
-    cache = KVCache(model.config, width + max_new_tokens) if use_cache else None
-    alive = set(range(len(prompts)))
+    cache = KVCache(config, width + max_new_tokens) if use_cache else None
+    alive = set(prompts)
     fed = 0
     for step in range(max_new_tokens):
         end = width + step
+        if cache is not None and config.angles(end) != config.angles(fed):
+            cache, fed = KVCache(config, width + max_new_tokens), 0
         positions = None
         if any(pads):
             positions = torch.arange(fed, end, device=device)[None] - pads_B1
         with torch.no_grad():
             logits_BV = model(tokens_BT[:, fed:], cache, positions)[:, -1]
-            next_B = choose(logits_BV, sampling, [end - pad for pad in pads], range(len(prompts)))
+            next_B = choose(logits_BV, sampling, [end - pad for pad in pads], list(prompts))
         if cache is not None:
             fed = end
         tokens_BT = torch.cat((tokens_BT, next_B[:, None]), dim=1)
-        found = {row: token for row, token in enumerate(next_B.tolist()) if row in alive}
-        yield found
+        found = dict(zip(prompts, next_B.tolist(), strict=True))
+        yield {row: token for row, token in found.items() if row in alive}
         alive -= {row for row, token in found.items() if token in stop}
         if not alive:
             return

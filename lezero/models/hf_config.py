@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
-from lezero.models.config import TransformerConfig
+from lezero.models.config import SCALING_TAKES, RopeScaling, TransformerConfig
+from lezero.models.rope import attention_factor
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -38,6 +39,8 @@ _SCALING = {
     "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "truncate",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
 }
 # What transformers 5 assumes where config.json says nothing; `None` means required.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -103,26 +106,30 @@ def _rope(data: dict[str, Any], context: Any, source: str) -> dict[str, Any]:
         raise FileError(f"{source}: partial_rotary_factor {partial} is not supported; 1.0 is")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind not in ("linear", "dynamic", "llama3", "yarn"):
+    if kind not in SCALING_TAKES:
         raise FileError(
-            f"{source}: rope_type {kind!r} is not supported; supported are default, linear, "
-            "dynamic, llama3, yarn"
+            f"{source}: rope_type {kind!r} is not supported; supported are default, "
+            f"{', '.join(SCALING_TAKES)}"
         )
     for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
         rope[key] = rope.get(key) or None  # transformers takes 0 as not given
-    scaling = {ours: rope[key] for ours, key in _SCALING.items() if rope.get(key) is not None}
-    taken = {"linear": (), "dynamic": (), "llama3": ("low_freq_factor", "high_freq_factor")}
-    if kind in ("llama3", "yarn"):  # transformers falls back to the context, or the config's own
-        outer = data.get("original_max_position_embeddings") or context
-        scaling.setdefault("original_context", outer)
-        if kind == "yarn" and "factor" not in scaling and scaling["original_context"]:
-            scaling["factor"] = context / scaling["original_context"]
-    if kind != "yarn":  # files in the wild carry keys that transformers ignores
-        keep = {"factor", *taken[kind], *(("original_context",) if kind == "llama3" else ())}
-        scaling = {key: value for key, value in scaling.items() if key in keep}
-    else:
-        scaling = {k: v for k, v in scaling.items() if k not in taken["llama3"]}
+    taken = {"factor", *SCALING_TAKES[kind]}  # files in the wild carry keys that it ignores
+    scaling = {k: rope[v] for k, v in _SCALING.items() if k in taken and rope.get(v) is not None}
+    if "original_context" in taken:  # transformers prefers the config's own, and falls back to it
+        outer = data.get("original_max_position_embeddings")
+        scaling["original_context"] = outer or scaling.get("original_context") or context
+        _derive_factor(kind, scaling, context)
     return {"rope_theta": theta, "rope_scaling": {"kind": kind, **scaling}}
+
+
+def _derive_factor(kind: str, scaling: dict[str, Any], context: Any) -> None:
+    """The factor of a file that leaves it out, or has one that means no stretching."""
+    original = scaling["original_context"]
+    if kind == "llama3" or not all(isinstance(x, int) and x > 0 for x in (original, context)):
+        return
+    scaling.setdefault("factor", context / original)
+    if kind == "longrope" and isinstance(scaling["factor"], int | float):
+        scaling["factor"] = max(1.0, scaling["factor"])
 
 
 def _window(kind: str, data: dict[str, Any], source: str) -> int | None:
@@ -169,12 +176,10 @@ def to_hf(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     }
     rope: dict[str, Any] = {"rope_type": "default"}
     if config.rope_scaling is not None:
-        rope = {"rope_type": config.rope_scaling.kind} | {
-            theirs: getattr(config.rope_scaling, ours)
-            for ours, theirs in _SCALING.items()
-            if getattr(config.rope_scaling, ours) is not None
-        }
+        rope = _scaling_to_hf(config.rope_scaling, config.context)
         data["rope_scaling"] = dict(rope)
+        if config.rope_scaling.kind == "longrope":  # where transformers 4 looks for it
+            data["original_max_position_embeddings"] = config.rope_scaling.original_context
     data["rope_parameters"] = {"rope_theta": config.rope_theta, **rope}
     if kind == "llama":
         data["mlp_bias"] = config.mlp_bias
@@ -188,6 +193,16 @@ def to_hf(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         data["sliding_window"] = config.sliding_window
         data["max_window_layers"] = 0 if windowed else config.layers
     return data
+
+
+def _scaling_to_hf(scaling: RopeScaling, context: int) -> dict[str, Any]:
+    values = {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
+    if scaling.kind == "longrope" and scaling.factor != context / (scaling.original_context or 1):
+        # transformers 4 derives the factor from both contexts, whatever the file says.
+        values["attention_factor"] = attention_factor(scaling)
+    given = {key: value for key, value in values.items() if value is not None}
+    lists = {key: list(value) for key, value in given.items() if isinstance(value, tuple)}
+    return {"rope_type": scaling.kind, **given, **lists}
 
 
 def _kind(config: TransformerConfig) -> str:

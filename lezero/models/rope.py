@@ -22,9 +22,9 @@ _FIRST_TABLE = 2048
 
 
 def frequencies(config: TransformerConfig, length: int = 0) -> tuple[Tensor, float]:
-    """Angles a token in radians, `(P,)` fp32, and the factor on cos and sin (1 except for yarn).
+    """Angles a token in radians, `(P,)` fp32, and the factor on cos and sin (1 for most kinds).
 
-    `length` is the number of tokens in the sequence; only dynamic scaling looks at it.
+    `length` is the number of tokens in the sequence; dynamic scaling and longrope look at it.
     """
     dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
     if scaling is None:
@@ -36,11 +36,16 @@ def frequencies(config: TransformerConfig, length: int = 0) -> tuple[Tensor, flo
         return _plain(base * grown ** (dim / (dim - 2)), dim), 1.0
     if scaling.kind == "llama3":
         return _llama3(_plain(base, dim), scaling), 1.0
-    return _yarn(base, dim, scaling), _yarn_attention_factor(scaling)
+    if scaling.kind == "longrope":
+        divisors = scaling.long_factor if length > config.steady else scaling.short_factor
+        divisor_P = torch.tensor(divisors, dtype=torch.float32, device="cpu")
+        return _plain(base, dim, divisor_P), attention_factor(scaling)
+    return _yarn(base, dim, scaling), attention_factor(scaling)
 
 
-def _plain(base: float, dim: int) -> Tensor:
-    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim))
+def _plain(base: float, dim: int, divisor_P: Tensor | float = 1.0) -> Tensor:
+    index_P = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu")
+    return 1.0 / (divisor_P * base ** (index_P / dim))
 
 
 def _llama3(plain_P: Tensor, scaling: RopeScaling) -> Tensor:
@@ -74,10 +79,14 @@ def _yarn(base: float, dim: int, scaling: RopeScaling) -> Tensor:
     return plain_P / scaling.factor * (1 - kept_P) + plain_P * kept_P
 
 
-def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    """YaRN, equation 22: 0.1 ln(s) + 1, unless the config says otherwise."""
+def attention_factor(scaling: RopeScaling) -> float:
+    """What yarn (equation 22: 0.1 ln(s) + 1) and longrope multiply cos and sin by, unless the
+    config says otherwise."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
+    if scaling.kind == "longrope":
+        assert scaling.original_context is not None
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1.0
@@ -110,8 +119,8 @@ class Rope(nn.Module):
         self.config = config
         self.register_buffer("cos_TP", torch.empty(0), persistent=False)
         self.register_buffer("sin_TP", torch.empty(0), persistent=False)
-        self._dynamic = config.rope_scaling is not None and config.rope_scaling.kind == "dynamic"
-        self._fill(min(config.context, _FIRST_TABLE), self.cos_TP.device)
+        self._angles = config.angles(0)
+        self._fill(min(config.longest, _FIRST_TABLE), self.cos_TP.device)
 
     def _fill(self, length: int, device: torch.device) -> None:
         if device.type == "meta":
@@ -120,7 +129,7 @@ class Rope(nn.Module):
             self.sin_TP = torch.empty_like(self.cos_TP)
             return
         with torch.no_grad():
-            angle_P, factor = frequencies(self.config, length)
+            angle_P, factor = frequencies(self.config, self._angles)
             angle_TP = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * angle_P
             self.cos_TP = (angle_TP.cos() * factor).to(device)
             self.sin_TP = (angle_TP.sin() * factor).to(device)
@@ -135,14 +144,12 @@ class Rope(nn.Module):
         self._fill(len(self.cos_TP), self.cos_TP.device)
 
     def ready(self, length: int, device: torch.device) -> None:
-        """Makes the tables reach `length` tokens on `device`."""
-        config = self.config
-        if self._dynamic:  # the frequencies depend on the length
-            if max(length, config.context) != len(self.cos_TP) or self.cos_TP.device != device:
-                self._fill(max(length, config.context), device)
-        elif length > len(self.cos_TP):
-            doubled = 1 << (length - 1).bit_length()
-            self._fill(min(doubled, config.context), device)
+        """Makes the tables those of a sequence of `length` tokens, on `device`."""
+        angles = self.config.angles(length)
+        if angles != self._angles or length > len(self.cos_TP):
+            self._angles = angles
+            doubled = max(_FIRST_TABLE, 1 << (length - 1).bit_length())
+            self._fill(min(doubled, self.config.longest), device)
         elif self.cos_TP.device != device:
             self._fill(len(self.cos_TP), device)
 

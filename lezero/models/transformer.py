@@ -189,7 +189,9 @@ class Transformer(nn.Module):
 
         `cache` holds the tokens before these and takes these in. `positions`, `(T,)` or `(B, T)`
         and rising along T, places tokens elsewhere than in a row from 0; negative ones are
-        padding, which no token sees. A sequence longer than the context is a `ConfigError`.
+        padding, which no token sees. RoPE scaling that depends on the length takes the largest
+        position of all, and leaves the keys in a cache as they are. A sequence longer than the
+        context is a `ConfigError`.
         """
         if tokens_BT.dim() != 2 or tokens_BT.shape[1] == 0:
             shape = tuple(tokens_BT.shape)

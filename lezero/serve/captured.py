@@ -57,9 +57,8 @@ class CapturedProgram(PlainProgram):
     @staticmethod
     def suits(model: Transformer) -> bool:
         """False where angles depend on the length of the step, which a graph cannot know."""
-        scaling = model.config.rope_scaling
         on_graphs = model.norm.weight.device.type == "cuda"
-        return on_graphs and (scaling is None or scaling.kind != "dynamic")
+        return on_graphs and model.config.steady == model.config.longest
 
     def reserve(self, blocks: int) -> None:
         super().reserve(blocks + 1)

@@ -125,9 +125,9 @@ class Program(ABC):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence at most. Beyond its context dynamic RoPE scaling turns all keys anew
-        for every length, so those that are kept would be wrong."""
-        return self.config.context
+        """Tokens of a sequence at most. Where RoPE scaling depends on the length, all keys would be
+        turned anew beyond some, so that those that are kept would be wrong."""
+        return self.config.steady
 
     @property
     def why_longest(self) -> str:
@@ -175,9 +175,9 @@ class Program(ABC):
 
 def ending(config: TransformerConfig) -> str:
     """What a description says where sequences end before the model's own limit; else nothing."""
-    if config.longest == config.context:
+    if config.longest == config.steady:
         return ""
-    return f", angles are others beyond {config.context} tokens, which end it here"
+    return f", angles are others beyond {config.steady} tokens, which end it here"
 
 
 def wanted_rows(fed: Sequence[Fed], dtype: torch.dtype = torch.int64) -> Tensor:

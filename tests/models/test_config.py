@@ -10,6 +10,7 @@ from lezero.models import (
     count_parameters,
     preset,
 )
+from tests.models.test_rope import longrope
 
 SHAPE = {"vocab": 16, "dim": 32, "layers": 1, "heads": 4}
 
@@ -44,6 +45,23 @@ def test_what_is_given_is_kept() -> None:
             {"rope_scaling": {"kind": "linear", "factor": 2.0, "beta_fast": 3.0}},
             r"rope_scaling.beta_fast: not used by rope scaling 'linear'",
         ),
+        (
+            {"rope_scaling": {"kind": "longrope", "factor": 2.0, "original_context": 8}},
+            r"rope_scaling.long_factor: required by rope scaling 'longrope'",
+        ),
+        (
+            {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "long_factor": [1.0]}},
+            r"rope_scaling.long_factor: not used by rope scaling 'dynamic', which takes: factor",
+        ),
+        (
+            {"rope_scaling": longrope(5)},
+            r"rope_scaling.short_factor: got 5 numbers, must be head_dim / 2 = \d",
+        ),
+        (
+            {"rope_scaling": longrope(2, short_factor=[1.0, 0.0])},
+            r"rope_scaling.short_factor.1: got 0.0",
+        ),
+        ({"rope_scaling": longrope(2, original_context=1)}, r"original_context: got 1, must be"),
     ],
 )
 def test_a_bad_field_is_named_with_what_is_allowed(change: dict[str, object], says: str) -> None:

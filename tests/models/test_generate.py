@@ -105,11 +105,64 @@ def test_the_context_may_be_filled_to_its_last_token() -> None:
     assert len(generate(build(), [1, 2], 30)[0]) == 30
 
 
-def test_dynamic_scaling_generates_beyond_the_context_without_a_cache() -> None:
-    model = build(context=8, rope_scaling={"kind": "dynamic", "factor": 2.0})
-    assert len(generate(model, [1, 2], 12, use_cache=False)[0]) == 12
-    with pytest.raises(ConfigError, match="use_cache=False"):
-        generate(model, [1, 2], 12)
+LONGROPE = {
+    **{"kind": "longrope", "factor": 3.0, "original_context": 10},
+    **{"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 3.0, 5.0, 7.0]},
+}
+GROWING = [
+    {"context": 8, "rope_scaling": {"kind": "dynamic", "factor": 4.0}},
+    {"rope_scaling": LONGROPE},
+]
+
+
+def build_attentive(**change: Any) -> Transformer:
+    """A model whose tokens depend much on where it looks."""
+    model = build(**change)
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            parameter.data.mul_(3)
+    return model
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("change", GROWING, ids=["dynamic", "longrope"])
+def test_angles_that_change_in_mid_sequence_turn_all_keys_anew(
+    how: dict[str, Any], change: dict[str, Any]
+) -> None:
+    model = build_attentive(**change)
+    drawn = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(40, (n,), generator=drawn).tolist() for n in (3, 1, 7, 10, 5, 12)]
+    found = generate(model, prompts, 16, **how)
+    assert generate(model, prompts, 16, use_cache=False, **how) == found
+    assert list(generate_stream(model, prompts[0], 16, **how)) == found[0]
+    if how:
+        return
+    for prompt, row in zip(prompts, found, strict=True):
+        tokens = list(prompt)
+        for _ in range(16):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        assert row == tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("start", [4, 9, 10, 11, 20])
+def test_longrope_is_greedy_as_transformers_where_that_agrees_with_itself(
+    start: int, tmp_path: Any
+) -> None:
+    """Its cache keeps keys as they were turned, so across the border it is right without one."""
+    transformers = pytest.importorskip("transformers")
+    model = build_attentive(rope_scaling=LONGROPE)
+    save_hf(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompt = torch.randint(40, (1, start), generator=torch.Generator().manual_seed(start))
+    within = start > 10 or start + 5 <= 10
+    for cached in (False, True) if within else (False,):
+        wanted = theirs.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6 if within else 12,
+            do_sample=False, use_cache=cached,
+        )  # fmt: skip
+        found = generate(model, prompt, wanted.shape[1] - start)[0]
+        assert wanted[0, start:].tolist() == found
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,25 @@ SCALINGS: list[dict[str, Any]] = [
 ]
 
 
+def longrope(pairs: int, **change: Any) -> dict[str, Any]:
+    """Up to 16 tokens short divisors, beyond them long ones; all of them different."""
+    short, long = ([start + step * i for i in range(pairs)] for start, step in ((1, 0.1), (2, 0.5)))
+    given = {"kind": "longrope", "factor": 4.0, "original_context": 16}
+    return {**given, "short_factor": short, "long_factor": long, **change}
+
+
 def config(scaling: dict[str, Any] | None = None, **change: Any) -> TransformerConfig:
     shape = {"vocab": 8, "dim": 64, "layers": 1, "heads": 2, "context": 64}
     return TransformerConfig(**{**shape, "rope_scaling": scaling, **change})
 
 
-@pytest.mark.parametrize("scaling", [None, *SCALINGS], ids=lambda s: s["kind"] if s else "plain")
-@pytest.mark.parametrize("length", [10, 100])
+LONG = [longrope(16), longrope(16, factor=1.0), longrope(16, factor=7.0, attention_factor=1.5)]
+
+
+@pytest.mark.parametrize(
+    "scaling", [None, *SCALINGS, *LONG], ids=lambda s: s["kind"] if s else "plain"
+)
+@pytest.mark.parametrize("length", [10, 16, 17, 100])
 def test_frequencies_are_those_of_transformers(scaling: Any, length: int) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -80,12 +92,29 @@ def test_tables_grow_with_what_is_used() -> None:
     assert torch.equal(rope.cos_TP[:2048], before)
 
 
-def test_dynamic_scaling_follows_the_length_and_returns() -> None:
-    rope = Rope(config({"kind": "dynamic", "factor": 2.0}))
-    plain, device = rope.cos_TP, rope.cos_TP.device
-    rope.ready(100, device)
-    assert len(rope.cos_TP) == 100
-    assert not torch.equal(rope.cos_TP[:64], plain)
+@pytest.mark.parametrize("scaling", [{"kind": "dynamic", "factor": 2.0}, longrope(16)])
+def test_angles_that_depend_on_the_length_follow_it_and_return(scaling: dict[str, Any]) -> None:
+    rope = Rope(config(scaling))
+    steady = rope.config.steady
+    assert steady == (64 if scaling["kind"] == "dynamic" else 16)
+    plain, device = rope.cos_TP[:steady].clone(), rope.cos_TP.device
+    rope.ready(steady + 1, device)
+    beyond = rope.cos_TP[: steady + 1].clone()
+    assert not torch.equal(beyond[:steady], plain)
+    rope.ready(steady + 8, device)
+    assert len(rope.cos_TP) >= steady + 8
+    assert torch.equal(rope.cos_TP[: steady + 1], beyond) == (scaling["kind"] == "longrope")
+    assert len(rope.double().cos_TP) >= steady + 8  # computed afresh, for the same length
     rope.ready(10, device)
-    assert torch.equal(rope.cos_TP, plain)
+    assert torch.equal(rope.cos_TP[:steady], plain)
     assert RopeScaling(kind="dynamic", factor=2.0).factor == 2.0
+
+
+def test_equal_angles_have_equal_numbers() -> None:
+    plain, dynamic, long = (config(s) for s in (None, {"kind": "dynamic", "factor": 2.0}, LONG[0]))
+    assert len({plain.angles(length) for length in (1, 16, 17, 64)}) == 1
+    assert [dynamic.angles(length) for length in (1, 64, 65, 66)] == [64, 64, 65, 66]
+    assert [long.angles(length) for length in (1, 16, 17, 64)] == [16, 16, 17, 17]
+    assert (plain.longest, dynamic.longest, long.longest) == (64, 128, 64)
+    inside = config(longrope(16, original_context=100))
+    assert inside.steady == inside.longest == 64

@@ -152,12 +152,15 @@ def test_it_says_that_it_is_slower(folders: dict[str, Path]) -> None:
 
 
 def test_angles_that_change_with_the_length_end_where_they_change(tmp_path: Path) -> None:
-    rope = {
-        **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0},
-        **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-        "original_max_position_embeddings": 256,
-    }
-    folder = saved(tmp_path, transformers.LlamaConfig(**_SMALL, rope_parameters=rope))
+    config = transformers.Phi3Config(
+        **{**_SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 256},
+        rope_parameters={
+            **{"rope_type": "longrope", "rope_theta": 1e4},
+            **{"short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        },
+        original_max_position_embeddings=256,
+    )
+    folder = saved(tmp_path, config)
     llm = LLM(folder, weights="fp32")
     given = prompts(4)
     wanted = expected(folder, given, 24)
