@@ -31,13 +31,15 @@ class Lent:
     `limit`: how many of one size there are before a taker first waits for a reduction in flight.
     Where finishing one starts a collective (the sum over the replicas), only the next reduction of
     that size waits for it: takers come in another order on each rank. `wide`: none of 16 bits is
-    lent, since some rank may have collected gradients under `no_sync`, which are wide.
+    lent, since some rank may have collected gradients under `no_sync`, which are wide. `adds_up`:
+    whether several backwards add up to one step: as in the steps before, True until the first.
     """
 
     def __init__(self, lines: Lines, limit: int | None) -> None:
         self.lines, self.limit = lines, limit
         self.in_turn = limit is not None and lines.shard is not None and lines.replicate is not None
         self.wide = False
+        self.adds_up, self.added = True, False
         self.in_flight: deque[Bucket] = deque()
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._made: dict[tuple[int, torch.dtype], int] = defaultdict(int)
@@ -330,6 +332,8 @@ class Bucket:
                 self._add_to(held, local(mine), new)
             elif there is None:
                 local(mine).copy_(new)
+                if self.lent.adds_up and local(mine).dtype != new.dtype:
+                    self._totals[held] = new.clone()
                 self.waiting.add(held)
             else:
                 self._add_to(held, there, new)
@@ -339,6 +343,10 @@ class Bucket:
             there.add_(new)
         else:
             self._add_wide(held, there, new)
+
+    def forget_totals(self) -> None:
+        """Nothing will be added to the gradients that are there."""
+        self._totals.clear()
 
     def _add_wide(self, held: Held, there: torch.Tensor, new: torch.Tensor) -> None:
         """Beside a gradient of 16 bits stays what it was rounded from, as long as it adds up.
@@ -351,6 +359,7 @@ class Bucket:
         total.add_(new)
         there.copy_(total)
         self._totals[held] = total
+        self.lent.adds_up = self.lent.added = True
 
 
 @torch.no_grad()

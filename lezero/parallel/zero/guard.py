@@ -9,6 +9,7 @@ that has other parameters now. After it: the whole copies are out of date.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,15 +110,22 @@ def _before_step(
     if optimizer not in _tried:
         probe.check(optimizer)
         _tried.add(optimizer)
+    for sharding, _ in _stepped_by(optimizer):
+        sharding.stepping()
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    changed: dict[int, tuple[Sharding, set[int]]] = {}
+    for sharding, helds in _stepped_by(optimizer):
+        sharding.stepped(helds)
+
+
+def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Sharding, set[int]]]:
+    """The shardings that `optimizer` has parameters of, and the `id` of each `Held`."""
+    found: dict[int, tuple[Sharding, set[int]]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             held = getattr(parameter, HELD, None)
             if held is not None:
                 sharding = held.segment.unit.sharding
-                changed.setdefault(id(sharding), (sharding, set()))[1].add(id(held))
-    for sharding, helds in changed.values():
-        sharding.stepped(helds)
+                found.setdefault(id(sharding), (sharding, set()))[1].add(id(held))
+    return found.values()

@@ -4,7 +4,7 @@ Outside of compute the model's parameters are shards, so an optimizer, a `state_
 sees what this rank keeps. A unit's parameters are whole from before its forward until after it, and
 again while its backward runs. Who calls what: a unit's module calls `Unit.enter` and `leave` around
 its own call; autograd calls the unit before its backward, `Backward.arrived` with every gradient
-and `Backward._end` at the end; the optimizer's step calls `stepped` (see `guard`).
+and `Backward._end` at the end; the optimizer's step calls `stepping` and `stepped` (see `guard`).
 """
 
 from __future__ import annotations
@@ -79,6 +79,14 @@ class Sharding:
         held = self._held(name)
         held.local().copy_(rows)
         held.segment.unit.changed()
+
+    def stepping(self) -> None:
+        """An optimizer is about to step: what sums of 16 bits were rounded from is let go where no
+        second backward has ever added to them, before the optimizer takes memory for its state."""
+        self.lent.adds_up = self.lent.added
+        if not self.lent.added:
+            for bucket in self.backward.buckets:
+                bucket.forget_totals()
 
     def stepped(self, helds: set[int]) -> None:
         """An optimizer has changed these (`id` of `Held`); lasting copies are gathered at once."""

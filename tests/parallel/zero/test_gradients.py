@@ -182,6 +182,33 @@ def test_clipping_zeros_drops_nothing(ranks, stage):
         assert (found == 3).all()
 
 
+def summed_in_16_bits(stage):
+    """Gradients that have no sum in bf16 until all have come, and what is kept of them."""
+    x = torch.full((1, 1), (1.0, 1.0078125)[groups.rank()], dtype=torch.bfloat16)
+    found = []
+    for times in ((3, 3), (1, 1, 3, 3)):
+        model = shard_(nn.Linear(1, 1, bias=False).bfloat16(), Zero(stage=stage))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        (bucket,) = sharding_of(model).backward.buckets
+        for count in times:
+            for _ in range(count):
+                model(x).sum().backward()
+            found.append(float(whole(model.weight.grad)))
+            optimizer.step()
+            assert bool(bucket._totals) == (count == 3)
+            optimizer.zero_grad()
+        sharding_of(model).close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_of_16_bits_add_up_in_fp32_from_the_first_on(ranks, stage):
+    for found in ranks(2, summed_in_16_bits, stage):
+        assert found[:2] == [3.015625] * 2  # 3 times 1.00390625, in bf16
+        assert found[2:4] == [1.0] * 2
+        assert found[5] == 3.015625
+
+
 def zeroed_in_16_bits(stage):
     x = torch.full((1, 4), 1.0 + groups.rank(), dtype=torch.bfloat16)
     found = []
