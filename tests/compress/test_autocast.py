@@ -63,3 +63,66 @@ def test_a_model_that_computes_under_autocast(scheme: Any, objective: Any) -> No
             with torch.autocast("cpu", torch.bfloat16, enabled=outside):
                 again = lz.quantize_(Mixed().eval(), scheme, data=x, objective=objective)
                 assert again(x).isfinite().all()
+
+
+class Routed(nn.Module):
+    """Adds rows into a buffer of autocast's type, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.image = nn.Conv1d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        total = torch.zeros(len(x), 64, dtype=kind)
+        total.index_add_(0, torch.arange(len(x)), self.inner(x))
+        total = total + F.linear(x, self.inner.weight, self.inner.bias)
+        return total + self.image(x[:, None]).mean((1, 2), keepdim=True)[..., 0]
+
+
+SCHEMES = pytest.mark.parametrize(
+    "scheme",
+    [
+        lz.Int8Weight(),
+        lz.Int8WeightActivation(),
+        lz.Int4Weight(),
+        lz.Fp8(),
+        lz.Fp8(activations="token"),
+        lz.Nf4(),
+    ],
+)
+
+
+@SCHEMES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_give_the_type_of_autocast(scheme: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Routed().eval(), torch.randn(16, 64)
+    with torch.no_grad():
+        wanted = model(x)
+        lz.quantize_(model, scheme, data=x, objective="size")
+        assert model(x).dtype == torch.float32
+        with torch.autocast("cpu", dtype):
+            found = model(x)
+            inner, image = model.inner(x), model.image(x[:, None])
+    assert found.dtype == inner.dtype == image.dtype == dtype
+    assert difference(found.float(), wanted) < 0.2
+
+
+@SCHEMES
+def test_compiled_and_exported_layers_do_too(scheme: Any) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, x = Routed().eval(), torch.randn(16, 64)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        plain = compiled(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            wanted, found = model(x), compiled(x)
+            exported = torch.export.export(model, (x,)).module()(x)
+    assert plain.dtype == torch.float32
+    assert found.dtype == exported.dtype == torch.bfloat16
+    assert torch.allclose(found, wanted, atol=0.05)
+    assert torch.allclose(exported, wanted, atol=0.05)

@@ -1,4 +1,5 @@
-"""Under which `torch.autocast` a layer is called: it is compared and timed under the same one.
+"""Under which `torch.autocast` a layer is called: it computes as torch's own layers would, and is
+compared and timed under the same one.
 
 A model may turn it on in its own forward, so that a layer with weights in fp32 is given bf16.
 """
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,14 @@ class Autocast:
         if self == Autocast.now(torch.device(self.device)):
             return nullcontext()
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None)
+
+
+def cast(x: Tensor) -> Tensor:
+    """`x` as torch's own linear layers and convolutions take it, so that outputs have their type:
+    in autocast's, where it is on."""
+    kind = x.device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return x
+    if not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

@@ -16,6 +16,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lezero.compress.quantize.autocast import cast
 from lezero.compress.quantize.weights import (
     CodedWeight,
     PackedWeight,
@@ -112,7 +113,7 @@ class QuantizedLinear(QuantizedLayer):
         self.x_bits = x_bits
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight.linear(x, self.bias, self.x_bits, self.input_scale)
+        return self.weight.linear(cast(x), self.bias, self.x_bits, self.input_scale)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -159,6 +160,7 @@ class QuantizedConv(QuantizedLayer):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == len(self.weight.full_shape) - 1:
             return self.forward(x[None])[0]
+        x = cast(x)
         places: dict[str, Any] = {
             name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
         }

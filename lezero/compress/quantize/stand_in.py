@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lezero.compress.quantize.autocast import cast
+
 _ONLY_READ = (
     "'{}' of a quantized weight: it is only read; .decode() gives a tensor of its own, and "
     "lz.dequantize_(model) plain layers"
@@ -84,11 +86,11 @@ class StandIn(nn.Module, ABC):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        _check_reads(function, args, kwargs)
-        if function is F.linear:
+        if function is F.linear:  # first, as torch.compile cannot follow the check
             x, weight, bias = _linear(*args, **kwargs)
             if isinstance(weight, StandIn) and not isinstance(x, StandIn):
-                return weight.linear(x, _decode(bias), 16, None)
+                return weight.linear(cast(x), _decode(bias), 16, None)
+        _check_reads(function, args, kwargs)
         plain = {name: _plain(value) for name, value in kwargs.items()}
         return function(*map(_plain, args), **plain)
 
