@@ -118,8 +118,7 @@ class RunFolder:
             tokens = tokens or [tokenizer.eos]  # an empty prompt: as at the beginning of a text
             room = min(config.sample_tokens, model.config.longest - len(tokens))
             if room > 0:
-                fits = len(tokens) + room <= model.config.context  # beyond it all keys turn anew
-                new = generate(model, tokens, room, temperature=0.8, top_k=50, use_cache=fits)[0]
+                new = generate(model, tokens, room, temperature=0.8, top_k=50)[0]
                 samples.append({"prompt": prompt, "text": tokenizer.decode(new)})
         if groups.is_main():  # the others are here where a forward pass needs every rank
             self.write_json("sample.json", samples)

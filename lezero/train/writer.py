@@ -60,10 +60,7 @@ class Writer:
             tokens = max(1, min(TOKENS, self.model.config.longest - len(start)))
         new: list[int] = []
         shown = ""
-        fits = len(start) + tokens <= self.model.config.context  # beyond it all keys turn anew
-        stream = generate_stream(
-            self.model, start, tokens, stop=self.stop, use_cache=fits, **sampling
-        )
+        stream = generate_stream(self.model, start, tokens, stop=self.stop, **sampling)
         yield prompt
         for token in stream:
             if token in self.stop:
