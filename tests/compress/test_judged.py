@@ -94,3 +94,41 @@ def test_a_first_batch_of_zeros_is_no_nan(scheme: Any, bias: bool) -> None:
     first = lz.quantization_report(model).layers[0]
     assert first.quantized
     assert 0 < (first.error or 0) < 0.02
+
+
+class Passing(nn.Module):
+    """Gives what passes a threshold: how much that is depends on values."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.inner, self.parts = nn.Linear(64, 64), parts
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        return [row[row > 0.9] for row in y if row.max() > 1.5] if self.parts else y[y > 0.5]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_outputs_whose_shapes_depend_on_values_are_not_compared(parts: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Passing(parts), torch.randn(300, 64)
+    before = model.inner.weight.detach().clone()
+    with pytest.raises(lz.ConfigError, match=r"budget: the shapes of the model's outputs.*metric="):
+        lz.quantize_(model, lz.Int4Weight(), data=x, objective="size", budget=0.5)
+    assert torch.equal(model.inner.weight, before)
+    lz.quantize_(model, lz.Int4Weight(), data=x, objective="size")
+    report = lz.quantization_report(model)
+    assert report.quality_after is None
+    assert "not comparable" in str(report)
+    assert report.layers[0].error is not None
+
+
+def test_a_metric_measures_them() -> None:
+    torch.manual_seed(0)
+    model, x = Passing(False), torch.randn(300, 64)
+
+    def metric(made: nn.Module) -> float:
+        return abs(len(made(x)) - 4000)
+
+    lz.quantize_(model, lz.Int4Weight(), data=x, objective="size", metric=metric, budget=5.0)
+    assert lz.quantization_report(model).quality_after is not None

@@ -10,21 +10,24 @@ from torch import Tensor, nn
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import relative_error
 from lezero.compress.quantize.request import Request
-from lezero.core.errors import NumericsError
+from lezero.core.errors import ConfigError, NumericsError
 from lezero.report.units import number, percent
 
 _TRIED = 8
 
 
-def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float:
-    """The largest relative error of the output tensors."""
+def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float | None:
+    """The largest relative error of the output tensors; None where these are others, or of other
+    shapes: some depend on values (boxes that pass a threshold)."""
+    if [x.shape for x in wanted] != [x.shape for x in found]:
+        return None
     pairs = zip(wanted, found, strict=True)
     return max((relative_error(one, two) for one, two in pairs), default=0.0)
 
 
 def check_budget(
     request: Request,
-    measure: Callable[[], float],
+    measure: Callable[[], float | None],
     journal: Journal,
     *,
     rescaled: bool,
@@ -41,7 +44,11 @@ def check_budget(
     if budget is None:
         return
     before, after = report.quality_before or 0.0, report.quality_after
-    assert after is not None
+    if after is None:
+        raise ConfigError(
+            "budget: the shapes of the model's outputs depend on values, and are others once it is "
+            "quantized, so they cannot be compared; give metric="
+        )
     limit = before + budget * abs(before) if request.metric is not None else budget
     if after <= limit:
         return
@@ -55,7 +62,8 @@ def check_budget(
             if id(user.module) in folded:
                 journal.restore(folded[id(user.module)])
         try:
-            met = measure() <= limit
+            quality = measure()
+            met = quality is not None and quality <= limit
         except NumericsError:  # this much of it quantized gives NaN
             met = False
         if met:

@@ -36,6 +36,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 
 Model = TypeVar("Model", bound=nn.Module)
+Figure = TypeVar("Figure", bound=float | None)
 # Short runs are repeated for a second, so that one busy moment does not cover them all.
 _RUNS, _MOST_RUNS = 4, 16
 _ENOUGH_S, _LONGEST_RUN_S = 1.0, 3.0
@@ -171,18 +172,23 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
     with torch.compiler.set_stance("force_eager"):
         work.run()
 
-    def measured() -> float:
+    def measured() -> float | None:
         if metric is not None:
             return _figure(metric(model))
         assert batches is not None
         return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
 
-    def measure() -> float:
+    def measure() -> float | None:
         return _agreed(measured)
 
     report.bytes_after = _bytes(model)
     if metric is not None or seen:
         report.quality_after = measure()
+        if report.quality_after is None:
+            report.notes.append(
+                "the shapes of the model's outputs depend on values, and are others now: not "
+                "comparable; metric= measures such a model"
+            )
         check_budget(request, measure, journal, rescaled=work.scaling.done, folded=work.folded)
     if batches is not None:
         report.seconds_after = _seconds(model, batches[0])
@@ -306,11 +312,12 @@ def _figure(value: Any) -> float:
     return number
 
 
-def _agreed(measure: Callable[[], float]) -> float:
+def _agreed(measure: Callable[[], Figure]) -> Figure:
     """What rank 0 measures, on every rank; where any fails all do, so that all undo what they did.
     Every rank measures, since a metric may communicate."""
     failure: Exception | None = None
-    found, problem = 0.0, ""
+    found: Any = None
+    problem = ""
     try:
         found = measure()
     except Exception as error:
@@ -321,7 +328,8 @@ def _agreed(measure: Callable[[], float]) -> float:
     for rank, (_, problem) in enumerate(told):
         if problem:
             raise NumericsError(f"rank {rank}: {problem}")
-    return told[0][0]
+    agreed: Figure = told[0][0]
+    return agreed
 
 
 def _bytes(model: nn.Module) -> int:
