@@ -13,7 +13,7 @@ from typing import Any, Literal, TextIO
 from lezero.core.errors import ConfigError, FileError, NumericsError
 from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
-from lezero.models.generation_config import read_generation
+from lezero.serve.generation_config import read_generation
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams

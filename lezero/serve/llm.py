@@ -12,7 +12,6 @@ from typing import Any
 from lezero.core.errors import ConfigError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
-from lezero.models.generation_config import GenerationDefaults, read_generation
 from lezero.serve.answer import Answer, Completion, Stream
 from lezero.serve.coder import Coder, Message
 from lezero.serve.draft import DraftModel
@@ -25,6 +24,7 @@ from lezero.serve.forecast import (
     refuse_too_large_a_cache,
     room_for_cache,
 )
+from lezero.serve.generation_config import GenerationDefaults, read_generation
 from lezero.serve.kv import KV, check_kv, settle_kv
 from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
 from lezero.serve.paying import WhilePaying

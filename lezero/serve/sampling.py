@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, field_validator
 
 from lezero.core.config import Config
-from lezero.models.generation_config import LEAST, MOST
 
+LEAST, MOST = 0.01, 100.0
+"""Bounds of a repetition penalty."""
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0)]
 

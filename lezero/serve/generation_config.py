@@ -18,9 +18,8 @@ from lezero.core.errors import FileError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data.special import GENERATION, read_object
+from lezero.serve.sampling import LEAST, MOST
 
-LEAST, MOST = 0.01, 100.0
-"""Bounds of a repetition penalty."""
 # Entries that change which token is the likeliest, or which tokens are taken, by when they act.
 _ABOVE_ZERO = (
     *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"),
@@ -33,7 +32,7 @@ _NOT_EMPTY = (
     *("stop_strings", "force_words_ids", "constraints", "dola_layers", "watermarking_config"),
     "token_healing",
 )
-_LOG = logger("models")
+_LOG = logger("serve")
 
 
 @dataclass(frozen=True)

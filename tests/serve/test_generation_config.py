@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lezero.core.errors import FileError
-from lezero.models.generation_config import read_generation
+from lezero.serve.generation_config import read_generation
 
 ACTING: dict[str, Any] = {
     **{"suppress_tokens": [3], "begin_suppress_tokens": [3], "bad_words_ids": [[3]]},
