@@ -10,10 +10,22 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from lezero.core.errors import ConfigError
 from lezero.serve.request import Request
+
+if TYPE_CHECKING:
+    from lezero.serve.program import Program
+
+
+@runtime_checkable
+class Forgets(Protocol):
+    """A program that keeps more of a sequence than lies in blocks, by a block of it."""
+
+    def forget(self, block: int) -> None:
+        """Nobody holds this block any more."""
 
 
 class BlockPool:
@@ -21,15 +33,22 @@ class BlockPool:
 
     A block is held (by one request or several), or free; a free one may still have a name. Free
     blocks without a name are handed out first, then the least recently used named ones. shares:
-    False gives no names, so that no two requests ever hold the same block.
+    False gives no names, so that no two requests ever hold the same block. freed: called with each
+    block that nobody holds any more and that has no name.
     """
 
-    def __init__(self, count: int, block_size: int, shares: bool = True) -> None:
+    def __init__(
+        self,
+        count: int,
+        block_size: int,
+        shares: bool = True,
+        freed: Callable[[int], None] | None = None,
+    ) -> None:
         if count < 1:
             raise ConfigError(f"count: got {count} blocks, allowed is 1 or more")
         if block_size < 1:
             raise ConfigError(f"block_size: got {block_size} tokens, allowed is 1 or more")
-        self.count, self.block_size, self.shares = count, block_size, shares
+        self.count, self.block_size, self.shares, self._freed = count, block_size, shares, freed
         self._holders = [0] * count
         self._name: list[bytes | None] = [None] * count
         self._content: list[tuple[int, ...]] = [()] * count
@@ -38,6 +57,12 @@ class BlockPool:
         self._idle: dict[int, None] = {}  # free but named, least recently used first
         self.touched_count = 0
         """Blocks that were ever held: the first ones, since blank ones are handed out in order."""
+
+    @classmethod
+    def of(cls, program: Program, count: int) -> Self:
+        """The blocks of a program's cache, which hears of those that are free again if it wants."""
+        freed = program.forget if isinstance(program, Forgets) else None
+        return cls(count, program.block_size, program.shares, freed)
 
     @property
     def free_count(self) -> int:
@@ -164,6 +189,8 @@ class BlockPool:
     def _put_down(self, block: int) -> None:
         if self._name[block] is None:
             self._blank.append(block)
+            if self._freed is not None:
+                self._freed(block)
         else:
             self._idle[block] = None
 

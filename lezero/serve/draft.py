@@ -40,8 +40,7 @@ class DraftModel(Speculator):
 
     def __init__(self, program: Program, *, tokens: int, room: int, cost: float) -> None:
         self.program = program
-        count = max(1, tokens // program.block_size)
-        self.pool = BlockPool(count, program.block_size, program.shares)
+        self.pool = BlockPool.of(program, max(1, tokens // program.block_size))
         self._room, self._cost = room, cost
         self._followers: dict[Request, _Follower] = {}
         program.reserve(self.pool.count)

@@ -68,7 +68,7 @@ class Engine:
         speculator: Speculator | None = None,
     ) -> None:
         self.program, self.totals = program, Totals()
-        self.pool = BlockPool(blocks, program.block_size, program.shares)
+        self.pool = BlockPool.of(program, blocks)
         why = program.why_longest if longest == program.longest else ""
         self.scheduler = Scheduler(
             self.pool, program.most_tokens, max_requests, longest, why_longest=why

@@ -5,8 +5,8 @@ requests with equal beginnings do not share what was computed.
 
 [Note: whose cache] The model's code keeps keys and values in a cache of its own, one for each
 sequence; blocks only count. Without sharing, a sequence alone holds its first block for as long as
-it lives, so that block names its cache. A cache is dropped when its first block comes in another
-sequence, and begun anew where a sequence begins; tokens that were refused are cut off.
+it lives, so that block names its cache. A cache is dropped as soon as that block is given back, and
+begun anew where a sequence begins; tokens that were refused are cut off.
 """
 
 from __future__ import annotations
@@ -25,8 +25,15 @@ from lezero.serve.program import Fed, Program
 
 _BLOCK = 16
 _MOST_TOKENS = 256
+_LIMITS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
+    *("max_seq_length", "seq_length", "model_max_length", "max_target_positions", "n_ctx"),
+)
+"""What configs of transformers call the longest sequence; the first that is named counts."""
 _LONGEST = 2048
 """Of a model that has no limit of its own."""
+_STATES = ("conv", "linear", "mamba", "recurrent", "hybrid")
+"""In names of layers that keep one state of all tokens so far."""
 _DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _PROBE = (0, 1, 2, 1)
 
@@ -84,6 +91,12 @@ class TransformersProgram(Program):
 
         Raises `FileError` where its code keeps something that cannot be taken back.
         """
+        stateless = FileError(
+            f"{place}: {self.description} does not keep keys and values of each token, which this "
+            "engine needs; use the model's own generate"
+        )
+        if _has_states(self._model):
+            raise stateless
         tokens = [token % self._vocab for token in _PROBE]
         self._caches.clear()
         try:
@@ -92,11 +105,8 @@ class TransformersProgram(Program):
             parts = self.run([Fed(tokens[2:], 2, [0], range(2))])
         except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise FileError(f"{place}: {self.description} does not run: {error}") from None
-        if getattr(self._model, "_is_stateful", False) or not _same(whole[2:], parts):
-            raise FileError(
-                f"{place}: {self.description} does not keep keys and values of each token, which "
-                "this engine needs; use the model's own generate"
-            )
+        if not _same(whole[2:], parts):
+            raise stateless
         held = [x for layer in self._caches[0].layers for x in (layer.keys, layer.values)]
         self._token_bytes = sum(x.nbytes for x in held if x is not None) // len(tokens)
         self._caches.clear()
@@ -133,8 +143,6 @@ class TransformersProgram(Program):
         from transformers import DynamicCache
 
         for one in fed:
-            for block in one.blocks[1:]:
-                self._caches.pop(block, None)
             if one.position == 0:
                 self._caches[one.blocks[0]] = DynamicCache()
         found = [self._caches[one.blocks[0]] for one in fed]
@@ -144,6 +152,9 @@ class TransformersProgram(Program):
                     layer.keys = layer.keys[..., : one.position, :]
                     layer.values = layer.values[..., : one.position, :]
         return found
+
+    def forget(self, block: int) -> None:
+        self._caches.pop(block, None)
 
     @property
     def vocab(self) -> int:
@@ -186,6 +197,13 @@ class TransformersProgram(Program):
         return sum(x.numel() for x in matrices)
 
 
+def _has_states(model: Any) -> bool:
+    """Whether it is recurrent, in all layers or in some (Mamba, Jamba, Qwen3-Next, LFM2)."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    stateful = any(word in str(kind) for kind in kinds for word in _STATES)
+    return stateful or bool(getattr(model, "_is_stateful", False))
+
+
 def _turns_anew(config: Any) -> bool:
     """Whether all angles change once a text is longer than some (Phi-3's long form), so that keys
     that were kept would be turned wrongly."""
@@ -194,7 +212,8 @@ def _turns_anew(config: Any) -> bool:
 
 def _longest(config: Any) -> int:
     """Tokens up to which keys that were kept stay right."""
-    longest = int(getattr(config, "max_position_embeddings", None) or _LONGEST)
+    named = (getattr(config, name, None) for name in _LIMITS)
+    longest = next((x for x in named if type(x) is int and x > 0), _LONGEST)  # -1 is none
     if not _turns_anew(config):
         return longest
     own = config.rope_parameters.get("original_max_position_embeddings")
