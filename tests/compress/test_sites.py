@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import lezero as lz
 from lezero.compress.quantize.modules import quantized_layers
@@ -55,3 +56,36 @@ def test_a_lazy_layer_is_named(data: Any) -> None:
         lz.quantize_(model, lz.Int8Weight(), data=data)
     model(torch.randn(4, 8))
     lz.quantize_(model, lz.Int8Weight(), data=data, objective="size")
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "bias", 0.5)
+
+
+def in_a_buffer(layer: nn.Module) -> None:
+    bias = layer.bias
+    del layer.bias
+    layer.register_buffer("bias", bias.detach())
+
+
+@pytest.mark.parametrize("change", [pruned, in_a_buffer])
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Int8WeightActivation()])
+def test_a_bias_that_is_no_parameter_leaves_its_layer_as_it_was(change: Any, scheme: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Conv1d(1, 4, 3), nn.Linear(62, 64))
+    model.forward = lambda x: model[2](model[1](model[0](x)[:, None]).mean(1))
+    x = torch.randn(8, 64)
+    change(model[0])
+    change(model[1])
+    wanted = model[0](x)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    assert torch.equal(model[0](x), wanted)
+    assert [*quantized_layers(model)] == ["2"]
+    assert lz.quantization_report(model).left_over == {"Linear.weight": 4096, "Conv1d.weight": 12}
+
+
+def test_nothing_but_such_layers_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    pruned(model[0])
+    with pytest.raises(lz.ConfigError, match=r"no layer fits.*biases that are parameters"):
+        lz.quantize_(model, lz.Int8Weight(), objective="size")

@@ -70,13 +70,19 @@ class Site:
 def kind_of(module: nn.Module) -> Kind | None:
     """How `module` can be quantized; None where it cannot."""
     if type(module) is nn.Linear or _is_conv1d_of_transformers(module):
-        return "linear"
+        return "linear" if _has_plain_bias(module) else None
     if type(module) is nn.Embedding:
         return "embedding" if module.max_norm is None else None
     if type(module) in (nn.Conv1d, nn.Conv2d):
         plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-        return "conv" if plain else None
+        return "conv" if plain and _has_plain_bias(module) else None
     return None
+
+
+def _has_plain_bias(module: nn.Module) -> bool:
+    """Whether its bias is a parameter, or none: one that is computed (`torch.nn.utils.prune`) or in
+    a buffer would be lost."""
+    return getattr(module, "bias", None) is module._parameters.get("bias")
 
 
 def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
@@ -120,7 +126,8 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
             + (" the filter" if filter is not None else "")
             + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
             f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
-            "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16"
+            "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16 "
+            "and biases that are parameters"
         )
     for site in sites:
         _check(site)
