@@ -158,6 +158,7 @@ def distributed(rows: torch.Tensor, whole: Rows, mesh: DeviceMesh | None) -> tor
     """`rows` of this rank as a DTensor of `whole.shape`, not copied; as they are without a mesh."""
     if mesh is None:
         return rows
+    rows = _by_itself(rows)
     shape = torch.Size(whole.shape)
     stride = torch.empty(shape, device="meta").stride()
     inner = Shard(0) if whole.shape else Replicate()
@@ -166,3 +167,18 @@ def distributed(rows: torch.Tensor, whole: Rows, mesh: DeviceMesh | None) -> tor
         rows, mesh, placements, run_check=False, shape=shape, stride=stride
     )
     return made
+
+
+@torch.no_grad()
+def _by_itself(view: torch.Tensor) -> torch.Tensor:
+    """The same contiguous memory as a tensor that begins where its storage does: torch can neither
+    copy nor write a DTensor of one that does not."""
+    if type(view) is not torch.Tensor or view.is_meta:
+        return view
+    if not view.numel():
+        return torch.empty_like(view)
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        storage, 0, view.shape, view.stride()
+    )

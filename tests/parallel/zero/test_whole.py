@@ -1,13 +1,16 @@
-"""Whole weights into shards."""
+"""Whole weights into shards, and shards into copies and files."""
 
 from __future__ import annotations
+
+import copy
+import io
 
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
 
 from lezero.parallel.zero import Zero, materialize_, shard_, sharding_of
-from tests.parallel.zero.models import Tiny, whole
+from tests.parallel.zero.models import Tiny, batches, loss_of, make, whole
 
 
 def loaded_whole():
@@ -39,3 +42,34 @@ def loaded_whole():
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_weights_load_into_shards(ranks, world):
     assert ranks(world, loaded_whole) == [[]] * world
+
+
+def kept_weights(stage):
+    """The weights of a good step, kept as a copy of `state_dict()` and in torch's file."""
+    model = shard_(make(), Zero(stage=stage))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = next(batches(1))
+    good, best = whole(model), copy.deepcopy(model.state_dict())
+    kept = sum(getattr(v, "_local_tensor", v).untyped_storage().nbytes() for v in best.values())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    expected = loss_of(model, tokens).item()
+    wrong = []
+    for source in (lambda: best, lambda: torch.load(io.BytesIO(file.getvalue()))):
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        now = whole(model)
+        wrong += [name for name, value in good.items() if torch.equal(value, now[name])]
+        model.load_state_dict(source())
+        now = whole(model)
+        wrong += [name for name, value in good.items() if not torch.equal(value, now[name])]
+        wrong += ["loss"] * (loss_of(model, tokens).item() != expected)
+    return wrong, kept
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_weights_that_were_kept_come_back(ranks, stage):
+    total = sum(value.nbytes for value in Tiny().state_dict().values())
+    for wrong, kept in ranks(2, kept_weights, stage):
+        assert wrong == []
+        assert kept <= total * (1 if stage == 0 else 0.6) + 8  # only what the rank has
