@@ -3,7 +3,8 @@
 Two hooks that torch calls around every step of every optimizer, registered once, when the first
 model is sharded. Before a step: an optimizer that holds parameters which sharding replaced, or
 which the model has lost, is refused, since its step would silently do nothing; so is one of a model
-that has other parameters now. After it: the whole copies are out of date.
+that has other parameters now. State that was loaded whole is cut. After it: the whole copies are
+out of date.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.optim import optimizer as hooks
 
 from lezero.core.errors import ConfigError, OrderError
-from lezero.parallel.zero import probe
+from lezero.parallel.zero import plain_state, probe
 from lezero.parallel.zero.fsdp import OWNED, FsdpSharding, Owned
 from lezero.parallel.zero.held import HELD, REPLACED, Held
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _registered = False
 _tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_fitted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
 
@@ -110,6 +112,10 @@ def _before_step(
     if optimizer not in _tried:
         probe.check(optimizer)
         _tried.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_fitted.discard)
+    if optimizer not in _fitted:
+        plain_state.take_rows(optimizer)
+        _fitted.add(optimizer)
     for sharding, _ in _stepped_by(optimizer):
         sharding.stepping()
 
