@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -18,7 +19,9 @@ from lezero.serve.text import Detokenizer, StopStrings
 class Completion:
     """An answer. reason: "stop", "length", "cancelled" or "error" (then `error` says why).
 
-    cached_tokens: of the prompt, found in the cache. first_token_s: from arrival to it.
+    tokens: all that were drawn, those of a stop string too, which `text` leaves out; logprobs: one
+    for each of them. cached_tokens: of the prompt, found in the cache. first_token_s: from arrival
+    to it.
     """
 
     text: str
@@ -42,6 +45,17 @@ class Piece:
     """What went wrong, where the reason is "error"."""
 
 
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A token of the text and what is known of it. place: characters of the text before it. lost:
+    characters that a stop string took from its end."""
+
+    token: int
+    logprob: TokenLogprob
+    place: int
+    lost: int = 0
+
+
 class Answer:
     """The text of a request, as its tokens come. Decoded when it is asked for, unless a stop string
     must be looked for, or the place of each token in the text is wanted.
@@ -50,9 +64,11 @@ class Answer:
     """
 
     def __init__(self, request: Request, coder: Coder | None, *, places: bool = False) -> None:
-        self.request, self._places = request, places
-        self.places: list[int] = []
+        self.request, self._wants_places = request, places
+        self._places: list[int] = []
         """Of each token: characters of the text before it, those too that are held back."""
+        self._named = 0
+        """Tokens that `named` gave, or left out."""
         self._known, self._pending, self._decoded = "", list[int](), 0
         self._ends = request.text_ends
         self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
@@ -62,9 +78,9 @@ class Answer:
         """Takes new tokens and gives those that belong to the answer: up to a stop string, which
         ends the request."""
         for number, token in enumerate(tokens, 1):
-            if self._places:
+            if self._wants_places:
                 self._found()
-                self.places.append(self._decoded)
+                self._places.append(self._decoded)
             last = token == self.request.tokens[-1] and self.request.reason == "stop"
             if self._text is not None and not (last and token in self._ends):
                 self._pending.append(token)
@@ -78,6 +94,43 @@ class Answer:
         """What is certain of it."""
         self._found()
         return self._known
+
+    def named(self) -> list[Named]:
+        """Tokens that were not given before and whose text is certain, with their
+        log-probabilities: their names together are the text. Left out is what a stop string cut
+        off, and a token that ends the answer. Asked for places, and after `completion` where the
+        request has ended."""
+        self._found()
+        request, found = self.request, list[Named]()
+        first, cut = len(request.prompt), self._cut()
+        for number in range(self._named, min(len(self._places), len(request.logprobs))):
+            token, place, end = request.tokens[first + number], *self._span(number)
+            if request.reason is None and not self._is_certain(place, end):
+                return found
+            self._named = number + 1
+            if place < cut and not self._is_end(number, token):
+                lost = end - int(min(cut, end))
+                found.append(Named(token, request.logprobs[number], place, lost))
+        return found
+
+    def _cut(self) -> float:
+        """Characters after which a stop string begins."""
+        return math.inf if self._stops.found is None else len(self._known)
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """Where the text of a token begins and ends."""
+        last = number + 1 == len(self._places)
+        return self._places[number], self._decoded if last else self._places[number + 1]
+
+    def _is_certain(self, place: int, end: int) -> bool:
+        """Whether no stop string can take any of it. Half a character, and a special token, go with
+        the character behind them."""
+        return not self.request.params.stop or max(end, place + 1) <= len(self._known)
+
+    def _is_end(self, number: int, token: int) -> bool:
+        request = self.request
+        last = number + 1 == len(request.tokens) - len(request.prompt)
+        return last and request.reason == "stop" and token in self._ends
 
     def _found(self) -> bool:
         """Decodes what came; whether a stop string ended it."""

@@ -78,7 +78,10 @@ def _seed(asked: Asked) -> int:
 class TokenText:
     """What single tokens read, as log-probabilities name them: behind a letter, since tokenizers as
     Llama 2's drop the space with which a text begins, and the names together are the text. Special
-    tokens, which leave nothing in it, have the name that the vocabulary gives them."""
+    tokens, which leave nothing in it, have the name that the vocabulary gives them.
+
+    lost: characters that a stop string took from the end of the token.
+    """
 
     def __init__(self, coder: Coder | None) -> None:
         self._coder = coder
@@ -86,18 +89,20 @@ class TokenText:
         self._before = 0 if coder is None else len(coder.decode(self._letter))
         self._known: dict[int, str] = {} if coder is None else dict(coder.special_tokens)
 
-    def of(self, token: int) -> str:
+    def of(self, token: int, lost: int = 0) -> str:
         if self._coder is None:
             return f"token {token}"
         name = self._known.get(token)
         if name is None:
             name = self._coder.decode([*self._letter, token])[self._before :]
             self._known[token] = name
-        return name
+        return name[: max(0, len(name) - lost)]
 
-    def bytes_of(self, token: int) -> bytes | None:
+    def bytes_of(self, token: int, lost: int = 0) -> bytes | None:
         """UTF-8 of the name; of half a character its own bytes, where they are known."""
         name = self.of(token)
-        if "\ufffd" not in name or self._coder is None:
-            return name.encode()
-        return self._coder.bytes_of(token)
+        kept = self.of(token, lost)
+        if "\ufffd" not in kept or self._coder is None:
+            return kept.encode()
+        data = self._coder.bytes_of(token)
+        return data and data[: len(data) - len(name[len(kept) :].encode())]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lezero.serve.answer import Named
 from lezero.serve.request import Reason, Request
-from lezero.serve.sampling import TokenLogprob
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.coded import TokenText
 from lezero.serve.server.worker import Event
@@ -24,15 +24,13 @@ class Choice:
     request: Request
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    named: list[Named] = field(default_factory=list)
     reason: Reason | None = None
 
     def take(self, event: Event) -> None:
         self.text += event.text
         self.tokens += event.tokens
-        self.logprobs += event.logprobs
-        self.places += event.places
+        self.named += event.named
         self.reason = event.reason
 
 
@@ -58,7 +56,7 @@ class Teller:
             if self._chat:
                 message = {"role": "assistant", "content": choice.text, "refusal": None}
                 body = {"message": message}
-            logprobs = self._logprobs(choice, choice.tokens, choice.logprobs, choice.places)
+            logprobs = self._logprobs(choice.named)
             choices.append(self._choice(index, body, logprobs, choice.reason))
         return {**self._head, "choices": choices, "usage": self.usage()}
 
@@ -67,9 +65,9 @@ class Teller:
         choice = self.choices[event.index]
         first = not choice.tokens
         choice.take(event)
-        logprobs = self._logprobs(choice, event.tokens, event.logprobs, event.places)
-        if not (event.text or first or logprobs or event.reason):
+        if not (event.text or first or event.named or event.reason):
             return None
+        logprobs = self._logprobs(event.named)
         body: dict[str, Any] = {"text": event.text}
         if self._chat:
             delta = {"role": "assistant", "content": event.text} if first else {}
@@ -107,40 +105,32 @@ class Teller:
         finish = None if reason is None else _FINISH.get(reason, reason)
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(
-        self,
-        choice: Choice,
-        tokens: Sequence[int],
-        given: Sequence[TokenLogprob],
-        places: Sequence[int],
-    ) -> dict[str, Any] | None:
-        """Log-probabilities of some tokens, which begin at these places of the text."""
+    def _logprobs(self, named: Sequence[Named]) -> dict[str, Any] | None:
+        """Log-probabilities of some tokens; None where nobody asked."""
         if self._asked.params.logprobs is None:
             return None
-        pairs = list(zip(tokens, given, strict=True))
-        if choice.reason == "stop" and pairs and tokens[-1] in choice.request.text_ends:
-            pairs.pop()  # it ends the text and has none of its own
         if self._chat:
-            return {"content": [self._token(*pair) for pair in pairs], "refusal": None}
+            return {"content": [self._token(one) for one in named], "refusal": None}
         return {
-            "tokens": [self._text.of(token) for token, _ in pairs],
-            "token_logprobs": [found.logprob for _, found in pairs],
+            "tokens": [self._text.of(one.token, one.lost) for one in named],
+            "token_logprobs": [one.logprob.logprob for one in named],
             "top_logprobs": [
                 # Of tokens with one name, as halves of letters, the likeliest comes last and stays.
-                {self._text.of(token): value for token, value in reversed(found.likeliest)}
-                for _, found in pairs
+                {self._text.of(token): value for token, value in reversed(one.logprob.likeliest)}
+                for one in named
             ],
-            "text_offset": list(places[: len(pairs)]),
+            "text_offset": [one.place for one in named],
         }
 
-    def _token(self, token: int, found: TokenLogprob) -> dict[str, Any]:
-        likeliest = [self._entry(*pair) for pair in found.likeliest]
-        return {**self._entry(token, found.logprob), "top_logprobs": likeliest}
+    def _token(self, one: Named) -> dict[str, Any]:
+        likeliest = [self._entry(*pair) for pair in one.logprob.likeliest]
+        own = self._entry(one.token, one.logprob.logprob, one.lost)
+        return {**own, "top_logprobs": likeliest}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._text.bytes_of(token)
+    def _entry(self, token: int, logprob: float, lost: int = 0) -> dict[str, Any]:
+        data = self._text.bytes_of(token, lost)
         return {
-            "token": self._text.of(token),
+            "token": self._text.of(token, lost),
             "logprob": logprob,
             "bytes": None if data is None else list(data),
         }

@@ -25,10 +25,9 @@ import torch
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
 from lezero.core.pools import release_pool
-from lezero.serve.answer import Answer
+from lezero.serve.answer import Answer, Named
 from lezero.serve.llm import LLM
 from lezero.serve.request import Reason, Request
-from lezero.serve.sampling import TokenLogprob
 from lezero.serve.server.embedder import Embedder, Embedding, EngineError, Outcome
 from lezero.serve.server.metrics import Metrics
 
@@ -47,15 +46,14 @@ class BusyError(Exception):
 class Event:
     """News of a request: text and tokens since the last one; the last one has a reason.
 
-    index: which of the requests that were submitted together. places: of the tokens in the text,
+    index: which of the requests that were submitted together. named: tokens whose text is certain,
     where log-probabilities are asked for. refused: it never began.
     """
 
     index: int
     text: str = ""
     tokens: Sequence[int] = ()
-    logprobs: Sequence[TokenLogprob] = ()
-    places: Sequence[int] = ()
+    named: Sequence[Named] = ()
     reason: Reason | None = None
     error: str | None = None
     refused: ConfigError | None = None
@@ -88,7 +86,7 @@ class _Job:
         self.request, self.answer = request, answer
         self.index, self.events = index, events
         self.last_s: float | None = None
-        self.logged = self.shown = 0
+        self.shown = 0
 
 
 class Worker:
@@ -330,9 +328,9 @@ class Worker:
             self.engine.scheduler.finish(request, "error", why, sound=True)
             self._end(job, Event(job.index, reason="error", error=request.error or str(error)))
             return
-        logprobs, places = request.logprobs[job.logged :], job.answer.places[job.logged :]
-        job.logged, job.shown = len(request.logprobs), job.shown + len(text)
-        event = Event(job.index, text, tokens, logprobs, places, request.reason, request.error)
+        job.shown += len(text)
+        named = job.answer.named()
+        event = Event(job.index, text, tokens, named, request.reason, request.error)
         if request.reason is None:
             self._out.append((job.events, event))
         else:

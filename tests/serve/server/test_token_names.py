@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -99,6 +100,74 @@ def test_tokens_have_their_place_in_the_text() -> None:
     events = [json.loads(x.removeprefix("data: ")) for x in lines if x.startswith("data: {")]
     streamed = [event["choices"][0]["logprobs"]["text_offset"] for event in events]
     assert [place for some in streamed for place in some] == told["text_offset"]
+
+
+def events(body: bytes) -> list[dict[str, Any]]:
+    lines = [x.removeprefix("data: ") for x in body.decode().split("\n\n")]
+    return [json.loads(line)["choices"][0] for line in lines if line.startswith("{")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "names"),
+    [
+        ("cat", [" the", " "]),
+        (" cat", [" the"]),
+        ("ats", [" the", " c"]),
+        ("s.", [" the", " cat"]),
+        ("s. the ca", [" the", " cat"]),
+        (". t", [" the", " cat", "s"]),
+        (" the", []),
+        ("h", [" t"]),
+        ("no such text", [" the", " cat", "s", "."] * 2),
+    ],
+)
+def test_names_end_where_a_stop_string_cuts_the_text(
+    coder: Coder, stop: str, names: list[str]
+) -> None:
+    llm = LLM(small(vocab=266), coder=coder, weights="bf16")
+    the, cat, plural, end = 258, 260, 264, 265
+    says(llm.program, 2, [the, cat, plural, end])
+    asked = {"temperature": 0, "max_tokens": 8, "stop": stop, "logprobs": 1}
+    with serving(llm) as client:
+        (whole,) = client.complete([263, 265], **asked).json["choices"]
+        streamed = events(client.complete([263, 265], stream=True, **asked).body)
+    told = whole["logprobs"]
+    assert told["tokens"] == names
+    assert whole["text"] == "".join(names)
+    assert told["text_offset"] == [sum(map(len, names[:at])) for at in range(len(names))]
+    assert len(told["token_logprobs"]) == len(told["top_logprobs"]) == len(names)
+    for field in told:
+        assert [x for one in streamed for x in one["logprobs"][field]] == told[field]
+    shown = named = ""
+    for one in streamed:
+        shown += one["text"]
+        named += "".join(one["logprobs"]["tokens"])
+        assert shown.startswith(named)
+
+
+def test_a_chat_names_a_token_that_is_cut_with_the_bytes_that_are_left() -> None:
+    tokenizer = bytes_tokenizer()
+    template = "{{ messages[0].content }}"
+    llm = LLM(
+        small(vocab=257), coder=Coder(tokenizer, frozenset(), template=template), weights="bf16"
+    )
+    says(llm.program, 1, tokenizer.encode("é中ab"))
+    messages = [{"role": "user", "content": "x"}]
+    asked = {"temperature": 0, "max_tokens": 7, "logprobs": True, "messages": messages}
+    with serving(llm) as client:
+        for stop, left in (("中", "é"), ("a", "é中"), ("é", ""), ("中a", "é")):
+            answer = client.ask("/v1/chat/completions", {**asked, "stop": stop}).json
+            (choice,) = answer["choices"]
+            assert choice["message"]["content"] == left
+            found = [byte for one in choice["logprobs"]["content"] for byte in one["bytes"]]
+            assert bytes(found).decode() == left
+            assert answer["usage"]["completion_tokens"] > len(choice["logprobs"]["content"])
+
+
+def test_what_a_stop_string_leaves_of_a_token(coder: Coder) -> None:
+    text = TokenText(coder)
+    assert (text.of(260, 2), text.bytes_of(260, 2)) == (" c", b" c")
+    assert (text.of(260, 9), text.bytes_of(260, 9)) == ("", b"")
 
 
 def test_names_have_their_bytes(coder: Coder) -> None:
