@@ -155,7 +155,7 @@ def _apply_best(
 ) -> bool:
     x_MK = _sample(fold)
     wanted = [x_MK @ w.float().T for site in fold.sites for w in _parts(site)]
-    ones = torch.ones(x_MK.shape[1], device=x_MK.device)
+    ones = torch.ones_like(x_MK[0])
     best_s = None
     best = torch.inf if forced else _error(fold, target, rule, x_MK, wanted, ones)
     for s_K in candidates:

@@ -123,7 +123,7 @@ def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Ten
     key = (version, *map(tuple, lists), groups)
     found = _packed.get(weight)
     if found is None or found[0] != key:
-        ones = torch.ones(len(weight))
+        ones = torch.ones(len(weight), dtype=torch.float32)
         made = torch.ops.onednn.qconv_prepack(weight, ones, 1.0, 0, *lists, groups, None)
         found = _packed[weight] = (key, made)
     kept: Tensor = found[1]

@@ -88,8 +88,8 @@ def _tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
     """Tried once for each result type, since torch has no list of what can do it."""
-    a = torch.zeros(_TILE, _TILE, device=device).to(torch.float8_e4m3fn)
-    ones = torch.ones(_TILE, 1, device=device)
+    a = torch.zeros(_TILE, _TILE, dtype=torch.float32, device=device).to(torch.float8_e4m3fn)
+    ones = torch.ones(_TILE, 1, dtype=torch.float32, device=device)
     try:
         torch._scaled_mm(a, a.T, scale_a=ones, scale_b=ones.T, out_dtype=dtype)
     except (RuntimeError, ValueError) as error:

@@ -90,7 +90,7 @@ def linear_int(
         if not of_token:
             scale = scale * token_MB[:, block, None]
         out = _fused(scale, total, out)
-    ones = torch.ones((), device=out.device)
+    ones = torch.ones((), dtype=torch.float32, device=out.device)
     return finish(out, token_M[:, None] if of_token else ones, bias, x_MK.dtype)
 
 

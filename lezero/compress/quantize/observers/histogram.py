@@ -28,7 +28,7 @@ class Histogram(Observer):
         super().__init__(channels)
         self._extremes = MinMax(channels)
         self.counts_CB = torch.zeros(channels, BINS, dtype=torch.float64)
-        self.top_C = torch.zeros(channels)
+        self.top_C = torch.zeros(channels, dtype=torch.float32)
 
     def observe(self, x_CN: Tensor) -> None:
         self._extremes.observe(x_CN)
@@ -111,7 +111,7 @@ class MeanSquaredError(Histogram):
     """
 
     def threshold(self, levels: int) -> Tensor:
-        middle_CB = (torch.arange(BINS) + 0.5) / BINS * self.top_C[:, None]
+        middle_CB = (torch.arange(BINS, dtype=torch.float32) + 0.5) / BINS * self.top_C[:, None]
         best_C = torch.full((self.channels,), torch.inf, dtype=torch.float64)
         cut_C = self.top_C.clone()
         for bins in self.candidates(min(levels, BINS // 32)):
