@@ -97,7 +97,7 @@ def save_quantized(
     report = model.__dict__.get(REPORT)
     if isinstance(report, QuantizationReport):
         documents["decisions"] = report.decisions.to_json()
-    tensors = {_PREFIX + name: value for name, value in model.state_dict().items()}
+    tensors = {_PREFIX + name: value for name, value in _state(model).items()}
     try:
         with aside(root.parent, root.name) as made:
             for path in copies:
@@ -209,6 +209,19 @@ def _layout_of(root: Path) -> str | None:
         return None
     method = about.get("quant_method") if isinstance(about, dict) else None
     return method if method == "compressed-tensors" else None
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    """The `state_dict`, which has to be one of tensors."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"lz.save_quantized: '{name}' in the state_dict is a {type(value).__name__}, and a "
+                "file holds tensors only; where get_extra_state of a module gives it, keep it in a "
+                "buffer, or give a tensor there"
+            )
+    return state
 
 
 def _config_json(model: nn.Module) -> dict[str, Any]:
