@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.batches import Batch, call, comparable, first_call
 from lezero.compress.quantize.folds import near
-from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.journal import Journal, mode_of
 from lezero.compress.quantize.readers import Readers
 from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.spill import Spill
@@ -109,7 +109,9 @@ def _fold(conv: Any, norm: Any, journal: Journal) -> tuple[Tensor, nn.Parameter 
     )
     shift = 0.0 if norm.bias is None else norm.bias.float()
     width = [1] * (conv.weight.dim() - 1)
-    conv.weight.data = (conv.weight.float() * factor.view(-1, *width)).to(conv.weight.dtype)
+    with mode_of(conv.weight):
+        scaled = conv.weight.float() * factor.view(-1, *width)
+        conv.weight.data = scaled.to(conv.weight.dtype)
     trains = (conv.weight if conv.bias is None else conv.bias).requires_grad
     conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype), trains)
     norm.__class__ = FoldedBatchNorm
@@ -121,6 +123,8 @@ def _fold(conv: Any, norm: Any, journal: Journal) -> tuple[Tensor, nn.Parameter 
 def _unfold(
     conv: Any, norm: Any, weight: Tensor, bias: Any, kind: Any, own: dict[str, Any]
 ) -> None:
-    conv.weight.data, conv.bias = weight, bias
+    with mode_of(conv.weight):
+        conv.weight.data = weight
+    conv.bias = bias
     norm.__class__ = kind
     norm.__dict__.update(own)

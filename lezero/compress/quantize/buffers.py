@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.journal import mode_of
+from lezero.compress.quantize.layout import same_bits
 from lezero.compress.quantize.spill import Spill
 
 
@@ -15,25 +17,31 @@ from lezero.compress.quantize.spill import Spill
 def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
     """Counters, caches and the like are afterwards what they were, whatever happens inside."""
     held = [
-        (module, name, buffer, buffer._version)
+        (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and _is_counted(buffer)
+        if buffer is not None and _has_values(buffer)
     ]
-    for _, _, buffer, _ in held:
+    for _, _, buffer in held:
         if ("buffer", id(buffer)) not in spill:
             spill.put(("buffer", id(buffer)), buffer)
     try:
         yield
     finally:
-        for module, name, buffer, version in held:
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(spill.get(("buffer", id(buffer))))
+        for module, name, buffer in held:
+            with torch.no_grad(), mode_of(buffer):
+                _give_back(buffer, spill.get(("buffer", id(buffer))))
             if module._buffers.get(name) is not None:
                 module._buffers[name] = buffer
 
 
-def _is_counted(buffer: Tensor) -> bool:
-    """Whether it has values, and torch tells when they are written to."""
-    return buffer.layout == torch.strided and not buffer.is_meta and not buffer.is_inference()
+def _has_values(buffer: Tensor) -> bool:
+    return buffer.layout == torch.strided and not buffer.is_meta
+
+
+def _give_back(buffer: Tensor, before: Tensor) -> None:
+    """Values are compared, since torch does not count what is written through `.data`."""
+    if buffer.shape != before.shape:
+        buffer.data = before
+    elif not same_bits(buffer, before):
+        buffer.copy_(before)

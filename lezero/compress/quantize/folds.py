@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.evidence import Evidence, Given, gather
 from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.journal import mode_of
 from lezero.compress.quantize.sites import Site, kind_of
 
 _TRIES = 6
@@ -110,10 +111,12 @@ def scale_channels(fold_producer: nn.Module, sites: tuple[Site, ...], s_K: Tenso
     """Divides the producer's outputs by `s_K` and multiplies the sites' inputs by it, in place."""
     for parameter in producer_parameters(fold_producer):
         transposed = type(fold_producer).__name__ == "Conv1D" and parameter.dim() == 2
-        rows = parameter.data.T if transposed else parameter.data
-        rows.div_(s_K.view(-1, *[1] * (rows.dim() - 1)))
+        with mode_of(parameter):
+            rows = parameter.data.T if transposed else parameter.data
+            rows.div_(s_K.view(-1, *[1] * (rows.dim() - 1)))
     for site in sites:
-        site.weight().mul_(s_K)
+        with mode_of(site.parameter):
+            site.weight().mul_(s_K)
     torch.clear_autocast_cache()  # it holds weights as they were
 
 
@@ -160,17 +163,19 @@ def _passes(
     weight = fold.sites[0].weight()
     mine = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
-    s_K = torch.tensor(scales)[chosen].to(weight.device)
+    s_K = torch.tensor(scales, dtype=torch.float32)[chosen].to(weight.device)
     kept = [(p, p.data) for p in producer_parameters(fold.producer)]
     kept += [(site.parameter, site.parameter.data) for site in fold.sites]
     try:
         for parameter, values in kept:
-            parameter.data = values.clone()
+            with mode_of(parameter):
+                parameter.data = values.clone()
         scale_channels(fold.producer, fold.sites, s_K)
         after = gather(before.given, run)
     finally:
         for parameter, values in kept:
-            parameter.data = values
+            with mode_of(parameter):
+                parameter.data = values
         torch.clear_autocast_cache()
     same = _same(before.outputs, after.outputs, within)
     return same and _reaches_only(fold, s_K, before.given, after.given, within)

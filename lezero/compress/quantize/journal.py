@@ -10,6 +10,7 @@ attributes back. Released values come back in memory of their own: what else had
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ class Journal:
     def release(self, parameter: nn.Parameter) -> None:
         """Frees the memory of `parameter`, which no module uses any more."""
         self.save_values(parameter)
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        with mode_of(parameter):
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def take_back(self, parameters: Iterable[nn.Parameter]) -> None:
         """Saved parameters, none of them released, have their values from before again."""
@@ -81,19 +83,26 @@ class Journal:
             self.restore(module)
         for key in list(self._released):
             self._give_back(key)
-        with torch.no_grad():
-            for tensor, before in self._values.values():
+        for tensor, before in self._values.values():
+            with torch.no_grad(), mode_of(tensor):
                 tensor.data.copy_(before)
         self._values.clear()
 
     def _give_back(self, key: int) -> None:
         parameter = self._released[key]
-        values = self._spill.get(("original", key))
-        if parameter.data.shape != values.shape:
-            stride = self._strides[key]
-            parameter.data = values if stride == values.stride() else _arranged(values, stride)
-        else:
-            parameter.data.copy_(values)
+        with mode_of(parameter):
+            values = self._spill.get(("original", key))
+            if parameter.data.shape != values.shape:
+                stride = self._strides[key]
+                parameter.data = values if stride == values.stride() else _arranged(values, stride)
+            else:
+                parameter.data.copy_(values)
+
+
+def mode_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """In it new values for `tensor` are made and written. One of `torch.inference_mode` takes
+    no others: with values of the outside no op would read it any more."""
+    return torch.inference_mode(tensor.is_inference())
 
 
 def _arranged(values: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -122,7 +122,7 @@ def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = Tru
         assert one is not None
         for module, name in others:
             other = module._parameters[name]
-            if other is not None and other is not one and _same_bits(one, other):
+            if other is not None and other is not one and same_bits(one, other):
                 module._parameters[name] = one
 
 
@@ -139,7 +139,8 @@ def missing_buffers(made: nn.Module, model: nn.Module) -> list[str]:
     ]
 
 
-def _same_bits(one: Tensor, two: Tensor) -> bool:
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Whether they hold the same, NaN or not."""
     alike = one.shape == two.shape and one.dtype == two.dtype
     return alike and torch.equal(_bytes(one), _bytes(two))
 
