@@ -59,7 +59,7 @@ def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 class Held:
     """`places` are all (module, attribute) that name it; `sharded` is registered there outside of
     compute, `full` inside. `index`: place in the order of registration. `used`: a gradient has come
-    since the last reduction."""
+    since the last reduction. `shell`: what a DTensor has for a storage, beside its rows."""
 
     name: str
     names: tuple[str, ...]
@@ -73,6 +73,7 @@ class Held:
     full: nn.Parameter | None = None
     used: bool = False
     memory: tuple[object, ...] = ()
+    shell: torch.UntypedStorage | None = None
     mark: Mark | None = None
 
     def show(self, parameter: nn.Parameter) -> None:
@@ -90,6 +91,7 @@ class Held:
         self.sharded = parameter
         self._align_gradients()
         self.memory = self._memory()
+        self.shell = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         self.show(parameter)
 
     def _align_gradients(self) -> None:
@@ -114,7 +116,8 @@ class Held:
         """Raises `OrderError` when the registered parameter was converted or moved.
 
         `Module.to` and its kin put other memory under the same parameter: an optimizer would step
-        that, while gathers go on reading the old.
+        that, while gathers go on reading the old. An assignment to `.data` of a DTensor exchanges
+        its shell and nothing else.
         """
         now = self._memory()
         if now != self.memory:
@@ -123,6 +126,12 @@ class Held:
                 f"{self.sharded.dtype} on {self.sharded.device}, and was {self.dtype} then); "
                 "convert or move the model (.to, .double, .bfloat16, .cuda) before lz.shard_, "
                 "and copy values into parameters in place"
+            )
+        if self.shell is not None and self.sharded.untyped_storage()._cdata != self.shell._cdata:
+            raise OrderError(
+                f"parameter '{self.name}' was assigned to through .data, and torch keeps no such "
+                "values in the shards of stages 1 to 3: the old ones are there; write "
+                "parameter.copy_(values) under torch.no_grad(), or parameter.mul_ and the like"
             )
         setattr(self.sharded, HELD, self)  # a conversion that changes nothing may drop it
 

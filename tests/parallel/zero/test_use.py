@@ -174,6 +174,15 @@ def converted():
             model.float()  # right again, but in other memory than gathers read
             with pytest.raises(OrderError, match=r"other memory than lz.shard_ gave it"):
                 model(tokens)
+            model = shard_(make(), Zero(stage=stage))
+            weight = model.embed.weight
+            weight.data = weight.data  # nothing
+            model(tokens)
+            weight.data = weight.data * 2
+            with torch.no_grad():
+                weight.add_(0)
+            with pytest.raises(OrderError, match=r"'embed.weight' was assigned to through .data"):
+                model(tokens)
 
 
 def test_conversion_after_sharding_is_refused(ranks):
