@@ -29,10 +29,7 @@ class Embedding:
     vectors: list[list[float]] = field(default_factory=list)
     going: Passages | None = None
     """The next few of them, on their way."""
-
-    def close(self) -> None:
-        if self.going is not None:
-            self.going.close()
+    begun: bool = False
 
 
 class Embedder:
@@ -42,6 +39,8 @@ class Embedder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._waiting: deque[Embedding] = deque()
+        self.running = 0
+        """Clients whose texts have begun and not ended."""
 
     @property
     def busy(self) -> bool:
@@ -54,25 +53,28 @@ class Embedder:
         """Forgets what nobody waits for any more."""
         if asked in self._waiting:
             self._waiting.remove(asked)
-            asked.close()
+            self._close(asked)
 
     def end(self, error: Exception) -> None:
         """Tells all that wait that there will be nothing."""
         while self._waiting:
             asked = self._waiting.popleft()
-            asked.close()
+            self._close(asked)
             asked.told(error)
 
     def step(self) -> Exception | None:
         """One pass for the client whose turn it is; what the engine raised, if it did."""
         asked = self._waiting.popleft()
+        self.running += not asked.begun
+        asked.begun = True
         try:
             ended = self._advance(asked)
         except Exception as error:
-            asked.close()
+            self._close(asked)
             asked.told(error)
             return error
         if ended:
+            self._close(asked)
             asked.told(asked.vectors)
         else:
             self._waiting.append(asked)
@@ -89,6 +91,12 @@ class Embedder:
         asked.vectors += asked.going.embeddings()
         asked.going = None
         return len(asked.vectors) == len(asked.prompts)
+
+    def _close(self, asked: Embedding) -> None:
+        self.running -= asked.begun
+        asked.begun = False
+        if asked.going is not None:
+            asked.going.close()
 
     def _next(self, left: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         room, count = self._engine.program.most_tokens, 0

@@ -48,13 +48,19 @@ class Metrics:
         """HTTP answers by route and status; 499: the client left before it had one."""
         self.ended: Counter[str] = Counter()
         """Requests of the engine, by the reason why they ended."""
-        self.tokens_in = 0
+        self.tokens_asked = 0
+        """Of prompts that are answered."""
+        self.tokens_embedded = 0
         self.tokens_cached = 0
-        """Of the tokens of prompts, those that were found in the cache."""
+        """Of `tokens_asked`, those that were found in the cache."""
         self.tokens_out = 0
         self.failed_steps = 0
         self.first_token_s = Histogram(_FIRST_S)
         self.between_tokens_s = Histogram(_BETWEEN_S)
+
+    @property
+    def tokens_in(self) -> int:
+        return self.tokens_asked + self.tokens_embedded
 
     def text(self, now: Mapping[str, tuple[str, str, float]]) -> str:
         """The page that Prometheus reads.
@@ -70,7 +76,8 @@ class Metrics:
         for reason, count in sorted(self.ended.items()):
             lines.append(f'lezero_requests_ended_total{{reason="{reason}"}} {count}')
         own = {
-            "prompt_tokens_total": ("counter", "Tokens of prompts.", self.tokens_in),
+            "prompt_tokens_total": ("counter", "Tokens of prompts and embeddings.", self.tokens_in),
+            "embedded_tokens_total": ("counter", "Tokens of embeddings.", self.tokens_embedded),
             "prefix_hit_tokens_total": (
                 *("counter", "Tokens of prompts found in the cache."),
                 self.tokens_cached,

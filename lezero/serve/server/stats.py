@@ -11,8 +11,8 @@ from lezero.serve.server.worker import Worker
 def gauges(worker: Worker) -> dict[str, tuple[str, str, float]]:
     """Name → (kind, help, value)."""
     engine = worker.engine
-    totals, scheduler, pool = engine.totals, engine.scheduler, engine.pool
-    running = len(scheduler.running)
+    totals, pool = engine.totals, engine.pool
+    running = worker.running
     return {
         "requests_running": ("gauge", "Requests that run.", running),
         "requests_waiting": ("gauge", "Requests that wait.", max(0, worker.active - running)),
@@ -47,6 +47,7 @@ def stats(llm: LLM, worker: Worker, name: str) -> dict[str, Any]:
         "chat": llm.coder is not None and llm.coder.template is not None,
         "room": worker.room,
         "tokens_in": metrics.tokens_in,
+        "tokens_embedded": metrics.tokens_embedded,
         "tokens_cached": metrics.tokens_cached,
         "tokens_out": metrics.tokens_out,
         **{label: value for label, (_, _, value) in gauges(worker).items()},

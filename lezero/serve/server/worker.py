@@ -175,6 +175,11 @@ class Worker:
         self._order(lambda: self._cancel(list(self._jobs)))
         self._order(lambda: self._embedder.end(EngineError(_ENDS, ended=True)))
 
+    @property
+    def running(self) -> int:
+        """Requests and embeddings that run."""
+        return len(self.engine.scheduler.running) + self._embedder.running
+
     def wait_s(self) -> int:
         """Seconds after which a place may be free: as long as the last requests took, shared."""
         return max(1, min(60, round(self._took_s / max(1, self.engine.scheduler.max_requests))))
@@ -228,6 +233,7 @@ class Worker:
             asked.told(EngineError(_ENDS, ended=self._stopping))
         else:
             self._embedder.add(asked)
+            self.metrics.tokens_embedded += sum(map(len, asked.prompts))
 
     def _embed(self) -> None:
         self._step_began = time.monotonic()
@@ -251,7 +257,7 @@ class Worker:
                 self._end(job, Event(job.index, reason="error", refused=error))
             else:
                 self._jobs[job.request] = job
-                self.metrics.tokens_in += len(job.request.prompt)
+                self.metrics.tokens_asked += len(job.request.prompt)
 
     def _cancel(self, requests: Iterable[Request]) -> None:
         for request in requests:

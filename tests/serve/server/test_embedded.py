@@ -104,3 +104,41 @@ def test_a_client_that_leaves_gives_its_place_up_and_a_full_server_says_so() -> 
         held.set()
         until(lambda: client.server.worker.active == 0, 30)
         assert vectors(client, "abc")
+
+
+def numbers(client: Client) -> dict[str, float]:
+    lines = client.ask("/metrics").body.decode().splitlines()
+    pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name.removeprefix("lezero_"): float(value) for name, _, value in pairs}
+
+
+def test_embeddings_are_counted_among_prompts_and_while_they_run() -> None:
+    llm = poisoned_llm(context=256)
+    gate, begun, states = threading.Event(), threading.Event(), llm.program.states
+
+    def slow(fed: Any) -> Any:
+        begun.set()
+        assert gate.wait(20)
+        return states(fed)
+
+    llm.program.states = slow  # type: ignore[method-assign]
+    with serving(llm) as client:
+        threads = [threading.Thread(target=embed, args=(client, [[5] * 9])) for _ in range(3)]
+        threads[0].start()
+        assert begun.wait(20)
+        found = numbers(client)
+        assert (found["requests_running"], found["requests_waiting"]) == (1, 0)
+        for thread in threads[1:]:
+            thread.start()
+        until(lambda: client.server.worker.active == 3)
+        found = numbers(client)
+        assert (found["requests_running"], found["requests_waiting"]) == (1, 2)
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+        client.complete([1, 2], max_tokens=1)
+        found = numbers(client)
+        assert (found["prompt_tokens_total"], found["embedded_tokens_total"]) == (29, 27)
+        assert (found["requests_running"], found["requests_waiting"]) == (0, 0)
+        stats = client.ask("/stats").json
+        assert (stats["tokens_in"], stats["tokens_embedded"]) == (29, 27)

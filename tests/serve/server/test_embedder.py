@@ -117,3 +117,23 @@ def test_a_text_that_is_given_up_midway_leaves_nothing(drops: bool) -> None:
     assert bool(told) is not drops
     assert llm.engine.pool.used_count == 0
     assert not embedder.busy
+
+
+def test_who_runs_is_counted_until_his_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine_for()
+    embedder = Embedder(llm.engine)
+    (first, *_), told = added(embedder, [LONG], [SHORT], [LONG])
+    assert embedder.running == 0
+    embedder.step()
+    assert embedder.running == 1
+    embedder.step()
+    embedder.step()
+    assert (embedder.running, list(told)) == (2, [1])
+    embedder.drop(first)
+    assert embedder.running == 1
+    embedder.end(EngineError("over"))
+    assert embedder.running == 0
+    added(embedder, [SHORT])
+    monkeypatch.setattr(llm.program, "states", lambda fed: 1 / 0)
+    assert isinstance(embedder.step(), ZeroDivisionError)
+    assert embedder.running == 0
