@@ -101,7 +101,7 @@ def _part(x: Tensor, one: Codec, which: str) -> Part:
             f"compress: {which} is {kind}; allowed are dense tensors in memory (of a DTensor give "
             "x.to_local(), of a sparse one x.to_dense())"
         )
-    flat = x.detach().contiguous().view(-1)
+    flat = x.detach().resolve_neg().contiguous().view(-1)  # codecs read its bytes
     data = torch.empty(one.bytes(flat.numel()), dtype=torch.uint8, device=x.device)
     one.encode(flat, data)
     return Part(data, x.shape, x.dtype)

@@ -114,9 +114,22 @@ def test_tensors_by_hand_keep_shape_type_and_form() -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["none", "fp16", "bf16", "int8", "int4", "sign", "topk:1", "2:4-bf16"]
+)
+def test_tensors_whose_sign_is_a_flag_keep_it(name: str) -> None:
+    plain = -torch.arange(1.0, 9)
+    for negated in (torch._neg_view(-plain), torch.complex(plain, -plain).conj().imag):
+        assert negated.is_neg()
+        sent, expected = decompress(compress(negated, name)), decompress(compress(plain, name))
+        assert isinstance(sent, torch.Tensor)
+        assert torch.equal(sent, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("tensors", "says"),
     [
         (torch.arange(4), "the tensor is int64"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "the tensor is complex64"),
         ({"step": torch.zeros(3, dtype=torch.int32)}, "'step' is int32"),
         ([torch.zeros(2), torch.zeros(2).double()], "tensor 1 is float64"),
         ([torch.zeros(2), None], "tensor 1 is NoneType"),
