@@ -174,7 +174,7 @@ def serve() -> None:
         with contextlib.suppress(Exception):
             # Loaded here so that no rank has to; what fails is reported by the ranks.
             importlib.import_module(job["module"])
-        gc.freeze()  # else the first collection in each rank copies every object: a fifth of a second
+        gc.freeze()  # a collection in a rank would copy every object: a fifth of a second
         _write(answers, _run_job(job))
 
 
