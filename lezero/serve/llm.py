@@ -19,9 +19,11 @@ from lezero.serve.embed import embed
 from lezero.serve.engine import Engine
 from lezero.serve.forecast import (
     Forecast,
+    beside_bytes,
     block_bytes,
     foresee,
     refuse_too_large_a_cache,
+    resident_bytes,
     room_for_cache,
 )
 from lezero.serve.generation_config import GenerationDefaults, read_generation
@@ -81,12 +83,15 @@ class LLM:
         check_kv(kv)
         _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
         own = GenerationDefaults() if isinstance(model, Transformer) else read_generation(model)
+        give_back_free_blocks()
+        before = resident_bytes()
         self.program, read_coder = open_program(model, weights)
         own.tell()
         self._penalty = own.repetition_penalty
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = read_coder() if coder is None and read_coder is not None else coder
         give_back_free_blocks()  # of the weights as they were
+        self._beside = beside_bytes(before, self.program, self._draft)
         longest, most = self.program.longest, self.program.most_tokens
         if max_requests > most:
             raise ConfigError(
@@ -134,6 +139,7 @@ class LLM:
         return foresee(
             *(self.program, self.engine.pool.count, self.context, self._draft, self._kv),
             guesses=self._guesses,
+            beside=self._beside,
         )
 
     @property

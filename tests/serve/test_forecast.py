@@ -125,6 +125,20 @@ def test_what_was_measured_is_compared(ceilings: Any) -> None:
     )
     assert "50% of the forecast's ceiling" in lines[0]
     assert lines[1].startswith("prefill     10 tokens/s, ")
-    expected = found.weight_bytes + found.cache_bytes // 2
-    assert lines[2].startswith(f"memory      3.00 MiB taken; forecast {size(expected)} of")
+    expected = found.weight_bytes + found.cache_bytes // 2 + found.beside_bytes
+    assert lines[2].startswith(f"memory      3.00 MiB taken; forecast {size(expected)} with")
+    assert lines[2].endswith("; stated error 10%, at least 32.0 MiB")
     assert compared(found) == []
+
+
+def test_what_opening_took_beside_the_weights_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([100 << 20, 150 << 20])
+    monkeypatch.setattr("lezero.serve.llm.resident_bytes", lambda: next(taken))
+    monkeypatch.setattr(module, "resident_bytes", lambda: next(taken))
+    llm = LLM(small(), weights="fp32")
+    beside = (50 << 20) - llm.program.weight_bytes + (32 << 20)
+    assert llm.forecast.beside_bytes == beside
+    said = f"process     {size(beside)}: tokenizer, libraries and what they keep"
+    assert said in llm.forecast.lines()
+    llm.program.place = torch.device("cuda", 0)
+    assert module.beside_bytes(0, llm.program, None) == 0

@@ -227,4 +227,4 @@ def test_the_forecast_counts_what_is_there():
     assert found.token_bytes == 2 * 2 * 2 * 2 * 16
     assert found.cache_tokens == 3 * 112
     assert found.largest == 3
-    assert len(found.lines()) == 6 + found.disturbed  # a line says so where ceilings were
+    assert len(found.lines()) == 7 + found.disturbed  # a line says so where ceilings were

@@ -6,16 +6,20 @@ Tokenizers bear several threads at once: two that encode (`lanes.py`), and the e
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lezero.core.errors import ConfigError
+from lezero.memory.pool import give_back_free_blocks
 from lezero.serve.coder import Coder
 from lezero.serve.embed import check_prompts, longest_prompt
 from lezero.serve.llm import LLM, Prompt
 from lezero.serve.request import Request
 from lezero.serve.server.asked import Asked
-from lezero.serve.server.lanes import Lanes
+from lezero.serve.server.lanes import Lanes, Value
 from lezero.serve.server.problem import Problem, refused
+
+_VAST = 1 << 17
+"""Letters or tokens."""
 
 
 class Encoder:
@@ -32,14 +36,26 @@ class Encoder:
         """
         letters = sum(map(len, asked.prompts)) + sum(len(x["content"]) for x in asked.messages)
         try:
-            return await self._lanes.of(letters).run(lambda: self._make(asked, owner))
+            return await self._run(letters, lambda: self._make(asked, owner))
         except ConfigError as error:
             raise refused(error) from None
 
     async def prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
         """Tokens of what is to be embedded, cut off where asked. Raises `ConfigError`."""
-        lane = self._lanes.of(sum(map(len, texts)))
-        return await lane.run(lambda: self._prompts(texts, truncate))
+        return await self._run(sum(map(len, texts)), lambda: self._prompts(texts, truncate))
+
+    async def _run(self, letters: int, work: Callable[[], Value]) -> Value:
+        """What `work` gives, beside the event loop. Finding the tokens of a megabyte takes 140 MiB,
+        which would stay with the process."""
+
+        def run() -> Value:
+            try:
+                return work()
+            finally:
+                if letters >= _VAST:
+                    give_back_free_blocks()
+
+        return await self._lanes.of(letters).run(run)
 
     def _prompts(self, texts: Sequence[Prompt], truncate: bool) -> list[list[int]]:
         engine = self._llm.engine

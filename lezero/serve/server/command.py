@@ -49,15 +49,14 @@ def serve_model(
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
     _check_address(config)
     _check_tokenizer(Path(model))
-    import psutil
-
     from lezero.profiler.hardware import hardware
+    from lezero.serve.forecast import resident_bytes
     from lezero.serve.llm import LLM
     from lezero.serve.server.record import record_of
     from lezero.serve.server.run import serve
 
     hardware()  # measures the machine once, so that speeds can be forecast
-    before = psutil.Process().memory_info().rss
+    before = resident_bytes()
     llm = LLM(
         model,
         weights=weights,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import psutil
-
 from lezero.memory.pool import give_back_free_blocks
-from lezero.serve.forecast import compared
+from lezero.serve.forecast import compared, resident_bytes
 from lezero.serve.invariance import cost_lines, invariance_costs
 from lezero.serve.llm import LLM
 from lezero.serve.server.config import ServeConfig
@@ -61,7 +59,7 @@ def serve(
         decode=worker.alone.speed,
         guessed=worker.guessing.speed,
         prefill=worker.filling.speed,
-        taken=psutil.Process().memory_info().rss - (before or 0) if on_host else None,
+        taken=resident_bytes() - (before or 0) if on_host else None,
         cache_share=pool.touched_count / pool.count,
     ):
         say(line)

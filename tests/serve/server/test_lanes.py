@@ -199,3 +199,15 @@ def test_json_in_parts_is_the_same() -> None:
         [[[[[[[{"deep": [1, {"er": 2}]}]]]]]], [["a"]]],
     ):
         assert as_json_in_parts(value) == as_json(value)
+
+
+def test_memory_of_a_vast_text_goes_back(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[bool] = []
+    monkeypatch.setattr(
+        "lezero.serve.server.coded.give_back_free_blocks", lambda: given_back.append(True)
+    )
+    with serving(small_llm()) as client:
+        assert client.ask(path, {PATHS[path]: "x"}).status == 200
+        assert not given_back
+        assert client.ask(path, {PATHS[path]: "x" * (1 << 17)}).status == 400
+        assert given_back == [True]
