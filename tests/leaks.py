@@ -155,7 +155,9 @@ def _processes() -> frozenset[int]:
     me = os.getpid()
     mark = f"{MARK}={me}\0".encode()
     found = set()
-    for name in os.listdir("/proc"):
+    listed = os.listdir("/proc")
+    _foreign.intersection_update(int(name) for name in listed if name.isdigit())  # or given anew
+    for name in listed:
         if not name.isdigit() or int(name) == me or int(name) in _foreign:
             continue
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from importlib import metadata
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lezero.comm.account import Account
 from lezero.comm.buffers import Buffers
@@ -163,6 +164,7 @@ def test_what_ended_with_an_error_is_not_done(ranks: RankPool, operation: str, a
 def closed_meanwhile() -> None:
     with Mesh({"shard": 2}) as mesh, Link(Wire(topology="flat"), mesh, "shard") as link:
         pending = link.all_reduce(torch.ones(4), key="x")  # its steps are taken in `wait`
+        dist.barrier()  # nobody leaves while another one begins
     for ask in (pending.wait, pending.poll):
         with pytest.raises(OrderError, match="all_reduce 'x': its link was closed before"):
             ask()
