@@ -15,6 +15,7 @@ with every module loaded. multiprocessing's fork server would import the test ru
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
@@ -251,6 +252,7 @@ def _rank_process(job: dict[str, Any], rank: int, port: int) -> None:
         log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        faulthandler.dump_traceback_later(0.9 * job["timeout_s"])  # where it hangs, if it does
         outcome = _call(job, rank, port)
         status = int(outcome[0] == "error")
         (folder / f"part-{rank}").write_bytes(_pickled(outcome, rank))
