@@ -91,7 +91,7 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, FileError):
             raise
-        raise FileError(f"{path}: cannot be read ({error})") from None
+        raise FileError(f"{path}: not readable JSON: {error}") from None
     if not isinstance(data, dict):
         raise FileError(f"{path}: is no JSON object; copy the file of the model again")
     return data

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.core.paths import expand_home
-from lezero.data.special import GENERATION, stop_tokens
+from lezero.data.special import GENERATION, read_object, stop_tokens
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.transformer import Transformer
 
-_JSON_LIMIT = 64 << 20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -68,20 +67,10 @@ def read_weights(folder: str | os.PathLike[str], model: Transformer, take: Take)
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of at most 64 MiB; `FileError` says what is wrong with it."""
-    try:
-        if path.stat().st_size > _JSON_LIMIT:
-            raise FileError(f"{path}: larger than {_JSON_LIMIT >> 20} MiB; not a JSON of a model")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         hint = "" if path.parent.is_dir() else " (there is no such folder)"
-        raise FileError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        if isinstance(error, FileError):
-            raise
-        raise FileError(f"{path}: not readable JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise FileError(f"{path}: expected a JSON object, got {type(data).__name__}")
-    return data
+        raise FileError(f"{path}: no such file{hint}")
+    return read_object(path)
 
 
 def weight_files(root: Path) -> list[Path]:

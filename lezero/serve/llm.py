@@ -108,15 +108,7 @@ class LLM:
             max_requests=max_requests,
             cache_bytes=cache_bytes,
         )
-        if cache_bytes is not None:
-            refuse_too_large_a_cache(cache_bytes, self.program)
-        each = block_bytes(self.program, self._draft)
-        room = cache_bytes or room_for_cache(self.program, self.context, max_requests, self._draft)
-        blocks = room // each
-        if blocks < 1:
-            raise ConfigError(
-                f"cache_bytes: got {room}, allowed is at least one block of {each} bytes"
-            )
+        blocks = self._blocks(cache_bytes, max_requests)
         guesser: Speculator | None = PromptLookup() if speculate == "lookup" else None
         if self._draft is not None:
             guesser = DraftModel.of(self._draft, self.program, blocks)
@@ -132,6 +124,18 @@ class LLM:
         self._answers: dict[Request, Answer] = {}
         self._left: deque[Answer] = deque()
         self._lock = threading.Lock()
+
+    def _blocks(self, cache_bytes: int | None, max_requests: int) -> int:
+        """How many blocks of cache there is room for."""
+        if cache_bytes is not None:
+            refuse_too_large_a_cache(cache_bytes, self.program)
+        each = block_bytes(self.program, self._draft)
+        room = cache_bytes or room_for_cache(self.program, self.context, max_requests, self._draft)
+        if room < each:
+            raise ConfigError(
+                f"cache_bytes: got {room}, allowed is at least one block of {each} bytes"
+            )
+        return room // each
 
     @property
     def forecast(self) -> Forecast:

@@ -10,11 +10,11 @@ import transformers
 
 from lezero.cli.main import main
 from lezero.core.errors import ConfigError, FileError
-from lezero.data.tokenizer import train_tokenizer
 from lezero.models import save_hf
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams
+from tests.data.test_special import unnamed
 from tests.serve.models import prompts, small
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
@@ -57,11 +57,7 @@ def test_a_torn_tokenizer_is_still_an_error(weights: Path) -> None:
 
 
 def test_the_models_files_say_how_a_text_ends(tmp_path: Path) -> None:
-    train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
-    (tmp_path / "special_tokens_map.json").unlink()
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    file = tmp_path / "tokenizer.json"
-    file.write_text(file.read_text().replace("<|endoftext|>", "<odd>"))
+    unnamed(tmp_path)
     save_hf(small(vocab=301), tmp_path)
     with pytest.raises(FileError, match="names no end-of-text token"):
         LLM(tmp_path)
