@@ -174,7 +174,9 @@ def serve() -> None:
         sys.path[:0] = [path for path in (job["cwd"],) if path not in sys.path]
         with contextlib.suppress(Exception):
             # Loaded here so that no rank has to; what fails is reported by the ranks.
-            importlib.import_module(job["module"])
+            module = importlib.import_module(job["module"])
+            for name in getattr(module, "LOADED_ONCE", ()):
+                importlib.import_module(name)
         gc.freeze()  # a collection in a rank would copy every object: a fifth of a second
         _write(answers, _run_job(job))
 

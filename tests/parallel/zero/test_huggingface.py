@@ -10,6 +10,9 @@ from lezero.core import groups
 from lezero.parallel.zero import Zero, shard_, sharding_of
 
 transformers = pytest.importorskip("transformers")
+LOADED_ONCE = [
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "bert", "vit")
+]
 SMALL = {"num_hidden_layers": 3, "hidden_size": 16, "num_attention_heads": 2}
 TEXT = {**SMALL, "intermediate_size": 24, "vocab_size": 30}
 
