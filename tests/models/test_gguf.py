@@ -84,12 +84,14 @@ def write(
     writer.add_context_length(config.context)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
-    if arch == "llama":
+    if arch == "llama" and "llama__rope__dimension_count" not in metadata:
         writer.add_rope_dimension_count(config.head_dim)
     if arch == "qwen3":
         writer.add_key_length(config.head_dim)
     for key, value in metadata.items():
-        writer.add_string(key.replace("__", "."), value)
+        adds = {str: writer.add_string, float: writer.add_float32, bool: writer.add_bool}
+        adds[int] = writer.add_uint32
+        adds[type(value)](key.replace("__", "."), value)
     writer.add_token_list([f"token {i}" for i in range(2000)])
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs.numpy())
@@ -219,6 +221,54 @@ def test_what_is_not_supported_is_refused(model: Transformer, tmp_path: Path) ->
     (tmp_path / "c.gguf").write_bytes(b"PK\x03\x04 not this")
     with pytest.raises(FileError, match="not a GGUF file"):
         load_gguf(tmp_path / "c.gguf")
+
+
+@pytest.mark.parametrize(
+    ("said", "factor"),
+    [
+        ({"factor": 4.0}, 4.0),
+        ({"factor": 4.0, "type": "linear"}, 4.0),
+        ({"factor": 4.0, "type": "none"}, None),
+        ({"factor": 0.0, "type": "linear"}, None),
+        ({"type": "linear", "original_context_length": 8}, None),
+        ({"scale_linear": 4.0}, 4.0),
+        ({"scale_linear": 4.0, "factor": 2.0}, 2.0),
+        ({"factor": 1.0, "attn_factor": 1.0}, None),
+    ],
+)
+def test_rope_is_scaled_as_llama_cpp_reads_it(
+    said: dict[str, Any], factor: float | None, model: Transformer, tmp_path: Path
+) -> None:
+    keys = {f"scaling__{key}" if "linear" not in key else key: said[key] for key in said}
+    file = write(tmp_path / "a.gguf", model, **{f"llama__rope__{k}": v for k, v in keys.items()})
+    found = load_gguf(file).config.rope_scaling
+    assert (None if found is None else (found.kind, found.factor)) == (
+        factor and ("linear", factor)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("rope__dimension_count", 8, "got 8, supported is 16, the width of a head"),
+        ("rope__scaling__attn_factor", 2.0, r"got 2\.0, supported is 1;"),
+        ("attention__causal", False, "got False, supported is true"),
+    ],
+)
+def test_another_attention_is_refused(
+    key: str, value: Any, says: str, model: Transformer, tmp_path: Path
+) -> None:
+    said = {"llama__attention__key_length": 16, f"llama__{key}": value}
+    with pytest.raises(FileError, match=rf"llama\.{key.replace('__', '.')}: {says}"):
+        load_gguf(write(tmp_path / "a.gguf", model, **said))
+
+
+def test_without_a_key_length_rope_says_how_wide_a_head_is(tmp_path: Path) -> None:
+    wide = Transformer(CONFIG.model_copy(update={"head_dim": 32}), seed=0)
+    assert load_gguf(write(tmp_path / "a.gguf", wide)).config == wide.config
+    partly = write(tmp_path / "b.gguf", wide, llama__rope__dimension_count=8)
+    with pytest.raises(FileError, match="q_proj"):
+        load_gguf(partly)
 
 
 def test_a_truncated_file_is_told_apart(good: bytes, tmp_path: Path) -> None:
