@@ -11,7 +11,7 @@ from lezero.data import load_tokenizer
 from lezero.data.pieces import Pieces
 from lezero.data.special import special_tokens
 from lezero.data.tokenizer import start_of
-from lezero.models import gguf_tokenizer, stop_tokens
+from lezero.models import gguf_end_tokens, gguf_tokenizer, stop_tokens
 from lezero.models.huggingface import read_json
 from lezero.serve.template import render
 
@@ -86,8 +86,8 @@ def open_coder(place: str | Path, folder: Path | None) -> Coder:
     """The tokenizer of a model: of `folder`, or where there is none of the GGUF file `place`."""
     if folder is None:
         found = gguf_tokenizer(str(place))
-        end = found.eos_token_id
-        ends = frozenset([end]) if isinstance(end, int) else frozenset[int]()
+        ends = gguf_end_tokens(place)
+        ends |= {found.eos_token_id} if isinstance(found.eos_token_id, int) else set()
         named = {f"{kind}_token": getattr(found, f"{kind}_token") for kind in ("bos", "eos")}
         specials = {name: str(text) for name, text in named.items() if text is not None}
         inner = _WithoutSpecials(found)
@@ -106,7 +106,7 @@ class _WithoutSpecials:
     """A tokenizer of transformers that neither adds nor shows special tokens."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self._inner, self.eos = inner, inner.eos_token_id
         backend = getattr(inner, "backend_tokenizer", None)  # one in Python alone has none
         if backend is not None:
             pieces = Pieces(backend)

@@ -185,6 +185,9 @@ class _Unnamed:
         return [5]
 
 
-def test_a_special_token_that_a_gguf_file_does_not_name_has_no_text(monkeypatch):
+def test_a_gguf_file_names_all_that_ends_an_answer_and_no_text_for_what_it_lacks(monkeypatch):
     monkeypatch.setattr("lezero.serve.coder.gguf_tokenizer", lambda place: _Unnamed())
-    assert open_coder("a.gguf", None).prompt(HELLO) == "x</s>"
+    monkeypatch.setattr("lezero.serve.coder.gguf_end_tokens", lambda place: frozenset([1, 2, 7]))
+    found = open_coder("a.gguf", None)
+    assert found.prompt(HELLO) == "x</s>"
+    assert (found.end_tokens, found.end_token) == ({1, 2, 7}, 2)
