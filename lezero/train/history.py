@@ -26,21 +26,25 @@ def validation_set(config: RunConfig, rows: Rows) -> dict[str, Any]:
 
 def leave_history(saver: checkpoint.Saver, step: int) -> list[tuple[str, str]]:
     """Moves generations after `step` aside, with the marks that name them: the run is about to
-    write others under their numbers. Returns what a person should hear of it, with its level."""
+    write others under their numbers. A mark that cannot be read stays: while it does, retention
+    keeps what it may mean. Returns what a person should hear of it, with its level."""
     if not saver.leads:
         return []
     moved = saver.rewind(step)
+    notes = []
     for name in ("best", "last"):
         try:
             stale = (checkpoint.read_mark(saver.root, name) or 0) > step
-        except FileError:
-            stale = True
+        except FileError as error:
+            text = f"the mark '{name}' is damaged, no checkpoint that it may mean is deleted: "
+            notes.append((f"{text}{error}", "warning"))
+            continue
         if stale:
             (saver.root / f"{name}.json").unlink()
-    if not moved:
-        return []
-    many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
-    return [(f"moved aside: {many} after step {step}, as superseded-…", "info")]
+    if moved:
+        many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
+        notes.append((f"moved aside: {many} after step {step}, as superseded-…", "info"))
+    return notes
 
 
 def cursor_of(loaded: checkpoint.Loaded, config: RunConfig, vocab: int) -> Any:
