@@ -104,12 +104,13 @@ class RunLog(Callback):
     def on_validation(self, trainer: Trainer, loss: float) -> None:
         if self._pending is not None:
             self._pending = StepRecord(**{**vars(self._pending), "validation_loss": loss})
-        elif self.metrics is not None:  # of the step that the run was resumed from
-            text = f"validation loss {loss:.4g}, left out when the run was stopped"
-            self.metrics.event("validation", step=trainer.engine.step, text=text, loss=loss)
+        elif self.metrics is not None:  # of a step that is written: resumed from, or saved early
+            step = trainer.engine.step
+            text = f"validation loss {loss:.4g} of step {step}"
+            self.metrics.event("validation", step=step, text=text, loss=loss)
             self.view.event(text, "info")
             if self.board is not None:
-                self.board.validation(trainer.engine.step, loss)
+                self.board.validation(step, loss)
 
     def on_checkpoint(self, trainer: Trainer, step: int) -> None:
         if self.metrics is not None and trainer.saver is not None:

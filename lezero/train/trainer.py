@@ -88,7 +88,7 @@ class Trainer:
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self._owes_validation = False
-        """Whether a stop left out the validation that is due at this step."""
+        """Whether the validation that is due at this step is still to be done."""
         self._validated_on: dict[str, Any] | None = None
         """What `best` and `last_validation` are losses on; None: nothing yet."""
         self.resumed_from: int | None = None
@@ -155,9 +155,7 @@ class Trainer:
             vocab = self.data.tokenizer.vocab_size
             self.prospect = foresee(config, vocab, self.folder, self._kept_precision(found))
         self.log.measure_from_here()
-        decisions = Decisions()
-        if found is not None:
-            decisions = Decisions.from_json(found.documents["decisions"])
+        decisions = Decisions.from_json(found.documents["decisions"]) if found else Decisions()
         self.model = recipe.build_model(config, self.data.tokenizer.vocab_size, decisions)
         if groups.is_main():
             self.data.tokenizer.save(self.folder.tokenizer)
@@ -251,6 +249,10 @@ class Trainer:
         while engine.step < config.train.steps and not stopped:
             result = engine.train_step(next(self.loader))
             self.last_loss = finite(result.loss)
+            last = engine.step == config.train.steps
+            self._owes_validation = self.validation is not None and (
+                last or engine.step % config.validation.every == 0
+            )  # before a callback saves this step
             self._tell("on_step", result)
             if engine.decisions.records != self._written:
                 self._try_to_write("decisions.json", self._write_decisions)
@@ -269,13 +271,10 @@ class Trainer:
 
     def _after(self, result: StepResult) -> bool:
         """Validation and checkpoint where they are due; returns whether the run stops here."""
-        step, config, stop = result.step, self.config, result.stop
-        last = step == config.train.steps
-        due = self.validation is not None and (step % config.validation.every == 0 or last)
-        self._owes_validation = due
-        if due:
+        every, stop = self.config.checkpoint.every, result.stop
+        if self._owes_validation:
             stop = not self._validate(stop)
-        if config.checkpoint.every and step % config.checkpoint.every == 0:
+        if every and result.step % every == 0:
             self.save()
         return stop
 
@@ -283,7 +282,6 @@ class Trainer:
         """Runs the validation that a stop left out before; returns whether the run stops here."""
         if not self._owes_validation or self.validation is None:
             return False
-        self._saved_step = -1  # what is on the disk does not know this validation
         return not self._validate()
 
     def _validate(self, stop: bool = False) -> bool:
@@ -294,9 +292,10 @@ class Trainer:
             text = "asked to stop: the validation of this step is left to a later start"
             self.event(text, "warning")
             return False
-        self._owes_validation = False
         self.last_validation = finite(loss)
         self._tell("on_validation", loss)
+        self._owes_validation = False
+        self._saved_step = -1  # what is saved of this step does not know this validation
         better = math.isfinite(loss) and (self.best is None or loss < self.best)
         if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another
             self._best_before = self.engine.step, self.best

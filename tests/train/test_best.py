@@ -25,13 +25,13 @@ class Waits(Callback):
         trainer.saver.wait()
 
 
-def train(folder, told, **changes):
+def train(folder, told, callback=None, **changes):
     """A run whose validations give these losses."""
     losses = iter(told)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "evaluate", lambda engine, batches: next(losses))
         changes = {"validation": {"every": 2}, **changes}
-        trainer = Trainer(config(folder, **changes), [Waits()])
+        trainer = Trainer(config(folder, **changes), [callback or Waits()])
         trainer.run()
     root = trainer.folder.checkpoints
     steps = [step_of(path) for path in list_generations(root)]
@@ -66,3 +66,48 @@ def test_the_best_begins_anew_on_another_validation_set(tmp_path, capsys):
     changes["validation"] = {"every": 2, "batches": 1}
     assert train(tmp_path, [4.0, 3.5], train__steps=10, **changes)[:2] == (3.5, 10)
     assert told in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_resume_leaves_a_damaged_mark_and_what_it_may_mean(tmp_path, capsys):
+    changes = {"checkpoint": {"every": 1, "keep": 1}}
+    assert train(tmp_path, [2.0, 3.0], train__steps=4, **changes)[1:] == (2, [2, 4])
+    mark = tmp_path / "run/checkpoints/best.json"
+    raw = bytearray(mark.read_bytes())
+    raw[30] ^= 1
+    mark.write_bytes(raw)
+    with pytest.raises(FileError):
+        train(tmp_path, [3.0, 2.5], train__steps=8, **changes)
+    assert "the mark 'best' is damaged" in capsys.readouterr().out.replace("\n", " ")
+    assert mark.read_bytes() == raw
+    assert (mark.parent / "step-00000002").is_dir()
+    assert train(tmp_path, [1.5], train__steps=10, **changes)[:2] == (1.5, 10), "written anew"
+
+
+class Saves(Waits):
+    """Saves step 2 by its own hand, which comes before the validation of that step."""
+
+    def on_step(self, trainer, result):
+        if result.step == 2:
+            trainer.save()
+        super().on_step(trainer, result)
+        if result.step == 3:
+            raise RuntimeError("killed")
+
+
+def test_a_callback_may_save_the_step_that_is_validated_next(tmp_path):
+    """What is marked best knows its own loss, so that a worse one does not take its place."""
+    changes = {"train__steps": 4, "checkpoint": {"every": 50}}
+    with pytest.raises(RuntimeError, match="killed"):
+        train(tmp_path, [2.0], Saves(), **changes)
+    told = (tmp_path / "run/metrics.jsonl").read_text()
+    assert '"text":"validation loss 2 of step 2"' in told
+    saved = checkpoint.load(tmp_path / "run", mark="best").documents["progress"]
+    assert (saved["best"], saved["validation_loss"], saved["owes_validation"]) == (2.0, 2.0, False)
+    assert train(tmp_path, [3.0], **changes)[:2] == (2.0, 2)
+
+
+def test_a_run_that_dies_before_its_validation_catches_up(tmp_path):
+    changes = {"train__steps": 4, "checkpoint": {"every": 50}}
+    with pytest.raises(StopIteration):  # there is no loss to tell
+        train(tmp_path, [], Saves(), **changes)
+    assert train(tmp_path, [2.0, 3.0], **changes)[:2] == (2.0, 2)
