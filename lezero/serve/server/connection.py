@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _SILENT_S = 1.0
 """For a client to ask whole; after that it gives way."""
+_BEHIND = 1 << 16
+"""Bytes that may wait behind the request that is being answered."""
 
 
 class _Limited:
@@ -85,6 +87,15 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             if not self._between():
                 self._stop_reading()
             self._note_silence()
+
+        def handle_events(self) -> None:
+            super().handle_events()
+            if self.flow.read_paused and not self._between() and not self.cycle.more_body:
+                # See [Note: bytes behind a request].
+                if len(self.conn.trailing_data[0]) > _BEHIND:
+                    self.transport.abort()
+                else:
+                    self.flow.resume_reading()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()  # which may begin with the next question

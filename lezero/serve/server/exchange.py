@@ -48,6 +48,8 @@ class Exchange:
         self._unread = "transfer-encoding" in self.headers
         self._unread |= self.headers.get("content-length", "0") != "0"
         self._late = False
+        self._closes = {"transfer-encoding", "content-length"} <= self.headers.keys()
+        """Two lengths: whoever passed the request on may have meant the other one (RFC 9112, 6.1)."""
 
     def header(self, name: str) -> str:
         return self.headers.get(name, "")
@@ -99,10 +101,8 @@ class Exchange:
 
     async def reply(self, status: int, body: bytes, kind: str, headers: Headers = ()) -> None:
         """Answers, and closes the connection where the client still sends its body."""
-        extra = [*headers, ("content-length", str(len(body)))]
-        if self._unread:
-            extra.append(("connection", "close"))
-        await self._start(status, kind, extra)
+        self._closes |= self._unread
+        await self._start(status, kind, [*headers, ("content-length", str(len(body)))])
         lingers = self._unread and not self._late
         await self._send({"type": "http.response.body", "body": body, "more_body": lingers})
         if lingers:
@@ -135,6 +135,7 @@ class Exchange:
         assert self.status is None, "a request is answered once"
         self.status = status
         pairs = [("content-type", kind), *_ALWAYS, *headers]
+        pairs += [("connection", "close")] if self._closes else []
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 

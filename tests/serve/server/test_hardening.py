@@ -189,16 +189,56 @@ def test_a_body_that_breaks_http(client, late, caplog) -> None:
     assert not caplog.records
 
 
-def test_a_client_that_leaves_frees_its_blocks(client, llm) -> None:
-    pool = llm.engine.pool
+@pytest.mark.parametrize(
+    "late", [b"", b"\r\n", b"GET /health HTTP/1.1\r\n"], ids=["", "a line", "the next request"]
+)
+def test_a_client_that_leaves_frees_its_blocks(client, llm, late) -> None:
+    pool, ended = llm.engine.pool, client.server.metrics.ended
     for stream in (True, False):
+        before = ended["cancelled"]
         connection = client.begin({**LONG, "stream": stream})
         until(lambda: pool.used_count > 0)
+        connection.sendall(late)
         connection.close()
         began = time.monotonic()
         until(lambda: pool.used_count == 0 and client.server.worker.active == 0)
         assert time.monotonic() - began < 5
-    assert client.server.metrics.ended["cancelled"] >= 2
+        assert ended["cancelled"] == before + 1
+
+
+def test_much_behind_a_request_cuts_its_client_off(client) -> None:
+    before = client.server.metrics.ended["cancelled"]
+    with client.begin(LONG) as connection:
+        until(lambda: client.server.worker.active == 1)
+        with contextlib.suppress(OSError):  # a reset, or a broken pipe
+            connection.sendall(b"x" * (1 << 20))
+        until(lambda: client.server.worker.active == 0)
+        assert read_all(connection) == b""
+    assert client.server.metrics.ended["cancelled"] == before + 1
+
+
+def test_requests_may_be_sent_before_the_answer_to_the_first(client) -> None:
+    body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
+    asked = head("/v1/completions", len(body)) + body
+    with client.begin(LONG) as connection:
+        until(lambda: client.server.worker.active == 1)
+        connection.sendall(asked[:50])
+        connection.sendall(asked[50:] + asked)
+        connection.sendall(head("/v1/completions", len(body), "connection: close") + body)
+        told = read_all(connection)
+    assert told.count(b"HTTP/1.1 200 ") == told.count(b'"usage"') == 4
+
+
+def test_nothing_is_read_behind_a_request_with_two_lengths(client) -> None:
+    """RFC 9112, 6.1: something between may have taken the other one."""
+    body = b'c\r\n{"prompt":1}\r\n0\r\n\r\n'
+    with client.connect() as connection:
+        connection.settimeout(20)
+        asked = head("/v1/completions", len(body), "transfer-encoding: chunked") + body
+        connection.sendall(asked + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        told = read_all(connection)
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert told.count(b"HTTP/1.1") == told.lower().count(b"connection: close") == 1
 
 
 def test_a_client_that_resets_frees_its_blocks(client, llm) -> None:
