@@ -34,8 +34,8 @@ from lezero.files.folder import aside, commit
 
 _TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
-_BUILD = 6
-"""Form of the findings and of the split: a folder of another form is made again."""
+_BUILD = 7
+"""Form of the findings, the split and what is read: a folder of another form is made again."""
 _log = logger("data")
 
 

@@ -42,7 +42,8 @@ class DataConfig(Config):
     validation: float | tuple[str, ...] = 0.05
     """The share of documents held out (0 for none), or files, folders and globs."""
     format: Literal["auto", "text", "jsonl"] = "auto"
-    """auto goes by the file's ending: .jsonl and .ndjson are JSONL, all else is text."""
+    """auto goes by the file's ending: .jsonl and .ndjson are JSONL, .json is a bad file, all else
+    is text."""
     text_field: str = Field("text", min_length=1)
     """JSONL: the field with the text."""
     prompt_field: str = Field("prompt", min_length=1)

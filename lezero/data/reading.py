@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -102,8 +103,8 @@ def left_out_lines(found: dict[str, Any]) -> list[str]:
 def find_files(names: Iterable[str], what: str) -> list[str]:
     """The files that `names` (files, folders, globs) stand for, each once, folders sorted.
 
-    A folder gives its files with a text or JSONL ending, at any depth; hidden ones, token files and
-    what a run writes into its own folder are left out.
+    A folder gives its files with a text or JSONL ending, at any depth and through links; hidden
+    ones, token files and what a run writes into its own folder are left out.
     Raises `FileError` when a name stands for nothing.
     """
     found: dict[str, str] = {}
@@ -131,17 +132,27 @@ def find_files(names: Iterable[str], what: str) -> list[str]:
 
 
 def _walk(root: str) -> Iterator[str]:
-    for folder, names, files in os.walk(root):
-        names[:] = [name for name in names if not name.startswith(".")]
-        if "train.index" in files:  # token files of an earlier run, in a cache among the texts
-            names.clear()
-            continue
-        if _RUN.issubset(files):  # a run among the texts would read its own metrics
-            names[:] = [name for name in names if name not in _WRITTEN_BY_RUN]
-            files = [name for name in files if name not in _WRITTEN_BY_RUN]
-        for name in files:
-            if not name.startswith(".") and name.lower().endswith(TEXT_ENDINGS + LINE_ENDINGS):
-                yield os.path.join(folder, name)
+    """What a folder gives, through links to folders too; a folder with several names (a loop is
+    one) gives its files once, under a name without a link where it has one. A folder that cannot be
+    listed is given itself, for `read` to say so."""
+    roots, seen, barred = [root], set[str](), list[OSError]()
+    for start in roots:  # grows by the links on the way
+        for folder, names, files in os.walk(start, onerror=barred.append):
+            here = os.path.realpath(folder)
+            if here in seen or "train.index" in files:  # token files, in a cache among the texts
+                names.clear()
+                continue
+            seen.add(here)
+            names[:] = sorted(name for name in names if not name.startswith("."))
+            if _RUN.issubset(files):  # a run among the texts would read its own metrics
+                names[:] = [name for name in names if name not in _WRITTEN_BY_RUN]
+                files = [name for name in files if name not in _WRITTEN_BY_RUN]
+            folders = (os.path.join(folder, name) for name in names)
+            roots += filter(os.path.islink, folders)
+            for name in files:
+                if not name.startswith(".") and name.lower().endswith(TEXT_ENDINGS + LINE_ENDINGS):
+                    yield os.path.join(folder, name)
+    yield from (error.filename for error in barred)
 
 
 def read(paths: Iterable[str], config: DataConfig, findings: Findings) -> Iterator[Document]:
@@ -158,6 +169,9 @@ def read(paths: Iterable[str], config: DataConfig, findings: Findings) -> Iterat
         if config.format != "auto":
             lines = config.format == "jsonl"
         try:
+            if wrong := _not_to_be_opened(path, config):
+                findings.bad(path, *wrong, refuse=refuse, file=path)
+                continue
             found = _lines(path, config, findings) if lines else _text(path, config, findings)
             for document in found:
                 findings.documents += 1
@@ -165,6 +179,23 @@ def read(paths: Iterable[str], config: DataConfig, findings: Findings) -> Iterat
         except OSError as error:
             detail = f"cannot be read ({error.strerror or error})"
             findings.bad(path, "unreadable file", detail, refuse=refuse, file=path)
+
+
+def _not_to_be_opened(path: str, config: DataConfig) -> tuple[str, str] | None:
+    """The reason and detail for a path that is no file, or one of which nobody says how to read it.
+
+    To open a pipe would wait for somebody to write into it.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = "folder that cannot be listed" if stat.S_ISDIR(mode) else "pipe, device or socket"
+        return "no file", f"is no file but a {kind}"
+    if config.format == "auto" and path.lower().endswith(".json"):
+        return "JSON file", (
+            "JSON is not trained on as text: write one object a line and name it .jsonl, or set "
+            "data.format to jsonl or text, to have it read so"
+        )
+    return None
 
 
 def _text(path: str, config: DataConfig, findings: Findings) -> Iterator[Document]:

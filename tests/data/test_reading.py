@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -175,3 +176,59 @@ def test_what_a_run_writes_into_its_folder_is_no_text(tmp_path):
         (run / name).touch()
     assert find_files([str(tmp_path)], "data.train") == texts
     assert find_files([str(run)], "data.train") == texts[:1]
+
+
+def test_linked_folders_give_their_files_once(tmp_path):
+    texts = tmp_path / "texts"
+    for name in ("texts/b/x.txt", "other/y.txt", "other/.hidden/z.txt", "texts/.out/no.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    links = {"texts/a": "texts/b", "texts/link": "other", "texts/same": "other"}
+    loops = {"texts/loop": "texts", "texts/b/up": "texts/b", "other/back": "texts"}
+    for link, target in {**links, **loops}.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    found = find_files([str(texts)], "data.train")
+    assert found == [str(texts / "b/x.txt"), str(texts / "link/y.txt")]
+
+
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path, monkeypatch):
+    (tmp_path / "good.txt").write_text("good")
+    barred = tmp_path / "barred"
+    barred.mkdir()
+    scandir = os.scandir
+
+    def denied(path):
+        if str(path) == str(barred):  # nobody is denied a thing who tests as root
+            raise PermissionError(13, "Permission denied", str(barred))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    found, findings = documents(tmp_path)
+    assert [d.text for d in found] == ["good"]
+    assert left_out_lines(findings.to_json()) == [
+        f"1 x no file: {barred}: is no file but a folder that cannot be listed"
+    ]
+
+
+def test_a_pipe_is_told_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "good.txt").write_text("good")
+    found, findings = documents(tmp_path)
+    assert [d.text for d in found] == ["good"]
+    assert findings.reasons == {"no file": 1}
+    with pytest.raises(FileError, match=r"pipe\.txt: is no file but a pipe, device or socket"):
+        documents(tmp_path, on_bad_file="refuse")
+
+
+def test_a_json_file_is_trained_on_only_as_the_config_says(tmp_path):
+    path = tmp_path / "array.json"
+    path.write_text('[{"text": "one"}]')
+    found, findings = documents(path)
+    assert (found, findings.reasons) == ([], {"JSON file": 1})
+    assert "write one object a line and name it .jsonl" in str(nothing_usable("x", findings))
+    with pytest.raises(FileError, match=r"array\.json: JSON is not trained on as text"):
+        documents(path, on_bad_file="refuse")
+    assert documents(path, format="text")[0][0].text == path.read_text()
+    path.write_text('{"text": "one"}')
+    assert documents(path, format="jsonl")[0][0].text == "one"
