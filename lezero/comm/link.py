@@ -35,7 +35,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class Link:
-    """Made by every rank together; `timeout_s` bounds how long a `wait` waits for other ranks.
+    """Made by every rank together; `timeout_s` bounds how long a `wait` waits for other ranks (by
+    default as long as a collective of all ranks may take: `groups.join(timeout_s=…)`).
 
     `hosts`: which ranks (places on the axis) share a host, where the caller knows better than what
     would be found. Raises `ConfigError` for a topology that they do not allow, `DistributedError`
@@ -49,13 +50,14 @@ class Link:
         mesh: Mesh,
         axis: str,
         *,
-        timeout_s: float = 600.0,
+        timeout_s: float | None = None,
         hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.wire, self.size, self.rank = wire, mesh.size(axis), mesh.index(axis)
         self.account = Account()
         """Bytes that this rank has sent."""
         self._device = torch.device("cpu") if mesh.kind == "cpu" else device.device()
+        timeout_s = groups.joined_timeout_s() if timeout_s is None else timeout_s
         self._queue = Queue(timeout_s, self._device)
         self._agree(axis, mesh, hosts)
         self._routing: Routing | None = None

@@ -9,7 +9,8 @@ Step s of a collective may use a channel (a group, a counter) of its own, "lane"
 must come in the same order on every rank. The first step is taken when the collective is launched,
 in the program's order. A later one is taken when its data has come, which differs from rank to
 rank; so a collective takes step s only after every earlier one has taken step s or has no such
-step. All progress is made in `launch`, `poll` and `wait`: there is no thread.
+step. All progress is made in `launch`, `poll` and `wait`, and while this process blocks in a
+collective of `core.groups`: there is no thread.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from lezero.core import groups, observer
+from lezero.core import groups, in_flight, observer
 from lezero.core.errors import ConfigError, DistributedError, OrderError
 
 
@@ -171,6 +172,7 @@ class Queue:
             pending.step()
         if not pending.finished:
             self._running.append(pending)
+            in_flight.launched(self)
             self.progress()
         return pending
 
@@ -214,6 +216,16 @@ class Queue:
                     break
             while self._running and self._running[0].finished:
                 self._running.popleft()
+
+    def moves(self) -> bool:
+        """Makes progress; whether some are in flight that this process must go on moving.
+
+        None of a broken link are, which has told its error where that belongs.
+        """
+        if self._stream is not None or self._broken is not None:
+            return False
+        self.progress()
+        return bool(self._running)
 
     def finish(self, pending: Pending) -> None:
         """Waits for `pending`, and for those before it as far as it needs them."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lezero.core import groups
+from lezero.core import groups, in_flight
 
 
 def whole(value: Tensor, label: str) -> Tensor:
@@ -21,4 +21,5 @@ def whole(value: Tensor, label: str) -> Tensor:
     if not any(placement.is_shard() for placement in found.placements):
         return found.full_tensor()  # every rank has it
     with groups.watched("all_gather", value.shape, value.dtype, label):
+        in_flight.settle()
         return found.full_tensor()

@@ -11,13 +11,11 @@ import contextlib
 import gc
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lezero.core import observer, sockets
+from lezero.core import in_flight, meeting, observer, sockets
 from lezero.core.errors import ConfigError, DistributedError
 from lezero.core.flags import flag
 
@@ -35,7 +33,7 @@ _LOST = (
     "Timed out",
     "gloo/",
 )
-_ANSWER_S = 15.0
+_TIMEOUT_S = 600.0
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,7 +42,7 @@ def launched() -> bool:
     return all(key in os.environ for key in _KEYS) and int(os.environ["WORLD_SIZE"]) > 1
 
 
-def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
+def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
     """Joins the group that the environment describes; without one, or twice, does nothing.
 
     Raises `DistributedError` when the ranks cannot meet, with the address they tried, and
@@ -67,7 +65,10 @@ def join(timeout_s: float = 600.0, backend: str | None = None) -> None:
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     need_interface()
     try:
-        _need_store(timeout_s)
+        if rank() != 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # (torch elastic's store is the launcher's)
+            host, port = where.rsplit(":", 1)
+            meeting.need_store(host, int(port), timeout_s)
         with sockets.noted():
             dist.init_process_group(
                 backend or device.backend_for(kind), timeout=timedelta(seconds=timeout_s)
@@ -93,43 +94,6 @@ def _check_place() -> None:
             f"RANK={place['RANK']}, WORLD_SIZE={place['WORLD_SIZE']}: allowed is a rank from 0 to "
             f"{int(place['WORLD_SIZE']) - 1}"
         )
-
-
-def _need_store(timeout_s: float) -> None:
-    """Raises where rank 0's place is taken by something that does not answer.
-
-    torch's store waits for an answer for ever, whatever its timeout, once it is connected. Behind
-    torch elastic the store is the launcher's.
-    """
-    if rank() == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    import torch.distributed as dist
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if sockets.connected_to(port):  # an old connection could not be told from the new one
-        return
-    problem: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            limit = timedelta(seconds=timeout_s)
-            dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-        except Exception as error:
-            problem.append(error)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    connected = None
-    while asking.is_alive():
-        asking.join(0.02 if connected is None else 0.5)
-        if connected is None and sockets.connected_to(port):
-            connected = time.monotonic()
-        if connected is not None and time.monotonic() - connected > _ANSWER_S:
-            raise DistributedError(
-                f"what listens there has not answered for {_ANSWER_S:.0f} s and is not rank 0"
-            )
-    if problem:
-        raise problem[0]
 
 
 def need_interface() -> None:
@@ -176,15 +140,16 @@ def join_alone() -> None:
 def make(
     partition: Sequence[Sequence[int]],
     kind: str = "cpu",
-    timeout_s: float = 600.0,
+    timeout_s: float | None = None,
     *,
     single: bool = False,
 ) -> dist.ProcessGroup | None:
     """A new group for each part of `partition` (lists of ranks); returns the one this rank is in.
 
     Every rank calls this with the same arguments, in the same order. `kind` is the kind of device
-    whose tensors the group moves. A part of one rank gets a group only with `single`; otherwise,
-    and in a process without a group of all ranks, the answer there is None.
+    whose tensors the group moves; `timeout_s` is by default what the ranks have joined with. A part
+    of one rank gets a group only with `single`; otherwise, and in a process without a group of all
+    ranks, the answer there is None.
     """
     if not active():
         return None
@@ -193,15 +158,29 @@ def make(
     from lezero.core import device
 
     mine = None
-    backend = device.backend_for(kind)
+    backend, limit = device.backend_for(kind), timedelta(seconds=timeout_s or joined_timeout_s())
     for part in partition:
         if len(part) < 2 and not single:
             continue
         with sockets.noted():
-            group = dist.new_group(list(part), timedelta(seconds=timeout_s), backend)
+            group = dist.new_group(list(part), limit, backend)
         if rank() in part:
             mine = group
     return mine
+
+
+def joined_timeout_s() -> float:
+    """How long a collective of the group of all ranks may take; 600 where nobody said."""
+    if not active():
+        return _TIMEOUT_S
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    try:
+        limit: timedelta = world._get_backend(_place()).options._timeout
+    except (RuntimeError, AttributeError):  # a backend without options
+        return _TIMEOUT_S
+    return limit.total_seconds()
 
 
 def end(group: dist.ProcessGroup | None) -> None:
@@ -309,7 +288,8 @@ def _exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         torch.zeros(1, dtype=torch.int64, device=place) for _ in range(dist.get_world_size(group))
     ]
     with watched("all_gather", (1,), torch.int64, "size of a document"):
-        dist.all_gather(sizes, torch.tensor([body.numel()], device=place), group=group)
+        mine = torch.tensor([body.numel()], device=place)
+        in_flight.wait(dist.all_gather(sizes, mine, group=group, async_op=True))
     longest = int(max(size.item() for size in sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=place)
     padded[: body.numel()] = body
@@ -317,7 +297,7 @@ def _exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     # The parts of the world may have documents of their own sizes.
     shape = padded.shape if group is None else ()
     with watched("all_gather", shape, padded.dtype, "document"):
-        dist.all_gather(bodies, padded, group=group)
+        in_flight.wait(dist.all_gather(bodies, padded, group=group, async_op=True))
     return [
         json.loads(bytes(b[: int(size.item())].cpu().numpy().tobytes()))
         for b, size in zip(bodies, sizes, strict=True)
@@ -381,10 +361,10 @@ def all_reduce_sum(tensor: torch.Tensor, label: str = "") -> torch.Tensor:
         with watched("all_reduce", tensor.shape, tensor.dtype, label):
             if dist.get_backend() != "gloo" and tensor.device.type == "cpu":
                 moved = tensor.to(_place())
-                dist.all_reduce(moved)
+                in_flight.wait(dist.all_reduce(moved, async_op=True))
                 tensor.copy_(moved)
             else:
-                dist.all_reduce(tensor)
+                in_flight.wait(dist.all_reduce(tensor, async_op=True))
     return tensor
 
 
@@ -394,4 +374,4 @@ def barrier() -> None:
         import torch.distributed as dist
 
         with watched("barrier", (), None, ""):
-            dist.barrier()
+            in_flight.wait(dist.barrier(async_op=True))

@@ -259,3 +259,26 @@ def buffers() -> list[int]:
 
 def test_a_flat_buffer_takes_memory_where_it_is_touched(ranks: RankPool) -> None:
     assert max(ranks(2, buffers))[0] < 16 << 20
+
+
+def blocked_elsewhere() -> float:
+    rank, whole = groups.rank(), torch.empty(8)
+    with (
+        Mesh({"shard": 2}) as mesh,
+        Link(Wire(topology="shared"), mesh, "shard", timeout_s=5) as link,
+    ):
+        if rank == 0:
+            groups.barrier()
+        pending = link.all_gather(torch.full((4,), float(rank)), whole, key="a")
+        if rank == 0:
+            pending.wait()  # rank 1 has launched it, and blocks in the sum below
+        else:
+            groups.barrier()
+        groups.all_reduce_sum(torch.ones(1))
+        pending.wait()
+        groups.barrier()
+    return float(whole.sum())
+
+
+def test_what_is_in_flight_goes_on_while_its_rank_blocks_elsewhere(ranks: RankPool) -> None:
+    assert ranks(2, blocked_elsewhere, timeout_s=20) == [4.0, 4.0]

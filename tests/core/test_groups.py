@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import time
+from typing import Any
 
 import pytest
+import torch
 
-from lezero.core import device, groups
+from lezero.core import device, groups, meeting
 from lezero.core.errors import ConfigError, DistributedError
 from tests.ranks import RankPool
 
@@ -17,7 +19,7 @@ def join_a_stranger() -> str:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = str(stranger.getsockname()[1])
         os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        groups._ANSWER_S = 0.5
+        meeting.ANSWER_S = 0.5
         began = time.monotonic()
         with pytest.raises(DistributedError) as caught:
             groups.join(timeout_s=60)
@@ -70,3 +72,14 @@ def left_alone() -> str:
 
 def test_a_rank_that_left_is_told_of_where_documents_are_exchanged(ranks: RankPool) -> None:
     assert ranks(2, left_alone)[0] == "rank 0 lost contact with another rank, which died or left"
+
+
+def patience() -> tuple[float, float]:
+    made: Any = groups.make([[0, 1]])
+    limit = made._get_backend(torch.device("cpu")).options._timeout
+    return limit.total_seconds(), groups.joined_timeout_s()
+
+
+def test_a_new_group_waits_as_long_as_the_ranks_said_when_they_joined(ranks: RankPool) -> None:
+    assert ranks(2, patience, timeout_s=23) == [(23, 23), (23, 23)]
+    assert groups.joined_timeout_s() == 600

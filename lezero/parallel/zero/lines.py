@@ -12,7 +12,7 @@ from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
 from lezero.comm.watch import Watch
 from lezero.comm.wire import Wire
-from lezero.core import groups
+from lezero.core import groups, in_flight
 from lezero.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Lines:
 
     def take_first(self, values: torch.Tensor) -> None:
         """`values` become those of the first of the ranks that split one copy."""
-        with groups.naming_lost_ranks():
-            dist.broadcast(values, group=self.group, group_src=0)
+        with groups.watched("broadcast", values.shape, values.dtype, "sums without dims"):
+            in_flight.wait(dist.broadcast(values, group=self.group, group_src=0, async_op=True))
 
     def step_done(self) -> None:
         """A step has been taken with the sums of its backwards (`Link.step_done`)."""

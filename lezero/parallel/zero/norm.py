@@ -17,13 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lezero.core import groups
+from lezero.core import groups, in_flight
 from lezero.core.errors import ConfigError
 from lezero.parallel.zero.held import HELD, Held, local
 from lezero.parallel.zero.layout import Rows
 from lezero.parallel.zero.lines import Lines
 
 _PIECE = 1 << 18
+_LABEL = "gradient norm"
 
 
 @torch.no_grad()
@@ -82,7 +83,7 @@ def _summed(gradients: list[DTensor]) -> list[float]:
     for (mesh, cuts), mine in alike.items():
         total = squares(mine, mine[0].device)
         for dim in cuts:
-            with groups.naming_lost_ranks():
+            with groups.watched("all_reduce", total.shape, total.dtype, _LABEL):
                 dist.all_reduce(total, group=mesh.get_group(dim))
         found += total.tolist()
     return found
@@ -102,8 +103,8 @@ def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
     if ranks == 1:
         return mine.tolist()
     every = [torch.empty_like(mine) for _ in range(ranks)]
-    with groups.naming_lost_ranks():
-        dist.all_gather(every, mine, group=lines.group)
+    with groups.watched("all_gather", mine.shape, mine.dtype, _LABEL):
+        in_flight.wait(dist.all_gather(every, mine, group=lines.group, async_op=True))
     return torch.stack(every).flatten().tolist()
 
 

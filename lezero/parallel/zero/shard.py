@@ -13,7 +13,7 @@ from torch import nn
 from lezero import __version__
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
-from lezero.core import device, groups, ledger
+from lezero.core import device, groups, in_flight, ledger
 from lezero.core.errors import ConfigError, OrderError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
@@ -124,13 +124,13 @@ def _place(model: nn.Module) -> torch.device:
 def _broadcast(model: nn.Module) -> None:
     """Rank 0's parameters and buffers on every rank, as bytes: backends know few types, and some of
     them only an accelerator, where a buffer need not lie."""
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_meta and tensor.numel():
             data = tensor.data.contiguous()
             if not checks.moves(data.device.type):
                 data = data.to(device.device())
-            with groups.naming_lost_ranks():
-                dist.broadcast(data.view(-1).view(torch.uint8), 0)
+            with groups.watched("broadcast", data.shape, data.dtype, name):
+                in_flight.wait(dist.broadcast(data.view(-1).view(torch.uint8), 0, async_op=True))
             if data.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(data)
 

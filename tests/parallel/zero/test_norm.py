@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lezero.parallel.zero import norm
+from lezero.core import groups
+from lezero.core.errors import DistributedError
+from lezero.parallel.zero import Zero, clip_grad_norm_, norm, shard_
+from tests.parallel.zero.models import batches, loss_of, make
+from tests.ranks import RankPool
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -18,3 +22,19 @@ def test_both_ways_agree_in_fp64(dtype: torch.dtype) -> None:
     assert torch.allclose(pieces, once, rtol=1e-12, atol=0)
     assert once[1] == once[3] == 0
     assert norm.at_once([None, None], cpu).tolist() == [0, 0]
+
+
+def clipped_alone(stage: int) -> None:
+    model = shard_(make(), Zero(stage=stage))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, tokens in enumerate(batches(3, 2, groups.rank())):
+        loss_of(model, tokens).backward()
+        if step == 1 and groups.rank() == 0:
+            clip_grad_norm_(model, 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_rank_that_clips_alone_is_named(ranks: RankPool, stage: int) -> None:
+    with pytest.raises(DistributedError, match=r"rank 0 entered all_gather of 'gradient norm'"):
+        ranks(2, clipped_alone, stage, timeout_s=20)
