@@ -186,8 +186,8 @@ class CompilerCheck(Check):
 
     def run(self, context: Context) -> list[Finding]:
         found = context.facts.compilers
-        chosen = context.environment.get("CXX", "")
-        if "g++" not in found and not chosen:
+        chosen = context.environment.get("CXX")  # torch takes an empty one too
+        if "g++" not in found and chosen is None:
             if "clang++" in found:
                 cause, fix = "torch.compile looks for g++; clang++ is here.", "export CXX=clang++"
             else:
@@ -195,6 +195,15 @@ class CompilerCheck(Check):
                 fix = _install("g++")
             return [Finding(severity="warning", title="no g++ compiler", cause=cause, fix=fix)]
         answer = []
+        if problem := _no_cpp("g++" if chosen is None else chosen):
+            answer.append(
+                Finding(
+                    severity="warning",
+                    title=f"{'g++' if chosen is None else f'CXX={chosen}'} compiles no C++",
+                    cause=f"{problem}. torch.compile on a CPU takes it; training then stays eager.",
+                    fix=_install("--reinstall g++") if chosen is None else "unset CXX",
+                )
+            )
         header = Path(sysconfig.get_path("include") or "/") / "Python.h"
         if not header.exists():
             answer.append(
@@ -331,6 +340,20 @@ def _importable(module: str) -> bool:
     except (OSError, subprocess.SubprocessError):
         return False
     return done.returncode == 0
+
+
+def _no_cpp(compiler: str) -> str:
+    """Why a command, without arguments as torch takes it, is no C++ compiler; empty when it is."""
+    asked = ["-x", "c++", "-dM", "-E", os.devnull]  # what it defines for an empty file
+    try:
+        done = subprocess.run(
+            [compiler, *asked], capture_output=True, timeout=60, check=False, text=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return f"It cannot be run ({getattr(error, 'strerror', None) or error})"
+    if done.returncode:
+        return f"It ends with status {done.returncode}"
+    return "" if "__cplusplus" in done.stdout else "It does not answer as a compiler does"
 
 
 def _installed(package: str) -> bool:

@@ -119,7 +119,10 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("collectives", {"torch": {"backends": []}}, "warning", "several ranks"),
     ("compiler", {"compilers": {}}, "warning", "no g++"),
     ("compiler", {"compilers": {"clang++": "clang 16"}}, "warning", "no g++"),
-    ("compiler", {"compilers": {}, "environment": {"CXX": "clang++"}}, "ok", "clang++"),
+    ("compiler", {"environment": {"CXX": "false"}}, "warning", "CXX=false compiles no C++"),
+    ("compiler", {"environment": {"CXX": "true"}}, "warning", "CXX=true compiles no C++"),
+    ("compiler", {"environment": {"CXX": "no g++"}}, "warning", "CXX=no g++ compiles no C++"),
+    ("compiler", {"environment": {"CXX": ""}}, "warning", "CXX= compiles no C++"),
     ("torch", {"torch": {"version": "2.10.1"}}, "broken", "2.10.1 is too old"),
     ("torch", {"torch": {"computes": False}}, "broken", "comes out wrong"),
     ("torch", {"torch": {"numpy": False}}, "broken", "numpy do not work"),
@@ -158,3 +161,14 @@ def test_a_torchvision_that_does_not_import(
     assert "uninstall -y torchvision" in found.fix
     (tmp_path / "torchvision.py").write_text("")
     assert findings_of("torchvision", versions={"torchvision": "0.28.0"})[0].severity == "ok"
+
+
+def test_a_compiler_is_one_that_answers_as_one(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho '#define __cplusplus 201703L'")
+    compiler.chmod(0o755)
+    found = findings_of("compiler", compilers={}, environment={"CXX": str(compiler)})
+    assert not [item for item in found if "compiles no C++" in item.title]
+    compiler.write_text("#!/bin/sh\necho cannot find cc1plus >&2; exit 1")
+    found = findings_of("compiler", compilers={}, environment={"CXX": str(compiler)})
+    assert (found[0].severity, found[0].fix) == ("warning", "unset CXX")
