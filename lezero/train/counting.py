@@ -157,7 +157,11 @@ def samples(batch: Batch) -> int:
                 "of ready-made micro-batches and counted=function"
             )
     if first is None:
-        raise ConfigError("the batch has no tensor with a batch dim to count samples in")
+        raise ConfigError(
+            f"the batch, a {type(batch).__name__}, has no tensor with a batch dim to count samples "
+            "in. Dicts, lists and tuples are looked into, dataclasses and other objects are not: "
+            "give a dict or a named tuple"
+        )
     return first[1]
 
 

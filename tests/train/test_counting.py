@@ -154,6 +154,12 @@ def test_labels_without_a_token_dim_and_targets_need_no_question():
         Counter("tokens")({"x": targets})
 
 
+def test_an_object_that_is_not_looked_into_is_named():
+    batch = SimpleNamespace(x=torch.ones(4, 2))
+    with pytest.raises(ConfigError, match=r"a SimpleNamespace, has no.*dataclasses.*give a dict"):
+        Counter("samples")(batch)
+
+
 def test_tensors_that_disagree_about_the_samples_are_an_error_that_names_them():
     count = Counter("samples")
     batch = {"class_weights": torch.ones(4), "x": torch.ones(32, 16), "y": torch.ones(32)}
