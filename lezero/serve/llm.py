@@ -28,7 +28,7 @@ from lezero.serve.forecast import (
 )
 from lezero.serve.generation_config import GenerationDefaults, read_generation
 from lezero.serve.kv import KV, check_kv, settle_kv
-from lezero.serve.opening import Speculate, Weights, check_speculation, open_draft, open_program
+from lezero.serve.opening import Speculate, Weights, check_models, open_draft, open_program
 from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
@@ -79,7 +79,7 @@ class LLM:
         draft: str | Path | Transformer | None = None,
         coder: Coder | None = None,
     ) -> None:
-        check_speculation(speculate, draft, model)
+        check_models(speculate, draft, model)
         check_kv(kv)
         _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
         own = GenerationDefaults() if isinstance(model, Transformer) else read_generation(model)

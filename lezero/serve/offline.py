@@ -26,11 +26,11 @@ def answer_lines(
     llm: LLM, lines: Iterable[str], params: SamplingParams | None = None
 ) -> Iterator[dict[str, Any]]:
     """For each line that is not empty: {"line", "text", "reason", "tokens", "prompt_tokens"} or
-    {"line", "error"}. "tokens" counts; lines count from 1. A line that asks for
-    log-probabilities is given "logprobs", one object a token. A model without a tokenizer gives no
-    text, but "token_ids". Where neither a line nor `params` says how many tokens at most, as many
-    as are usual or fit. Bytes that are no UTF-8 are expected
-    as `errors="surrogateescape"` reads them.
+    {"line", "error"}, where the error names line and field. "tokens" counts; lines count from 1. A
+    line that asks for log-probabilities is given "logprobs", one object a token. A model without a
+    tokenizer gives no text, but "token_ids". Where neither a line nor `params` says how many tokens
+    at most, as many as are usual or fit. Bytes that are no UTF-8 are expected as
+    `errors="surrogateescape"` reads them.
 
     Reads ahead a few times as many lines as run at once, never the whole file.
     """
@@ -47,7 +47,7 @@ def answer_lines(
                 found = next(numbered, None)
                 left = found is not None
                 if found is not None:
-                    waiting.append((found[0], _start(llm, found[1], base)))
+                    waiting.append((found[0], _start(llm, *found, base)))
             while waiting and _is_done(waiting[0][1]):
                 yield _told(llm, *waiting.popleft())
             if waiting:
@@ -58,28 +58,40 @@ def answer_lines(
                 llm.end(answer)
 
 
-def _start(llm: LLM, text: str, base: dict[str, Any]) -> Answer | str:
+def _start(llm: LLM, number: int, text: str, base: dict[str, Any]) -> Answer | str:
     """The answer that a line begins, or what is wrong with the line."""
+    try:
+        return _begin(llm, _object(text), base)
+    except (ValueError, RecursionError, ConfigError) as error:
+        return f"line {number}: {error}"
+
+
+def _begin(llm: LLM, data: dict[str, Any], base: dict[str, Any]) -> Answer:
+    own = {key: value for key, value in data.items() if key not in _NO_PARAMS}
+    params = SamplingParams(**{**base, **own})
+    prompt = data["prompt"] if "prompt" in data else llm.chat_tokens(data["messages"])
+    if not isinstance(prompt, str | list):
+        raise ConfigError("prompt: is neither text nor a list of tokens")
+    if "max_tokens" not in {*base, *own}:
+        prompt = llm.request(prompt, params).prompt
+        most = max(1, min(params.max_tokens, llm.room - len(prompt)))
+        params = params.model_copy(update={"max_tokens": most})
+    return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))
+
+
+def _object(text: str) -> dict[str, Any]:
+    """What a line says. Raises `ConfigError` for what is no object with a prompt or messages."""
     if len(text) > _LONGEST_LINE:
-        return f"the line has {len(text)} characters, allowed are {_LONGEST_LINE}"
+        raise ConfigError(f"has {len(text)} characters, allowed are {_LONGEST_LINE}")
     if any("\udc80" <= letter <= "\udcff" for letter in text):
-        return "the line is not UTF-8"
+        raise ConfigError("is not UTF-8")
     try:
         data = _without_nulls(json.loads(text))
-        if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
-            return 'the line is no JSON object with either "prompt" or "messages"'
-        own = {key: value for key, value in data.items() if key not in _NO_PARAMS}
-        params = SamplingParams.parse({**base, **own})
-        prompt = data["prompt"] if "prompt" in data else llm.chat_tokens(data["messages"])
-        if not isinstance(prompt, str | list):
-            return '"prompt" is neither text nor a list of tokens'
-        if "max_tokens" not in {*base, *own}:
-            prompt = llm.request(prompt, params).prompt
-            most = max(1, min(params.max_tokens, llm.room - len(prompt)))
-            params = params.model_copy(update={"max_tokens": most})
-        return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))
-    except (ValueError, RecursionError, ConfigError) as error:
-        return str(error)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
+    if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
+        raise ConfigError('is no JSON object with either "prompt" or "messages"')
+    return data
 
 
 def _without_nulls(data: Any) -> Any:

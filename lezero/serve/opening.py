@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import Literal
 import torch
 from torch import nn
 
+from lezero.checkpoint import checkpoint_root, is_generation
 from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, FileError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data.tokenizer import holds_tokenizer
+from lezero.files.generation import list_generations
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
 from lezero.models import Transformer
@@ -56,6 +59,7 @@ def open_program(
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)
+    _refuse_what_is_no_model(Path(place))
     if is_foreign(place):
         return open_foreign(place, weights), _reader(place, Path(place))
     kept = _own_blocks(place, weights)
@@ -67,6 +71,24 @@ def open_program(
         return found, partial(open_coder, place, None)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None, _wide(weights))
     return program_of(_placed(opened, weights), weights), _reader(place, folder)
+
+
+def _refuse_what_is_no_model(path: Path) -> None:
+    """Raises `FileError` for a file or folder in which there is nothing that opens."""
+    if path.is_file() and path.suffix != ".gguf":
+        raise FileError(
+            f"{path}: a file is a model where it is a .gguf one; give a run, a Hugging Face folder "
+            "or a .gguf file"
+        )
+    if not path.is_dir() or (path / "config.json").is_file():
+        return
+    if is_generation(path) or list_generations(checkpoint_root(path)):
+        return
+    inside = next(iter(sorted(path.glob("*.gguf"))), None)
+    raise FileError(
+        f"{path}: holds no model; looked for config.json (of a Hugging Face folder) and for "
+        f"checkpoints of a run; a GGUF file is named itself, as {inside or path / 'model.gguf'}"
+    )
 
 
 def _reader(place: str, folder: Path | None) -> ReadCoder | None:
@@ -116,8 +138,12 @@ def _own_blocks(place: str, weights: Weights) -> Transformer | None:
     return load_gguf_blocks(path, others_int8=weights == "int4")
 
 
-def check_speculation(speculate: str, draft: object, model: object) -> None:
-    """Raises `ConfigError` where the way to guess is not known, or lacks a model of its own."""
+def check_models(speculate: str, draft: object, model: object) -> None:
+    """Raises `ConfigError` for what is neither a place nor a `Transformer`, and where the way to
+    guess is not known, or lacks a model of its own."""
+    _check_kind("model", model)
+    if draft is not None:
+        _check_kind("draft", draft)
     if speculate not in _SPECULATE:
         raise ConfigError(f"speculate: got {speculate!r}, allowed are {', '.join(_SPECULATE)}")
     if speculate == "draft" and draft is None:
@@ -128,6 +154,17 @@ def check_speculation(speculate: str, draft: object, model: object) -> None:
         )
     if draft is model and isinstance(draft, Transformer):
         raise ConfigError("draft: got the model itself, which is used up; give a smaller one")
+
+
+def _check_kind(name: str, given: object) -> None:
+    if isinstance(given, str | os.PathLike | Transformer):
+        return
+    saves = hasattr(given, "save_pretrained")
+    remedy = "; save it and its tokenizer with save_pretrained, and give the folder"
+    raise ConfigError(
+        f"{name}: got {type(given).__name__}, allowed are a run, a Hugging Face folder, a .gguf "
+        f"file, or a Transformer of lezero.models{remedy if saves else ''}"
+    )
 
 
 def open_draft(draft: str | Path | Transformer, weights: Weights, target: Program) -> Program:

@@ -361,24 +361,31 @@ class Scheduler:
         prompt, new = len(request.prompt), request.params.max_tokens
         if prompt == 0:
             raise ConfigError("prompt: got 0 tokens, allowed is 1 or more")
+        if prompt >= self.longest:
+            raise ConfigError(
+                f"prompt: got {prompt} tokens, allowed is 1 to {self.longest - 1}: the context has "
+                f"{self.longest} together with the answer{self._why_longest}; shorten the prompt"
+            )
         if prompt + new > self.longest:
             raise ConfigError(
                 f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
-                f"allowed is {self.longest} together{self._why_longest}; "
-                f"{_remedy(self.longest - prompt)}"
+                f"allowed is {self.longest} together{self._why_longest}; ask for at most "
+                f"{self.longest - prompt}, or shorten the prompt"
             )
         room = self.pool.count * self.pool.block_size + 1  # the last token is never fed
+        holds = f"the cache holds {room - 1} ({self.pool.count} blocks of {self.pool.block_size})"
+        if prompt >= room:
+            raise ConfigError(
+                f"prompt: got {prompt} tokens, allowed is 1 to {room - 1}: {holds}; shorten the "
+                "prompt, or give the cache more memory"
+            )
         if prompt + new > room:
             raise ConfigError(
                 f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
-                f"but the cache holds {room - 1} ({self.pool.count} blocks of "
-                f"{self.pool.block_size}); {_remedy(room - prompt)}, or give the cache more memory"
+                f"but {holds}; ask for at most {room - prompt}, or shorten the prompt, or give the "
+                "cache more memory"
             )
 
 
 def _turn(request: Request) -> tuple[int, int]:
     return request.turn
-
-
-def _remedy(new: int) -> str:
-    return f"ask for at most {new}, or shorten the prompt" if new > 0 else "shorten the prompt"

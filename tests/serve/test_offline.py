@@ -54,7 +54,11 @@ def test_a_bad_line_is_told_and_harms_no_other():
     found = list(answer_lines(llm, [good, *bad, good], GREEDY))
     assert [number for number, answer in enumerate(found) if "error" not in answer] == [0, 11]
     assert found[0]["text"] == found[11]["text"]
-    assert "temperature" in found[7]["error"]
+    assert [answer["error"].split(":")[0] for answer in found[1:11]] == [
+        f"line {number}" for number in range(2, 12)
+    ]
+    assert found[1]["error"].startswith("line 2: is no JSON")
+    assert "line 8: temperatur: unknown key; did you mean 'temperature'" in found[7]["error"]
     assert "max_tokens" in found[8]["error"]
     assert llm.engine.pool.used_count == 0
 
@@ -100,7 +104,7 @@ def test_where_nobody_says_answers_are_as_long_as_fits():
     for params in (None, SamplingParams(temperature=0, ignore_eos=True)):
         found = list(answer_lines(llm, lines, params))
         assert [answer.get("prompt_tokens") for answer in found] == [8, 3, 3, None]
-        assert "max_tokens" in found[3]["error"]
+        assert "prompt: got 40 tokens, allowed is 1 to 39: the context has 40" in found[3]["error"]
     assert [answer["tokens"] for answer in found[:3]] == [32, 3, 37]
     (asked,) = answer_lines(llm, lines[:1], SamplingParams(max_tokens=100))
     assert "max_tokens" in asked["error"], "what was asked for is not cut down"

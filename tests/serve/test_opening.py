@@ -242,6 +242,34 @@ def test_a_given_coder_stands_in_for_a_tokenizer_that_cannot_be_read(tmp_path: P
     assert len(LLM(path, coder=CODER).generate([1, 2, 3], GREEDY)[0].tokens) == 8
 
 
+def test_what_holds_no_model_is_told_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for place in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(FileError, match=r"holds no model; looked for config\.json .* of a run"):
+            LLM(place)
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(FileError, match=r"checkpoints of a run; .*b\.gguf"):
+        LLM(tmp_path)
+    (tmp_path / "weights.bin").touch()
+    with pytest.raises(
+        FileError, match=r"weights\.bin: a file is a model where it is a \.gguf one"
+    ):
+        LLM(tmp_path / "weights.bin")
+
+
+def test_a_model_of_transformers_is_told_the_way_in() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1)
+    model: Any = transformers.GPT2LMHeadModel(config)
+    says = "GPT2LMHeadModel, allowed are .* Transformer of lezero.models; .* save_pretrained"
+    with pytest.raises(ConfigError, match=f"model: got {says}"):
+        LLM(model)
+    with pytest.raises(ConfigError, match=f"draft: got {says}"):
+        LLM(small(), speculate="draft", draft=model)
+    with pytest.raises(ConfigError, match=r"model: got Linear, .* of lezero\.models$"):
+        LLM(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
 def test_a_model_that_is_used_up_is_named() -> None:
     model = small()
     LLM(model)

@@ -287,7 +287,12 @@ def test_times_are_taken() -> None:
     [
         (0, 4, "prompt: got 0 tokens"),
         (10, 60, "max_tokens: got 60 .* allowed is 64 together; ask for at most 54"),
-        (64, 1, "allowed is 64 together; shorten the prompt"),
+        (
+            64,
+            1,
+            "prompt: got 64 tokens, allowed is 1 to 63: the context has 64 together .*; shorten",
+        ),
+        (41, 1, r"prompt: got 41 tokens, allowed is 1 to 40: the cache holds 40 .10 blocks of 4"),
         (20, 30, "the cache holds 40 .10 blocks of 4.; ask for at most 21"),
     ],
 )
