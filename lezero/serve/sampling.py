@@ -46,8 +46,9 @@ class SamplingParams(Config):
     that a program that asks the same in the same order is answered the same again; no seed that can
     be given has the same chance. The server draws one."""
     stop: tuple[StopString, ...] = Field(default=(), max_length=16, strict=False)
-    """The text ends before the first of these. One that is a special token's name, as <|im_end|>,
-    ends it at that token; else special tokens, which leave nothing in a text, count for nothing."""
+    """The text ends before the one of these that is complete first: "abcd" and "bc" leave "a" of
+    "abcd". One that is a special token's name, as <|im_end|>, ends it at that token; else special
+    tokens, which leave nothing in a text, count for nothing."""
     stop_token_ids: tuple[TokenId, ...] = Field(default=(), max_length=256, strict=False)
     """Tokens that end the answer, besides the model's own."""
     ignore_eos: bool = False
