@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core import groups
+from lezero.core.errors import DistributedError
+from lezero.core.flags import flag
 
 _LARGEST = 1 << 20
 _LOOPBACK = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
@@ -106,6 +108,18 @@ class Board:
         out.setblocking(False)
         out.connect((host, address.port))
         return out
+
+
+def wanted() -> bool:
+    """Whether the ranks watch each other: LEZERO_WATCH, which they have alike. Collective."""
+    every: list[bool] = groups.gather_objects(bool(flag("LEZERO_WATCH")))
+    if len(set(every)) > 1:
+        on, off = every.index(True), every.index(False)
+        raise DistributedError(
+            f"LEZERO_WATCH is 0 on rank {off} but not on rank {on}: set it to 0 on every rank or "
+            "on none"
+        )
+    return every[0]
 
 
 def process_state(pid: int) -> str:

@@ -30,7 +30,7 @@ from types import CodeType, TracebackType
 from typing import Any, Self
 
 from lezero.comm import verdict
-from lezero.comm.board import Board
+from lezero.comm.board import Board, wanted
 from lezero.comm.calls import (
     Call,
     History,
@@ -47,7 +47,6 @@ from lezero.comm.judge import BEAT_S, Judge
 from lezero.comm.verdict import BUSY, FAILED, FINISHED, RUNS, Peer
 from lezero.core import groups, observer
 from lezero.core.errors import DistributedError
-from lezero.core.flags import flag
 from lezero.core.log import logger
 
 log = logger("watch")
@@ -101,11 +100,12 @@ class Watch:
     def start(cls, *, patience_s: float = 30.0, grace_s: float = 10.0) -> Watch | None:
         """Starts the watch of this process; every rank calls it at the same place.
 
-        Returns the one that runs already, if any; None with one rank or with LEZERO_WATCH=0.
-        It ends with `close`, with `groups.leave()` or with the process.
+        Returns the one that runs already, if any; None with one rank or with LEZERO_WATCH=0 (on all
+        ranks, or it is a `DistributedError` on each). It ends with `close`, with `groups.leave()`
+        or with the process.
         """
         running = current()
-        if running is not None or groups.world_size() == 1 or not flag("LEZERO_WATCH"):
+        if running is not None or groups.world_size() == 1 or not wanted():
             return running
         watch = cls(Board(), patience_s, grace_s)
         observer.observe(watch)

@@ -293,6 +293,16 @@ def test_one_rank_or_the_switch_means_no_watch(ranks):
     assert ranks(2, off, env={"LEZERO_WATCH": "0"}) == [True, True]
 
 
+def off_on_one_rank():
+    os.environ["LEZERO_WATCH"] = "01"[groups.rank()]
+    with pytest.raises(DistributedError, match="LEZERO_WATCH is 0 on rank 0 but not on rank 1: se"):
+        Watch.start()
+
+
+def test_a_watch_on_some_ranks_only_is_refused_on_each(ranks):
+    ranks(2, off_on_one_rank)
+
+
 def test_a_parting_is_found_in_any_earlier_window():
     mine, theirs = History(), History()
     for number in range(1, 200):

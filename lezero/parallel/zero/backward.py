@@ -29,7 +29,8 @@ class Backward:
     this rank's gradients count as zeros, whatever they are.
 
     `gated`: blocks are gathered in backward (stage 3). `on_end` is called when a backward is over,
-    to release the units; `on_sums` after it, where the gradients were summed.
+    to release the units; `on_sums` after it, where the gradients were summed. `due`: the model has
+    computed with gradients, and no backward has come since.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Backward:
         self.lent, self.helds = lent, list(helds)
         self.on_end, self.on_sums = on_end, on_sums
         self.sync, self.mute = True, False
-        self.active = False
+        self.active = self.due = False
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
         self._gated = gated
         self._plan: Plan | None = None
@@ -58,7 +59,7 @@ class Backward:
     def begin(self) -> None:
         """Called by whatever notices first that a backward runs."""
         if not self.active:
-            self.active = True
+            self.active, self.due = True, False
             Variable._execution_engine.queue_callback(self._end)
             for bucket in self.buckets:
                 bucket.unmark()

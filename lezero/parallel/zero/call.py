@@ -42,6 +42,14 @@ class _Sharded:
             "Saver(together=True)"
         )
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """The first thing of a model that torch's DDP asks for."""
+        raise OrderError(
+            "DistributedDataParallel: this model went through lz.shard_, which sums its gradients "
+            "over the ranks by itself; train it without DistributedDataParallel around it"
+        )
+
 
 def announce(module: nn.Module, unit: Unit) -> None:
     """Has calls of `module`, which is the unit's own or a part of it, go through `unit`.

@@ -33,8 +33,9 @@ _WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 def register() -> None:
     global _registered
     if not _registered:
-        hooks.register_optimizer_step_pre_hook(_before_step)
-        hooks.register_optimizer_step_post_hook(_after_step)
+        # A compiled step runs them in Python: they exchange with other ranks.
+        hooks.register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+        hooks.register_optimizer_step_post_hook(torch.compiler.disable(_after_step))
         _registered = True
 
 
@@ -103,11 +104,25 @@ def _check_reduced(optimizer: torch.optim.Optimizer) -> None:
         raise OrderError(f"gradients were collected under no_sync and are {late}")
 
 
+def _check_trained(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `OrderError` where the model has computed, but the step would change nothing."""
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    due = any(sharding.backward.due for sharding, _ in _stepped_by(optimizer))
+    if due and held and all(p.grad is None for p in held):
+        raise OrderError(
+            f"{type(optimizer).__name__}.step: none of its {len(held)} parameters has a gradient, "
+            "though the model has computed since the last backward. Call loss.backward() before, "
+            "and without inputs=: what computes is not what model.parameters() gives"
+        )
+
+
 def _before_step(
     optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
     check_optimizer(optimizer)
     _check_reduced(optimizer)
+    if not any(callable(one) for one in (*arguments[1:], *keywords.values())):  # no closure
+        _check_trained(optimizer)
     check_state(optimizer)
     if optimizer not in _tried:
         probe.check(optimizer)

@@ -203,6 +203,7 @@ class Unit:
             tensor.register_hook(functools.partial(self._before_backward, call))
         if not self.sharding.backward.active:
             self.awaited.add(call)
+            self.sharding.backward.due = True
         return output
 
     def _before_backward(self, call: Call, gradient: torch.Tensor) -> None:
