@@ -49,6 +49,18 @@ def test_a_head_is_known_by_embeddings_that_the_filter_leaves_out(kind: Any, fil
     assert made(lz.Int8WeightActivation()).layers[0][0].x_bits == 8
 
 
+@pytest.mark.parametrize(("one", "other"), [("head", "words"), ("words", "head")])
+def test_a_filter_that_takes_one_end_of_a_tied_weight_is_told_the_other(
+    one: str, other: str
+) -> None:
+    model = Untied(nn.Embedding)
+    model.head.weight = model.words.weight
+    said = f"takes '{one}', which shares its weight with '{other}', and leaves '{other}' out"
+    with pytest.raises(lz.ConfigError, match=said):
+        lz.quantize_(model, lz.Int8Weight(), objective="size", filter=one)
+    lz.quantize_(model, lz.Int8Weight(), objective="size", filter=[one, other])
+
+
 @pytest.mark.parametrize("data", [None, torch.randn(4, 8)])
 def test_a_lazy_layer_is_named(data: Any) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.LazyLinear(32))

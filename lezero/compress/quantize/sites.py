@@ -93,7 +93,7 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
     """
     chosen = _chooser(filter)
     users: dict[int, list[User]] = defaultdict(list)
-    places: dict[int, int] = defaultdict(int)
+    owners: dict[int, list[str]] = defaultdict(list)
     parameters: dict[int, nn.Parameter] = {}
     words: set[tuple[int, ...]] = set()  # whatever the filter takes
     for name, module in model.named_modules():
@@ -104,7 +104,7 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
             if key == "weight" and isinstance(module, nn.Embedding):
                 words.add(tuple(parameter.shape))
             parameters[id(parameter)] = parameter
-            places[id(parameter)] += 1
+            owners[id(parameter)].append(name)
             kind = kind_of(module)
             if key == "weight" and kind is not None and chosen(name, module):
                 users[id(parameter)].append(User(name, module, kind))
@@ -113,25 +113,51 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
     for key, layers in users.items():
         parameter = parameters[key]
         kinds = {(user.kind, type(user.module).__name__) for user in layers}
-        if len(layers) < places[key] or not _fits(parameter, kinds):
+        if len(layers) < len(owners[key]) or not _fits(parameter, kinds):
             continue
         outside = not any(user.name.startswith(inside) for user in layers) if inside else True
         vocabulary = outside and tuple(parameter.shape) in words
         size = (parameter.numel(), parameter.nbytes)
         sites.append(Site(tuple(layers), parameter, vocabulary, *size))
     if not sites:
-        found = sorted({type(m).__name__ for m in model.modules() if not list(m.children())})
-        raise ConfigError(
-            "lz.quantize_: no layer fits"
-            + (" the filter" if filter is not None else "")
-            + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
-            f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
-            "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16 "
-            "and biases that are parameters"
-        )
+        for key, layers in users.items():
+            taken = {user.name for user in layers}
+            _check_taken_whole([x for x in owners[key] if x not in taken], layers, model, chosen)
+        raise _nothing_fits(model, filter)
     for site in sites:
         _check(site)
     return sites
+
+
+def _check_taken_whole(
+    rest: list[str],
+    taken: list[User],
+    model: nn.Module,
+    chosen: Callable[[str, nn.Module], bool],
+) -> None:
+    """Raises `ConfigError` where the filter alone keeps a shared weight from being quantized.
+
+    rest: the layers that hold it beside the `taken` ones.
+    """
+    others = [(name, model.get_submodule(name)) for name in rest]
+    if others and all(kind_of(x) is not None and not chosen(name, x) for name, x in others):
+        named = " and ".join(f"'{name}'" for name in rest)
+        raise ConfigError(
+            f"filter: takes '{taken[0].name}', which shares its weight with {named}, and leaves "
+            f"{named} out; take all the layers of a weight, or none"
+        )
+
+
+def _nothing_fits(model: nn.Module, filter: Filter) -> ConfigError:
+    found = sorted({type(m).__name__ for m in model.modules() if not list(m.children())})
+    return ConfigError(
+        "lz.quantize_: no layer fits"
+        + (" the filter" if filter is not None else "")
+        + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
+        f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
+        "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16 "
+        "and biases that are parameters"
+    )
 
 
 def left_over(model: nn.Module, sites: list[Site]) -> dict[str, int]:
@@ -182,7 +208,7 @@ def _check(site: Site) -> None:
     biases = [user.module._parameters.get("bias") for user in site.users]
     checked = [("weights", parameter), *(("biases", x) for x in biases if x is not None)]
     for what, values in checked:
-        bad = _not_finite(values.detach())
+        bad = not_finite(values.detach())
         if bad:
             raise NumericsError(
                 f"lz.quantize_: {bad} of {values.numel()} {what} of '{site.name}' are NaN or "
@@ -190,7 +216,7 @@ def _check(site: Site) -> None:
             )
 
 
-def _not_finite(values: Tensor) -> int:
+def not_finite(values: Tensor) -> int:
     """How many; in parts, since torch makes a copy in fp64 to sum up, eight bytes a value."""
     parts = values.flatten().split(at_once(values.device))
     sums = [part.sum(dtype=torch.float64) for part in parts]
