@@ -5,9 +5,8 @@ P = 32 / bits codes in one int32, the first in its lowest bits.
 
 GPTQ (AutoGPTQ, GPTQModel; Frantar et al., 2022, arXiv:2210.17323): `qweight` (K / P, N) packs
 along the inputs, `qzeros` (G, N / P) along the outputs, and holds z (format "gptq_v2") or z - 1
-("gptq": 1 was taken from each z in the packed int32, so that a z of 0 borrows from the next one,
-and adding to the int32 undoes it); `scales` (G, N); `g_idx` (K,) says each input's group, out of
-order with `desc_act`.
+("gptq", see `_zeros_of_gptq`); `scales` (G, N); `g_idx` (K,) says each input's group, out of order
+with `desc_act`.
 
 AWQ (AutoAWQ, version "gemm"; Lin et al., 2023, arXiv:2306.00978): `qweight` (K, N / 8) and `qzeros`
 (G, N / 8) pack along the outputs, where the eight of one int32 stand in the order 0 2 4 6 1 3 5 7;
@@ -43,10 +42,19 @@ class Foreign(Config):
 
     quant_method: Literal["gptq", "awq"]
     bits: int
-    group_size: int
+    group_size: int = -1
+    """-1, and where none is given: one group, as in AutoGPTQ."""
+    desc_act: bool = False
     version: str = "gemm"
     checkpoint_format: str = "gptq"
+    meta: Any = None
     dynamic: dict[str, Any] | None = None
+
+    @property
+    def by_gptqmodel(self) -> bool:
+        """Whether GPTQModel wrote it: `meta.quantizer` is "name:version", or a list of them."""
+        named = self.meta.get("quantizer") if isinstance(self.meta, dict) else None
+        return "gptqmodel" in str(named).lower()
 
     def check(self, where: str) -> None:
         """Raises `FileError` for a layout that is not read."""
@@ -67,11 +75,13 @@ class Foreign(Config):
 
 
 class Layer(NamedTuple):
-    """`made` lies on `grid`; `order`: which input each column of the codes belongs to."""
+    """`made` lies on `grid`; `order`: which input each column of the codes belongs to; `disputed`:
+    whether the two rules for zero points of format "gptq" read different ones."""
 
     made: Quantized
     grid: Grid
     order: Tensor | None
+    disputed: bool
 
 
 def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: Foreign) -> Layer:
@@ -90,28 +100,50 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
         if name not in tensors:
             raise ValueError(f"{name} is missing")
         if tuple(tensors[name].shape) != size:
-            raise ValueError(f"{name} is {tuple(tensors[name].shape)}, it should be {size}")
+            raise ValueError(
+                f"{name} is {tuple(tensors[name].shape)}, it should be {size} at {bits} bits and "
+                f"group_size {about.group_size}"
+            )
         whole = torch.int32 if name != "scales" else None
         if (tensors[name].dtype != whole) if whole else (tensors[name].dtype not in _SCALES):
             raise ValueError(f"{name} holds {tensors[name].dtype}")
     if not torch.isfinite(tensors["scales"]).all():
         raise ValueError("scales holds values that are NaN or infinite")
+    order, disputed = None, False
     if gptq:
-        codes = unpack_int32(tensors["qweight"], bits, 0)[:K].T
-        packed = tensors["qzeros"]
-        if about.checkpoint_format == "gptq":
-            packed = packed + ((1 << 32) - 1) // ((1 << bits) - 1)  # a 1 for each code; it wraps
-        zeros = unpack_int32(packed, bits, 1)[:, :N].T.float()
+        if about.desc_act and G > 1 and "g_idx" not in tensors:
+            raise ValueError(
+                "g_idx is missing, and desc_act is true: nothing says which group an input is in; "
+                "take the whole checkpoint, or say desc_act false if its inputs are in order"
+            )
         order = _order(tensors.get("g_idx"), K, group)
+        codes = unpack_int32(tensors["qweight"], bits, 0)[:K].T
+        read, disputed = _zeros_of_gptq(tensors["qzeros"], N, about)
     else:
         codes = _awq(tensors["qweight"])[:, :N].T
-        zeros = _awq(tensors["qzeros"])[:, :N].T.float()
-        order = None
+        read = _awq(tensors["qzeros"])[:, :N]
     if order is not None:
         codes = codes[:, order.long()]
-    scale = tensors["scales"].T.float().contiguous()
+    scale, zeros = tensors["scales"].T.float().contiguous(), read.T.float()
     kept = _SCALES[tensors["scales"].dtype]
-    return _on_grid(codes, scale, zeros, bits, "row" if G == 1 else group, kept, order)
+    made, grid = _on_grid(codes, scale, zeros, bits, "row" if G == 1 else group, kept)
+    return Layer(made, grid, order, disputed)
+
+
+def _zeros_of_gptq(packed: Tensor, N: int, about: Foreign) -> tuple[Tensor, bool]:
+    """Zero points (G, N), and whether the two rules of format "gptq" read different ones.
+
+    AutoGPTQ takes each field by itself: z is (field + 1) mod 2^bits. GPTQModel takes 1 for each z
+    from the whole int32, so that a z of 0, a field of ones, borrows from the next, and adding to
+    the int32 undoes it. Nothing but the name of the writer tells which it was.
+    """
+    fields = unpack_int32(packed, about.bits, 1)[:, :N]
+    if about.checkpoint_format == "gptq_v2":
+        return fields, False
+    largest = (1 << about.bits) - 1
+    each = (fields + 1) & largest
+    borrowed = unpack_int32(packed + ((1 << 32) - 1) // largest, about.bits, 1)[:, :N]  # it wraps
+    return borrowed if about.by_gptqmodel else each, not torch.equal(each, borrowed)
 
 
 def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
@@ -161,8 +193,7 @@ def _on_grid(
     bits: int,
     group: int | Literal["row"],
     kept: Literal["fp32", "fp16", "bf16"],
-    order: Tensor | None,
-) -> Layer:
+) -> tuple[Quantized, Grid]:
     """Without zero points where all are in the middle: less to read and to add."""
     middle = 1 << (bits - 1)
     symmetric = bool((zeros == middle).all()) and (bits == 4 or bool((codes >= 1).all()))
@@ -171,4 +202,4 @@ def _on_grid(
     if symmetric and bits == 8:
         codes = (codes.to(torch.int16) - middle).to(torch.int8)
     made = Quantized(codes.contiguous(), scale, None if symmetric else zeros.contiguous())
-    return Layer(made, grid, order)
+    return made, grid

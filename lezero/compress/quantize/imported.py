@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +17,7 @@ from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
 from lezero.compress.quantize.layout import assign_, missing_buffers
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.ordered import OrderedWeight
-from lezero.compress.quantize.sites import kind_of
+from lezero.compress.quantize.sites import kind_of, not_finite
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, CorruptError, FileError
@@ -26,6 +28,9 @@ from lezero.models.huggingface import read_json, weight_files
 from lezero.ops.quantize.grid import SCALE_DTYPES
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
+BESIDE = "quantize_config.json"
+"""Where AutoGPTQ described a model before transformers took this into the config.json."""
+_USUAL = ("model.safetensors", "model.safetensors.index.json")
 _SHOWN = 5
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
@@ -43,7 +48,7 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
         with torch.device("meta"):
             model = Transformer(from_hf(plain, str(root / "config.json")))
     with ExitStack() as stack:
-        stored = _open(weight_files(root), stack, isinstance(model, Transformer))
+        stored = _open(_weight_files(root), stack, isinstance(model, Transformer))
         layers = _layers(model, stored, about, root)
         floats = _floats(model, stored, set(layers), root)
     device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
@@ -60,13 +65,19 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
 
 
 def _about(data: dict[str, Any], root: Path) -> Foreign:
-    where = f"{root / 'config.json'}: quantization_config"
-    found = data.get("quantization_config")
-    if not isinstance(found, dict):
+    where, found = f"{root / 'config.json'}: quantization_config", data.get("quantization_config")
+    if found is None and (root / BESIDE).is_file():
+        where, found = str(root / BESIDE), read_json(root / BESIDE)
+        found["quant_method"] = found.get("quant_method") or "gptq"  # its first versions say none
+    if found is None:
         raise FileError(
-            f"{root}: holds no quantized model: neither a manifest.json of LeZero nor a "
-            "quantization_config in its config.json; lezero.models.load_hf opens plain folders"
+            f"{root}: holds no quantized model: neither a manifest.json of LeZero, nor a "
+            f"quantization_config in its config.json, nor a {BESIDE}; lezero.models.load_hf opens "
+            "plain folders"
         )
+    if not isinstance(found, dict):
+        raise FileError(f"{where}: is no JSON object; copy the file of the model again")
+    found = {key: value for key, value in found.items() if value is not None}
     method = found.get("quant_method")
     if method == "lezero":
         raise FileError(
@@ -86,6 +97,21 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
         raise FileError(str(error)) from None
     about.check(where)
     return about
+
+
+def _weight_files(root: Path) -> list[Path]:
+    """`weight_files`, and a file of another name where it is the only one, as AutoGPTQ wrote."""
+    others = sorted(root.glob("*.safetensors"))
+    if not others or any((root / name).is_file() for name in _USUAL):
+        return weight_files(root)
+    if len(others) == 1 and not re.search(r"-\d+-of-\d+\.", others[0].name):
+        return others
+    there = ", ".join(path.name for path in others[:_SHOWN])
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    raise FileError(
+        f"{root}: has neither {_USUAL[0]} nor {_USUAL[1]}, and what is there is not one whole file "
+        f"({there}{more}); copy the index, or leave the file of the weights alone there"
+    )
 
 
 _Stored = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
@@ -113,6 +139,7 @@ def _layers(
 ) -> dict[str, PackedWeight]:
     """Each layer's weight, packed as it is read: codes take a byte each before."""
     found: dict[str, PackedWeight] = {}
+    disputed: list[str] = []
     modules = dict(model.named_modules())
     for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
         module = modules.get(name)
@@ -126,14 +153,36 @@ def _layers(
         shape = torch.Size(held[::-1]) if type(module).__name__ == "Conv1D" else held
         try:
             read = {part: load() for part, load in parts.items()}
-            found[name] = _packed(read_layer(read, (shape[0], shape[1]), about))
+            layer = read_layer(read, (shape[0], shape[1]), about)
+            found[name] = _packed(layer)
         except ValueError as error:
             raise FileError(f"{root}: layer '{name}': {error}") from None
+        if layer.disputed:
+            disputed.append(name)
         if 4 * shape.numel() > _LARGE:  # codes as they are unpacked
             give_back_free_blocks()
     if not found:
-        raise FileError(f"{root}: config.json says {about.quant_method}, but no layer is quantized")
+        raise FileError(f"{root}: described as {about.quant_method}, but no layer is quantized")
+    if disputed:
+        _warn_of_zeros(disputed, about, root)
     return found
+
+
+def _warn_of_zeros(layers: list[str], about: Foreign, root: Path) -> None:
+    shown = ", ".join(f"'{name}'" for name in layers[:_SHOWN])
+    more = f" and {len(layers) - _SHOWN} more" if len(layers) > _SHOWN else ""
+    rule = (
+        "as GPTQModel writes them, which meta.quantizer names; programs that take each by itself "
+        "read other weights"
+        if about.by_gptqmodel
+        else "each by itself, as AutoGPTQ does; if GPTQModel wrote them, say so as meta.quantizer "
+        "in the quantization_config"
+    )
+    warnings.warn(
+        f"{root}: zero points of 0 in {shown}{more}, for which programs that write the checkpoint "
+        f"format 'gptq' have two rules; they are read {rule}",
+        stacklevel=5,  # the caller of load_quantized
+    )
 
 
 def _of_tied_head(name: str, model: nn.Module, root: Path) -> str:
@@ -168,6 +217,8 @@ def _floats(
             value = read()
             if value.is_floating_point() != wanted[name].is_floating_point():
                 problems.append(f"{name} is {value.dtype}, it should be {wanted[name].dtype}")
+            elif isinstance(wanted[name], nn.Parameter) and (bad := not_finite(value)):
+                problems.append(f"{bad} of {value.numel()} values of {name} are NaN or infinite")
             found[name] = value
     tied = {id(wanted[name]): name for name in found if name in wanted}
     for name, value in wanted.items():

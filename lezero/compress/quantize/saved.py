@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
-from lezero.compress.quantize.imported import import_quantized
+from lezero.compress.quantize.imported import BESIDE, import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
 from lezero.compress.quantize.modules import (
     SCALES,
@@ -126,7 +126,8 @@ def load_quantized(folder: str | os.PathLike[str], model: Model) -> Model: ...
 def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
     """The quantized model in a folder, ready to run; its layers never take their float size.
 
-    Reads what `lz.save_quantized` wrote, and Hugging Face folders of GPTQ and AWQ. Models of the
+    Reads what `lz.save_quantized` wrote, and Hugging Face folders of GPTQ and AWQ; it warns where
+    GPTQ's two rules for zero points differ (`lezero.compress.quantize.foreign`). Models of the
     Llama family are built here; for others give the float `model`, which becomes the quantized one
     in place: best built inside `lezero.nn.meta.parameters_on_meta()`, without memory. Parameters
     that are one in it stay one. Errors: `FileError` for a folder that is neither, that does
@@ -171,7 +172,9 @@ def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
         data = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False  # whoever opens the folder says what is wrong with it
-    return isinstance(data, dict) and data.get("quantization_config") is not None
+    if not isinstance(data, dict):
+        return False
+    return data.get("quantization_config") is not None or (root / BESIDE).is_file()
 
 
 def _check_target(root: Path, layout: str) -> None:
