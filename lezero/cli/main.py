@@ -19,7 +19,9 @@ import difflib
 import importlib
 import itertools
 import os
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,7 +173,13 @@ def _help() -> str:
         "  --version  Show the version.",
         "  --help     Show this text.",
     ]
-    return "\n".join(lines)
+    return "\n".join(map(_wrapped, lines))
+
+
+def _wrapped(line: str) -> str:
+    """As wide as the terminal; what an entry says goes on below itself."""
+    width, indent = max(30, shutil.get_terminal_size().columns), 13 if line[:1] == " " else 0
+    return textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def _explain(error: BaseException, arguments: Sequence[str] = ()) -> int:

@@ -231,6 +231,18 @@ def test_version_and_both_names(capsys: pytest.CaptureFixture[str]) -> None:
         assert done.stdout == ours
 
 
+def test_help_fits_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(["--help"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert max(map(len, texts[0].splitlines())) <= 40
+    assert texts[0].split() == texts[1].split()
+
+
 def test_help_is_quick_and_loads_no_torch() -> None:
     code = (
         "import sys; from lezero.cli.main import main; main(['--help']); "
