@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from lezero.core import groups, in_flight
+from lezero.core import groups, in_flight, observer
 from lezero.parallel.zero.gradients import Bucket, Lent, agree_on_scalars
 from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.plan import Plan, Recorder, Turns
@@ -149,7 +149,9 @@ class Backward:
     def _reduce_rest(self, turns: Turns) -> None:
         for bucket in turns.rest():
             bucket.launch()
-        used, late = self._agreement()
+        agreed = self._start_agreement()
+        self._finish_all()
+        used, late = self._agreement(*agreed)
         for bucket in late:
             bucket.launch()
         self._finish_all()
@@ -170,18 +172,26 @@ class Backward:
         while self.lent.in_flight:
             self.lent.in_flight[0].finish()
 
-    def _agreement(self) -> tuple[set[Held], list[Bucket]]:
-        """Which parameters any rank used, and which buckets are late on any; finishes all."""
+    def _start_agreement(self) -> tuple[torch.Tensor, dist.Work | None]:
         asked = [held.used for held in self.helds] + [bucket.late for bucket in self.buckets]
         flags = torch.tensor([float(one) for one in asked])
         if groups.world_size() == 1:
-            self._finish_all()
-        else:
-            flags = flags.to(self.lent.lines.place)
-            with groups.watched("all_reduce", flags.shape, flags.dtype, "which gradients came"):
-                work = dist.all_reduce(flags, async_op=True)
-                self._finish_all()
+            return flags, None
+        flags, watcher = flags.to(self.lent.lines.place), observer.current()
+        if watcher is not None:
+            watcher.enter("all_reduce", flags.shape, flags.dtype, "which gradients came")
+        return flags, dist.all_reduce(flags, async_op=True)
+
+    def _agreement(
+        self, flags: torch.Tensor, work: dist.Work | None
+    ) -> tuple[set[Held], list[Bucket]]:
+        """Which parameters any rank used, and which buckets are late on any."""
+        watcher = observer.current()
+        if work is not None:
+            with groups.naming_lost_ranks():
                 in_flight.wait(work)
+            if watcher is not None:
+                watcher.leave()
         counts = flags.tolist()
         used = {held for held, count in zip(self.helds, counts, strict=False) if count}
         late = zip(self.buckets, counts[len(self.helds) :], strict=True)

@@ -3,7 +3,8 @@
 [Note: a fixed partition]
 The norm of a sum depends on how the sum is cut. So the cut is always by parameter and by the rows
 that stage 3 would give each rank, partial sums of squares are taken in fp64, and their total is
-exact (`math.fsum`), whatever order they come in.
+exact (`math.fsum`), whatever order they come in. Of another norm than the 2-norm those of the same
+parts are combined, in the order of parameters and ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ _LABEL = "gradient norm"
 
 
 @torch.no_grad()
-def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients, fp64, on every rank. Collective where the model is sharded.
+def grad_norm(
+    parameters: nn.Module | Iterable[torch.Tensor], norm_type: float = 2.0
+) -> torch.Tensor:
+    """The norm of all gradients, fp64, on every rank. Collective where the model is sharded.
 
-    Parameters without a gradient do not count. Plain parameters count on each rank by themselves.
+    `norm_type`: the p of the p-norm, above 0; `inf` is the largest magnitude. Parameters without a
+    gradient do not count. Plain parameters count on each rank by themselves.
     """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ConfigError(f"gradient norm: norm_type is {norm_type}; allowed is above 0, or inf")
     listed = _listed(parameters)
     sharded: dict[int, tuple[Lines, list[Held]]] = {}
     elsewhere: list[DTensor] = []  # FSDP2's
@@ -46,46 +53,54 @@ def grad_norm(parameters: nn.Module | Iterable[torch.Tensor]) -> torch.Tensor:
             elsewhere.append(parameter.grad)
         elif parameter.grad is not None:
             plain.append(parameter.grad)
-    found = squares(plain, plain[0].device).tolist() if plain else []
+    found = _parts(plain, plain[0].device, norm_type).tolist() if plain else []
     for lines, helds in sharded.values():
-        found += _exchanged(helds, lines)
-    found += _summed(elsewhere)
-    return torch.tensor(math.sqrt(math.fsum(found)), dtype=torch.float64)
+        found += _exchanged(helds, lines, norm_type)
+    found += _summed(elsewhere, norm_type)
+    if norm_type == 2:
+        return torch.tensor(math.sqrt(math.fsum(found)), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.tensor([0.0, *found], dtype=torch.float64), norm_type)
 
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: nn.Module | Iterable[torch.Tensor], max_norm: float
+    parameters: nn.Module | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
     """Scales all gradients so that their common norm is at most `max_norm`; returns what it was.
 
     As `torch.nn.utils.clip_grad_norm_` for a model under `lz.shard_` at any stage, with the same
-    result bit for bit at all of them; collective. A norm that is not finite clips nothing.
+    result bit for bit at all of them; collective. `norm_type`: the p of the p-norm, above 0; `inf`
+    is the largest magnitude. A norm that is not finite clips nothing.
     """
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm}; allowed is above 0")
     listed = _listed(parameters)
-    norm = grad_norm(listed)
+    norm = grad_norm(listed, norm_type)
     if math.isfinite(float(norm)) and float(norm) > max_norm:
         gradients = [local(p.grad) for p in listed if p.grad is not None]
         torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
     return norm
 
 
-def _summed(gradients: list[DTensor]) -> list[float]:
-    """Squares of gradients that LeZero does not hold, over all their shards; those that are split
-    alike in one exchange."""
+def _summed(gradients: list[DTensor], norm_type: float) -> list[float]:
+    """Parts (`_parts`) of gradients that LeZero does not hold, over all their shards; those that
+    are split alike in one exchange."""
     alike: dict[tuple[DeviceMesh, tuple[int, ...]], list[DTensor]] = {}
     for gradient in gradients:
         cuts = tuple(i for i, p in enumerate(gradient.placements) if isinstance(p, Shard))
         alike.setdefault((gradient.device_mesh, cuts), []).append(gradient)
     found: list[float] = []
     for (mesh, cuts), mine in alike.items():
-        total = squares(mine, mine[0].device)
+        total, op = _parts(mine, mine[0].device, norm_type), dist.ReduceOp.SUM
+        powers = norm_type != 2 and not math.isinf(norm_type)
+        if powers:
+            total = total.pow(norm_type)
+        elif math.isinf(norm_type):
+            op = dist.ReduceOp.MAX
         for dim in cuts:
             with groups.watched("all_reduce", total.shape, total.dtype, _LABEL):
-                dist.all_reduce(total, group=mesh.get_group(dim))
-        found += total.tolist()
+                dist.all_reduce(total, op, group=mesh.get_group(dim))
+        found += (total.pow(1 / norm_type) if powers else total).tolist()
     return found
 
 
@@ -95,11 +110,12 @@ def _listed(parameters: nn.Module | Iterable[torch.Tensor]) -> list[torch.Tensor
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _exchanged(helds: list[Held], lines: Lines) -> list[float]:
-    """Squares of every chunk of every gradient, from the ranks that have them."""
+def _exchanged(helds: list[Held], lines: Lines, norm_type: float) -> list[float]:
+    """Parts (`_parts`) of every chunk of every gradient, from the ranks that have them."""
     split = lines.ranks > 1
     ranks, rank = (lines.ranks, lines.rank) if split else (groups.world_size(), groups.rank())
-    mine = squares([chunk(held, rank, ranks, split) for held in helds], lines.place)
+    chunks = [chunk(held, rank, ranks, split) for held in helds]
+    mine = _parts(chunks, lines.place, norm_type)
     if ranks == 1:
         return mine.tolist()
     every = [torch.empty_like(mine) for _ in range(ranks)]
@@ -117,6 +133,17 @@ def chunk(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor | None
         first, last = Rows(held.rows.shape, ranks).range(rank)
         gradient = gradient[first:last]
     return gradient
+
+
+def _parts(
+    tensors: Sequence[torch.Tensor | None], place: torch.device, norm_type: float
+) -> torch.Tensor:
+    """What the norm is made of: the sum of squares of each for the 2-norm, for others their norms,
+    in fp64; 0 for None."""
+    if norm_type == 2:
+        return squares(tensors, place)
+    nothing = torch.zeros((), dtype=torch.float64, device=place)
+    return torch.stack([nothing if x is None else _norm(x, norm_type) for x in tensors])
 
 
 def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
@@ -142,3 +169,16 @@ def _square(gradient: torch.Tensor) -> torch.Tensor:
     flat = local(gradient).reshape(-1)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(_PIECE)]
     return torch.stack(norms).square().sum() if norms else flat.new_zeros((), dtype=torch.float64)
+
+
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm in fp64, by pieces."""
+    flat = local(gradient).reshape(-1)
+    norms = [
+        torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64)
+        for piece in flat.split(_PIECE)
+        if piece.numel()
+    ]
+    if not norms:
+        return flat.new_zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

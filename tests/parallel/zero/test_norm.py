@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lezero.core import groups
-from lezero.core.errors import DistributedError
-from lezero.parallel.zero import Zero, clip_grad_norm_, norm, shard_
+from lezero.core.errors import ConfigError, DistributedError
+from lezero.parallel.zero import Zero, clip_grad_norm_, grad_norm, norm, shard_
 from tests.parallel.zero.models import batches, loss_of, make
 from tests.ranks import RankPool
 
@@ -22,6 +27,37 @@ def test_both_ways_agree_in_fp64(dtype: torch.dtype) -> None:
     assert torch.allclose(pieces, once, rtol=1e-12, atol=0)
     assert once[1] == once[3] == 0
     assert norm.at_once([None, None], cpu).tolist() == [0, 0]
+
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+
+
+def other_norms() -> None:
+    (tokens,), (mine,) = batches(1), batches(1, 2, groups.rank())
+    plain = make()
+    loss_of(plain, tokens).backward()
+    expected = {
+        p: float(nn.utils.get_total_norm([x.grad for x in plain.parameters()], p)) for p in NORMS
+    }
+    nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, norm_type=math.inf)
+    seen = []
+    for stage in (0, 1, 3):
+        model = shard_(make(), Zero(stage=stage))
+        loss_of(model, mine).backward()
+        seen.append([float(grad_norm(model, p)) for p in NORMS])
+        assert seen[-1] == seen[0]  # the same bits
+        assert dict(zip(NORMS, seen[-1], strict=True)) == pytest.approx(expected, rel=1e-5)
+        clip_grad_norm_(model, 1e-3, norm_type=math.inf)
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient: Any = parameter.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole, other.grad, rtol=1e-3, atol=1e-8)
+
+
+def test_every_norm_is_as_torchs_and_the_same_at_all_stages(ranks: RankPool) -> None:
+    ranks(2, other_norms)
+    with pytest.raises(ConfigError, match=r"norm_type is 0.0; allowed is above 0, or inf"):
+        grad_norm(nn.Linear(2, 2), 0)
 
 
 def clipped_alone(stage: int) -> None:
