@@ -12,17 +12,19 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lezero.core.errors import ConfigError
+from lezero.core.log import logger
 from lezero.serve.batching.independence import Row, check_rows
 from lezero.serve.batching.model import COUNTS, BatchedModel
 
 _FORM = "PACKAGE.MODULE:FUNCTION"
+_LOG = logger("serve")
 _MOST_ROWS = 2048
 """Of a request: each of them takes memory of its own, however short it is."""
 
@@ -35,6 +37,9 @@ class InferModule(BatchedModel):
     of the same kind; dims that differ from the example's may have any size from 1 up to it. Without
     it only the batch may differ.
 
+    Outputs in mappings, lists and tuples have dotted names, such as hidden.0; None is no output. A
+    warning names what is left out since it is no tensor.
+
     Errors: `ConfigError` for inputs without a batch dim, and a module that fails on the example,
     whose outputs have no batch dim, or whose rows see each other.
     """
@@ -43,6 +48,7 @@ class InferModule(BatchedModel):
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module: got a {type(module).__name__}, allowed is an nn.Module")
         self._module = module.eval()
+        self._left_out: set[str] = set()
         self._positional = not isinstance(example, Mapping)
         self.example = _named(example, "example")
         self.largest = self.example if largest is None else _named(largest, "largest")
@@ -114,7 +120,9 @@ class InferModule(BatchedModel):
         found = self._call(together)
         for name, output in found.items():
             if output.dim() == 0 or len(output) != len(items):
-                raise ConfigError(f"{name}: dim 0 of {tuple(output.shape)} is not the batch")
+                shape = tuple(output.shape)
+                problem = f"output {name}: dim 0 of {shape} is not the batch; give it one per row"
+                raise ConfigError(f"{problem}, or leave it out")
         return [{name: x[i] for name, x in found.items()} for i in range(len(items))]
 
     def is_sound(self, answer: Row) -> bool:
@@ -128,7 +136,15 @@ class InferModule(BatchedModel):
     def _call(self, inputs: Row) -> Row:
         given = inputs.values()
         found = self._module(*given) if self._positional else self._module(**inputs)
-        return {name: x.cpu() for name, x in _outputs(found).items()}
+        outputs = _outputs(found)
+        kept = {name: x.cpu() for name, x in outputs.items() if isinstance(x, Tensor)}
+        if not kept or any(x.layout is not torch.strided for x in kept.values()):
+            raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
+        for name in outputs.keys() - kept.keys() - self._left_out:
+            self._left_out.add(name)
+            kind = type(outputs[name]).__name__
+            _LOG.warning("output %s is left out of answers: %s is no tensor", name, kind)
+        return kept
 
     @property
     def _coarseness(self) -> float:
@@ -186,16 +202,26 @@ def _check_forms(example: Row, largest: Row) -> None:
         raise ConfigError("largest: must have the example's names, types and dims, and no less")
 
 
-def _outputs(found: Any) -> Row:
-    if isinstance(found, Tensor):
-        named = {"output": found}
-    elif isinstance(found, Mapping):
-        named = {str(k): x for k, x in found.items()}
+def _outputs(found: Any) -> dict[str, Any]:
+    """What a module gives but None, by name."""
+    named: dict[str, Any] = {}
+    if isinstance(found, Mapping):
+        _flatten(found.items(), "", named)
     elif isinstance(found, list | tuple):
-        named = {f"output_{i}": x for i, x in enumerate(found)}
+        _flatten(((f"output_{i}", x) for i, x in enumerate(found)), "", named)
     else:
-        named = {}
-    kept = {name: x for name, x in named.items() if isinstance(x, Tensor)}
-    if not kept or any(x.layout is not torch.strided for x in kept.values()):
-        raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
-    return kept
+        named["output"] = found
+    return named
+
+
+def _flatten(pairs: Iterable[tuple[Any, Any]], before: str, named: dict[str, Any]) -> None:
+    for key, x in pairs:
+        name = f"{before}{key}"
+        if isinstance(x, Mapping):
+            _flatten(x.items(), f"{name}.", named)
+        elif isinstance(x, list | tuple):
+            _flatten(enumerate(x), f"{name}.", named)
+        elif x is not None:
+            if name in named:
+                raise ConfigError(f"module: gives two outputs that are called {name}; rename one")
+            named[name] = x

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,50 @@ def test_a_factory_lies_in_the_working_folder_and_its_errors_are_told(
     with pytest.raises(ConfigError, match="cannot be imported"):
         module_of("a_users_typo:make")
     sys.modules.pop("a_users_model")
+
+
+class Gives(nn.Module):
+    """What a function makes of its input."""
+
+    def __init__(self, make: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.make(x)
+
+
+def test_outputs_within_outputs_have_dotted_names(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    given = Gives(lambda x: {"y": x, "hidden": (x, [{"a": x + 1}]), "n": 3, "none": None})
+    with caplog.at_level("WARNING", "lezero"):
+        model = InferModule(given, torch.zeros(1, 4))
+        (row,) = model.run([{"input": torch.ones(4)}])
+    assert {name: x.tolist() for name, x in row.items()} == {
+        "y": [1] * 4,
+        "hidden.0": [1] * 4,
+        "hidden.1.0.a": [2] * 4,
+    }
+    assert caplog.messages == ["output n is left out of answers: int is no tensor"]
+    several = InferModule(Gives(lambda x: (x, (x, x))), torch.zeros(1, 4))
+    (row,) = several.run([{"input": torch.ones(4)}])
+    assert list(row) == ["output_0", "output_1.0", "output_1.1"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda x: 3, "gives a int"),
+        (lambda x: {"a": None}, "gives a dict"),
+        (lambda x: {"a": {"b": x}, "a.b": x}, "two outputs that are called a.b"),
+        (lambda x: {"a": [x, x.sum()]}, r"output a.1: dim 0 of \(\) is not the batch; give it one"),
+    ],
+)
+def test_outputs_that_are_no_answers_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        InferModule(Gives(make), torch.zeros(1, 4))
 
 
 def test_sparse_answers_are_refused() -> None:
