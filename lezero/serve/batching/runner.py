@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,11 +24,16 @@ from lezero.serve.batching.model import BatchedModel
 
 _LOG = logger("serve")
 _RECENT = 1024
+_MOST_KINDS, _MOST_LETTERS = 20, 300
 _ENDED = "the server's loop of batches has failed"
 
 
 class FailedError(LeZeroError):
-    """The model failed on this request, or its answer is not a number."""
+    """The model failed on this request, or its answer is not a number. cause: for the log."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class StoppedError(LeZeroError):
@@ -83,6 +89,8 @@ class Runner:
         self._wake = threading.Condition()
         self._jobs: set[Ask] = set()
         self._stopping = False
+        self._kinds: set[tuple[type, str, int]] = set()
+        """Kinds of errors, by the place that raised them, whose traceback is in the log."""
         self._began: float | None = None
         self._threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._run, name="lezero-batches", daemon=True)
@@ -147,6 +155,7 @@ class Runner:
         failed = self.counts.failed_steps
         began = self._began = time.monotonic()
         answers = self._answers(batch)
+        self._log_failed(batch, answers)
         with self._wake:
             for (ask, item), answer in zip(batch.items, answers, strict=True):
                 self._take(ask, item, answer)
@@ -191,17 +200,42 @@ class Runner:
             return [self._checked(answer) for answer in found]
         except BaseException as error:  # whatever a module does, SystemExit too
             self.counts.failed_steps += 1
-            _LOG.error("a step of %d items failed", len(items), exc_info=error)
             if len(items) == 1:
-                return [FailedError("the model failed on this request")]
-            return [self._alone(item) for item in items]
+                return [self._failed(error)]
+            found = [self._alone(item) for item in items]
+            if not any(isinstance(x, FailedError) for x in found):
+                said = self._said(error)
+                _LOG.error("a step of %d items failed, but none alone: %s", len(items), said)
+            return found
 
     def _alone(self, item: Any) -> Any:
         try:
             return self._checked(self.model.run([item])[0])
         except BaseException as error:
-            _LOG.error("an item failed by itself", exc_info=error)
-            return FailedError("the model failed on this request")
+            return self._failed(error)
+
+    def _failed(self, error: BaseException) -> FailedError:
+        # The error itself is not kept, since its frames hold the tensors of the step.
+        return FailedError("the model failed on this request", self._said(error))
+
+    def _said(self, error: BaseException) -> str:
+        """An error in one line; the first one of each kind with its traceback."""
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        kind = (type(error), frame.f_code.co_filename, line)
+        words = next(iter(str(error).strip().splitlines()), "")[:_MOST_LETTERS]
+        said = f"{type(error).__name__}: {words}"
+        if kind in self._kinds or len(self._kinds) == _MOST_KINDS:
+            return said
+        self._kinds.add(kind)
+        return "\n".join([said, *traceback.format_exception(error)])
+
+    def _log_failed(self, batch: Batch, answers: Sequence[Any]) -> None:
+        """Writes a line for each request that the model failed on."""
+        asks: set[Ask] = set()
+        for (ask, item), answer in zip(batch.items, answers, strict=True):
+            if isinstance(answer, FailedError) and answer.cause and ask not in asks:
+                asks.add(ask)
+                _LOG.error("the model failed on item %d of a request: %s", item, answer.cause)
 
     def _checked(self, answer: Any) -> Any:
         sound = self.model.is_sound(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -155,6 +156,18 @@ def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:
     assert "not a number" in str(nan.outcome)
     assert runner.counts.failed_steps == 1
     assert Asked(runner, 5).wait() == [10]
+
+
+def test_each_request_that_fails_is_one_line_and_its_kind_one_traceback(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    for items in ([13], [13, 2], [13, 13]):
+        assert isinstance(Asked(runner, *items).wait(), FailedError)
+    said = [record.getMessage().splitlines() for record in caplog.records]
+    assert [lines[0].partition(": ")[2] for lines in said] == ["RuntimeError: no luck"] * 3
+    assert "Traceback" in said[0][1]
+    assert [len(lines) for lines in said[1:]] == [1, 1]
 
 
 def test_a_step_that_ran_again_teaches_nothing(runner, model, monkeypatch) -> None:
