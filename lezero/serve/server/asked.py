@@ -83,13 +83,7 @@ def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
     """Checks every field; raises `Problem` that names the one that is wrong."""
     given = {key: value for key, value in data.items() if value is not None}
     _check_names(form, given)
-    if given.get("model", model) != model:
-        raise Problem(
-            404,
-            f"model: got {shown(given['model'])}, this server has {model!r}",
-            param="model",
-            code="model_not_found",
-        )
+    check_model(given, model)
     most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
     if most is None and form == "text":
         most = _TEXT_TOKENS
@@ -105,6 +99,14 @@ def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
         _stream_usage(given, stream),
         _whole(given, "priority", 0, _LAST) or 0,
     )
+
+
+def check_model(data: Mapping[str, Any], own: str) -> None:
+    """Raises `Problem` (404) where the client means another model than the server's own."""
+    asked = data.get("model")
+    if asked not in (None, own):
+        problem = f"model: got {shown(asked)}, this server has {own!r}"
+        raise Problem(404, problem, param="model", code="model_not_found")
 
 
 def _check_names(form: Form, given: Mapping[str, Any]) -> None:

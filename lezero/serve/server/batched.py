@@ -141,7 +141,7 @@ class BatchFace(Face):
         body = await exchange.read(self._config.body_bytes, self._config.read_s)
         async with within(self._config.request_s):
             rows, is_single = await self._items(
-                exchange, len(body), lambda: read_inputs(body, kind, model)
+                exchange, len(body), lambda: read_inputs(body, kind, model, self.name)
             )
             answers = await self._answers(exchange, rows)
             count = sum(x.numel() for row in answers for x in row.values())

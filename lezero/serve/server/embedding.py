@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lezero.serve.server.asked import is_whole, shown, truth, wrong
+from lezero.serve.server.asked import check_model, is_whole, shown, truth, wrong
 from lezero.serve.server.exchange import as_json_in_parts
 from lezero.serve.server.problem import Problem
 
@@ -35,9 +35,7 @@ def read_embeddings(data: Mapping[str, Any], model: str, dim: int | None) -> Emb
     for name in given:
         if name not in _KNOWN:
             raise wrong(name, "this server does not know it", code="unknown_parameter")
-    if given.get("model", model) != model:
-        problem = f"model: got {shown(given['model'])}, this server has {model!r}"
-        raise Problem(404, problem, param="model", code="model_not_found")
+    check_model(given, model)
     form = given.get("encoding_format", "float")
     if form not in ("float", "base64"):
         raise wrong("encoding_format", f"got {shown(form)}, allowed are float and base64")

@@ -49,7 +49,7 @@ class Exchange:
         self._unread |= self.headers.get("content-length", "0") != "0"
         self._late = False
         self._closes = {"transfer-encoding", "content-length"} <= self.headers.keys()
-        """Two lengths: whoever passed the request on may have meant the other one (RFC 9112, 6.1)."""
+        """Two lengths: who passed the request on may have taken the other one (RFC 9112, 6.1)."""
 
     def header(self, name: str) -> str:
         return self.headers.get(name, "")

@@ -7,8 +7,9 @@ names, and otherwise the question's.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,19 +17,22 @@ from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.module import InferModule, Row
+from lezero.serve.server.asked import check_model, wrong
 from lezero.serve.server.exchange import JSON, as_json_in_parts, parse
 from lezero.serve.server.problem import Problem
 
 TENSORS = "application/vnd.safetensors"
+_WEIGHT = re.compile(r"q\s*=\s*([01](?:\.\d{0,3})?)")
 _WHOLE = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 }
 
 
-def read_inputs(body: bytes, kind: str, model: InferModule) -> tuple[list[Row], bool]:
-    """The rows of a body, and whether it was one row without a batch dim; `Problem` for others."""
-    given = _from_tensors(body) if kind == TENSORS else _from_json(parse(body), model)
+def read_inputs(body: bytes, kind: str, model: InferModule, name: str) -> tuple[list[Row], bool]:
+    """The rows of a body, and whether it was one row without a batch dim; `Problem` for others.
+    name: of the model, for clients."""
+    given = _from_tensors(body) if kind == TENSORS else _from_json(parse(body), model, name)
     try:
         return model.rows(given)
     except ConfigError as error:
@@ -36,17 +40,27 @@ def read_inputs(body: bytes, kind: str, model: InferModule) -> tuple[list[Row], 
 
 
 def answer_kind(accept: str, asked: str) -> str:
-    """The content type of the answer: the first of the two that `Accept` names, or the question's.
+    """The content type of the answer: of the two the one that `Accept` weighs most, of equal ones
+    the first that it names, or the question's. (RFC 9110, 12.5.1.)
 
     Raises `Problem` (406) where it takes neither.
     """
-    named = [part.partition(";")[0].strip().lower() for part in accept.split(",") if part.strip()]
-    for name in named:
-        if name in (JSON, TENSORS):
-            return name
-    if not named or {"*/*", "application/*"} & set(named):
+    weights: dict[str, float] = {}
+    for part in accept.split(","):
+        kind, *parameters = (x.strip().lower() for x in part.split(";"))
+        found = [x for x in map(_WEIGHT.fullmatch, parameters) if x is not None]
+        if kind:
+            weights[kind] = float(found[0][1]) if found else 1.0
+    if not weights:
         return asked
-    raise Problem(406, f"accept: got {accept[:80]!r}, this server gives {JSON} and {TENSORS}")
+
+    def weight(kind: str) -> float:
+        return next((weights[x] for x in (kind, "application/*", "*/*") if x in weights), 0.0)
+
+    best = max(*(x for x in weights if x in (JSON, TENSORS)), asked, JSON, TENSORS, key=weight)
+    if weight(best) == 0:
+        raise Problem(406, f"accept: got {accept[:80]!r}, this server gives {JSON} and {TENSORS}")
+    return best
 
 
 def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:
@@ -84,11 +98,11 @@ def _from_tensors(body: bytes) -> dict[str, Tensor]:
         raise Problem(400, f"the body is no safetensors: {error}") from None
 
 
-def _from_json(data: Mapping[str, Any], model: InferModule) -> dict[str, Tensor]:
+def _from_json(data: Mapping[str, Any], model: InferModule, own: str) -> dict[str, Tensor]:
     for name in data:
         if name not in ("inputs", "model"):
-            shown = name[:80]
-            raise Problem(400, f"{shown}: this server does not know it", param=shown)
+            raise wrong(name, "this server does not know it", code="unknown_parameter")
+    check_model(data, own)
     inputs = data.get("inputs")
     if not isinstance(inputs, dict):
         inputs = {} if inputs is None else {next(iter(model.example)): inputs}
@@ -105,28 +119,76 @@ def _unknown(name: str, model: InferModule) -> bool:
 
 
 def _tensor(value: Any, dtype: torch.dtype, name: str) -> Tensor:
-    """A tensor of nested lists, whose numbers must be of the kind of `dtype`, none rounded away."""
-    wrong = f"inputs.{name}: "
+    """A tensor of nested lists, whose numbers must be of the kind of `dtype` and in its range:
+    whole ones for whole types, and true and false for bool alone. Floating types round to nearest.
+    """
+    numbers, shape = _flat(value, name)
+    kinds, allowed = _allowed(dtype)
+    other = set(map(type, numbers)) - kinds
+    if other:
+        given = " and ".join(sorted(_NAMES[kind] for kind in other))
+        raise Problem(400, f"inputs.{name}: got {given}, allowed are {allowed}", param="inputs")
+    beyond = Problem(400, f"inputs.{name}: got others, allowed are {allowed}", param="inputs")
+    if dtype in _WHOLE and numbers:
+        limits = torch.iinfo(dtype)
+        if min(numbers) < limits.min or max(numbers) > limits.max:
+            raise beyond
+    floats = dtype.is_floating_point
     try:
-        found = torch.tensor(value, dtype=torch.float64 if _is_floating(dtype) else None)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        text = str(error).splitlines()[0][:200]
-        raise Problem(400, f"{wrong}no tensor ({text})", param="inputs") from None
-    kind = "true and false" if dtype == torch.bool else "whole numbers"
-    if dtype in _WHOLE:
-        least, most = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-        whole = found.dtype == torch.int64
-        if not whole or (
-            found.numel() and not least <= int(found.min()) <= int(found.max()) <= most
-        ):
-            raise Problem(400, f"{wrong}allowed are {kind} of {dtype}", param="inputs")
-    elif dtype == torch.bool and found.dtype != torch.bool:
-        raise Problem(400, f"{wrong}allowed are {kind}", param="inputs")
-    made = found.to(dtype)
-    if _is_floating(dtype) and not math.isfinite(float(made.double().abs().sum())):
-        raise Problem(400, f"{wrong}holds numbers that {dtype} lacks", param="inputs")
+        wide = torch.tensor(numbers, dtype=torch.float64 if floats else dtype).reshape(shape)
+    except OverflowError:  # a whole number beyond float64
+        raise beyond from None
+    made = wide.to(dtype)
+    # Of 8 bits, torch takes the largest number for one beyond it, and has few operations.
+    if floats and not bool((made.double().isfinite() & (wide.abs() <= _nearest_most(dtype))).all()):
+        raise beyond
     return made
 
 
-def _is_floating(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
+def _allowed(dtype: torch.dtype) -> tuple[set[type], str]:
+    """Python's types of what JSON may hold for `dtype`, and their name for people."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype in _WHOLE:
+        limits = torch.iinfo(dtype)
+        return {int}, f"whole numbers of {name}, {limits.min} to {limits.max}"
+    if dtype.is_floating_point:
+        return {int, float}, f"numbers of {name}, to ±{torch.finfo(dtype).max:.6g}"
+    return {bool}, "true and false"
+
+
+def _nearest_most(dtype: torch.dtype) -> float:
+    """The largest number of float64 that rounds to one of a floating type."""
+    limits = torch.finfo(dtype)
+    return float(limits.max * (1 + limits.eps / 4))
+
+
+_NAMES = {
+    bool: "true or false",
+    int: "numbers",
+    float: "numbers with a fraction or exponent",
+    str: "text",
+    dict: "an object",
+    list: "a list beside numbers",
+    type(None): "null",
+}
+
+
+def _flat(value: Any, name: str) -> tuple[list[Any], list[int]]:
+    """What nested lists hold, in order, and their shape."""
+    found, shape = [value], []
+    while found and isinstance(found[0], list):
+        if not all(isinstance(x, list) for x in found):
+            raise _uneven(name, "numbers and lists side by side")
+        lengths = set(map(len, found))
+        if len(lengths) > 1:
+            raise _uneven(name, f"lists of {min(lengths)} to {max(lengths)} side by side")
+        shape.append(len(found[0]))
+        found = list(chain.from_iterable(found))
+    return found, shape
+
+
+def _uneven(name: str, what: str) -> Problem:
+    problem = (
+        f"inputs.{name}: got {what}, allowed is one shape; ask for rows that differ one by one"
+    )
+    return Problem(400, problem, param="inputs")

@@ -132,6 +132,11 @@ def test_other_paths_and_models(client, server, infer) -> None:
     assert infer.ask("/v1/models").json["data"][0]["inputs"] == {"input": "float32 (4)"}
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="other", input="x")
+    for asked in ({"inputs": [1, 2, 3, 4]}, {}):
+        refused = infer.ask("/v1/infer", {**asked, "model": "other"})
+        assert (refused.status, refused.error["code"]) == (404, "model_not_found")
+    named = {"inputs": [1, 2, 3, 4], "model": infer.server.name}
+    assert infer.ask("/v1/infer", named).status == 200
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
     assert server.ask("/v1/infer", {}).status == 404
@@ -190,6 +195,8 @@ def test_inference_as_json_and_as_tensors(infer) -> None:
         {"inputs": {"input": None}},
         {"inputs": [[1, 2, 3, None]]},
         {"inputs": [[1, 2, 3, 4]], "more": 1},
+        {"inputs": [[1, 2, 3, True]]},
+        {"inputs": [[1, 2, 3, [4]]]},
         b"{",
     ],
 )

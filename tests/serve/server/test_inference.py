@@ -1,0 +1,102 @@
+"""Numbers of JSON as tensors, and the form of an answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.serve.batching.module import InferModule
+from lezero.serve.server.exchange import JSON
+from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs
+from lezero.serve.server.problem import Problem
+
+
+class Same(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+def read(dtype: torch.dtype, value: Any) -> torch.Tensor:
+    """The row of 3 numbers that a body holds."""
+    model = InferModule(Same(), torch.zeros(1, 3, dtype=dtype))
+    (row,), is_single = read_inputs(json.dumps({"inputs": value}).encode(), JSON, model, "m")
+    assert is_single
+    return row["input"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.float64, [1e308, 1e308, 1]),
+        (torch.float64, [2**60 + 1, 0.1, -0.0]),
+        (torch.float32, [3.4028235e38, -3.4028235e38, 0]),
+        (torch.bfloat16, [3.3e38, 1.00001, 1e-45]),
+        (torch.float8_e4m3fn, [448, 0.5, -2]),
+        (torch.uint64, [2**63, 2**64 - 1, 0]),
+        (torch.int64, [-(2**63), 2**63 - 1, 0]),
+        (torch.uint8, [0, 255, 1]),
+        (torch.bool, [True, False, True]),
+    ],
+)
+def test_numbers_that_a_type_has_are_taken(dtype: torch.dtype, value: list[Any]) -> None:
+    wide = torch.float64 if dtype.is_floating_point else dtype
+    found, wanted = read(dtype, value), torch.tensor(value, dtype=wide).to(dtype)
+    assert found.dtype == dtype
+    assert found.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "words"),
+    [
+        (torch.float32, [1, True, 3], "got true or false, allowed are numbers of float32"),
+        (torch.float32, [1e39, 1, 1], "allowed are numbers of float32, to ±3.40282e+38"),
+        (torch.float64, [10**400, 1, 1], "allowed are numbers of float64"),
+        (torch.float8_e4m3fn, [1000, 1, 1], "to ±448"),
+        (torch.float32, [None, "a", {}], "got an object and null and text"),
+        (torch.int64, [1, True, 3], "got true or false, allowed are whole numbers of int64"),
+        (torch.int64, [1.0, 2, 3], "got numbers with a fraction or exponent"),
+        (torch.int64, [2**63, 2, 3], "whole numbers of int64, -9223372036854775808 to"),
+        (torch.uint64, [2**64, 2, 3], "whole numbers of uint64, 0 to 18446744073709551615"),
+        (torch.uint8, [-1, 2, 3], "whole numbers of uint8, 0 to 255"),
+        (torch.bool, [1, 0, 1], "got numbers, allowed are true and false"),
+        (torch.int64, [], r"got int64 (0,), allowed is int64 (3)"),
+        (torch.int64, [[1, 2, 3], [1]], "got lists of 1 to 3 side by side"),
+        (torch.int64, [[1, 2, 3], 1], "got numbers and lists side by side"),
+        (torch.int64, [1, [1, 2, 3]], "got a list beside numbers"),
+    ],
+)
+def test_what_is_wrong_with_a_number_is_told(dtype: torch.dtype, value: Any, words: str) -> None:
+    with pytest.raises(Problem) as found:
+        read(dtype, value)
+    assert words in found.value.message
+    assert (found.value.status, found.value.param) == (400, "inputs")
+
+
+@pytest.mark.parametrize(
+    ("accept", "asked", "kind"),
+    [
+        ("", TENSORS, TENSORS),
+        ("*/*", TENSORS, TENSORS),
+        ("text/html, application/*", JSON, JSON),
+        (f"{TENSORS}, {JSON}", JSON, TENSORS),
+        (f"{JSON};q=0.1, {TENSORS};q=1.0", JSON, TENSORS),
+        (f"{TENSORS}; q=0, {JSON}", TENSORS, JSON),
+        (f"{TENSORS};q=0, */*", TENSORS, JSON),
+        (f"*/*;q=0.5, {JSON};v=1;q=0.4", JSON, TENSORS),
+        (f"{JSON};q=nonsense", TENSORS, JSON),
+        (f"{JSON};q=0", JSON, None),
+        ("*/*;q=0.0", JSON, None),
+        ("text/html", JSON, None),
+    ],
+)
+def test_an_answer_has_the_form_that_is_weighed_most(
+    accept: str, asked: str, kind: str | None
+) -> None:
+    if kind is None:
+        with pytest.raises(Problem, match="accept"):
+            answer_kind(accept, asked)
+    else:
+        assert answer_kind(accept, asked) == kind
