@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, FileError
 from lezero.core.paths import expand_home
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.keys import new_key, read_keys
@@ -39,7 +39,8 @@ def serve_model(
     """Serves the model at a path until a signal ends it.
 
     Raises `ConfigError`, before the model is opened, where the address is open to others without
-    keys, or is taken, or the model is a folder of weights alone.
+    keys, or is taken, or the model is a folder of weights alone, and `FileError` where there is
+    nothing at its path.
     """
     if not model:
         raise ConfigError(
@@ -48,6 +49,9 @@ def serve_model(
     if cache_mib is not None and cache_mib < 1:
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
     _check_address(config)
+    for place in (model, expand_home(draft or model)):
+        if not Path(place).exists():
+            raise FileError(f"{place}: no such file or folder")
     _check_tokenizer(Path(model))
     from lezero.profiler.hardware import hardware
     from lezero.serve.forecast import resident_bytes

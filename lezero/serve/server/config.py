@@ -33,7 +33,7 @@ class ServeConfig(Config):
     p99_ms: float = Field(default=50.0, gt=0, le=600_000)
     """Milliseconds in which 99% of the requests are to be answered, by models that are batched."""
     rate: int | None = Field(default=None, ge=1)
-    """HTTP requests a minute of one key, or of one address where there are no keys."""
+    """HTTP requests a minute with keys of one name, or of one address where there are no keys."""
     connections: int = Field(default=1024, ge=1)
     """Open connections at most."""
     body_bytes: int = Field(default=1 << 20, ge=1024)

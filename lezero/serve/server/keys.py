@@ -79,12 +79,17 @@ def read_keys(path: str | None) -> Keys:
     keys = Keys(str(flag("LEZERO_API_KEYS")).split(","), "LEZERO_API_KEYS")
     if path is not None:
         try:
-            with Path(expand_home(path)).open(encoding="utf-8") as file:
-                text = file.read(_LIMIT)
+            with Path(expand_home(path)).open("rb") as file:
+                data = file.read(_LIMIT + 1)
+            if len(data) > _LIMIT:
+                raise ConfigError(
+                    f"{path}: the file of API keys is longer than {_LIMIT} bytes, which is the "
+                    "most; take out keys that are not used"
+                )
+            own = Keys(data.decode("utf-8").splitlines(), path)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is no text in UTF-8"
             raise FileError(f"{path}: the API keys cannot be read ({why})") from None
-        own = Keys(text.splitlines(), path)
         if not len(own):
             raise ConfigError(
                 f"{path}: holds no keys; lz serve --new-key NAME prints a line for it"
@@ -96,7 +101,8 @@ def read_keys(path: str | None) -> Keys:
 class RateLimit:
     """Lets each client ask `rate` times a minute; unused times add up to ten seconds' worth.
 
-    A token bucket for each of the clients that asked last.
+    A client is a name of keys, so that whoever takes another key has no more, or an address.
+    A token bucket for each of those that asked last.
     """
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:

@@ -40,6 +40,9 @@ def test_files_and_the_environment(tmp_path: Path, monkeypatch) -> None:
     path.write_text("# nobody\n")
     with pytest.raises(ConfigError, match="holds no keys"):
         read_keys(str(path))
+    path.write_text("#" * (1 << 20) + f"\n{line}\n")
+    with pytest.raises(ConfigError, match="longer than 1048576 bytes"):
+        read_keys(str(path))
     with pytest.raises(FileError, match="cannot be read"):
         read_keys(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="name"):
@@ -106,6 +109,18 @@ def test_only_those_with_a_key_are_answered(tmp_path: Path) -> None:
         assert client.ask("/v1/completions", body).status == 401
         assert client.ask("/v1/completions", body, authorization="Bearer lz-x").status == 401
         assert client.ask("/v1/completions", body, authorization=f"Bearer {key}").status == 200
+
+
+def test_keys_of_one_name_share_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    (old, one), (new, two), (other, three) = new_key("alice"), new_key("alice"), new_key("bob")
+    monkeypatch.setenv("LEZERO_API_KEYS", ",".join([one, two, three]))
+    with serving(small_llm(), rate=6) as client:
+        asked = {"prompt": "x", "max_tokens": 1}
+        found = [
+            client.ask("/v1/completions", asked, authorization=f"Bearer {key}").status
+            for key in (old, new, other)
+        ]
+    assert found == [200, 429, 200]
 
 
 def test_a_rate_over_http() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import signal
@@ -198,6 +199,21 @@ def test_a_file_of_keys_that_is_not_there_is_named_once(tmp_path, capsys) -> Non
     assert main(["serve", "x", "--keys", str(path)]) == 1
     said = capsys.readouterr().err
     assert said == f"error: {path}: the API keys cannot be read (No such file or directory)\n"
+
+
+@pytest.mark.parametrize("words", [["{}"], [".", "--speculate", "draft", "--draft", "{}"]])
+def test_a_model_that_is_not_there_is_told_before_the_machine_is_measured(
+    words, tmp_path, capsys, monkeypatch
+) -> None:
+    def measure() -> None:
+        raise AssertionError("it takes half a minute")
+
+    # The package has a function of the module's name.
+    module = importlib.import_module("lezero.profiler.hardware")
+    monkeypatch.setattr(module, "hardware", measure)
+    place = str(tmp_path / "none")
+    assert main(["serve", *(word.format(place) for word in words), "--port", "0"]) == 1
+    assert capsys.readouterr().err == f"error: {place}: no such file or folder\n"
 
 
 def test_a_port_that_is_taken_is_told_before_a_model_is_opened(capsys) -> None:
