@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,10 @@ class Coder:
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant.
 
+        A content is text, or a list of {"type": "text", "text": …}, which goes to a template that
+        reads such parts as it is, and to others as one text. Other keys, such as name, are the
+        template's to read.
+
         Raises `ConfigError` for messages without role or content, and where the tokenizer has no
         chat template, or it fails.
         """
@@ -79,7 +84,21 @@ class Coder:
                 "this model's tokenizer has no chat template: give a prompt and use generate"
             )
         _check_messages(messages)
+        if not self._reads_parts and any(isinstance(x["content"], list) for x in messages):
+            messages = [{**x, "content": joined(x["content"])} for x in messages]
         return render(self.template, messages, self._specials)
+
+    @functools.cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template writes the text of a part, and not the part as it is."""
+        part = {"type": "text", "text": "lezero-text", "lezero-key": ""}
+        try:
+            found = render(
+                self.template or "", [{"role": "user", "content": [part]}], self._specials
+            )
+        except ConfigError:
+            return False
+        return part["text"] in found and "lezero-key" not in found
 
 
 def open_coder(place: str | Path, folder: Path | None) -> Coder:
@@ -141,6 +160,24 @@ def _check_messages(messages: Sequence[Message]) -> None:
     if not messages:
         raise ConfigError("messages: got none, give at least one")
     for number, message in enumerate(messages):
-        for key in ("role", "content"):
-            if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise ConfigError(f"messages[{number}].{key}: got no text; each message has one")
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"messages[{number}].role: got no text; each message has one")
+        _check_content(message.get("content"), f"messages[{number}].content")
+
+
+def _check_content(content: Any, name: str) -> None:
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ConfigError(
+                    f"{name}[{number}]: got a part of type {kind!r}, allowed are parts of type "
+                    "'text' with a text"
+                )
+    elif not isinstance(content, str):
+        raise ConfigError(f"{name}: got no text; each message has one, or a list of parts")
+
+
+def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a message, whose content may be parts."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

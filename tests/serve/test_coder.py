@@ -150,6 +150,35 @@ def test_a_chat_begins_as_its_template_writes_and_transformers_reads(tmp_path, b
     assert asked.json["usage"]["prompt_tokens"] == len(expected)
 
 
+SAYS = "{% for m in messages %}{{ m.role }}{% if m.name %}({{ m.name }}){% endif %}: "
+PARTS = "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+PARTS += "[{{ p.type }}]{{ p.text }}{% endfor %}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "content", [PARTS, "{{ m.content }}", "{{ m.content | tojson }}", "{{ '' + m.content }}"]
+)
+def test_names_and_parts_are_what_the_template_makes_of_them(tmp_path, content):
+    train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(f"{SAYS}{content}\n{{% endfor %}}")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    llm = LLM(small(vocab=301), coder=open_coder("", tmp_path), weights="bf16")
+    parts = [{"type": "text", "text": "a few "}, {"type": "text", "text": "words"}]
+    given = [{"role": "user", "content": parts, "name": "bob"}, {"role": "user", "content": "x"}]
+    whole = [{**given[0], "content": "a few words"}, given[1]]
+    read = given if content == PARTS else whole
+    expected = theirs.apply_chat_template(read, return_dict=False)
+    assert llm.chat_tokens(given) == expected
+    with serving(llm) as client:
+        asked = client.ask("/v1/chat/completions", {"messages": given, "max_tokens": 1})
+        assert asked.json["usage"]["prompt_tokens"] == len(expected)
+        wrong = [{**given[0], "name": 3}]
+        refused = client.ask("/v1/chat/completions", {"messages": wrong})
+        assert refused.error["param"] == "messages[0].name"
+    with pytest.raises(ConfigError, match=r"content\[0\]: got a part of type 'image'"):
+        llm.chat_tokens([{"role": "user", "content": [{"type": "image"}]}])
+
+
 def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):
     train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()

@@ -65,7 +65,7 @@ class Asked:
 
     form: Form
     prompts: list[Prompt]
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     params: SamplingParams
     max_tokens: int | None
     n: int
@@ -153,7 +153,7 @@ def _prompts(value: Any) -> list[Prompt]:
     return value
 
 
-def _messages(value: Any) -> list[dict[str, str]]:
+def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise wrong("messages", "required: a list of at least one message")
     found = []
@@ -169,16 +169,20 @@ def _messages(value: Any) -> list[dict[str, str]]:
             allowed = ", ".join(_ROLES)
             raise wrong(f"{where}.role", f"got {shown(role)}, allowed are {allowed}")
         content = _content(message.get("content"), f"{where}.content")
-        found.append({"role": _ROLES[role], "content": content})
+        name = message.get("name")
+        if not isinstance(name, str | None):
+            raise wrong(f"{where}.name", f"got {shown(name)}, allowed is text")
+        named = {} if name is None else {"name": name}
+        found.append({"role": _ROLES[role], "content": content, **named})
     return found
 
 
-def _content(value: Any, where: str) -> str:
+def _content(value: Any, where: str) -> str | list[dict[str, str]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong(where, "required: text, or a list of parts of type text")
-    texts = []
+    parts = []
     for number, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
@@ -186,8 +190,8 @@ def _content(value: Any, where: str) -> str:
             raise wrong(f"{where}[{number}]", problem)
         if not isinstance(part.get("text"), str):
             raise wrong(f"{where}[{number}].text", "required: text")
-        texts.append(part["text"])
-    return "".join(texts)
+        parts.append({"type": "text", "text": part["text"]})
+    return parts
 
 
 def _stream_usage(given: Mapping[str, Any], stream: bool) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from lezero.core.errors import ConfigError
 from lezero.memory.pool import give_back_free_blocks
-from lezero.serve.coder import Coder
+from lezero.serve.coder import Coder, joined
 from lezero.serve.embed import check_prompts, longest_prompt
 from lezero.serve.llm import LLM, Prompt
 from lezero.serve.request import Request
@@ -34,7 +34,8 @@ class Encoder:
         owner: the requests share blocks with those of the same owner alone, since what was found in
         the cache, which the answer and its time tell, shows what others have asked.
         """
-        letters = sum(map(len, asked.prompts)) + sum(len(x["content"]) for x in asked.messages)
+        letters = sum(map(len, asked.prompts))
+        letters += sum(len(joined(x["content"])) for x in asked.messages)
         try:
             return await self._run(letters, lambda: self._make(asked, owner))
         except ConfigError as error:
