@@ -98,12 +98,27 @@ def ask(browser: Browser, text: str, tokens: int) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_long_name_leaves_room_on_a_small_phone(tmp_path: Path) -> None:
+    name = "a-model-" * 20
+    with serving(small_llm(), name=name) as client, Browser(str(CHROMIUM), tmp_path) as browser:
+        browser.open(client.url, 320, 568)
+        browser.wait("at('state').textContent === 'ready'")
+        assert browser.run("at('name').title") == name
+        assert browser.run("innerHeight - at('send').getBoundingClientRect().bottom") >= 0
+        assert browser.run("at('log').clientHeight") > 60
+        root = "document.documentElement"
+        assert browser.run(f"{root}.scrollWidth - {root}.clientWidth") == 0, "it scrolls sideways"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_browser_asks_for_the_key(tmp_path: Path, monkeypatch) -> None:
     key, line = new_key("me")
     monkeypatch.setenv("LEZERO_API_KEYS", line)
     with serving(small_llm(), name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
         browser.open(client.url, 1280, 800)
         browser.wait("!at('key-label').hidden && at('state').textContent === 'API key needed'")
+        browser.run("at('key').value = 'ключ'")
+        browser.wait("at('state').textContent === 'API key not valid'")
         browser.run(f"at('key').value = {key!r}")
         browser.wait("at('state').textContent === 'ready'")
         ask(browser, "hello", tokens=5)
