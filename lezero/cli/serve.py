@@ -65,9 +65,7 @@ def serve(
     keys: Annotated[
         str | None, typer.Option(help="File of API keys, hashed; LEZERO_API_KEYS adds to it.")
     ] = None,
-    rate: Annotated[
-        int | None, typer.Option(help="Requests a minute with keys of one name.")
-    ] = None,
+    rate: Annotated[int | None, typer.Option(help="Requests a minute by keys of one name.")] = None,
     drain: Annotated[
         float, typer.Option(help="Seconds that running answers have after SIGTERM.")
     ] = 30.0,
