@@ -59,8 +59,10 @@ def compress(
     codec. Nothing is differentiated.
     """
     one = codec_named(codec)
+    kind = type(tensors).__name__
+    if not isinstance(tensors, Tensor) and hasattr(tensors, "__array__"):
+        raise ConfigError(f"compress: got {kind}; give torch.from_numpy(array), as float32")
     if not isinstance(tensors, Tensor | Iterable):
-        kind = type(tensors).__name__
         raise ConfigError(f"compress: got {kind}, allowed is a tensor, or a list or dict of them")
     if isinstance(tensors, Tensor):
         return Payload(codec, (_part(tensors, one, "the tensor"),), single=True)
@@ -94,6 +96,10 @@ def _part(x: Tensor, one: Codec, which: str) -> Part:
         raise ConfigError(
             f"compress: {which} is {str(found).removeprefix('torch.')}; allowed are float32, "
             "bfloat16 and float16 tensors. Send others as they are, or cast them first"
+        )
+    if x.is_nested:
+        raise ConfigError(
+            f"compress: {which} is nested; allowed are dense tensors (give a list, x.unbind())"
         )
     if x.layout is not torch.strided or x.is_meta or hasattr(x, "to_local"):
         kind = "a DTensor" if hasattr(x, "to_local") else "on meta" if x.is_meta else "sparse"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 
@@ -135,6 +136,8 @@ def test_tensors_whose_sign_is_a_flag_keep_it(name: str) -> None:
         ([torch.zeros(2), None], "tensor 1 is NoneType"),
         (torch.eye(3).to_sparse(), "the tensor is sparse"),
         ({"w": torch.zeros(3, device="meta")}, "'w' is on meta"),
+        ([torch.nested.as_nested_tensor([torch.zeros(2)], layout=torch.jagged)], "0 is nested"),
+        (numpy.zeros(3, numpy.float32), "got ndarray; give torch.from_numpy"),
     ],
 )
 def test_tensors_that_are_not_floats_are_refused(tensors: object, says: str) -> None:
