@@ -45,7 +45,7 @@ class Config(BaseModel):
         arbitrary_types_allowed=False,
     )
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -10,6 +10,7 @@ from lezero import checkpoint
 from lezero.compress.quantize import is_quantized_folder, load_quantized
 from lezero.core.errors import FileError
 from lezero.core.paths import expand_home
+from lezero.files.generation import list_generations
 from lezero.models import Transformer, TransformerConfig, load_gguf, load_hf
 
 
@@ -23,6 +24,7 @@ def open_model(
     `place` is no model, or is damaged.
     """
     path = Path(expand_home(place))
+    require_model(path)
     if path.is_file() and path.suffix == ".gguf":
         return load_gguf(path, dtype, matrices=gguf_matrices), None
     if (path / "config.json").is_file():
@@ -33,6 +35,24 @@ def open_model(
     if not path.exists():
         raise FileError(f"{path}: no such file or folder")
     return _from_run(path)
+
+
+def require_model(path: Path) -> None:
+    """Raises `FileError` for a file or folder in which there is nothing that opens."""
+    if path.is_file() and path.suffix != ".gguf":
+        raise FileError(
+            f"{path}: a file is a model where it is a .gguf one; give a run, a Hugging Face folder "
+            "or a .gguf file"
+        )
+    if not path.is_dir() or (path / "config.json").is_file():
+        return
+    if checkpoint.is_generation(path) or list_generations(checkpoint.checkpoint_root(path)):
+        return
+    inside = next(iter(sorted(path.glob("*.gguf"))), None)
+    raise FileError(
+        f"{path}: holds no model; looked for config.json (of a Hugging Face folder) and for "
+        f"checkpoints of a run; a GGUF file is named itself, as {inside or path / 'model.gguf'}"
+    )
 
 
 def _from_run(path: Path) -> tuple[Transformer, Path]:

@@ -11,20 +11,18 @@ from typing import Literal
 import torch
 from torch import nn
 
-from lezero.checkpoint import checkpoint_root, is_generation
 from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data.tokenizer import holds_tokenizer
-from lezero.files.generation import list_generations
 from lezero.hub.foreign import is_foreign
-from lezero.hub.opened import open_model
+from lezero.hub.opened import open_model, require_model
 from lezero.models import Transformer
 from lezero.ops import linear
 from lezero.ops.decoder import native
@@ -59,7 +57,7 @@ def open_program(
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)
-    _refuse_what_is_no_model(Path(place))
+    require_model(Path(place))
     if is_foreign(place):
         return open_foreign(place, weights), _reader(place, Path(place))
     kept = _own_blocks(place, weights)
@@ -71,24 +69,6 @@ def open_program(
         return found, partial(open_coder, place, None)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None, _wide(weights))
     return program_of(_placed(opened, weights), weights), _reader(place, folder)
-
-
-def _refuse_what_is_no_model(path: Path) -> None:
-    """Raises `FileError` for a file or folder in which there is nothing that opens."""
-    if path.is_file() and path.suffix != ".gguf":
-        raise FileError(
-            f"{path}: a file is a model where it is a .gguf one; give a run, a Hugging Face folder "
-            "or a .gguf file"
-        )
-    if not path.is_dir() or (path / "config.json").is_file():
-        return
-    if is_generation(path) or list_generations(checkpoint_root(path)):
-        return
-    inside = next(iter(sorted(path.glob("*.gguf"))), None)
-    raise FileError(
-        f"{path}: holds no model; looked for config.json (of a Hugging Face folder) and for "
-        f"checkpoints of a run; a GGUF file is named itself, as {inside or path / 'model.gguf'}"
-    )
 
 
 def _reader(place: str, folder: Path | None) -> ReadCoder | None:

@@ -14,7 +14,7 @@ import torch
 from lezero.core.errors import ConfigError
 from lezero.core.paths import expand_home
 from lezero.hub.opened import open_model
-from lezero.models import Transformer, generate_stream, gguf_tokenizer, stop_tokens
+from lezero.models import Transformer, generate_stream, gguf_end_tokens, gguf_tokenizer, stop_tokens
 
 TOKENS = 128
 """New ones where nobody says how many."""
@@ -82,7 +82,7 @@ def open_writer(place: str) -> Writer:
     model, folder = open_model(place, torch.float32)
     if folder is None:
         found = gguf_tokenizer(place)  # it writes what a prompt begins with by itself
-        return Writer(model, found, _end_of(found))
+        return Writer(model, found, _ends_of(found, place))
     from lezero.data import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -100,6 +100,8 @@ def _is_text(prompt: str) -> bool:
     return True
 
 
-def _end_of(tokenizer: Any) -> tuple[int, ...]:
+def _ends_of(tokenizer: Any, place: str) -> tuple[int, ...]:
+    """The tokenizer's own end of text first: an empty prompt starts with it."""
     end = getattr(tokenizer, "eos_token_id", None)
-    return (end,) if isinstance(end, int) else ()
+    first = [end] if isinstance(end, int) else []
+    return (*first, *sorted(gguf_end_tokens(place) - {*first}))

@@ -168,3 +168,8 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path) -> None:
     file.write_text("train:\n  steps: 5\nrun: a\ntrain:\n  batch: 4\n")
     with pytest.raises(ConfigError, match="line 4: 'train' is there twice"):
         read_yaml(str(file))
+
+
+def test_a_key_named_self_is_unknown_as_any_other() -> None:
+    with pytest.raises(ConfigError, match="self: unknown key"):
+        Sample.parse({"self": 1})

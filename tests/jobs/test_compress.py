@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "group": ({"scheme": {"kind": "int4_weight", "group": 24}}, "scheme.group"),
     "key": ({"modle": "x"}, "did you mean 'model'"),
     "model": ({"model": "/nowhere"}, "/nowhere: no such file"),
-    "no model": ({"model": "{place}/tokenizer"}, "it holds no generation"),
+    "no model": ({"model": "{place}/tokenizer"}, "holds no model; looked for config.json"),
     "fp8 for servers": (
         {"scheme": "fp8", "layout": "compressed-tensors"},
         "layout 'compressed-tensors': Fp8 cannot be written in it; int4 and int8 can",
