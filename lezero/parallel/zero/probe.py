@@ -103,6 +103,8 @@ def _differs(optimizer: torch.optim.Optimizer, index: int, like: DTensor) -> str
         try:
             sharded = _stepped(optimizer, index, sharded_as(value), sharded_as(gradient), 0)
         except Exception as error:
+            if optimizer.param_groups[index].get("fused") and "sharding strategy" in str(error):
+                return "torch has no fused step for shards here; give it fused=False"
             text = str(error) or type(error).__name__
             return text.splitlines()[0][:200].rstrip(".")
     if not torch.equal(plain[0], plain[2]):  # it adds noise

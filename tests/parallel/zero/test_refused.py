@@ -170,6 +170,8 @@ def optimizers():
             optimizer.step()
     with pytest.raises(ConfigError, match=r"0.weight': it does not work element by element"):
         probe.check(refused["Muon"])
+    with pytest.raises(ConfigError, match=r"no fused step for shards here; give it fused=False"):
+        probe.check(refused["SGD"])
     before = torch.random.get_rng_state()
     for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.SGD):
         kind(model.parameters(), lr=0.1).step()
