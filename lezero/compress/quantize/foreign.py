@@ -133,9 +133,10 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
 def _zeros_of_gptq(packed: Tensor, N: int, about: Foreign) -> tuple[Tensor, bool]:
     """Zero points (G, N), and whether the two rules of format "gptq" read different ones.
 
-    AutoGPTQ takes each field by itself: z is (field + 1) mod 2^bits. GPTQModel takes 1 for each z
-    from the whole int32, so that a z of 0, a field of ones, borrows from the next, and adding to
-    the int32 undoes it. Nothing but the name of the writer tells which it was.
+    AutoGPTQ means each field by itself: z is (field + 1) mod 2^bits; kernels that leave out the mod
+    read 2^bits for a z of 0. GPTQModel takes 1 for each z from the whole int32, so that a z of 0, a
+    field of ones, borrows from the next, and adding to the int32 undoes it. Nothing but the name of
+    the writer tells which it was.
     """
     fields = unpack_int32(packed, about.bits, 1)[:, :N]
     if about.checkpoint_format == "gptq_v2":
