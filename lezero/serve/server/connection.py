@@ -5,6 +5,10 @@ uvicorn waits without end for the headers of a request, and for a client to read
 [Note: too many] Where more connections are open than are taken, those that have asked nothing for a
 while give way, beginning with those that have been silent for the longest. Where there are none, as
 at a burst of questions, `App` tells those who ask that there are too many.
+
+[Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
+is answered, and so would not see its client leave. It goes on reading here, up to a bound that
+pipelined requests keep within.
 """
 
 from __future__ import annotations
@@ -30,9 +34,19 @@ class _Limited:
 
     cycle: Any
     conn: Any
+    flow: Any
     transport: Any
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+
+    def handle_events(self) -> None:
+        super().handle_events()  # type: ignore[misc]
+        if self.flow.read_paused and not self._between() and not self.cycle.more_body:
+            # See [Note: bytes behind a request].
+            if len(self.conn.trailing_data[0]) > _BEHIND:
+                self.transport.abort()
+            else:
+                self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         import h11
@@ -87,15 +101,6 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             if not self._between():
                 self._stop_reading()
             self._note_silence()
-
-        def handle_events(self) -> None:
-            super().handle_events()
-            if self.flow.read_paused and not self._between() and not self.cycle.more_body:
-                # See [Note: bytes behind a request].
-                if len(self.conn.trailing_data[0]) > _BEHIND:
-                    self.transport.abort()
-                else:
-                    self.flow.resume_reading()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()  # which may begin with the next question
