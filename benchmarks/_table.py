@@ -174,16 +174,10 @@ def compare(
 
 def run(one: Side, threads: int | None = None, timeout_s: float = 1200) -> dict[str, Any]:
     """Runs one side once; `RuntimeError` says why it gave no figures."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
-    if threads:
-        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    # A side of another environment must see its own packages only.
-    if one.command[0] != sys.executable:
-        del env["PYTHONPATH"]
     try:
         done = subprocess.run(
             one.command,
-            env=env | one.env,
+            env=environment(one, threads),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -191,11 +185,27 @@ def run(one: Side, threads: int | None = None, timeout_s: float = 1200) -> dict[
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not done in {timeout_s:g} s") from None
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise RuntimeError(f"status {done.returncode}: {said[-1].strip()[:200]}")
+    return figures_of(done.returncode, done.stdout, done.stderr)
+
+
+def environment(one: Side, threads: int | None) -> dict[str, str]:
+    """What a side's process sees."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    if threads:
+        env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    # A side of another environment must see its own packages only.
+    if one.command[0] != sys.executable:
+        del env["PYTHONPATH"]
+    return env | one.env
+
+
+def figures_of(status: int, said: str, complained: str) -> dict[str, Any]:
+    """The figures that a side printed; `RuntimeError` says why there are none."""
+    if status:
+        lines = [line for line in complained.splitlines() if line.strip()] or ["no message"]
+        raise RuntimeError(f"status {status}: {lines[-1].strip()[:200]}")
     try:
-        figures = json.loads(done.stdout.strip().splitlines()[-1])
+        figures = json.loads(said.strip().splitlines()[-1])
     except (IndexError, ValueError):
         raise RuntimeError("printed no JSON object as its last line") from None
     if not isinstance(figures, dict):

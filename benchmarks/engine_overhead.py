@@ -1,8 +1,9 @@
 """What the engine costs with everything off, and what it gains as it ships, on a GPT of 26M.
 
-8 layers, d=512, T=256, batch 8. Four sides, each in its own process, interleaved: a bare fp32 eager
-loop, a bare bf16 autocast loop, the Engine with everything off (same loss function, no compile, no
-pool, no clipping) and the Engine as it ships. The model is plain PyTorch and the same on all sides.
+8 layers, d=512, T=256, batch 8. Four sides, each in its own process, take their steps in turns: a
+bare fp32 eager loop, a bare bf16 autocast loop, the Engine with everything off (same loss function,
+no compile, no pool, no clipping) and the Engine as it ships. The model is plain PyTorch and the
+same on all sides.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import statistics
 import time
 
-from _table import arguments, compare, emit, finish, side
+from _table import arguments, emit, finish, side
+from _turns import compare_in_turns, turns
 
 SIDES = ("bare fp32", "bare bf16", "engine off", "engine shipped")
 VOCAB = 2048
@@ -104,7 +106,7 @@ def measure(name: str, quick: bool) -> None:
         step()
     ready = time.perf_counter() - first
     seconds = []
-    for _ in range(4 if quick else 10):
+    for _ in turns():
         began = time.perf_counter()
         loss = step()
         seconds.append(time.perf_counter() - began)
@@ -130,7 +132,8 @@ def main() -> None:
     extra = ["--quick"] if options.quick else []
     sides = [side(__file__, name, *extra) for name in SIDES]
     rounds = options.rounds or (1 if options.quick else 5)
-    result = compare(sides, rounds=rounds, threads=options.threads)
+    steps = 4 if options.quick else 10
+    result = compare_in_turns(sides, rounds=rounds, steps=steps, threads=options.threads)
     if result.failed:
         raise SystemExit("; ".join(f"{k}: {v}" for k, v in result.failed.items()))
     print(f"GPT, {options.threads} threads, medians of {rounds} rounds; ready_s: first steps, with")
