@@ -121,7 +121,7 @@ def main() -> None:
         side(__file__, name, *extra, env={"LEZERO_WATCH": flag})
         for name, flag in (("watched", "1"), ("not watched", "0"))
     ]
-    result = compare(sides, rounds=options.rounds or (2 if options.quick else 5), threads=1)
+    result = compare(sides, rounds=options.rounds or (1 if options.quick else 5), threads=1)
     watched = {key: result.median("watched", key) for key in ("call_us", "share", "calls_a_step")}
     finish(
         result.table(["step_ms"], base="not watched")

@@ -328,7 +328,7 @@ def main() -> None:
         names = options.only.split(",")
     rounds = options.rounds or (1 if options.quick else 3)
     if options.quick and options.device == "cpu":
-        names = ["ddp", "zero1", "zero2", "zero3", "lowbit"]
+        names = ["ddp", "zero2", "zero3", "lowbit"]
     sides = [
         peer(__file__, name, "deepspeed", *extra)
         if name in DEEPSPEED
@@ -345,16 +345,18 @@ def main() -> None:
         ran = [name for name in names if result.figures[name]]
         finish(table, {f"{name}_{key}": result.median(name, key) for name in ran for key in keys})
         return
+    others = (1,) if options.quick else (1, 4)
     once = [
         side(__file__, "bitwise", *extra),
-        *(side(__file__, f"zero2 x{n}", *extra) for n in (1, 4)),
+        *(side(__file__, f"zero2 x{n}", *extra) for n in others),
     ]
     more = compare(once, rounds=1)
-    step_s = {n: more.median(f"zero2 x{n}", "step_s") for n in (1, 4)}
+    step_s = {n: more.median(f"zero2 x{n}", "step_s") for n in others}
     step_s[2] = result.median("zero2", "step_s")
-    rates = [[str(n), f"{n * LENGTH / step_s[n]:.0f}"] for n in (1, 2, 4)]
+    rates = [[str(n), f"{n * LENGTH / step_s[n]:.0f}"] for n in sorted(step_s)]
     forecast, ahead = foreseen(options.quick, 1)
-    slower = max(("zero1", "zero2"), key=lambda name: result.median(name, "step_s"))
+    halves = [name for name in ("zero1", "zero2") if name in names]
+    slower = max(halves, key=lambda name: result.median(name, "step_s"))
     finish(
         f"{table}\n\n{columns([['ranks', 'tokens/s'], *rates])}\n\n{forecast}",
         {
