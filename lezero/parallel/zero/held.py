@@ -109,7 +109,9 @@ class Held:
         if self.mark is not None:  # autograd adds to the gradient: it is one of its own from now on
             self.mark = self.mark._replace(stands_in=False)
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
-            return gradient.redistribute(parameter.device_mesh, parameter.placements)
+            split = gradient.redistribute(parameter.device_mesh, parameter.placements)
+            # Of a gradient with other strides torch keeps a copy, which torch 2.11 does not split.
+            return split.contiguous()
         return gradient
 
     def check_memory(self) -> None:
