@@ -16,6 +16,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from lezero.core.facts import cache_folder
+
 MARK = "LEZERO_TEST_SESSION"
 NATIVE = "LEZERO_TEST_NATIVE"
 GRACE_S = 3.0
@@ -107,22 +109,26 @@ class Snapshot:
 
 
 def start_session() -> str:
-    """Gives this test session its mark and a temporary folder of its own; returns the folder."""
+    """Gives this test session its mark and a temporary folder of its own; returns the folder.
+
+    Native kernels are those of the user's cache, where a digest of its sources names each; whatever
+    is measured goes to a cache of the session's own.
+    """
     os.environ[MARK] = str(os.getpid())
     kept = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", kept)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(kept, "torchinductor_tests"))
     folder = tempfile.mkdtemp(prefix="lz-tests-")
     if NATIVE not in os.environ:  # else the session that started this worker has made it
-        os.environ[NATIVE] = os.path.join(folder, ".native")
-        os.mkdir(os.environ[NATIVE])
+        os.environ[NATIVE] = str(cache_folder() / "native")
+        os.makedirs(os.environ[NATIVE], exist_ok=True)
     os.environ["LEZERO_CACHE"] = str(own_cache(Path(folder, ".cache")))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
 
 
 def own_cache(folder: Path) -> Path:
-    """Makes `folder` a cache of LeZero that shares its native libraries with the whole session."""
+    """Makes `folder` a cache of LeZero that shares its native libraries with the user's."""
     folder.mkdir(exist_ok=True)
     (folder / "native").symlink_to(os.environ[NATIVE])
     return folder

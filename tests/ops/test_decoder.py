@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.ops.decoder import (
@@ -82,6 +84,30 @@ def poisoned(shape: Shape, bits: int = 16) -> BlockCache:
     return cache
 
 
+STEPS = (
+    [[0, 100, 0], [100, 37, 0], [137, 1, 0]],
+    [[0, 1, 100], [1, 1, 37], [2, 5, 1]],
+    [[0, 130, 101], [130, 90, 38], [220, 1, 6]],
+)
+
+
+@functools.lru_cache(1)
+def case(form: str, bits: int, name: str) -> tuple[list[LayerWeights], Tensor, list[Any]]:
+    """Weights, blocks, and of each step its chunks, what goes in and what comes out; the same for
+    all kernels."""
+    shape = SHAPES[name]
+    torch.manual_seed(0)
+    weights, cache = layers(shape, form, extras=name == "grouped"), poisoned(shape, bits)
+    table, steps = torch.randperm(BLOCKS)[:60].view(3, 20).int(), []
+    for chunks in STEPS:
+        given = torch.tensor(chunks, dtype=torch.int32)
+        x = torch.randn(sum(chunk[1] for chunk in chunks), shape.dim)
+        expected = x.clone()
+        reference.run(shape, weights, expected, *tables(shape), given, table, cache)
+        steps.append((given, x, expected))
+    return weights, table, steps
+
+
 @pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("form", "bits"), CACHES)
@@ -90,21 +116,11 @@ def test_it_equals_the_reference(form, bits, name, kernel, monkeypatch):
     assert NATIVE.available()
     monkeypatch.setattr(NATIVE, "_kernel", kernel)
     shape = SHAPES[name]
-    torch.manual_seed(0)
-    weights = layers(shape, form, extras=name == "grouped")
-    decoder, angles = Decoder(shape, weights), tables(shape)
-    mine, theirs = poisoned(shape, bits), poisoned(shape, bits)
-    table = torch.randperm(BLOCKS)[:60].view(3, 20).int()
-    for chunks in (
-        [[0, 100, 0], [100, 37, 0], [137, 1, 0]],
-        [[0, 1, 100], [1, 1, 37], [2, 5, 1]],
-        [[0, 130, 101], [130, 90, 38], [220, 1, 6]],
-    ):
-        x = torch.randn(sum(chunk[1] for chunk in chunks), shape.dim)
-        found, expected = x.clone(), x.clone()
-        given = torch.tensor(chunks, dtype=torch.int32)
-        decoder.run(found, *angles, given, table, mine)
-        reference.run(shape, weights, expected, *angles, given, table, theirs)
+    weights, table, steps = case(form, bits, name)
+    decoder, angles, cache = Decoder(shape, weights), tables(shape), poisoned(shape, bits)
+    for given, x, expected in steps:
+        found = x.clone()
+        decoder.run(found, *angles, given, table, cache)
         assert found.isfinite().all()
         # Keys, values and weights of attention are bf16; one code of eight bits may fall elsewhere.
         assert (found - expected).norm() / expected.norm() < (0.03 if "A8" in form else 0.01)
