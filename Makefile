@@ -7,11 +7,11 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
-# A worker a core, hyper-threads included (`auto` would leave those out); whole files go to a worker,
-# so that what a file's tests share is made once.
+# Three workers on two cores, four at most: each waits a seventh of its time, for ranks, clocks and
+# sockets. Whole files go to a worker, so that what a file's tests share is made once.
 # Workers share the cores, so OpenMP threads that wait must sleep: spinning takes a quarter of the time.
 # Compiled Python is kept where the environment says no, or each process that a test starts compiles anew.
-WORKERS ?= -n logical --maxprocesses 4 --dist loadfile
+WORKERS ?= -n $(shell expr \( $$(nproc) \* 3 + 1 \) / 2) --maxprocesses 4 --dist loadfile
 
 BIN := .venv/bin
 STAMP := .venv/.set-up
