@@ -1,9 +1,10 @@
 """Runs the short form of every benchmark, as CI does; fails when one fails.
 
-A benchmark passes when it ends with status 0 and its last line is one JSON object. Three run side by
-side: a short form shows that a benchmark works, and its times are no figures. For the same reason
-threads that wait sleep, so that the other one has the core, and what is measured of the machine is
-kept in a cache of its own, which is gone afterwards; native kernels are those of the user's cache.
+A benchmark passes when it ends with status 0 and its last line is one JSON object. Three run side
+by side: a short form shows that a benchmark works, and its times are no figures. For the same
+reason threads that wait sleep, so that another one has the core, and what is measured of the
+machine is kept in a cache of its own, which is gone afterwards; native kernels are those of the
+user's cache.
 """
 
 from __future__ import annotations
