@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import pydoc_data.topics
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lezero.core import device, facts
+from lezero.comm.probe import Level, Topology
+from lezero.comm.topology import Hosts
+from lezero.core import device, facts, groups
 from lezero.plan import measure
 from lezero.profiler import ceilings
-from lezero.train import RunConfig
+from lezero.train import RunConfig, prospect
 from tests.leaks import own_cache
 
 TEXT = "\n\n".join(pydoc_data.topics.topics.values())[:30_000]
@@ -50,6 +53,23 @@ def one_thread(filled_cache: Path) -> Iterator[None]:
         patch.setattr(measure, "_waiting", dict)
         yield
     torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def one_group() -> Iterator[None]:
+    """For ranks: runs in turn share the group, which none leaves, and know their network unprobed.
+
+    A group that is left and joined again at once may meet the store of the first.
+    """
+    levels = (Level("memory", 1e-5, 1e10), Level("loopback", 1e-4, 1e9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            prospect,
+            "probe",
+            lambda mesh, axis: Topology(Hosts((tuple(mesh.ranks(axis)),)), levels),
+        )
+        patch.setattr(groups, "leave", lambda: None)
+        yield
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
