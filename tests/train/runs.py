@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import pydoc_data.topics
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
-from lezero.comm.probe import Level, Topology
-from lezero.comm.topology import Hosts
-from lezero.core import device, facts, groups
-from lezero.plan import Forecast, StepSpec, forecast, measure
-from lezero.plan.spec import Build
+from lezero.core import device, facts
+from lezero.plan import measure
 from lezero.profiler import ceilings
-from lezero.train import RunConfig, prospect
+from lezero.train import RunConfig
 from tests.leaks import own_cache
 
 TEXT = "\n\n".join(pydoc_data.topics.topics.values())[:30_000]
@@ -42,28 +36,11 @@ def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_forecasts: dict[str, Forecast] = {}
-
-
-def forecast_once(build: Build, spec: StepSpec, hardware: Any) -> Forecast:
-    """A forecast takes longer than 20 small steps: made anew only for another model or step."""
-    with FakeTensorMode():
-        model = build()
-        optimizer = spec.make_optimizer(model)
-    kinds = {p.dtype for p in model.parameters()}
-    step = spec.with_(optimizer=None, loss=None, steps=None)
-    key = f"{model} {kinds} {optimizer} {step} {(spec.steps or 0) > 50}"
-    if key not in _forecasts:
-        _forecasts[key] = forecast(build, spec, hardware)
-    return replace(_forecasts[key], steps=spec.steps)
-
-
 @pytest.fixture(scope="module")
 def one_thread(filled_cache: Path) -> Iterator[None]:
     """One thread, here and in the processes that a test starts, and the filled cache.
 
-    A forecast keeps what it measured beside other tests too, instead of waiting for a quiet moment,
-    and runs that train alike share one.
+    A forecast keeps what it measured beside other tests too, instead of waiting for a quiet moment.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -71,27 +48,8 @@ def one_thread(filled_cache: Path) -> Iterator[None]:
         patch.setenv("LEZERO_CACHE", str(filled_cache))
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setattr(measure, "_waiting", dict)
-        patch.setattr(prospect, "forecast", forecast_once)
         yield
     torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def one_group() -> Iterator[None]:
-    """For ranks: runs in turn share forecasts and the group, which none leaves, and probe nothing.
-
-    A group that is left and joined again at once may meet the store of the first.
-    """
-    levels = (Level("memory", 1e-5, 1e10), Level("loopback", 1e-4, 1e9))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            prospect,
-            "probe",
-            lambda mesh, axis: Topology(Hosts((tuple(mesh.ranks(axis)),)), levels),
-        )
-        patch.setattr(prospect, "forecast", forecast_once)
-        patch.setattr(groups, "leave", lambda: None)
-        yield
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,8 @@ from lezero.optim import AdamW, Schedule
 from lezero.train import RunConfig, Trainer
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
-from tests.ranks import RankError
-from tests.train.runs import filled_cache, one_group, one_thread
+from tests.ranks import RankError, RankPool
+from tests.train.runs import filled_cache, one_thread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from checkpoint_parts.resume import QUICK, differences
@@ -30,8 +29,7 @@ VOCAB = 13
 
 
 def rank_trains(path, kill_at):
-    with one_group():
-        assert Trainer(RunConfig.load(path), [Killer(kill_at)]).run().exit_status == 0
+    assert Trainer(RunConfig.load(path), [Killer(kill_at)]).run().exit_status == 0
 
 
 @pytest.mark.parametrize("case", [QUICK[1]], ids=str)
@@ -49,22 +47,27 @@ def test_a_killed_run_ends_bit_for_bit_as_one_that_was_not(
     assert "Traceback" not in err
 
 
+@pytest.fixture(scope="module")
+def other_ranks(one_thread):
+    """A second pool, since two runs of a pair go on side by side."""
+    with RankPool() as pool:
+        yield pool
+
+
 @pytest.mark.parametrize("case", [QUICK[0], QUICK[2]], ids=str)
-def test_a_killed_run_goes_on_bit_for_bit_in_ranks_that_are_warm(case, ranks, one_thread, tmp_path):
+def test_a_killed_run_goes_on_bit_for_bit_in_ranks_that_are_warm(
+    case, ranks, other_ranks, one_thread, tmp_path
+):
     """They are really killed, and started again as the launcher does it: with a restart counted."""
 
-    pool_is_free = threading.Lock()  # the two runs of a pair are started side by side
-
     def whole(case, path, kill_at):
-        with pool_is_free:
-            ranks(case.ranks, rank_trains, path, kill_at, timeout_s=180)
+        ranks(case.ranks, rank_trains, path, kill_at, timeout_s=180)
 
     def killed(case, path, kill_at):
+        with pytest.raises(RankError, match=f"rank {case.ranks - 1} was killed by SIGKILL"):
+            other_ranks(case.ranks, rank_trains, path, kill_at, timeout_s=180)
         again = {"TORCHELASTIC_RESTART_COUNT": "1"}
-        with pool_is_free:
-            with pytest.raises(RankError, match=f"rank {case.ranks - 1} was killed by SIGKILL"):
-                ranks(case.ranks, rank_trains, path, kill_at, timeout_s=180)
-            ranks(case.ranks, rank_trains, path, kill_at, timeout_s=180, env=again)
+        other_ranks(case.ranks, rank_trains, path, kill_at, timeout_s=180, env=again)
 
     assert differences(case, tmp_path, whole, killed) == []
 

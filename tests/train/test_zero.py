@@ -20,8 +20,7 @@ from lezero.train import Trainer
 from lezero.train.engine import Engine
 from lezero.train.gradients import wires
 from lezero.train.loss import next_token_loss
-from tests.conftest import hide_accelerators
-from tests.train.runs import TEXT, config, filled_cache, one_group, settings
+from tests.train.runs import TEXT, config, filled_cache, settings
 from tests.train.test_distributed import (
     ROWS,
     STEPS,
@@ -57,14 +56,6 @@ def steps(engine, masked_rows=(), count=STEPS):
     return [(r.loss, r.grad_norm, r.tokens) for r in results], whole(engine)
 
 
-# Micro-batches of a step, rows that count nothing, whether the loss is a plain masked mean.
-COUNTED = {
-    "plain": (1, (), False),
-    "masked-micro-batches": (3, (0, 1, 6, 7, 10, 11), False),
-    "masked-rank-of-nan": (2, tuple(range(6, 12)), True),
-}
-
-
 def every_stage(accumulate, masked_rows, plain_mean):
     loss = plain_masked_mean if plain_mean else next_token_loss
     return [
@@ -73,46 +64,31 @@ def every_stage(accumulate, masked_rows, plain_mean):
     ]
 
 
-def every_case_at_every_stage():
-    return {name: every_stage(*case) for name, case in COUNTED.items()}
-
-
-@pytest.fixture(scope="module")
-def counted(ranks):
-    """What two ranks found in every case: in one group, since a group takes longer to start."""
-    with pytest.MonkeyPatch.context() as patch:
-        hide_accelerators(patch)
-        yield ranks(2, every_case_at_every_stage)
-
-
-@pytest.mark.parametrize("case", COUNTED)
-def test_every_stage_agrees_with_one_process(counted, without_accelerator, case):
-    alone = train_plain(1, *COUNTED[case][1:])
-    for rank in counted:
-        assert len(rank[case]) == len(STAGES)
-        for found in rank[case]:
+@pytest.mark.parametrize(
+    ("accumulate", "masked_rows", "plain_mean"),
+    [(1, (), False), (3, (0, 1, 6, 7, 10, 11), False), (2, tuple(range(6, 12)), True)],
+    ids=["plain", "masked-micro-batches", "masked-rank-of-nan"],
+)
+def test_every_stage_agrees_with_one_process(ranks, accumulate, masked_rows, plain_mean):
+    alone = train_plain(1, masked_rows, plain_mean)
+    for rank in ranks(2, every_stage, accumulate, masked_rows, plain_mean):
+        for found in rank:
             assert_agree(alone, found)
 
 
-OVER_FSDP2 = ((2, tuple(range(6, 12))), (3, (0, 1, 6, 7)))
-
-
-def over_fsdp2():
+def over_fsdp2(accumulate, masked_rows):
     fsdp.fits = lambda *_: True
-    found = []
-    for accumulate, masked_rows in OVER_FSDP2:
-        engine = make(3, accumulate=accumulate, clip=0.3, loss=plain_masked_mean)
-        assert isinstance(sharding_of(engine.model), fsdp.FsdpSharding)
-        found.append(steps(engine, masked_rows))
-    return found
+    engine = make(3, accumulate=accumulate, clip=0.3, loss=plain_masked_mean)
+    assert isinstance(sharding_of(engine.model), fsdp.FsdpSharding)
+    return steps(engine, masked_rows)
 
 
-def test_fsdp2_agrees_where_nothing_counts(ranks):
+@pytest.mark.parametrize(("accumulate", "masked_rows"), [(2, range(6, 12)), (3, (0, 1, 6, 7))])
+def test_fsdp2_agrees_where_nothing_counts(ranks, accumulate, masked_rows):
     """Masked means over nothing are 0 / 0."""
-    alone = [train_plain(1, masked_rows, True) for _, masked_rows in OVER_FSDP2]
-    for rank in ranks(2, over_fsdp2):
-        for one, found in zip(alone, rank, strict=True):
-            assert_agree(one, found)
+    alone = train_plain(1, tuple(masked_rows), True)
+    for found in ranks(2, over_fsdp2, accumulate, tuple(masked_rows)):
+        assert_agree(alone, found)
 
 
 def fp32_stages():
@@ -149,18 +125,15 @@ def one_bad_rank(stage):
     return told, untouched
 
 
-def one_bad_rank_at(stages):
-    return [one_bad_rank(stage) for stage in stages]
-
-
-def test_a_non_finite_value_on_one_rank_skips_the_step_on_all(ranks):
-    first, second = ranks(2, one_bad_rank_at, (1, 3))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_non_finite_value_on_one_rank_skips_the_step_on_all(ranks, stage):
+    first, second = ranks(2, one_bad_rank, stage)
     assert first == second
-    for told, untouched in first:
-        assert told[0] is told[2] is None
-        assert "output of module 'layers.1'" in told[1]
-        assert "(rank 1)" in told[1]
-        assert untouched
+    told, untouched = first
+    assert told[0] is told[2] is None
+    assert "output of module 'layers.1'" in told[1]
+    assert "(rank 1)" in told[1]
+    assert untouched
 
 
 def uneven():
@@ -211,11 +184,8 @@ def evaluated(stage, folder):
     return values
 
 
-def evaluated_at_every_stage(folder):
-    return {stage: evaluated(stage, folder) for stage in STAGES}
-
-
-def test_evaluation_where_nothing_counts_on_one_rank(ranks, tmp_path):
+@pytest.mark.parametrize("stage", STAGES)
+def test_evaluation_where_nothing_counts_on_one_rank(ranks, tmp_path, stage):
     engine = make(None)
     *_, last = batches = list(global_batches(4))
     counted = [{k: v[: ROWS // 2] for k, v in batch.items()} for batch in batches[1:3]]
@@ -224,9 +194,8 @@ def test_evaluation_where_nothing_counts_on_one_rank(ranks, tmp_path):
     once = engine.evaluate(counted)
     engine.train_step(last)
     expected = [before, *[once] * 3, engine.evaluate(counted)]
-    for rank in ranks(2, evaluated_at_every_stage, tmp_path):
-        for stage, values in rank.items():
-            assert values == pytest.approx(expected, abs=1e-10), stage
+    for values in ranks(2, evaluated, stage, tmp_path):
+        assert values == pytest.approx(expected, abs=1e-10)
 
 
 def losses_of(stage, accumulate):
@@ -333,8 +302,7 @@ def run(folder, steps, stage):
         folder, train__steps=steps, train__schedule=schedule, zero={"stage": stage},
         checkpoint={"every": 3},
     )  # fmt: skip
-    with one_group():
-        return Trainer(made).run().loss
+    return Trainer(made).run().loss
 
 
 def test_a_run_goes_on_with_other_ranks_at_another_stage(ranks, filled_cache, tmp_path):
@@ -346,55 +314,45 @@ def test_a_run_goes_on_with_other_ranks_at_another_stage(ranks, filled_cache, tm
         assert loss == pytest.approx(alone, rel=1e-5)
 
 
-def unvalidated(folder):
-    """Each stage twice, the second time when it is complete: (step, prompts of the samples)."""
-    found = []
-    for stage in (1, 2, 3):
-        run = folder / f"run-{stage}"
-        made = config(
-            folder, run=str(run), train__steps=3, zero={"stage": stage}, validation={"every": 0}
-        )
-        for _ in range(2):
-            with one_group():
-                step, prompts = Trainer(made).run().step, ["The "]
-            if groups.rank() == 0:
-                sample = run / "sample.json"
-                prompts = [one["prompt"] for one in json.loads(sample.read_text())]
-                sample.unlink()
-            found.append((step, prompts))
-    return found
+def unvalidated(folder, stage):
+    made = config(folder, train__steps=3, zero={"stage": stage}, validation={"every": 0})
+    return Trainer(made).run().step
 
 
-def test_a_run_ends_with_its_samples_also_when_it_was_complete(ranks, filled_cache, tmp_path):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_run_ends_with_its_samples_also_when_it_was_complete(
+    ranks, filled_cache, tmp_path, stage
+):
     settings(tmp_path)
     env = {"LEZERO_CACHE": str(filled_cache)}
-    assert ranks(2, unvalidated, tmp_path, env=env) == [[(3, ["The "])] * 6] * 2
+    sample = tmp_path / "run/sample.json"
+    for _ in range(2):
+        assert ranks(2, unvalidated, tmp_path, stage, env=env) == [3, 3]
+        assert [one["prompt"] for one in json.loads(sample.read_text())] == ["The "]
+        sample.unlink()
 
 
-def validated(folder, stages):
-    """Runs whose last batch to validate on has rows for rank 0 only."""
+def validated(folder, stage):
+    """A run whose last batch to validate on has rows for rank 0 only."""
     data = {**settings(folder)["data"], "validation": [str(folder / "held.txt")]}
-    losses = []
-    for stage in stages:
-        made = config(
-            folder, run=str(folder / f"run-{stage}"), data=data, train__steps=2,
-            zero={"stage": stage}, validation={"every": 1},
-            model__layers=3,  # more than stage 3 holds whole at a time
-        )  # fmt: skip
-        trainer = Trainer(made)
-        with one_group():
-            losses.append(trainer.run().validation_loss)
-        assert len(trainer.validation.rows) == 11
-    return losses
+    made = config(
+        folder, run=str(folder / f"run-{stage}"), data=data, train__steps=2, zero={"stage": stage},
+        validation={"every": 1}, model__layers=3,  # more than stage 3 holds whole at a time
+    )  # fmt: skip
+    trainer = Trainer(made)
+    loss = trainer.run().validation_loss
+    assert len(trainer.validation.rows) == 11
+    return loss
 
 
 def test_a_run_validates_on_rows_that_do_not_reach_every_rank(ranks, filled_cache, tmp_path):
     settings(tmp_path)
     (tmp_path / "held.txt").write_text(TEXT[:351], encoding="utf-8")
     env = {"LEZERO_CACHE": str(filled_cache)}
-    alone = ranks(1, validated, tmp_path, (0,), env=env)[0]
-    for losses in ranks(2, validated, tmp_path, (1, 3), env=env):
-        assert losses == pytest.approx(alone * 2, rel=1e-5)
+    alone = ranks(1, validated, tmp_path, 0, env=env)[0]
+    for stage in (1, 3):
+        for loss in ranks(2, validated, tmp_path, stage, env=env):
+            assert loss == pytest.approx(alone, rel=1e-5)
 
 
 def decided(accumulate, folder):
