@@ -1,8 +1,8 @@
 """Runs the short form of every benchmark, as CI does; fails when one fails.
 
-A benchmark passes when it ends with status 0 and its last line is one JSON object. Three run side
+A benchmark passes when it ends with status 0 and its last line is one JSON object. Two run side
 by side: a short form shows that a benchmark works, and its times are no figures. For the same
-reason threads that wait sleep, so that another one has the core, and what is measured of the
+reason threads that wait sleep, so that the other one has the core, and what is measured of the
 machine is kept in a cache of its own, which is gone afterwards; native kernels are those of the
 user's cache.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from lezero.core.facts import cache_folder
 
 FOLDER = Path(__file__).resolve().parent
-SIDE_BY_SIDE = 3
+SIDE_BY_SIDE = 2
 
 
 def check(path: Path, cache: str) -> str:
