@@ -103,10 +103,14 @@ def test_what_ends_within_the_grace_period_is_no_leak() -> None:
 
 def test_a_leaked_process_is_ended(capfd: pytest.CaptureFixture[str]) -> None:
     before = Snapshot.take()
-    process = subprocess.Popen(["sleep", "60"])
-    (found,) = before.leaks(grace_s=0.0)
-    assert "sleep 60" in found
-    assert process.wait(5) == -9
+    # Its name is there when it says so: a started process has none for a moment.
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"up\n"
+        (found,) = before.leaks(grace_s=0.0)
+        assert "time.sleep(60)" in found
+        assert process.wait(5) == -9
 
 
 def test_a_look_costs_little() -> None:
