@@ -237,22 +237,27 @@ def leave(name: str) -> None:
     groups.leave()
 
 
-def launch(options: argparse.Namespace, ranks: int) -> None:
-    """Starts the ranks of one side, each in its own process, and prints the slowest's figures."""
+def start(ranks: int, stdout: int | None = None) -> list[subprocess.Popen[str]]:
+    """Runs this command again as the ranks of one side, each in its own process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     env = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    started = [
+    return [
         subprocess.Popen(
             [sys.executable, *sys.argv],
             env=env | {"RANK": str(r), "LOCAL_RANK": str(r), "LOCAL_WORLD_SIZE": str(ranks)},
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             text=True,
         )
         for r in range(ranks)
     ]
+
+
+def launch(ranks: int) -> None:
+    """Starts the ranks of one side and prints the slowest's figures."""
+    started = start(ranks, subprocess.PIPE)
     said = [process.communicate()[0] for process in started]
     if any(process.returncode for process in started):
         raise SystemExit("a rank failed")
@@ -300,7 +305,7 @@ def one_side(options: argparse.Namespace, size: str) -> None:
     name, _, count = options.side.partition(" x")
     ranks = int(count or (2 if options.device == "cpu" else 1))
     if "RANK" not in os.environ:
-        launch(options, ranks)
+        launch(ranks)
     elif name == "bitwise":
         emit(same=float(bitwise(5 if options.quick else 50)))
     else:

@@ -279,6 +279,20 @@ def test_what_is_null_counts_as_not_given(tmp_path: Path) -> None:
     assert torch.equal(found.weight.decode(torch.float32), wanted)
 
 
+def test_the_older_layout_of_autoawq(tmp_path: Path) -> None:
+    wanted = folder(tmp_path, FORMS["awq"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not is_quantized_folder(tmp_path)
+    form = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quant_config.json").write_text(json.dumps(form))
+    assert is_quantized_folder(tmp_path)
+    found = load_quantized(tmp_path)
+    weight = quantized_layers(found)["layers.0.mlp.up_proj"].weight.decode(torch.float32)
+    assert torch.equal(weight, wanted.layers[0].mlp.up_proj.weight)
+
+
 def test_the_older_layout_of_autogptq(tmp_path: Path) -> None:
     wanted = folder(tmp_path, GPTQ)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -28,8 +28,9 @@ from lezero.models.huggingface import read_json, weight_files
 from lezero.ops.quantize.grid import SCALE_DTYPES
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
-BESIDE = "quantize_config.json"
-"""Where AutoGPTQ described a model before transformers took this into the config.json."""
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ described a model before transformers took this into the config.json.
+Their first versions do not name the method."""
 _USUAL = ("model.safetensors", "model.safetensors.index.json")
 _SHOWN = 5
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
@@ -66,14 +67,15 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
 
 def _about(data: dict[str, Any], root: Path) -> Foreign:
     where, found = f"{root / 'config.json'}: quantization_config", data.get("quantization_config")
-    if found is None and (root / BESIDE).is_file():
-        where, found = str(root / BESIDE), read_json(root / BESIDE)
-        found["quant_method"] = found.get("quant_method") or "gptq"  # its first versions say none
+    beside = described_beside(root)
+    if found is None and beside is not None:
+        where, found = str(beside), read_json(beside)
+        found["quant_method"] = found.get("quant_method") or _BESIDE[beside.name]
     if found is None:
         raise FileError(
             f"{root}: holds no quantized model: neither a manifest.json of LeZero, nor a "
-            f"quantization_config in its config.json, nor a {BESIDE}; lezero.models.load_hf opens "
-            "plain folders"
+            f"quantization_config in its config.json, nor a {' or '.join(_BESIDE)}; "
+            "lezero.models.load_hf opens plain folders"
         )
     if not isinstance(found, dict):
         raise FileError(f"{where}: is no JSON object; copy the file of the model again")
@@ -97,6 +99,11 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
         raise FileError(str(error)) from None
     about.check(where)
     return about
+
+
+def described_beside(root: Path) -> Path | None:
+    """The file beside config.json in which older tools said how a model is quantized."""
+    return next((root / name for name in _BESIDE if (root / name).is_file()), None)
 
 
 def _weight_files(root: Path) -> list[Path]:

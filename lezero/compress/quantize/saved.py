@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.exported import export_compressed_tensors
 from lezero.compress.quantize.forms import check_layers
-from lezero.compress.quantize.imported import BESIDE, import_quantized
+from lezero.compress.quantize.imported import described_beside, import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
 from lezero.compress.quantize.modules import (
     SCALES,
@@ -174,7 +174,7 @@ def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
         return False  # whoever opens the folder says what is wrong with it
     if not isinstance(data, dict):
         return False
-    return data.get("quantization_config") is not None or (root / BESIDE).is_file()
+    return data.get("quantization_config") is not None or described_beside(root) is not None
 
 
 def _check_target(root: Path, layout: str) -> None:
