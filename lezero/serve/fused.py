@@ -255,5 +255,5 @@ def _form(weight: Weight) -> tuple[str, str]:
         return "bf16", ""
     more = f" in groups of {weight.group}" if weight.group else ""
     if weight.x_bits == 8:
-        more += ", int8 activations" + (" in blocks" if weight.x_blocks else "")
+        more += ", int8 activations" + (" in blocks" if weight.x_block else "")
     return f"int{weight.bits}", more

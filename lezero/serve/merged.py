@@ -28,6 +28,7 @@ from lezero.ops.linear import (
     pack_bf16,
     settled,
 )
+from lezero.ops.linear.reference import block_of
 
 
 def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
@@ -39,13 +40,14 @@ def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
     K = _features(parts[0])[1]
     N = sum(_features(part)[0] for part in parts)
     bias = _bias(parts)
-    x_bits = {getattr(part, "x_bits", 16) for part in parts}
+    inputs = {(getattr(part, "x_bits", 16), getattr(part, "x_block", 0)) for part in parts}
     weights = [part.weight for part in parts if _has_codes(part)]
-    if len(weights) == len(parts) and len(x_bits) == 1:
+    if len(weights) == len(parts) and len(inputs) == 1:
         packed, bits, group = _joined([w for w in weights if isinstance(w, PackedWeight)])
-        kept = x_bits.pop()
-        rounds = x_blocks and kept == 16
-        return Weight(packed, bias, N, K, bits, group, 8 if rounds else kept, rounds)
+        x_bits, x_block = inputs.pop()
+        if x_blocks and x_bits == 16:
+            x_bits, x_block = 8, block_of(group)
+        return Weight(packed, bias, N, K, bits, group, x_bits, x_block)
     wide = torch.cat([_wide(part.weight) for part in parts])
     return Weight(Packed(pack_bf16(wide), torch.empty(0), None), bias, N, K, 16)
 
@@ -60,7 +62,7 @@ def multiply(x: Tensor, weight: Weight) -> Tensor:
         bits=weight.bits,
         group=weight.group,
         x_bits=weight.x_bits,
-        x_blocks=weight.x_blocks,
+        x_block=weight.x_block,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which layers of W8A8 keep their inputs in 16 bits."""
+"""Which layers of W8A8 do not round a token's inputs with one scale."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lezero as lz
@@ -59,6 +60,80 @@ def test_inputs_with_outliers_stay_and_the_decision_says_why() -> None:
     assert forms["left"] == "int8 × int8"
     whole = lz.quantization_report(quantized(exact_above=None))
     assert report.quality_after < 0.5 * whole.quality_after
+
+
+class Wide(Parallel):
+    """`third` has 256 inputs, of which one block of 32 is coarse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.left(x)) + torch.tanh(self.right(x))
+        x = torch.tanh(self.second(torch.tanh(self.first(x))))
+        outliers = torch.zeros(256)
+        outliers[3] = 1.5
+        return self.third(x.repeat(1, 4) + outliers)
+
+
+def wide(monkeypatch: pytest.MonkeyPatch, blocks_s: float = 0.5, **options: Any) -> nn.Module:
+    """Quantized, where the inputs of `third` in blocks take so long, in 16 bits 0.8."""
+
+    def measured(self: Any, label: str, *given: Any) -> tuple[float, float]:
+        seconds = {"int8 × int8": 0.4, "int8 × int8 in blocks": blocks_s, "int8": 0.8}
+        return 1.0, seconds[label]
+
+    monkeypatch.setattr(speed.LayerSpeed, "measure", measured)
+    monkeypatch.setattr(verb, "_WHOLE_MARGIN", 1e9)
+    torch.manual_seed(0)
+    model = Wide().eval()
+    model.third.weight.data[:, 3] = 0.0
+    options = {"objective": "size", **options}
+    return lz.quantize_(
+        model, lz.Int8WeightActivation(smooth=None), data=torch.randn(32, 64), **options
+    )
+
+
+def test_inputs_in_blocks_where_that_is_enough_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = wide(monkeypatch)
+    assert {n: (y.x_bits, y.x_block) for n, y in model.named_children()} == {
+        **dict.fromkeys(("left", "right", "first", "second"), (8, 0)),
+        "third": (8, 32),
+    }
+    report = lz.quantization_report(model)
+    decision = report.decisions.records["inputs of third"]
+    assert decision.chosen == "8 bits in blocks"
+    assert "in blocks of 32 by" in decision.reason
+    (layer,) = (one for one in report.layers if one.name == "third")
+    assert (layer.form, layer.seconds_after) == ("int8 × int8 in blocks", 0.5)
+    x = torch.randn(5, 256)
+    x[:, 7] = 90.0
+    blocks = x.unflatten(1, (-1, 32))
+    step = blocks.abs().amax(-1, keepdim=True) / 127
+    rounded = (torch.round(blocks / step) * step).flatten(1)
+    wanted = F.linear(rounded, model.third.weight.decode(torch.float32), model.third.bias)
+    torch.testing.assert_close(model.third(x), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_inputs_in_blocks_that_are_slow_become_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bits(wide(monkeypatch, blocks_s=0.9))["third"] == 16
+    model = wide(monkeypatch, blocks_s=1.1, objective="speed")
+    assert bits(model)["third"] == 16
+
+
+def test_inputs_in_blocks_are_saved_and_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    model: Any = wide(monkeypatch)
+    lz.save_quantized(model, tmp_path / "m")
+    again: Any = lz.load_quantized(tmp_path / "m", Wide())
+    assert again.third.x_block == 32
+    x = torch.randn(4, 64)
+    assert torch.equal(again(x), model(x))
+    assert "activations=8 bits in blocks of 32" in repr(again.third)
+    lz.dequantize_(again)
+    assert not hasattr(again.third, "x_block")
 
 
 def test_none_rounds_all() -> None:

@@ -33,7 +33,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "W8A8": {"bits": 8, "x_bits": 8},
     "W4A16": {"bits": 4, "group": 64},
     "W4A8": {"bits": 4, "group": 32, "x_bits": 8},
-    "W4A8 in blocks": {"bits": 4, "group": 32, "x_bits": 8, "x_blocks": True},
+    "W4A8 in blocks": {"bits": 4, "group": 32, "x_bits": 8, "x_block": 32},
 }
 CACHES = [(form, 16) for form in FORMS] + [("bf16", 8), ("W8A16", 8)]
 """Forms of weights, and the bits of keys and values."""

@@ -53,7 +53,7 @@ def spoiled(M: int, K: int, value: float) -> Tensor:
 
 
 class TestInt(OpConformance):
-    """x, weight, scale, zero, bias, x_scale, outputs, bits, group, x_bits, x_blocks."""
+    """x, weight, scale, zero, bias, x_scale, outputs, bits, group, x_bits, x_block."""
 
     native = native.NATIVE
 
@@ -64,7 +64,7 @@ class TestInt(OpConformance):
                 N, K, bits, group, more.get("zero", False), more.get("scale", FLOATS[0])
             )
             bias = seeded(N) if more.get("bias") else None
-            rest = (N, bits, group, x_bits, more.get("x_blocks", False))
+            rest = (N, bits, group, x_bits, more.get("x_block", 0))
             return (x, *weight, bias, more.get("x_scale"), *rest)
 
         yield "random", case(5, 40, 96, 4, 32, 16, bias=True)
@@ -93,20 +93,22 @@ class TestInt(OpConformance):
                 yield f"random static {bits} {bad}", args
             for group in (0, 32, 64, 128, 96):
                 for M, N, K in ((1, 50, 300), (7, 33, 129), (29, 20, 64)):
-                    more = {"zero": M > 1, "bias": M > 1, "x_blocks": True}
-                    yield f"ragged blocks {bits} {M} {group}", case(M, N, K, bits, group, 8, **more)
+                    more = {"zero": M > 1, "bias": M > 1}
+                    for size in (size for size in (128, 64, 32) if group % size == 0):
+                        args = case(M, N, K, bits, group, 8, x_block=size, **more)
+                        yield f"ragged blocks {bits} {M} {group} {size}", args
             for bad in (math.nan, math.inf):
-                args = case(9, 20, 150, bits, 32, 8, x=spoiled(9, 150, bad), x_blocks=True)
+                args = case(9, 20, 150, bits, 32, 8, x=spoiled(9, 150, bad), x_block=32)
                 yield f"{'nan' if bad != bad else 'inf'} blocks {bits}", args
-            yield f"empty blocks {bits}", case(0, 20, 40, bits, 32, 8, x_blocks=True)
+            yield f"empty blocks {bits}", case(0, 20, 40, bits, 32, 8, x_block=32)
         yield "random, more tokens than are prepared at a time", case(300, 40, 64, 8, 0, 8)
         draw = random.Random(0)
         for _ in range(40):
             M, N, K = (draw.randint(1, 300) for _ in range(3))
             bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 128])
-            x_bits, x_blocks = draw.choice([(8, False), (8, True), (16, False)])
+            x_bits, x_block = draw.choice([(8, 0), (8, 32), (16, 0)])
             more = {"dtype": draw.choice(FLOATS), "zero": draw.random() < 0.5, "bias": M % 2 == 0}
-            more["x_blocks"] = x_blocks
+            more["x_block"] = x_block
             args = case(M, N, K, bits, group, x_bits, **more)
             yield f"ragged {M} {N} {K} {bits} {group} {x_bits} {more}", args
 
@@ -118,12 +120,12 @@ class TestInt(OpConformance):
 
     def public(
         self, x: Tensor, w: Tensor, s: Tensor, z: Tensor | None, bias: Tensor | None,
-        x_scale: Tensor | None, N: int, bits: int, group: int, x_bits: int, x_blocks: bool,
+        x_scale: Tensor | None, N: int, bits: int, group: int, x_bits: int, x_block: int,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         sizes = {"out_features": N, "bits": bits, "group": group}
         # Weights are packed, so always contiguous.
         weight = Packed(w.contiguous(), s.contiguous(), z if z is None else z.contiguous())
-        form: Any = {"x_scale": x_scale, "x_bits": x_bits, "x_blocks": x_blocks}
+        form: Any = {"x_scale": x_scale, "x_bits": x_bits, "x_block": x_block}
         return (linear_int(x, weight, bias, **sizes, **form),)
 
 
@@ -182,10 +184,10 @@ def test_sixteen_bit_activations_are_as_good_as_the_plain_formula(dtype: torch.d
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("x_bits", "x_blocks"), [(8, False), (8, True), (16, False)])
-def test_a_token_does_not_depend_on_its_batch(bits: int, x_bits: int, x_blocks: bool) -> None:
+@pytest.mark.parametrize(("x_bits", "x_block"), [(8, 0), (8, 32), (8, 64), (16, 0)])
+def test_a_token_does_not_depend_on_its_batch(bits: int, x_bits: int, x_block: int) -> None:
     weight, x = packed(50, 200, bits, 64, False, torch.float32), seeded(40, 200)
-    sizes = {"out_features": 50, "bits": bits, "group": 64, "x_bits": x_bits, "x_blocks": x_blocks}
+    sizes = {"out_features": 50, "bits": bits, "group": 64, "x_bits": x_bits, "x_block": x_block}
     whole = linear_int(x, weight, **sizes)  # type: ignore[arg-type]
     assert all(torch.equal(linear_int(x[i], weight, **sizes), whole[i]) for i in range(40))  # type: ignore[arg-type]
 

@@ -76,8 +76,8 @@ def test_layers_without_codes_and_other_activations_become_bf16() -> None:
 def test_inputs_of_codes_are_rounded_in_blocks_where_they_were_kept() -> None:
     forms = [layer(16, GRIDS["8"]), layer(16, GRIDS["8"], x_bits=8), layer(16, None)]
     found = [merged([form], x_blocks=True) for form in forms]
-    assert [(w.bits, w.x_bits, w.x_blocks) for w in found] == [
-        *((8, 8, True), (8, 8, False), (16, 16, False))
+    assert [(w.bits, w.x_bits, w.x_block) for w in found] == [
+        *((8, 8, 128), (8, 8, 0), (16, 16, 0))
     ]
 
 

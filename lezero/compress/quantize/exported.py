@@ -74,7 +74,8 @@ def export_compressed_tensors(
             )
         assert isinstance(weight, PackedWeight)
         static = layer.input_scale is not None
-        scheme = _scheme(weight.grid, layer.x_bits, static)
+        # Readers know no scales of blocks of a token: they get inputs that are not rounded.
+        scheme = _scheme(weight.grid, 16 if layer.x_block else layer.x_bits, static)
         for known, members in groups:
             if known == scheme:
                 members.append(name_there(name))

@@ -33,6 +33,7 @@ class LayerForm(Config):
     dtype: Literal["fp32", "bf16", "fp16"]
     bias: bool
     activation_bits: Literal[8, 16]
+    activation_block: Literal[0, 32]
     static: bool
     shares_with: str | None
 
@@ -43,6 +44,9 @@ class LayerForm(Config):
             raise ValueError("shape: sizes are at least 1")
         if (self.kind == "conv") != (len(self.shape) > 2):
             raise ValueError(f"a {self.kind} has no weight of {len(self.shape)} dims")
+        blocks = self.kind == "linear" and self.activation_bits == 8 and self.weight != "coded"
+        if self.activation_block and (self.static or not blocks):
+            raise ValueError("activations in blocks go with 8 bits, packed weights and no scale")
         if self.weight == "coded":
             rounds = self.kind == "linear" and self.activation_bits == 8
             fp8 = self.grid.format == "fp8" and self.grid.group == "row" and not self.static

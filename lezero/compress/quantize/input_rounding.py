@@ -1,25 +1,32 @@
-"""Which layers keep their inputs in 16 bits: those where rounding them costs out of line.
+"""Which layers of W8A8 do not round a token's inputs with one scale: where that costs out of line.
 
-In W8A8 every token of a layer's inputs is rounded to int8 with one scale, so a token whose values
-differ much in size loses its small ones; what SmoothQuant moves away needs a layer before it that
-takes it. The cost is measured for each layer on the first calibration batch:
+A token whose values differ much in size loses its small ones by it; what SmoothQuant moves away
+needs a layer before it that takes it. The cost is measured for each layer on the first calibration
+batch:
 
     c = sqrt(mean over tokens of ‖y8 - y16‖² / ‖y16‖²)
 
 with y8 and y16 the outputs of the quantized layer for rounded inputs and for 16-bit ones. Tokens
 count alike, since a few with massive values would hide the others. Layers that share their inputs
 (query, key and value) decide together, by the mean of their c, so that engines can go on to join
-them. Where it is above `exact_above` times the median of all c they compute with 16-bit inputs:
-about twice the time of the same layers in W8A8. It is the median's multiple, so never most of a
-model.
+them. Where it is above `exact_above` times the median of all c they get the next better way that
+is not, or the last one:
+
+    8 bits in blocks    a scale for each 32 inputs: some 1.3 times the time, where it is measured
+                        to be faster than the next
+    16 bits             about twice the time
+
+It is the median's multiple, so never most of a model.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import TypeGuard
 
 from torch import Tensor
 
@@ -30,23 +37,36 @@ from lezero.compress.quantize.report import QuantizationReport
 from lezero.compress.quantize.scheme import Target
 from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.speed import LayerSpeed
+from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import groups
 from lezero.report.units import percent
 
+WHOLE, BLOCKS, EXACT = "8 bits", "8 bits in blocks", "16 bits"
+_BLOCK = 32
+_SUFFIX = {BLOCKS: " × int8 in blocks", EXACT: ""}
 _AT_ONCE = 1 << 20  # outputs that are compared together
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """One weight: the cost of rounding its inputs, and the error and speed without. `shared`: the
-    first layer that is given these inputs."""
+class _Way:
+    """How the inputs of one weight's layers are taken: what it costs, the error of the outputs, and
+    seconds of the float layers and of these."""
 
-    site: Site
-    shared: str
     form: str
     cost: float
     error: float
     seconds: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One weight. `shared`: the first layer that is given these inputs; `ways`: beside rounding
+    whole tokens, which costs `cost`."""
+
+    site: Site
+    shared: str
+    cost: float
+    ways: dict[str, _Way]
 
 
 class InputRounding:
@@ -64,80 +84,111 @@ class InputRounding:
         inputs: dict[str, Inputs],
     ) -> None:
         """Measures the layers of one weight beside the float ones, each on its input."""
-        form = replace(target, activations="float").label
         rounding = [entry for entry in seen if _rounds(entry[1])]
         if not rounding:
             return
-        pairs = [(user.module, layer, x) for user, layer, x in rounding]
+        triples = [(user.module, layer, x) for user, layer, x in rounding]
+        modules, layers, xs = zip(*triples, strict=True)
+        cost = max(_cost(layer, x, WHOLE) for layer, x in zip(layers, xs, strict=True))
+        ways = {}
+        for way in _ways(layers):
+            _take(layers, way)
+            form = replace(target, activations="float").label + _SUFFIX[way]
+            errors = [output_error(site, y, m.forward(x), y.forward(x)) for m, y, x in triples]
+            seconds = self.speed.measure(form, modules, layers, xs)
+            costs = [_cost(layer, x, way) for layer, x in zip(layers, xs, strict=True)]
+            ways[way] = _Way(form, max(costs), max(errors), seconds)
+        _take(layers, WHOLE)
         shared = inputs[rounding[0][0].name].layers[0]
-        costs, errors = [], []
-        for module, layer, x in pairs:
-            rounded = layer.forward(x)
-            _set_bits([layer], 16)
-            exact = layer.forward(x)
-            costs.append(token_error(exact, rounded))
-            del rounded
-            errors.append(output_error(site, layer, module.forward(x), exact))
-        before, after, xs = zip(*pairs, strict=True)
-        seconds = self.speed.measure(form, before, after, xs)
-        _set_bits(after, 8)
-        self._measured[site.name] = _Measured(site, shared, form, max(costs), max(errors), seconds)
+        self._measured[site.name] = _Measured(site, shared, cost, ways)
 
     def decide(self, report: QuantizationReport, *, speed: bool) -> None:
-        """Gives layers that are out of line 16-bit inputs, as decisions with their figures; with
-        `speed` only those that are faster so than before."""
+        """Gives layers that are out of line a better way, as decisions with their figures; with
+        `speed` only one that is faster than before."""
         if not self._measured:
             return
         # Rank 0's figures count on every rank: a decision that only some come to would hang them.
         measured = groups.broadcast_object(
-            [(one.cost, one.error, one.seconds) for one in self._measured.values()]
+            [
+                (one.cost, {way: asdict(found) for way, found in one.ways.items()})
+                for one in self._measured.values()
+            ]
         )
         together: dict[str, list[_Measured]] = defaultdict(list)
-        for one, (cost, error, seconds) in zip(self._measured.values(), measured, strict=True):
-            main = replace(one, cost=cost, error=error, seconds=(seconds[0], seconds[1]))
-            together[main.shared].append(main)
-        usual = statistics.median(cost for cost, _, _ in measured)
-        exact = [own for own in together.values() if self._is_exact(own, usual, report, speed)]
+        for one, (cost, ways) in zip(self._measured.values(), measured, strict=True):
+            main = {way: _Way(**{**f, "seconds": tuple(f["seconds"])}) for way, f in ways.items()}
+            together[one.shared].append(replace(one, cost=cost, ways=main))
+        usual = statistics.median(cost for cost, _ in measured)
         places = {layer.name: place for place, layer in enumerate(report.layers)}
-        for one in (one for group in exact for one in group):
-            _set_bits([user.module for user in one.site.users], 16)
-            place, (before, after) = places[one.site.name], one.seconds
-            report.layers[place] = replace(
-                report.layers[place],
-                form=one.form,
-                error=one.error,
-                seconds_before=before,
-                seconds_after=after,
-            )
+        for own in together.values():
+            way = self._way_of(own, usual, report, speed)
+            for one in own:
+                taken = one.ways.get(way)
+                if taken is None:
+                    continue
+                _take([user.module for user in one.site.users], way)
+                place, (before, after) = places[one.site.name], taken.seconds
+                report.layers[place] = replace(
+                    report.layers[place],
+                    form=taken.form,
+                    error=taken.error,
+                    seconds_before=before,
+                    seconds_after=after,
+                )
 
-    def _is_exact(
-        self, group: list[_Measured], usual: float, report: QuantizationReport, speed: bool
-    ) -> bool:
-        """Whether these layers' inputs stay in 16 bits, recorded where they are out of line."""
-        topic = f"inputs of {', '.join(one.site.name for one in group)}"
-        cost = statistics.mean(one.cost for one in group)
-        usually = cost <= self.exact_above * usual
+    def _way_of(
+        self, own: list[_Measured], usual: float, report: QuantizationReport, speed: bool
+    ) -> str:
+        """How the inputs of these layers are taken, recorded where they are out of line."""
+        topic = f"inputs of {', '.join(one.site.name for one in own)}"
+        cost, most = statistics.mean(one.cost for one in own), self.exact_above * usual
+        usually = cost <= most
         if usually and topic not in report.decisions.replay:
-            return False
-        slow = speed and not all(self.speed.is_faster(*one.seconds) for one in group)
+            return WHOLE
         why = (
             f"rounding them to int8 changes the outputs by {percent(cost)}, those of the layer in "
             f"the middle by {percent(usual)}"
         )
-        if slow:
-            why += "; but with 16 bits not every layer is faster than before"
-        chosen = "8 bits" if slow or usually else "16 bits"
-        return report.decisions.record(topic, chosen, reason=why) == "16 bits"
+        best = {way: [one.ways[way] for one in own] for way in own[0].ways}
+        slow = [w for w, y in best.items() if not all(self.speed.is_faster(*x.seconds) for x in y)]
+        fits = [way for way in best if not (speed and way in slow)]
+        if BLOCKS in fits:
+            blocks = statistics.mean(x.cost for x in best[BLOCKS])
+            why += f", in blocks of {_BLOCK} by {percent(blocks)}"
+            spent = {way: sum(x.seconds[1] for x in best[way]) for way in fits}
+            if blocks > most or not self.speed.is_faster(spent.get(EXACT, math.inf), spent[BLOCKS]):
+                fits.remove(BLOCKS)
+        if not fits:
+            why += "; but with more than that not every layer is faster than before"
+        chosen = WHOLE if usually or not fits else fits[0]
+        return report.decisions.record(topic, chosen, reason=why)
 
 
-def _rounds(layer: object) -> bool:
+def _rounds(layer: object) -> TypeGuard[QuantizedLinear]:
     return isinstance(layer, QuantizedLinear) and layer.x_bits == 8 and layer.input_scale is None
 
 
-def _set_bits(layers: Sequence[object], bits: int) -> None:
+def _ways(layers: Sequence[QuantizedLinear]) -> tuple[str, ...]:
+    """Those that such layers have, the better ones last."""
+    packed = all(isinstance(layer.weight, PackedWeight) for layer in layers)
+    return (BLOCKS, EXACT) if packed else (EXACT,)
+
+
+def _take(layers: Sequence[object], way: str) -> None:
     for layer in layers:
         if isinstance(layer, QuantizedLinear):
-            layer.x_bits = bits
+            layer.x_bits = 16 if way == EXACT else 8
+            layer.x_block = _BLOCK if way == BLOCKS else 0
+
+
+def _cost(layer: QuantizedLinear, x: Tensor, way: str) -> float:
+    """c of taking a layer's inputs so."""
+    _take([layer], EXACT)
+    if way == EXACT:
+        return 0.0
+    exact = layer.forward(x)
+    _take([layer], way)
+    return token_error(exact, layer.forward(x))
 
 
 def token_error(exact: Tensor, rounded: Tensor) -> float:

@@ -41,8 +41,9 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     kind ("linear", "embedding", "conv"), weight ("packed", "coded" or "ordered"), grid (the fields
     of `lezero.ops.quantize.Grid`), shape, dtype (what it decodes to), bias, activation_bits (16 or
-    8), static (whether `input_scale` is stored), and shares_with, the first layer that has the
-    same weight, or None. Batch norms that were folded: kind "folded".
+    8), activation_block (inputs of 8 bits that share a scale; 0: all of a token), static (whether
+    `input_scale` is stored), and shares_with, the first layer that has the same weight, or None.
+    Batch norms that were folded: kind "folded".
     """
     first: dict[int, str] = {}
     found: dict[str, dict[str, Any]] = {}
@@ -67,6 +68,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "dtype": names[weight.dtype],
             "bias": module.bias is not None,
             "activation_bits": getattr(module, "x_bits", 16),
+            "activation_block": getattr(module, "x_block", 0),
             "static": module.input_scale is not None,
             "shares_with": owner if owner != name else None,
         }
@@ -162,7 +164,8 @@ def _layer(module: nn.Module, about: Mapping[str, Any], weight: QuantizedWeight)
     if about["kind"] == "conv":
         assert isinstance(weight, CodedWeight)
         return QuantizedConv(module, weight, bias, scale, zero)
-    return QuantizedLinear(module, weight, bias, scale, about["activation_bits"])
+    bits, block = about["activation_bits"], about["activation_block"]
+    return QuantizedLinear(module, weight, bias, scale, bits, block)
 
 
 def _check(name: str, about: Mapping[str, Any], module: nn.Module | None) -> None:

@@ -75,7 +75,7 @@ class QuantizedLayer(nn.Module):
         for kind, names in _QUANTIZED.items():
             own[kind] = _others(self, kind, names)
         own["_parameters"] = {"weight": weight, **bias, **own["_parameters"]}
-        for name in ("float_class", "trains", "x_bits"):
+        for name in ("float_class", "trains", "x_bits", "x_block"):
             own.pop(name, None)
 
     @property
@@ -97,7 +97,8 @@ class QuantizedLinear(QuantizedLayer):
     `x_bits`: 16, activations stay floats or, with a packed weight, are taken in 16-bit fixed point
     (each to 1.6e-5 of the largest of its block of 128 inputs or fewer); 8, each token is rounded to
     int8 (float8 for an fp8 weight) with a scale of its own or, where `input_scale` is there, with
-    that. Also stands for transformers' `Conv1D`.
+    that. `x_block`: with 8 bits and a packed weight, how many of a token's inputs share a scale; 0:
+    all. Also stands for transformers' `Conv1D`.
     """
 
     def __init__(
@@ -107,17 +108,19 @@ class QuantizedLinear(QuantizedLayer):
         bias: nn.Parameter | None,
         input_scale: Tensor | None = None,
         x_bits: int = 16,
+        x_block: int = 0,
     ) -> None:
         super().__init__(was, weight, bias, input_scale)
         self.out_features, self.in_features = weight.full_shape
-        self.x_bits = x_bits
+        self.x_bits, self.x_block = x_bits, x_block
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight.linear(cast(x), self.bias, self.x_bits, self.input_scale)
+        return self.weight.linear(cast(x), self.bias, self.x_bits, self.input_scale, self.x_block)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
-        return f"{self.in_features}, {self.out_features}, {bias=}, activations={self.x_bits} bits"
+        inputs = f"{self.x_bits} bits" + (f" in blocks of {self.x_block}" if self.x_block else "")
+        return f"{self.in_features}, {self.out_features}, {bias=}, activations={inputs}"
 
 
 class QuantizedEmbedding(QuantizedLayer):

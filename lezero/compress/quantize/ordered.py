@@ -38,9 +38,11 @@ class OrderedWeight(PackedWeight):
         found = super().decode(dtype)
         return found[:, torch.argsort(self.order)]
 
-    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0
+    ) -> Tensor:
         self.check_inputs(x)
-        return super().linear(x[..., self.order], bias, x_bits, x_scale)
+        return super().linear(x[..., self.order], bias, x_bits, x_scale, x_block)
 
     def rows(self, ids: Tensor) -> Tensor:
         return super().rows(ids)[..., torch.argsort(self.order)]

@@ -57,7 +57,7 @@ class StandIn(nn.Module, ABC):
 
     @abstractmethod
     def linear(
-        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None
+        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0
     ) -> Tensor: ...
 
     def __getattr__(self, name: str) -> Any:

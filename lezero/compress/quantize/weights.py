@@ -94,8 +94,10 @@ class QuantizedWeight(StandIn):
         """The weight that the codes stand for, of `shape`."""
 
     @abstractmethod
-    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
-        """x wᵀ + bias in x's dtype, with activations of `x_bits`."""
+    def linear(
+        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0
+    ) -> Tensor:
+        """x wᵀ + bias in x's dtype, with activations of `x_bits`, see `QuantizedLinear`."""
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
@@ -169,7 +171,9 @@ class PackedWeight(QuantizedWeight):
         grid = self.grid if self.group else replace(self.grid, group="row")
         return dequantize(codes, scale, zero, grid, dtype or self.dtype)
 
-    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0
+    ) -> Tensor:
         self.check_inputs(x)
         return linear_int(
             x,
@@ -179,6 +183,7 @@ class PackedWeight(QuantizedWeight):
             bits=self.grid.bits,
             group=self.group,
             x_bits=x_bits,
+            x_block=x_block,
             x_scale=x_scale,
         )
 
@@ -286,7 +291,9 @@ class CodedWeight(QuantizedWeight):
         wide = self._wide(self.codes.view(self._stored()), self.scale, self.zero, self._flat()[1])
         return wide.view(self.full_shape).to(dtype or self.dtype)
 
-    def linear(self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0
+    ) -> Tensor:
         if x_bits == 8:
             return linear_fp8(x, self.codes, self.scale, bias)
         bias = bias if bias is None else bias.to(x.dtype)

@@ -70,7 +70,7 @@ INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 static lezero_linear linear_of(const lezero_step *s, const lezero_weight *w, int64_t N, int64_t K) {
   lezero_linear l = {0};
   l.M = s->T, l.N = N, l.K = K, l.x_type = type_of(w);
-  l.bits = (int)w->bits, l.x_bits = (int)w->x_bits, l.x_blocks = (int)w->x_blocks;
+  l.bits = (int)w->bits, l.x_bits = (int)w->x_bits, l.x_block = w->x_block;
   l.group = w->group;
   l.weight = w->weight, l.scale = w->scale, l.zero = w->zero, l.scale_type = (int)w->scale_type;
   l.bias = w->bias;

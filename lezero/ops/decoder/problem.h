@@ -23,7 +23,7 @@ enum { LEZERO_BLOCK = 16 }; /* tokens of a cache block */
 typedef struct {
   const void *weight, *scale, *zero;
   const float *bias;
-  int64_t bits, group, x_bits, x_blocks, scale_type;
+  int64_t bits, group, x_bits, x_block, scale_type;
 } lezero_weight;
 
 typedef struct {

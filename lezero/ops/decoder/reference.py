@@ -66,7 +66,7 @@ def multiply(x_TK: Tensor, weight: Weight) -> Tensor:
     if weight.bits == 16:
         packed, N = weight.packed.weight, weight.out_features
         return linear.linear_bf16(x_TK.bfloat16(), packed, weight.bias, N)
-    sizes = (weight.out_features, weight.bits, weight.group, weight.x_bits, weight.x_blocks)
+    sizes = (weight.out_features, weight.bits, weight.group, weight.x_bits, weight.x_block)
     return linear.linear_int(x_TK, weight.packed, weight.bias, None, *sizes)
 
 

@@ -17,7 +17,7 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 class Weight:
     """A packed matrix: `bits` 16 (`pack_bf16`), 8 or 4 (`pack`); bias fp32 (N,) or None.
 
-    group, x_bits and x_blocks: as `linear_int` takes them; nothing to a matrix of 16 bits.
+    group, x_bits and x_block: as `linear_int` takes them; nothing to a matrix of 16 bits.
     """
 
     packed: Packed
@@ -27,7 +27,7 @@ class Weight:
     bits: int
     group: int = 0
     x_bits: int = 16
-    x_blocks: bool = False
+    x_block: int = 0
 
     def check(self, what: str) -> None:
         """Raises `ConfigError` where the tensors are not such a matrix."""
@@ -40,7 +40,7 @@ class Weight:
         weight, scale, zero = self.packed
         addresses = [_address(x) for x in (weight, scale, zero, self.bias)]
         kind = 0 if self.bits == 16 else _KINDS[scale.dtype]
-        return [*addresses, self.bits, self.group, self.x_bits, int(self.x_blocks), kind]
+        return [*addresses, self.bits, self.group, self.x_bits, self.x_block, kind]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
     packed = pack(codes, scale, zero, bits=4)
     y = linear_int(x, packed, bias, out_features=N, bits=4, group=64)              # W4A16
     y = linear_int(x, packed, bias, out_features=N, bits=4, group=64, x_bits=8)    # W4A8
-    y = linear_int(x, packed, bias, out_features=N, bits=4, group=64, x_bits=8, x_blocks=True)
+    y = linear_int(x, packed, bias, out_features=N, bits=4, group=64, x_bits=8, x_block=32)
 
 float8 weights lie as they are, codes (N, K) and scales (N, 1), and tokens become float8 too:
 

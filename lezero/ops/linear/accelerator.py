@@ -39,7 +39,7 @@ def linear_int(
     bits: int,
     group: int,
     x_bits: int,
-    x_blocks: bool = False,
+    x_block: int = 0,
 ) -> Tensor:
     """(M, N) in x's dtype. `x_MK` is contiguous."""
     K = x_MK.shape[1]
@@ -47,8 +47,8 @@ def linear_int(
     if not len(x_MK):
         return x_MK.new_empty(0, out_features)
     packed = to_rows(packed, *sizes)
-    if x_blocks:
-        a_MK, token_MB = quantize_blocks(x_MK, reference.block_of(group))
+    if x_block:
+        a_MK, token_MB = quantize_blocks(x_MK, x_block)
         wide = a_MK.unflatten(1, (token_MB.shape[1], -1)) * token_MB[..., None]
         x_MK = wide.flatten(1)[:, :K].to(x_MK.dtype).contiguous()
     elif x_bits == 8:

@@ -51,14 +51,14 @@ def _first_difference(ops: Any) -> str:
     found, wanted = ops.linear_bf16(x, weight, None, N), reference.linear_bf16(x, weight, None, N)
     if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3):
         return "bf16"
-    forms = ((8, 0, 8, False), (4, 32, 8, False), (4, 32, 8, True), (4, 64, 16, False))
-    for bits, group, x_bits, x_blocks in forms:
+    forms = ((8, 0, 8, 0), (4, 32, 8, 0), (4, 32, 8, 32), (8, 64, 8, 32), (4, 64, 16, 0))
+    for bits, group, x_bits, x_block in forms:
         codes = torch.randint(0, 1 << bits, (N, K), generator=draw)
         codes = codes.to(torch.uint8) if bits == 4 else (codes - 128).to(torch.int8)
         groups = -(-K // group) if group else 1
         packed = pack(codes, torch.rand(N, groups, **wide), None, bits=bits)
-        given = (N, bits, group, x_bits, x_blocks)
+        given = (N, bits, group, x_bits, x_block)
         wanted = reference.linear_int(x, packed, None, None, *given)
         if not torch.equal(ops.linear_int(x, *packed, None, None, *given), wanted):
-            return f"W{bits}A{x_bits}{' in blocks' if x_blocks else ''}"
+            return f"W{bits}A{x_bits}{' in blocks' if x_block else ''}"
     return ""

@@ -31,14 +31,17 @@ INLINE __m256i to_bf16(floats v) {
   return _mm512_cvtepi32_epi16(high);
 }
 
+/* A store of all lanes is one operation, of some of 16 bits each many. */
 INLINE void write16(void *x, int type, int64_t i, int64_t count, floats v) {
   const __mmask16 m = first_lanes(count);
   if (type == LEZERO_FP32) {
-    _mm512_mask_storeu_ps((float *)x + i, m, v);
+    if (count >= 16) _mm512_storeu_ps((float *)x + i, v);
+    else _mm512_mask_storeu_ps((float *)x + i, m, v);
     return;
   }
   const __m256i half = type == LEZERO_BF16 ? to_bf16(v) : _mm512_cvtps_ph(v, 0);
-  _mm256_mask_storeu_epi16((uint16_t *)x + i, m, half);
+  if (count >= 16) _mm256_storeu_si256((__m256i *)((uint16_t *)x + i), half);
+  else _mm256_mask_storeu_epi16((uint16_t *)x + i, m, half);
 }
 
 INLINE ints load_line(const void *at) { return _mm512_loadu_si512(at); }

@@ -28,7 +28,7 @@ _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
 _library.define(
     "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
-    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits, bool x_blocks=False) "
+    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits, int x_block=0) "
     "-> Tensor"
 )
 _library.define(
@@ -64,7 +64,7 @@ def linear_int(
     bits: int,
     group: int = 0,
     x_bits: int = 16,
-    x_blocks: bool = False,
+    x_block: int = 0,
     x_scale: Tensor | None = None,
 ) -> Tensor:
     """x wᵀ + bias for a weight of `pack` or `to_rows`: (…, K) → (…, N) in x's dtype.
@@ -72,27 +72,33 @@ def linear_int(
     `bits`: of the weight, 4 or 8. `group`: inputs that share a scale, a multiple of 32, or 0 for a
     scale a row. `x_bits`: 16 (weight-only: W8A16, W4A16) takes each block of a token's inputs in
     fixed point, to 1.6e-5 of the block's largest (`ops/quantize/tokens.py`); 8 rounds each token to
-    int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all; with `x_blocks`
-    each of its blocks has a scale (the widest of 128, 64 and 32 inputs that divides the group; 128
-    with a scale a row). Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable
-    in x and bias, as if x had not been rounded.
+    int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all; with `x_block`
+    as many of its inputs share a scale: 32, 64 or 128, which divides the group. Raises
+    `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
+    not been rounded.
     """
     weight, scale, zero = packed
     check_packed("linear_int", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
     _check_x("linear_int", x, padded_inputs(packed, bits), 512 if in_rows(packed) else 64)
     _check_bias("linear_int", bias, out_features)
     given = x_scale is not None
-    of_token = x_bits == 8 and not x_blocks
-    if x_bits not in (8, 16) or (x_blocks and x_bits == 16) or (given and not of_token):
+    of_token = x_bits == 8 and not x_block
+    if x_bits not in (8, 16) or (x_block and x_bits == 16) or (given and not of_token):
         raise ConfigError(
-            f"linear_int: x_bits is {x_bits}, x_blocks {x_blocks}, x_scale "
-            f"{'given' if given else None}; allowed are 16, or 8 with x_blocks or an x_scale, or "
+            f"linear_int: x_bits is {x_bits}, x_block {x_block}, x_scale "
+            f"{'given' if given else None}; allowed are 16, or 8 with x_block or an x_scale, or "
             "neither"
+        )
+    if x_block and (x_block not in reference.BLOCKS or group % x_block):
+        blocks = [size for size in reference.BLOCKS if group % size == 0]
+        raise ConfigError(
+            f"linear_int: x_block is {x_block}; allowed with group {group} are 0 and "
+            f"{', '.join(map(str, blocks))}"
         )
     if x_scale is not None and x_scale.numel() != 1:
         raise ConfigError(f"linear_int: x_scale is {tuple(x_scale.shape)}; it has one element")
     return torch.ops.lezero.linear_int(
-        x, weight, scale, zero, bias, x_scale, out_features, bits, group, x_bits, x_blocks
+        x, weight, scale, zero, bias, x_scale, out_features, bits, group, x_bits, x_block
     )
 
 

@@ -65,10 +65,12 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 || WORDS ? 1 : 2;
     w.digits = 1, w.width = WORDS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
-    w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_blocks;
+    w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_block;
     w.digits = l->x_bits == 16 && !WORDS ? 2 : 1, w.width = l->x_bits == 16 || WORDS ? 2 : 1;
     w.whole = !w.fine && l->bits == 8 && !l->group && !l->zero;
-    w.block = w.whole ? w.padded : l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
+    w.block = l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
+    if (w.whole) w.block = w.padded;
+    if (l->x_block) w.block = l->x_block;
     most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */

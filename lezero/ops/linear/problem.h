@@ -31,7 +31,7 @@ typedef struct {
   int x_type;
   int bits; /* of the weight: 16 (bf16), 8, 4 */
   int x_bits; /* 16 or 8; 16-bit weights: not read */
-  int x_blocks; /* 8 bits with a scale for each block of inputs, not one for a token */
+  int64_t x_block; /* 8 bits: inputs that share a scale, 0: all of a token; it divides `group` */
   int64_t group; /* inputs that share a scale, 0: all */
   const void *weight;
   const void *scale, *zero; /* (panels, groups, 16); zero may be null */

@@ -17,6 +17,8 @@ with a scale a row has one inner sum, and y = (t · s) · it + bias, each rounde
 
 [Note: blocks]
 A block is the widest of 128, 64 and 32 inputs that divides the group; 128 with a scale a row.
+Inputs of 8 bits in blocks say themselves how many share a scale: one of these, which divides the
+group.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ from lezero.ops.quantize.tokens import (
     quantize_tokens,
 )
 
+BLOCKS = (128, 64, 32)
+
 
 def block_of(group: int) -> int:
     """Inputs that are summed as whole numbers at a time; `group` 0: one scale a row."""
-    return next(size for size in (128, 64, 32) if group % size == 0)
+    return next(size for size in BLOCKS if group % size == 0)
 
 
 def linear_bf16(x_MK: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
@@ -60,7 +64,7 @@ def linear_int(
     bits: int,
     group: int,
     x_bits: int,
-    x_blocks: bool = False,
+    x_block: int = 0,
 ) -> Tensor:
     """(M, N) in x's dtype."""
     N, K = out_features, x_MK.shape[1]
@@ -68,16 +72,16 @@ def linear_int(
     scale_NG = scale_NG.float()
     if bits == 4 and zero_NG is None:
         codes_NK = codes_NK.to(torch.int16) - 8
-    of_token = x_bits == 8 and not x_blocks
+    of_token = x_bits == 8 and not x_block
+    size = x_block or block_of(group)
     if of_token:
         a_MK, token_M = quantize_tokens(x_MK, x_scale)
         if not group and bits == 8 and zero_NG is None:
             total = (a_MK.double() @ codes_NK.double().T).float()
             return finish(total, token_M[:, None] * scale_NG.T, bias, x_MK.dtype)
     else:
-        blocks = quantize_blocks if x_blocks else fixed_point
-        a_MK, token_MB = blocks(x_MK, block_of(group))
-    size = block_of(group)
+        blocks = quantize_blocks if x_block else fixed_point
+        a_MK, token_MB = blocks(x_MK, size)
     out = x_MK.new_zeros(len(x_MK), out_features, dtype=torch.float32)
     for block, begin in enumerate(range(0, x_MK.shape[1], size)):
         w_NB = codes_NK[:, begin : begin + size].double()
