@@ -157,10 +157,7 @@ def compare(
     sides: Sequence[Side], *, rounds: int, threads: int | None = None, timeout_s: float = 1200
 ) -> Result:
     """Runs every side `rounds` times, interleaved, each run in its own process."""
-    result = Result({one.name: [] for one in sides}, {})
-    for one in sides:
-        if one.missing:
-            result.failed[one.name] = f"missing: {one.missing}"
+    result = nothing_yet(sides)
     for number in range(rounds):
         for one in sides if number % 2 == 0 else list(reversed(sides)):
             if one.name in result.failed:
@@ -170,6 +167,12 @@ def compare(
             except RuntimeError as error:
                 result.failed[one.name] = f"failed: {error}"
     return result
+
+
+def nothing_yet(sides: Sequence[Side]) -> Result:
+    """Where figures go; a side that cannot run has failed."""
+    failed = {one.name: f"missing: {one.missing}" for one in sides if one.missing}
+    return Result({one.name: [] for one in sides}, failed)
 
 
 def run(one: Side, threads: int | None = None, timeout_s: float = 1200) -> dict[str, Any]:

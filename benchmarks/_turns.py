@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from _table import Result, Side, environment, figures_of
+from _table import Result, Side, environment, figures_of, nothing_yet
 
 
 def turns() -> Iterator[None]:
@@ -91,7 +91,7 @@ def compare_in_turns(
 ) -> Result:
     """Runs all sides `rounds` times, each in a new process that has `steps` turns; one that takes
     longer than `timeout_s` for a turn is killed."""
-    result = Result({one.name: [] for one in sides}, {})
+    result = nothing_yet(sides)
     for number in range(rounds):
         running = [one for one in sides if one.name not in result.failed]
         if number % 2:

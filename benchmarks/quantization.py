@@ -1,6 +1,7 @@
 """Claim: quantization that is never slower and never quietly worse, on real models and text.
 
-Five parts, every side in a process of its own, rounds interleaved:
+Five parts, every side in a process of its own, rounds interleaved, the times of the first and the
+third taken in turns:
   smol     SmolLM2-135M in W8A8: perplexity of held-out text, size and prefill of 512 tokens / bf16
   trained  a Llama-type model of 11M parameters that LeZero trains (kept in the cache): int4 g64
   minilm   all-MiniLM-L6-v2 in W8A8: embeddings and speed beside fp32 and bf16, eager
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from _table import Result, Side, arguments, columns, compare, emit, finish, peer, side
+from _turns import compare_in_turns
 
+TURNS = {"smol": 12, "minilm": 20}
+"""Parts whose ratio of times is what counts, and how often each side is timed in a round."""
 PARTS = ("smol", "trained", "minilm", "digits", "sweep", "which")
 Figures = dict[str, Any]
 
@@ -89,9 +93,10 @@ def _compare(part: str, options: argparse.Namespace) -> Result:
         else:
             found = peer(__file__, label, package, *extra)
             sides.append(found if not missing else side(__file__, label, missing=missing))
-    timed = part in ("smol", "minilm")
-    rounds = options.rounds or (3 if timed else 1)
-    return compare(sides, rounds=rounds, threads=options.threads, timeout_s=900)
+    how: dict[str, Any] = {"threads": options.threads, "timeout_s": 900}
+    if part in TURNS:
+        return compare_in_turns(sides, rounds=options.rounds or 3, steps=TURNS[part], **how)
+    return compare(sides, rounds=options.rounds or 1, **how)
 
 
 def _place(part: str, quick: bool) -> tuple[str, str]:

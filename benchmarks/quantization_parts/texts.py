@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from _turns import turns
 from torch import Tensor
 
 
@@ -37,11 +38,11 @@ def perplexity(model: Callable[[Tensor], Any], rows: Tensor, at_once: int = 4) -
 
 
 @torch.no_grad()
-def seconds(work: Callable[[], Any], repeats: int) -> float:
-    """Median of `repeats` calls, after one that does not count."""
+def seconds(work: Callable[[], Any], repeats: int, *, in_turns: bool = False) -> float:
+    """Median of `repeats` calls, or of one a turn, after one that does not count."""
     work()
     times = []
-    for _ in range(repeats):
+    for _ in turns() if in_turns else range(repeats):
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)

@@ -49,6 +49,14 @@ def test_steps_are_taken_in_turns_that_turn_round(turned: ModuleType, tmp_path: 
     assert result.figures == {"a": [{"taken": 3}] * 2, "b": [{"taken": 3}] * 2}
 
 
+def test_a_side_that_cannot_run_is_a_row_that_says_so(turned: ModuleType, tmp_path: Path) -> None:
+    absent = turned.Side("x", ("nothing",), missing="make peers")
+    sides = [player(turned, tmp_path / "log", "a"), absent]
+    result = turned.compare_in_turns(sides, rounds=1, steps=1)
+    assert result.failed == {"x": "missing: make peers"}
+    assert result.figures["a"] == [{"taken": 1}]
+
+
 def test_a_side_that_dies_or_hangs_says_so_and_holds_up_nobody(
     turned: ModuleType, tmp_path: Path
 ) -> None:
