@@ -39,10 +39,13 @@ def perplexity(model: Callable[[Tensor], Any], rows: Tensor, at_once: int = 4) -
 
 @torch.no_grad()
 def seconds(work: Callable[[], Any], repeats: int, *, in_turns: bool = False) -> float:
-    """Median of `repeats` calls, or of one a turn, after one that does not count."""
+    """Median of `repeats` calls after one that does not count, or of one a turn after another that
+    does not: caches are others' when a turn begins."""
     work()
     times = []
     for _ in turns() if in_turns else range(repeats):
+        if in_turns:
+            work()
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)
