@@ -180,7 +180,7 @@ def fuzz(count: int, every: dict[str, Any]) -> tuple[int, int]:
     for _ in range(count):
         M, N, K = (draw.randint(1, 300) for _ in range(3))
         bits, group = draw.choice([4, 8]), draw.choice([0, *GROUPS])
-        form = draw.choice([(8, False), (8, True), (16, False)])
+        form = draw.choice([(8, 0), (8, 32), (16, 0)])
         dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
         x = torch.randn(M, K, generator=generator).to(dtype)
         weight = torch.randn(N, K, generator=generator)

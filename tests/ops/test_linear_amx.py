@@ -70,7 +70,7 @@ def test_layers_of_all_shapes() -> None:
     for _ in range(60):
         M, N, K = draw.randint(5, 80), draw.randint(1, 300), draw.randint(1, 900)
         bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 96, 128])
-        form, dtype = draw.choice([(8, False), (8, True), (16, False)]), draw.choice(FLOATS)
+        form, dtype = draw.choice([(8, 0), (8, 32), (16, 0)]), draw.choice(FLOATS)
         x, weight = seeded(M, K).to(dtype), packed(N, K, bits, group, draw.random() < 0.3, dtype)
         sizes = (N, bits, group, *form)
         found = ops.linear_int(x, *weight, seeded(N), None, *sizes)
@@ -139,10 +139,11 @@ class Ops:
     ("wrong", "said"),
     [
         ((16, 16), "bf16"),
-        ((8, 8, False), "W8A8"),
-        ((4, 8, False), "W4A8"),
-        ((4, 8, True), "W4A8 in blocks"),
-        ((4, 16, False), "W4A16"),
+        ((8, 8, 0), "W8A8"),
+        ((4, 8, 0), "W4A8"),
+        ((4, 8, 32), "W4A8 in blocks"),
+        ((8, 8, 32), "W8A8 in blocks"),
+        ((4, 16, 0), "W4A16"),
     ],
 )
 def test_a_kernel_whose_products_differ_is_refused(
