@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import is_quantized_folder, load_quantized, save_quantized
+from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.models.hf_config import to_hf
@@ -277,50 +277,6 @@ def test_what_is_null_counts_as_not_given(tmp_path: Path) -> None:
     wanted = one_layer(tmp_path, {**GPTQ, **form}, zeros, words(zeros.T - 1, 4))
     found = quantized_layers(load_quantized(tmp_path, OneLayer()))["up"]
     assert torch.equal(found.weight.decode(torch.float32), wanted)
-
-
-def test_the_older_layout_of_autoawq(tmp_path: Path) -> None:
-    wanted = folder(tmp_path, FORMS["awq"])
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not is_quantized_folder(tmp_path)
-    form = {"zero_point": True, "q_group_size": GROUP, "w_bit": 4, "version": "GEMM"}
-    (tmp_path / "quant_config.json").write_text(json.dumps(form))
-    assert is_quantized_folder(tmp_path)
-    found = load_quantized(tmp_path)
-    weight = quantized_layers(found)["layers.0.mlp.up_proj"].weight.decode(torch.float32)
-    assert torch.equal(weight, wanted.layers[0].mlp.up_proj.weight)
-
-
-def test_the_older_layout_of_autogptq(tmp_path: Path) -> None:
-    wanted = folder(tmp_path, GPTQ)
-    config = json.loads((tmp_path / "config.json").read_text())
-    form = config.pop("quantization_config")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not is_quantized_folder(tmp_path)
-    with pytest.raises(lz.FileError, match=r"nor a quantize_config\.json"):
-        load_quantized(tmp_path)
-    beside = tmp_path / "quantize_config.json"
-    beside.write_text(json.dumps({key: form[key] for key in ("bits", "desc_act", "sym")}))
-    with pytest.raises(lz.FileError, match=r"qzeros is .* should be \(1, .* group_size -1"):
-        load_quantized(tmp_path)
-    beside.write_text(json.dumps({**form, "quant_method": None, "bits": 3}))
-    with pytest.raises(lz.FileError, match=r"quantize_config\.json: gptq with bits 3"):
-        load_quantized(tmp_path)
-    beside.write_text(json.dumps({**form, "quant_method": None}))
-    whole = (tmp_path / "model.safetensors").rename(tmp_path / "gptq_model-4bit-32g.safetensors")
-    assert is_quantized_folder(tmp_path)
-    found = load_quantized(tmp_path)
-    weight = quantized_layers(found)["layers.0.mlp.up_proj"].weight.decode(torch.float32)
-    assert torch.equal(weight, wanted.layers[0].mlp.up_proj.weight)
-    (tmp_path / "adapter.safetensors").write_bytes(b"")
-    with pytest.raises(lz.FileError, match=r"adapter\.safetensors, gptq_model-4bit-32g\.safet"):
-        load_quantized(tmp_path)
-    (tmp_path / "adapter.safetensors").unlink()
-    whole.rename(tmp_path / "model-00001-of-00002.safetensors")
-    with pytest.raises(lz.FileError, match=r"not one whole file \(model-00001-of-00002"):
-        load_quantized(tmp_path)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
