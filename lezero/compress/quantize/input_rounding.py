@@ -9,11 +9,11 @@ batch:
 with y8 and y16 the outputs of the quantized layer for rounded inputs and for 16-bit ones. Tokens
 count alike, since a few with massive values would hide the others. Layers that share their inputs
 (query, key and value) decide together, by the mean of their c, so that engines can go on to join
-them. Where it is above `exact_above` times the median of all c they get the next better way that
-is not, or the last one:
+them. Where it is above `exact_above` times the median of all c they get the next better way:
 
-    8 bits in blocks    a scale for each 32 inputs: some 1.3 times the time, where it is measured
-                        to be faster than the next
+    8 bits in blocks    a scale for each 32 inputs: some 1.3 times the time. Where its c is not
+                        above that too, and it is measured to be faster than the next; also where
+                        only it is faster than the float layer, when speed is what is asked for
     16 bits             about twice the time
 
 It is the median's multiple, so never most of a model.
@@ -21,7 +21,6 @@ It is the median's multiple, so never most of a model.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -149,14 +148,16 @@ class InputRounding:
             f"rounding them to int8 changes the outputs by {percent(cost)}, those of the layer in "
             f"the middle by {percent(usual)}"
         )
-        best = {way: [one.ways[way] for one in own] for way in own[0].ways}
+        ways = [way for way in (BLOCKS, EXACT) if all(way in one.ways for one in own)]
+        best = {way: [one.ways[way] for one in own] for way in ways}
         slow = [w for w, y in best.items() if not all(self.speed.is_faster(*x.seconds) for x in y)]
-        fits = [way for way in best if not (speed and way in slow)]
+        fits = [way for way in ways if not (speed and way in slow)]
         if BLOCKS in fits:
             blocks = statistics.mean(x.cost for x in best[BLOCKS])
             why += f", in blocks of {_BLOCK} by {percent(blocks)}"
-            spent = {way: sum(x.seconds[1] for x in best[way]) for way in fits}
-            if blocks > most or not self.speed.is_faster(spent.get(EXACT, math.inf), spent[BLOCKS]):
+        if fits == [BLOCKS, EXACT]:
+            spent = [sum(x.seconds[1] for x in best[way]) for way in fits]
+            if blocks > most or not self.speed.is_faster(spent[1], spent[0]):
                 fits.remove(BLOCKS)
         if not fits:
             why += "; but with more than that not every layer is faster than before"
