@@ -201,15 +201,11 @@ def leave() -> None:
     if watcher is not None:
         watcher.close(sys.exc_info()[1])
     if dist.is_available() and dist.is_initialized():
-        held = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
         sockets.forget()
         # A Gloo group ends its threads with its last reference. One that lives in a cycle until the
-        # interpreter ends may drop a tensor in its thread then, which aborts the process. The last
-        # reference must be Python's own of the group, which waits for the threads without the GIL:
-        # where DDP's reducer has it, a thread that drops a tensor wants the GIL and never ends.
+        # interpreter ends may drop a tensor in its thread then, which aborts the process.
         gc.collect()
-        del held
 
 
 def abort() -> None:
