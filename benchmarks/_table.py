@@ -9,7 +9,8 @@ is one JSON object of figures:
     finish(result.table(["step_s"]), {"my_ratio": …})
 
 and starts with `options = arguments(__doc__)`; when `options.side` is set, the process is one side:
-it measures, prints with `emit` and returns.
+it measures, prints with `emit` and returns. `finish` ends with status 1 where a side of this
+environment failed.
 
 [Note: what makes the figures comparable]
 Rounds are interleaved (a b, b a, a b …), so that a drifting machine touches all sides alike. Each
@@ -103,12 +104,21 @@ def peer(file: str, name: str, module: str, *extra: str) -> Side:
     return side(file, name, *extra, python=PEERS_PYTHON, missing=reason)
 
 
+_broken: list[str] = []
+
+
 @dataclass
 class Result:
     """Figures of every side and round."""
 
     figures: dict[str, list[dict[str, Any]]]
     failed: dict[str, str]
+
+    def fail(self, one: Side, error: Exception) -> None:
+        """Notes why a side gave no figures; one of this environment breaks the benchmark."""
+        self.failed[one.name] = f"failed: {error}"
+        if one.command[0] == sys.executable:
+            _broken.append(f"{one.name}: {error}")
 
     def median(self, name: str, key: str) -> float:
         return statistics.median(float(row[key]) for row in self.figures[name])
@@ -165,7 +175,7 @@ def compare(
             try:
                 result.figures[one.name].append(run(one, threads, timeout_s))
             except RuntimeError as error:
-                result.failed[one.name] = f"failed: {error}"
+                result.fail(one, error)
     return result
 
 
@@ -222,9 +232,12 @@ def emit(**figures: Any) -> None:
 
 
 def finish(table: str, figures: dict[str, Any]) -> None:
-    """What a benchmark prints at its end: the table, then one JSON object as the last line."""
+    """What a benchmark prints at its end: the table, then one JSON object as the last line. Ends
+    with status 1 where a side failed that is no peer, since then what is claimed was not seen."""
     print(table)
     print(json.dumps({key: _plain(value) for key, value in figures.items()}), flush=True)
+    if _broken:
+        sys.exit("error: not measured: " + "; ".join(_broken))
 
 
 def _plain(value: Any) -> Any:

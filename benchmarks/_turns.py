@@ -36,7 +36,6 @@ class _Player:
     """A side's process. One that died takes no more turns; `end` says why."""
 
     def __init__(self, one: Side, threads: int | None, timeout_s: float) -> None:
-        self.name = one.name
         self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115 (`end` closes it)
         self._process = subprocess.Popen(
             one.command,
@@ -101,9 +100,9 @@ def compare_in_turns(
         for step in range(steps):
             for player in players if step % 2 == 0 else reversed(players):
                 player.turn()
-        for player in players:
+        for one, player in zip(running, players, strict=True):
             try:
-                result.figures[player.name].append(player.end())
+                result.figures[one.name].append(player.end())
             except RuntimeError as error:
-                result.failed[player.name] = f"failed: {error}"
+                result.fail(one, error)
     return result

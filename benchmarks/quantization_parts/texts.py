@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from _turns import turns
 from torch import Tensor
 
 
@@ -41,9 +40,14 @@ def perplexity(model: Callable[[Tensor], Any], rows: Tensor, at_once: int = 4) -
 def seconds(work: Callable[[], Any], repeats: int, *, in_turns: bool = False) -> float:
     """Median of `repeats` calls after one that does not count, or of one a turn after another that
     does not: caches are others' when a turn begins."""
+    calls: Iterable[Any] = range(repeats)
+    if in_turns:
+        from _turns import turns  # only a side in turns can: others may not see this folder
+
+        calls = turns()
     work()
     times = []
-    for _ in turns() if in_turns else range(repeats):
+    for _ in calls:
         if in_turns:
             work()
         began = time.perf_counter()

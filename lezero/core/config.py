@@ -247,6 +247,8 @@ def load_yaml(text: str) -> Any:
         raise ValueError(said if mark is None else f"line {mark.line + 1}: {said}") from None
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply to be read") from None
 
 
 @functools.cache

@@ -16,6 +16,8 @@ def expand_home(path: str | os.PathLike[str]) -> str:
     if not isinstance(path, str | os.PathLike):
         raise FileError(f"got a {type(path).__name__} where a path belongs; give text or a Path")
     text = os.fspath(path)
+    if "\0" in text:
+        raise FileError(f"{text!r}: a path cannot hold the character NUL")
     found = os.path.expanduser(text)
     if not found.startswith("~"):
         return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -52,8 +53,8 @@ def from_pytorch(
       to compare with but a second run, which finds a module whose outputs do not repeat. Where
       the file changed the weights, a run on altered ones follows: outputs that stay the same to
       the bit are told in a warning, since forward does not use what was loaded. All runs start
-      from the same random state of the CPU. Training flags, buffers and that random state are
-      as before afterwards.
+      from the same random state of the CPU, and have inputs of their own. Training flags, buffers
+      and that random state are as before afterwards.
 
     Args:
         module: any `torch.nn.Module`.
@@ -107,9 +108,11 @@ def _check_module(module: object) -> None:
 
 
 def _check_outputs(module: nn.Module, loaded: Loaded | None, example_inputs: Any) -> None:
-    args, kwargs = _arguments(example_inputs)
+    given_inputs = _arguments(example_inputs)
+    args, kwargs = _private(given_inputs)
     with _quiet(module):
         ours = _tensors(module(*args, **kwargs))
+    args, kwargs = _private(given_inputs)
     with _quiet(module):
         if loaded is None:
             wanted, against = module(*args, **kwargs), "a second run of the same module"
@@ -131,6 +134,7 @@ def _check_outputs(module: nn.Module, loaded: Loaded | None, example_inputs: Any
                 f"output {index} of the module on example_inputs differs from {against}: {detail}"
             ) from None
     if loaded is not None and loaded.changed:
+        args, kwargs = _private(given_inputs)
         _check_use(module, _reference(module, loaded.tensors), args, kwargs, ours)
 
 
@@ -182,6 +186,17 @@ def _arguments(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(given, Sequence) and not isinstance(given, str):
         return tuple(given), {}
     return (given,), {}
+
+
+def _private(inputs: Any) -> Any:
+    """Inputs for one run, which may write into them."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return pytree.tree_map(copied, inputs)
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -35,6 +35,7 @@ class Kernel:
     """One instruction set's C files: `needs` are names of `instruction_sets()`, `flags` gcc's.
 
     `trial` is called once with the loaded ops and raises `BuildError` where they must not be used.
+    `slow` says whether those after it are faster here all the same; then it is the last resort.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Kernel:
     files: tuple[Path, ...]
     flags: tuple[str, ...] = ()
     trial: Callable[[Any], None] | None = None
+    slow: Callable[[], bool] | None = None
 
 
 class Native:
@@ -65,7 +67,8 @@ class Native:
     def suited(self) -> tuple[Kernel, ...]:
         """The kernels that this processor's instruction sets run, the fastest first."""
         has = set(instruction_sets())
-        return tuple(kernel for kernel in self.kernels if kernel.needs <= has)
+        able = [kernel for kernel in self.kernels if kernel.needs <= has]
+        return tuple(sorted(able, key=lambda kernel: kernel.slow is not None and kernel.slow()))
 
     def kernel_name(self) -> str:
         """The kernel that runs, or before the first use the one that suits; "" without any."""

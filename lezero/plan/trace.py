@@ -29,6 +29,7 @@ from lezero.comm.choice import Exchange
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.flags import flag
 from lezero.ops.attention import FastAttention
+from lezero.ops.attention.mode import backward
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.meeting import Buckets, Meeting, Shards
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
@@ -314,7 +315,7 @@ def _one_step(
                 loss = spec.mean_loss(model, batch)
                 scaled = loss * 1.0
             recorder.kind, recorder.phase = TEMPORARY, name and f"{name} backward"
-            scaled.backward()
+            backward(scaled)
             recorder.phase = None
             del loss, scaled, batch
         meeting.end()

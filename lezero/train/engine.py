@@ -12,6 +12,7 @@ anything is not finite → clip → optimizer step.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from lezero.train.loss import (
     in_step,
     mean_loss,
     model_loss,
+    private,
+    rewrapped,
     scalar,
     split,
     to_device,
@@ -168,15 +171,17 @@ class Engine:
         if self._forms is None:
             with watch.busy("times the forms that the model can run in"):
                 self._forms = self._choose_form(micros[0])
+            self._buffers.watch(self._forms.frozen)
             started = time.perf_counter()
         lr = self._set_lr()
         self._buffers.keep()
-        summed = self._backward(micros, counts, total)
         try:
+            summed = self._backward(micros, counts, total)
             norm = float(self._gradient_norm())  # the one wait for an accelerator
             loss = float(summed) / total
             skipped = self._update(micros, loss, norm)
         except BaseException:
+            self._buffers.put_back()
             self.precision.forget_step()
             raise
         self.step += 1
@@ -263,7 +268,7 @@ class Engine:
         """Before the first `labels` are counted: whether the model shifts them (see `Counter`)."""
         for batch in filter(self.count.must_ask, batches):
             with evaluating(self.model), seeded(self.seed, 0, 0), self.precision.autocast():
-                shifted = self.count.ask(lambda each: self.loss(self.model, each), batch)
+                shifted = self.count.ask(lambda each: self.loss(self.model, private(each)), batch)
             log.info("labels are counted %s", "after a shift by one" if shifted else "as they are")
 
     # the parts of a step ---------------------------------------------------------------------
@@ -291,7 +296,7 @@ class Engine:
         summed = torch.zeros((), dtype=torch.float64, device=self.place)
         running = self.gradients.micros(counts)
         for i in running:
-            micro, count, last = micros[i], counts[i], i == running[-1]
+            micro, count, last = rewrapped(micros[i]), counts[i], i == running[-1]
             place = groups.rank() * len(micros) + i
             with (
                 self.gradients.micro(counts=count > 0, last=last),
@@ -300,7 +305,7 @@ class Engine:
                 with self.precision.autocast():
                     loss = self.gradients.loss(self._forms.loss, micro)
                     scaled = loss * (count * world / total)
-                self.precision.scaler.scale(scaled).backward()
+                self._forms.backward(self.precision.scaler.scale(scaled))
             if count:
                 summed += loss.detach().double() * count
         return groups.all_reduce_sum(summed, "loss")
@@ -324,7 +329,7 @@ class Engine:
 
     def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
         """Steps the optimizer, or says why not."""
-        finite = _is_finite(loss) and _is_finite(norm)
+        finite = math.isfinite(loss) and math.isfinite(norm)
         skipped = None
         if finite:
             self.skipped_in_a_row = 0
@@ -345,14 +350,13 @@ class Engine:
         return skipped
 
     def _why_skipped(self, micros: list[Batch], loss: float, norm: float) -> str:
-        if _is_finite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
+        if math.isfinite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
             return f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
         return self._blame(micros, loss, norm)
 
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
         self.skipped_in_a_row += 1
-        what = "loss" if not _is_finite(loss) else "gradient norm"
-        value = loss if what == "loss" else norm
+        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         culprit = self._culprit(micros)
         step, text = self.step + 1, f"{what} is {value}; first at the {culprit}"
         if self.skipped_in_a_row >= self.max_skipped:
@@ -394,7 +398,3 @@ class Engine:
             asked=self._compile, asked_attention=self._attention, steps=self.total_steps,
             accumulate=self.accumulate, seed=self.seed,
         )  # fmt: skip
-
-
-def _is_finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")

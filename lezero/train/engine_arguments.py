@@ -12,10 +12,14 @@ from torch import nn
 from lezero.core import groups
 from lezero.core.config import Config
 from lezero.core.errors import ConfigError, OrderError
+from lezero.core.log import logger
+from lezero.files.tensorfile import CODES
 from lezero.nn.unsized import check_sized
 from lezero.optim import Schedule
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.guard import check_optimizer
+
+log = logger("train")
 
 
 def check_numbers(
@@ -79,6 +83,24 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
     if any(p.is_meta for p in model.parameters()):
         raise OrderError("the model has parameters on meta: load or initialise them first")
+    _warn_of_unsavable(model)
+
+
+def _warn_of_unsavable(model: nn.Module) -> None:
+    """Says now what `Engine.save` would refuse after hours of training."""
+    kinds = {
+        (f"{prefix}.{name}" if prefix else name): value
+        for prefix, module in model.named_modules()
+        for name, value in (*module._parameters.items(), *module._buffers.items())
+        if value is not None and name not in module._non_persistent_buffers_set
+    }
+    for name, value in kinds.items():
+        if (value.layout is not torch.strided or value.dtype not in CODES) and groups.is_main():
+            log.warning(
+                "'%s' of the model is a %s tensor of %s, which a checkpoint cannot hold: "
+                "Engine.save will refuse the model", name, value.layout, value.dtype,
+            )  # fmt: skip
+            return
 
 
 def agree_on_arguments(optimizer: torch.optim.Optimizer, **arguments: Any) -> None:

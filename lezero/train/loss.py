@@ -273,13 +273,39 @@ def mean_loss(sums: torch.Tensor) -> float | None:
 
 def to_device(batch: Batch, place: torch.device) -> Batch:
     """The batch with every tensor on `place`."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(place, non_blocking=True)
+
+    def moved(value: Any) -> Any:
+        return value.to(place, non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+    return _each(batch, moved)
+
+
+def rewrapped(batch: Batch) -> Batch:
+    """The same tensors in new containers: a loss may take things out of them or put some in."""
+    return _each(batch, lambda value: value)
+
+
+def private(batch: Batch) -> Batch:
+    """A copy of the batch for a pass that must leave it as it was, since a loss may write into it.
+
+    Of tensors the values alone: backward ends at the copy. Raises what copying an object raises.
+    """
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        return copy.deepcopy(value)
+
+    return _each(batch, copied)
+
+
+def _each(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """The batch with `change` applied to what its mappings, lists and tuples hold."""
     if isinstance(batch, Mapping):
-        return _like_mapping(batch, {key: to_device(value, place) for key, value in batch.items()})
+        return _like_mapping(batch, {key: _each(value, change) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
-        return _like(batch, [to_device(value, place) for value in batch])
-    return batch
+        return _like(batch, [_each(value, change) for value in batch])
+    return change(batch)
 
 
 def _like(batch: Any, values: list[Any]) -> Any:
@@ -292,5 +318,6 @@ def _like_mapping(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[A
     if type(batch) is dict or not isinstance(batch, MutableMapping):
         return values
     made = copy.copy(batch)
-    made.update(values)
+    for key, value in values.items():  # `update` is not allowed by all
+        made[key] = value
     return made

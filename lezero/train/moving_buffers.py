@@ -1,4 +1,5 @@
-"""What a skipped step must not leave behind besides gradients: buffers that its forward pass wrote.
+"""What a skipped step must not leave behind besides gradients: buffers that its forward pass wrote,
+and frozen parameters.
 
 One batch with a NaN in it makes the running mean of a BatchNorm NaN for ever, while the losses of
 training stay finite: only evaluation, and every checkpoint, would show it.
@@ -6,10 +7,13 @@ training stay finite: only evaluation, and every checkpoint, would show it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from lezero.nn.buffers import BufferSnapshot
+from lezero.nn.frozen_writes import Named
 
 _LARGEST_BYTES = 4 << 20
 
@@ -29,10 +33,19 @@ class MovingBuffers:
         self._moving: set[tuple[nn.Module, str]] = set()
         self._still: dict[tuple[nn.Module, str], tuple[Tensor | None, int]] = {}
         self._before: BufferSnapshot | None = None
+        self._frozen: list[Named] = []
+
+    def watch(self, frozen: Iterable[Named]) -> None:
+        """Takes the frozen parameters that forward passes write, of at most 4 MiB, for moving."""
+        for module, name in frozen:
+            parameter = module._parameters[name]
+            if parameter is not None and parameter.nbytes <= _LARGEST_BYTES:
+                self._frozen.append((module, name))
+        self._moving.update(self._frozen)
 
     def keep(self) -> None:
         """Before the first forward pass of a step."""
-        self._before = BufferSnapshot(self._model, self._may_move)
+        self._before = BufferSnapshot(self._model, self._may_move, self._frozen)
 
     def put_back(self) -> None:
         """After a step that is skipped."""

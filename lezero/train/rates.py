@@ -9,7 +9,8 @@ import torch
 
 
 class Rates:
-    """The base rates of an optimizer's groups, which each group keeps as `initial_lr` too.
+    """The base rates of an optimizer's groups, which each group keeps as `engine_lr`; as
+    `initial_lr`, too, but torch's schedulers put theirs in its place.
 
     A group's base is the rate that it has when the engine is made or the group is added, or, where
     that is what the schedule of an earlier engine has made of a base, that base.
@@ -26,6 +27,7 @@ class Rates:
             if "initial_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
                 group["initial_lr"] = _copy(group["lr"])
             self._bases.append(_copy(group["initial_lr"]))
+            group["engine_lr"] = _copy(group["initial_lr"])
 
     def schedule(self, factor: float) -> None:
         """Sets the rate of each group to its base times `factor`."""
@@ -37,17 +39,17 @@ class Rates:
     def settle(self) -> list[str]:
         """After a load has given each group the file's rates: the file's `lr` stays where the base
         is the same here as there; elsewhere this engine's base counts, as a sentence says that is
-        returned. `initial_lr` is this engine's base in any case."""
+        returned."""
         told = []
         for number, group in enumerate(self._optimizer.param_groups):
-            base, saved = self._bases[number], float(group["initial_lr"])
+            base, saved = self._bases[number], float(group["engine_lr"])
             if not math.isclose(base, saved, rel_tol=1e-6):  # a tensor has fewer digits
                 told.append(
                     f"group {number} of the optimizer was trained with lr={saved:g} and is given "
                     f"lr={float(base):g} now, which counts from here on"
                 )
-                group["lr"] = _copy(base)
-            group["initial_lr"] = _copy(base)
+                group["lr"], group["initial_lr"] = _copy(base), _copy(base)
+            group["engine_lr"] = _copy(base)
         return told
 
 

@@ -94,7 +94,10 @@ def zero_of(config: RunConfig, place: torch.device, decisions: Decisions) -> Zer
     assert zero is not None
     if zero.compute != "auto":
         return zero
-    name = resolve(train.precision, place, decisions)
+    asked = train.precision
+    if asked == "auto" and train.masters != "none":  # of bf16 weights
+        asked = "bf16"
+    name = resolve(asked, place, decisions)
     if train.masters != "none" and name != "bf16":
         raise ConfigError(
             f"train.masters: '{train.masters}' keeps masters of bf16 weights, but this run's "

@@ -4,7 +4,7 @@ On the first batch, rank 0 times forward and backward of one micro-batch in each
 All ranks of a sharded model time together, since its passes exchange something; rank 0's figures
 count.
 The figure compared is the predicted time of the whole run, compilation included, so a short run
-stays eager. Nothing of the trial remains: gradients, buffers and generators are as before.
+stays eager. Nothing of the trial remains: batch, gradients, buffers and generators are as before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ from lezero.core.facts import memory_limit
 from lezero.core.log import logger
 from lezero.memory import HostPool
 from lezero.nn.buffers import BufferSnapshot
+from lezero.nn.frozen_writes import Named, frozen_writes
 from lezero.ops.attention import FastAttention, available, kernel_name
+from lezero.ops.attention.mode import backward
 from lezero.parallel.zero import sharding_of
 from lezero.train.gradients import wires_untouched
-from lezero.train.loss import Batch, LossFunction, scalar
+from lezero.train.loss import Batch, LossFunction, private, scalar
 from lezero.train.precision import Precision
 from lezero.train.randomness import seeded
 
@@ -46,35 +48,44 @@ _TYPICAL_COMPILE_S = 40.0
 
 
 class Forms:
-    """The form in which the model runs. `loss` is what the engine calls.
+    """The form in which the model runs. `loss` and `backward` are what the engine calls.
 
     name: "eager", "blocks" or "step". attention: "torch", or "lezero" for the kernel of
-    `lezero.ops.attention` wherever it fits. Blocks that the user compiled stay so in every form.
+    `lezero.ops.attention` wherever it fits. frozen: parameters without a gradient that the forward
+    pass writes all the same. Blocks that the user compiled stay so in every form.
     """
 
-    def __init__(self, name: str, attention: str, model: nn.Module, loss: LossFunction) -> None:
-        self.name, self.model = name, model
-        inner = torch.compile(loss) if name == "step" else loss
-        self.loss = with_attention(inner) if attention == "lezero" else inner
+    def __init__(
+        self,
+        name: str,
+        attention: str,
+        model: nn.Module,
+        loss: LossFunction,
+        frozen: Sequence[Named] = (),
+    ) -> None:
+        self.name, self.model, self.frozen = name, model, frozen
+        self._inner = torch.compile(loss) if name == "step" else loss
+        self._mode = FastAttention() if attention == "lezero" else None
         self._blocks = _uncompiled(model) if name == "blocks" else []
         for block in self._blocks:
             block.compile()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        with self._mode or contextlib.nullcontext():
+            return self._inner(model, batch)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """With the same attention, since activations may be recomputed there."""
+        if self._mode is None:
+            loss.backward()
+            return
+        with self._mode:
+            backward(loss)
 
     def undo(self) -> None:
         for block in self._blocks:
             block._compiled_call_impl = None
         self._blocks = []
-
-
-def with_attention(loss: LossFunction) -> LossFunction:
-    """`loss` with torch's attention replaced by ours during the forward pass."""
-    mode = FastAttention()
-
-    def run(model: nn.Module, batch: Batch) -> torch.Tensor:
-        with mode:
-            return loss(model, batch)
-
-    return run
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -152,7 +163,7 @@ def choose(
         keep="eager",
         margin=0.02,
     )
-    return Forms(chosen, attention, model, loss)
+    return Forms(chosen, attention, model, loss, trial.frozen)
 
 
 def _check_compiler(override: str | None, place: torch.device, decisions: Decisions) -> None:
@@ -231,6 +242,8 @@ class _Trial:
         self.attention = "torch"
         self._eager: float | None = None
         self._broken = False
+        self.frozen: list[Named] = []
+        self.frozen = self._frozen_writes()
 
     def together(
         self,
@@ -291,20 +304,32 @@ class _Trial:
         return pair[0], pair[1]
 
     def _once(self, form: Forms) -> float:
+        micro = private(self.micro)
         started = time.perf_counter()
         with seeded(self.seed, 0, 0):
             with self.precision.autocast():
-                loss = scalar(form.loss(self.model, self.micro))
-            loss.backward()
+                loss = scalar(form.loss(self.model, micro))
+            form.backward(loss)
         self.model.zero_grad(set_to_none=True)
         if loss.device.type != "cpu":
             torch.accelerator.synchronize()
         return time.perf_counter() - started
 
+    def _frozen_writes(self) -> list[Named]:
+        """What a forward pass writes of what is frozen, found by running one where there is any."""
+        if sharding_of(self.model) is not None:
+            return []
+
+        def run() -> None:
+            with self._untouched(), seeded(self.seed, 0, 0), self.precision.autocast():
+                self.loss(self.model, private(self.micro))
+
+        return frozen_writes(self.model, run)
+
     @contextlib.contextmanager
     def _untouched(self) -> Any:
         gradients = [(p, p.grad) for p in self.model.parameters()]
-        buffers = BufferSnapshot(self.model)
+        buffers = BufferSnapshot(self.model, frozen=self.frozen)
         generators = random.getstate(), np.random.get_state()  # torch's are kept by `seeded`
         self.model.zero_grad(set_to_none=True)
         try:

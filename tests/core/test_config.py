@@ -173,3 +173,11 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path) -> None:
 def test_a_key_named_self_is_unknown_as_any_other() -> None:
     with pytest.raises(ConfigError, match="self: unknown key"):
         Sample.parse({"self": 1})
+
+
+@pytest.mark.parametrize("text", ["[" * 5000, "a: " + "{b: " * 5000])
+def test_yaml_nested_by_thousands_is_told(tmp_path, text) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"deep\.yaml: not valid YAML: nested too deeply"):
+        read_yaml(str(path))

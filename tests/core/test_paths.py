@@ -37,3 +37,9 @@ def test_an_unknown_user_is_named_with_what_to_write_instead(text):
 def test_what_is_no_path_is_refused_as_such(given):
     with pytest.raises(FileError, match=f"got a {type(given).__name__} where a path belongs"):
         expand_home(given)
+
+
+@pytest.mark.parametrize("path", ["runs/a\0b", Path("a\0")])
+def test_a_path_with_nul_is_refused_before_the_system_does(path):
+    with pytest.raises(FileError, match=r"a\\x00.*: a path cannot hold the character NUL"):
+        expand_home(path)

@@ -22,7 +22,7 @@ from tests.ranks import RankPool
 FILES = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def frame() -> ModuleType:
     return loaded("_table")
 
@@ -69,6 +69,18 @@ def test_a_side_that_fails_or_is_missing_is_a_row_that_says_so(frame: ModuleType
     assert "failed: printed no JSON object as its last line" in table
     assert "missing: run `make peers` first" in table
     assert len(result.figures["good"]) == 2
+
+
+def test_a_failed_side_is_a_failed_benchmark_unless_it_is_a_peer(
+    frame: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer = frame.Side("peer", ("false",))
+    frame.compare([python(frame, "absent", "", missing="no GPU"), peer], rounds=1)
+    frame.finish("a table", {"ratio": None})
+    frame.compare([python(frame, "ours", "raise ValueError('no such thing')")], rounds=1)
+    with pytest.raises(SystemExit, match="ours: status 1: ValueError: no such thing"):
+        frame.finish("a table", {"ratio": None})
+    assert capsys.readouterr().out.splitlines()[-1] == '{"ratio": null}'
 
 
 def test_sides_see_the_number_of_threads(frame: ModuleType) -> None:

@@ -376,3 +376,13 @@ def test_a_plain_attribute_called_module_is_no_wrap():
             self.module = nn.Linear(1, 1)
 
     assert from_pytorch(Holder())
+
+
+def test_inputs_that_a_module_changes_are_copies():
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(2)
+
+    x = torch.ones(3)
+    from_pytorch(InPlace(), example_inputs=x)
+    assert torch.equal(x, torch.ones(3))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -171,7 +172,7 @@ def skips_a_step(patch):
         seen.append(value)
         return len(seen) != 2  # the norm of the first step
 
-    patch.setattr(engine_module, "_is_finite", finite)
+    patch.setattr(engine_module, "math", SimpleNamespace(isfinite=finite))
     patch.setattr(Engine, "_culprit", lambda self, micros: "nowhere")
 
 

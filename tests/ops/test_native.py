@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,30 @@ def test_the_fastest_kernel_of_this_processor(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2",))
     assert native(FAST, GENERIC).kernel_name() == "generic"
     assert native(FAST).kernel_name() == ""
+
+
+def test_a_kernel_that_is_slow_here_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2", "fma"))
+    for slow in (True, False):
+        one = native(replace(FAST, slow=lambda slow=slow: slow), GENERIC)
+        assert [kernel.name for kernel in one.suited()][slow] == "fast"
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2",))
+    assert native(replace(FAST, slow=lambda: pytest.fail("asked")), GENERIC).suited()
+
+
+@pytest.mark.parametrize("bf16", [2.0, 0.5])
+def test_bf16_weights_are_multiplied_in_the_type_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, bf16: float
+) -> None:
+    from lezero.ops.decoder import native as decoder
+    from lezero.ops.linear import native as linear
+
+    has = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
+    monkeypatch.setattr(ops_native, "instruction_sets", lambda: has)
+    monkeypatch.setattr(linear, "product_seconds", lambda: {"fp32": 1.0, "bf16": bf16})
+    first = "avx512_vnni" if bf16 > 1 else "avx512_bf16"
+    for one in (linear.NATIVE, decoder.NATIVE):
+        assert one.suited()[0].name == first
 
 
 def test_nothing_is_built_without_the_instructions(

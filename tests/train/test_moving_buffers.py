@@ -48,3 +48,28 @@ def test_a_buffer_that_each_pass_writes_onto_itself_is_compared_once(monkeypatch
     model.table.fill_(torch.nan)
     buffers.put_back()
     assert model.table.tolist() == [0, 1, 2, 3]
+
+
+class Refusing(nn.Module):
+    """Moves running statistics before it raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.refuses = nn.BatchNorm1d(2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.norm(x).square().mean()
+        if self.refuses:
+            raise ValueError("not today")
+        return loss
+
+
+def test_a_step_that_raises_leaves_buffers_as_they_were():
+    model = Refusing()
+    engine = Engine(model, AdamW(model), precision="fp32", compile="off")
+    engine.train_step(torch.randn(4, 2))
+    before = model.norm.running_mean.clone()
+    model.refuses = True
+    with pytest.raises(ValueError, match="not today"):
+        engine.train_step(torch.randn(4, 2) + 5)
+    assert torch.equal(model.norm.running_mean, before)

@@ -109,3 +109,21 @@ def test_a_group_that_joined_has_a_rate_of_its_own(tmp_path):
         other.optimizer.add_param_group({"params": [late], "lr": given})
         other.load(path)
         assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.1, counts]
+
+
+def test_a_scheduler_of_torch_made_after_the_engine_goes_on_after_a_load(tmp_path, told):
+    """It puts a rate of its own into `initial_lr`, which is no other base of the engine."""
+
+    def started():
+        engine = make(0.1)
+        return engine, torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, 1.0, total_steps=10)
+
+    engine, scheduler = started()
+    for _ in range(3):
+        step(engine)
+        scheduler.step()
+    path, rate = engine.save(tmp_path), scheduler.get_last_lr()[0]
+    other, _ = started()
+    other.load(path)
+    assert step(other) == rate != 0.1
+    assert told() == []

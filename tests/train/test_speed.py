@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
+from lezero.ops.attention import available
 from lezero.optim import AdamW
 from lezero.train import speed
 from lezero.train.engine import Engine
@@ -258,6 +261,80 @@ def test_compiled_forms_give_the_numbers_of_the_eager_one_and_keep_names(compile
         outcome[form] = losses
     assert outcome["blocks"] == pytest.approx(outcome["eager"], rel=1e-5)
     assert outcome["step"] == pytest.approx(outcome["eager"], rel=1e-5)
+
+
+class Recomputed(nn.Module):
+    """One layer of attention, whose activations are recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def attend(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x):
+        return checkpoint(self.attend, x, use_reentrant=False).square().mean()
+
+
+@pytest.mark.skipif(not available(), reason="no kernel of attention for this processor")
+@pytest.mark.parametrize("form", ["off", "step"])
+def test_activations_are_recomputed_with_the_attention_that_made_them(compiler, form):
+    torch.manual_seed(0)
+    model = Recomputed()
+    engine = Engine(model, AdamW(model), precision="bf16", compile=form, attention="lezero")
+    result = engine.train_step(torch.randn(8, 64, 64))
+    assert result.skipped is None
+    assert result.grad_norm > 0
+
+
+def test_a_loss_that_changes_its_batch_trains_the_first_step_on_it():
+    """In the trial, which runs the first batch too, and while the model is asked if it shifts."""
+
+    def loss(model, batch):
+        batch["tokens"].remainder_(5).add_(1)
+        return next_token_loss(model, {"tokens": batch["tokens"], "targets": batch.pop("labels")})
+
+    def trained(form):
+        torch.manual_seed(0)
+        model = Model(block=PlainBlock)
+        engine = Engine(model, AdamW(model), loss=loss, precision="fp32", compile=form)
+        given = batch()
+        given["labels"] = given.pop("targets")
+        return engine.train_step(given).loss, sorted(given)
+
+    loss_of_first, keys = trained("auto")
+    assert (loss_of_first, keys) == trained("off")
+    assert keys == ["labels", "tokens"]
+
+
+class Codebook(nn.Module):
+    """Moves frozen parameters towards what it sees, as a teacher or the codes of a VQ-VAE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+        self.mean = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.seen = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.5)
+            self.seen.data = self.seen.data + 1
+        return self.line(x - self.mean).square().mean()
+
+
+@pytest.mark.parametrize("form", ["auto", "off"])
+def test_what_is_frozen_moves_once_a_step_and_not_in_a_skipped_one(form):
+    model = Codebook()
+    engine = Engine(model, AdamW(model), precision="fp32", compile=form)
+    x = torch.ones(4, 2)
+    for value, seen, mean in ((1.0, 1, 0.5), (torch.nan, 1, 0.5), (1.0, 2, 0.75)):
+        result = engine.train_step(x * value)
+        assert (result.skipped is None) is (value == 1.0)
+        assert model.seen.item() == seen
+        assert model.mean.tolist() == [mean, mean]
 
 
 def test_repeated_blocks_are_the_longest_list_of_one_class():

@@ -2,15 +2,15 @@
 
     with FastAttention():
         loss = model(tokens).loss
-        loss.backward()
+    loss.backward()
 
 [Note: what is redirected]
 Only calls of `torch.nn.functional.scaled_dot_product_attention` that the kernel does better: on
 the CPU, in bf16 (or in fp32 under bf16 autocast, which would cast them), for training (a gradient
 is needed), with no mask, no dropout, a head dim that is a multiple of 32 and enough heads for the
-threads. Any other call, and every other function, goes where it went before. Keep the mode on
-around the backward pass too when activations are recomputed there, so that both passes take the
-same way.
+threads. Any other call, and every other function, goes where it went before. Where activations are
+recomputed in the backward pass, run that by `backward` within the mode, so that both passes take
+the same way: torch hands `loss.backward()` to the mode, and leaves it for as long as that runs.
 
 [Note: few heads on many cores]
 The kernel splits its work by sample and key/value head, torch's also by query. With few heads on
@@ -58,6 +58,14 @@ class FastAttention(TorchFunctionMode):
             # Its Python body calls super(), which Dynamo cannot trace below a mode.
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def backward(loss: Tensor) -> None:
+    """`loss.backward()` of a scalar, during which a mode that is on stays on."""
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (),
+        allow_unreachable=True, accumulate_grad=True,
+    )  # fmt: skip
 
 
 def scaled_dot_product_attention(

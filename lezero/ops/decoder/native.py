@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def _with_layers(kernel: Kernel) -> Kernel:
     vectors = "avx2" if kernel.name == "avx2" else "avx512"
     files = (*kernel.files, _FOLDER / f"{vectors}_layers.c")
     trial = _as_linear if kernel.trial else None
-    return Kernel(kernel.name, kernel.needs, files, kernel.flags, trial)
+    return replace(kernel, files=files, trial=trial)
 
 
 def _as_linear(ops: Any) -> None:

@@ -11,7 +11,7 @@ typedef struct {
 
 enum { MOST_WHOLE = 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4, MOST_ROWS = 4 };
 /* The last two: bytes of four inputs of a token, and of a pair of them beside bf16 weights. */
-enum { WORDS = 1, FOUR_BYTES = 8, PAIR_BYTES = 8 };
+enum { WORDS = 1, FLOATS = 1, FOUR_BYTES = 8, PAIR_BYTES = 8 };
 /* Two panels are two streams of memory; with more tokens one leaves registers for their sums. */
 #define AT_ONCE(R) ((R) == 1 ? 2 : 1)
 

@@ -5,9 +5,16 @@
 typedef __m512 floats;
 typedef __m512i ints;
 
-enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_BF16 = 14, MOST_ROWS = 16 };
-/* The last two: bytes of four inputs of a token, and of a pair of them beside bf16 weights. */
-enum { WORDS = 0, FOUR_BYTES = 4, PAIR_BYTES = 4 };
+enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_ROWS = 16 };
+/* Bytes of four inputs of a token. */
+enum { WORDS = 0, FOUR_BYTES = 4 };
+/* Beside bf16 weights: whether tokens lie in fp32, bytes of a pair of inputs, rows of a tile. With
+ * both halves of two weights split and a token's pair, 24 sums are what registers hold. */
+#ifdef __AVX512BF16__
+enum { FLOATS = 0, PAIR_BYTES = 4, MOST_BF16 = 14 };
+#else
+enum { FLOATS = 1, PAIR_BYTES = 8, MOST_BF16 = 12 };
+#endif
 #define AT_ONCE(R) 2
 
 INLINE __mmask16 first_lanes(int64_t count) {
@@ -100,21 +107,26 @@ INLINE void store_bytes(int8_t to[16], ints q) {
 INLINE void store_codes(int8_t to[16], ints q) { store_bytes(to, q); }
 
 /* bf16: sum + w · x for pairs of bf16. */
+INLINE floats first_of(ints pairs) { return (floats)_mm512_slli_epi32(pairs, 16); }
+INLINE floats second_of(ints pairs) {
+  return (floats)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u));
+}
 INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
 #ifdef __AVX512BF16__
   return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
 #else
-  const ints pair = _mm512_set1_epi32(x), odd = _mm512_set1_epi32((int)0xffff0000u);
-  sum = _mm512_fmadd_ps((floats)_mm512_slli_epi32(w, 16), (floats)_mm512_slli_epi32(pair, 16), sum);
-  return _mm512_fmadd_ps((floats)_mm512_and_si512(w, odd), (floats)_mm512_and_si512(pair, odd), sum);
+  const ints pair = _mm512_set1_epi32(x);
+  sum = _mm512_fmadd_ps(first_of(w), first_of(pair), sum);
+  return _mm512_fmadd_ps(second_of(w), second_of(pair), sum);
 #endif
 }
-typedef int32_t token_pair; /* two inputs of a token, in bf16 */
-INLINE token_pair read_pair(const int8_t *at) { return read_codes(at); }
-INLINE floats dot_pair(floats sum, ints w, token_pair x) { return dot_pairs(sum, w, x); }
 INLINE void store_bf16(uint16_t to[16], floats v) {
   _mm256_storeu_si256((__m256i *)to, to_bf16(v));
 }
+#ifdef __AVX512BF16__
+typedef int32_t token_pair; /* two inputs of a token, in bf16 */
+INLINE token_pair read_pair(const int8_t *at) { return read_codes(at); }
+INLINE floats dot_pair(floats sum, ints w, token_pair x) { return dot_pairs(sum, w, x); }
 INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finite */
   const ints wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16);
   const __mmask16 finite =
@@ -124,3 +136,20 @@ INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finit
 INLINE void store_pairs(int8_t to[32], floats v, int low) {
   store_bf16((uint16_t *)to, low ? low_part(v) : v);
 }
+#else
+typedef struct { /* the same in fp32 */
+  floats first, second;
+} token_pair;
+INLINE token_pair read_pair(const int8_t *at) {
+  const float *pair = (const float *)at;
+  return (token_pair){_mm512_set1_ps(pair[0]), _mm512_set1_ps(pair[1])};
+}
+INLINE floats dot_pair(floats sum, ints w, token_pair x) {
+  sum = _mm512_fmadd_ps(first_of(w), x.first, sum);
+  return _mm512_fmadd_ps(second_of(w), x.second, sum);
+}
+INLINE void store_pairs(int8_t to[64], floats v, int low) { /* all of v, in one part */
+  (void)low;
+  _mm512_storeu_ps(to, v);
+}
+#endif

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lezero.ops.linear import amx
 from lezero.ops.native import Kernel, Native
+from lezero.profiler.products import product_seconds
 
 _FOLDER = Path(__file__).parent
 # A product and the sum around it stay two roundings where the reference has two.
@@ -13,6 +14,13 @@ _EXACT = ("-ffp-contract=off", "-mfma", "-mf16c")
 _VNNI = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _HAS_VNNI = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma", "f16c"})
 _AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
+
+
+def _slow_bf16() -> bool:
+    """Intel's AVX512-BF16 multiplies half as fast as fp32: weights are then widened to that."""
+    seconds = product_seconds()
+    return seconds["bf16"] > seconds["fp32"]
+
 
 NATIVE = Native(
     "linear",
@@ -29,6 +37,7 @@ NATIVE = Native(
             _HAS_VNNI | {"avx512_bf16"},
             (_FOLDER / "avx512_vnni.c",),
             (*_EXACT, *_VNNI, "-mavx512bf16"),
+            slow=_slow_bf16,
         ),
         Kernel("avx512_vnni", _HAS_VNNI, (_FOLDER / "avx512_vnni.c",), (*_EXACT, *_VNNI)),
         Kernel(

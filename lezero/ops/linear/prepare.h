@@ -6,10 +6,11 @@
  * broadcast after the other is read in order, whatever K is. bf16 lies as [high, low part][pair of
  * inputs][R][which of the pair]. Where WORDS is set a token's codes lie as words, of 16 bits whatever
  * they count, as [four inputs][R][first, third, second, fourth of them]: without byte products a
- * kernel multiplies the even and the odd ones apart, and one sum does for both digits. Beside bf16
- * weights it lies there as [pair of inputs][R][which of the pair] in fp32, in one part. Beside it, for each block of inputs: `start`, what the whole-number
- * sum of each digit begins with, -middle · its sum (0 where there are zero points); `total`, the sum of
- * each token as a float; and the scale of each token, or of each of its blocks.
+ * kernel multiplies the even and the odd ones apart, and one sum does for both digits. Where FLOATS is
+ * set a token lies beside bf16 weights as [pair of inputs][R][which of the pair] in fp32, in one part.
+ * Beside it, for each block of inputs: `start`, what the whole-number sum of each digit begins with,
+ * -middle · its sum (0 where there are zero points); `total`, the sum of each token as a float; and the
+ * scale of each token, or of each of its blocks.
  *
  * [Note: tokens in lines]
  * Matrix units take a token's inputs in lines of 64 bytes, 64 inputs of 8 bits or 32 of bf16: a tile
@@ -62,8 +63,8 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   w.tokens = tokens, w.lines = IN_LINES(l);
   int64_t most = MOST_BF16;
   if (l->bits == 16) {
-    w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 || WORDS ? 1 : 2;
-    w.digits = 1, w.width = WORDS ? 4 : 2 * w.parts, w.block = w.padded;
+    w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 || FLOATS ? 1 : 2;
+    w.digits = 1, w.width = FLOATS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
     w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_block;
     w.digits = l->x_bits == 16 && !WORDS ? 2 : 1, w.width = l->x_bits == 16 || WORDS ? 2 : 1;

@@ -306,7 +306,7 @@ static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t coun
     for (int64_t i = 0; i < w.tiles; i++, m.next += w.part) {
       const token_tile t = tile_at(&w, i);
       found_tile f;
-      if (l->bits == 16) (w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f, &m);
+      if (l->bits == 16) (FLOATS || w.parts == 1 ? any_bf16 : any_bf16_parts)(l, &w, &t, &p, &f, &m);
       else if (w.whole) any_whole(l, &w, &t, &p, &f, &m);
       else if (!w.fine) (l->bits == 8 ? any_a8w8 : any_a8w4)(l, &w, &t, &p, &f, &m);
       else if (l->x_bits == 8) (l->bits == 8 ? any_b8w8 : any_b8w4)(l, &w, &t, &p, &f, &m);
