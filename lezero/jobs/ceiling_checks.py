@@ -96,7 +96,7 @@ def _too_slow(context: Context) -> list[Finding]:
                 severity="note",
                 title="bf16 products are no faster than fp32 ones",
                 cause="Such are Intel's processors with AVX512-BF16 where a virtual machine hides "
-                "AMX, and versions of torch without kernels for the unit. Precision 'auto' measures "
+                "AMX, and versions of torch without kernels for it. Precision 'auto' measures "
                 "both and takes the faster.",
             )
         )
