@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.optim import AdamW, Schedule
-from lezero.train import precision
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
 
@@ -194,26 +193,6 @@ def test_precision_changes_in_mid_run_and_state_stays(name):
     assert all(torch.isfinite(torch.tensor(losses)))
     engine.set_precision("fp32")
     assert engine.train_step(data[0]).skipped is None
-
-
-def test_auto_precision_is_a_recorded_decision():
-    engine = make(torch.float32, precision="auto")
-    record = engine.decisions.records["precision"]
-    assert record.chosen in ("bf16", "fp16", "fp32")
-    assert record.reason
-    assert not record.overridden
-
-
-@pytest.mark.parametrize(("fp32", "chosen"), [(0.95, "bf16"), (0.8, "fp32"), (2.0, "bf16")])
-def test_auto_takes_bf16_only_where_it_is_not_slower(monkeypatch, fp32, chosen):
-    monkeypatch.setattr(precision, "instruction_sets", lambda: ("avx512_bf16",))
-    monkeypatch.setattr(precision, "product_seconds", lambda: {"bf16": 1.0, "fp32": fp32})
-    engine = make(torch.float32, precision="auto")
-    record = engine.decisions.records["precision"]
-    assert engine.precision.name == record.chosen == chosen
-    figures = {name: figure["s a product"] for name, figure in record.candidates.items()}
-    assert figures == {"bf16": 1.0, "fp32": fp32}
-    assert "native bf16: avx512_bf16" in record.reason
 
 
 def test_fp16_overflow_lowers_the_scale_and_recovers():
