@@ -1,0 +1,46 @@
+"""What precision "auto" is on a processor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.decisions import Decisions
+from lezero.train import precision
+from lezero.train.engine import Engine
+
+
+def made():
+    model = nn.Linear(2, 1)
+    return Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_auto_precision_is_a_recorded_decision():
+    engine = made()
+    record = engine.decisions.records["precision"]
+    assert record.chosen in ("bf16", "fp16", "fp32")
+    assert record.reason
+    assert not record.overridden
+
+
+@pytest.mark.parametrize(("fp32", "chosen"), [(0.95, "bf16"), (0.8, "fp32"), (2.0, "bf16")])
+def test_auto_takes_bf16_only_where_it_is_not_slower(monkeypatch, fp32, chosen):
+    monkeypatch.setattr(precision, "instruction_sets", lambda: ("avx512_bf16",))
+    monkeypatch.setattr(precision, "product_seconds", lambda: {"bf16": 1.0, "fp32": fp32})
+    engine = made()
+    record = engine.decisions.records["precision"]
+    assert engine.precision.name == record.chosen == chosen
+    figures = {name: figure["s a product"] for name, figure in record.candidates.items()}
+    assert figures == {"bf16": 1.0, "fp32": fp32}
+    assert "native bf16: avx512_bf16" in record.reason
+
+
+def test_what_a_run_had_before_a_resume_is_not_measured_again(monkeypatch):
+    monkeypatch.setattr(precision, "product_seconds", lambda: pytest.fail("measured"))
+    for kept in ("fp16", "bf16", "fp32"):
+        earlier = Decisions()
+        earlier.record("precision", kept, reason="of another machine")
+        decisions = Decisions.from_json(earlier.to_json())
+        assert precision.resolve("auto", torch.device("cpu"), decisions) == kept
+        assert decisions.records["precision"].replayed
