@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +35,7 @@ _LOST = (
     "gloo/",
 )
 _TIMEOUT_S = 600.0
+_LET_GO_S = 0.01
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -204,7 +206,10 @@ def leave() -> None:
         dist.destroy_process_group()
         sockets.forget()
         # A Gloo group ends its threads with its last reference. One that lives in a cycle until the
-        # interpreter ends may drop a tensor in its thread then, which aborts the process.
+        # interpreter ends may drop a tensor in its thread then, which aborts the process. DDP's are
+        # ended here with the interpreter's lock held: a thread that still drops what it moved last
+        # would wait for that lock and be waited for, so it may have it first.
+        time.sleep(_LET_GO_S)
         gc.collect()
 
 
