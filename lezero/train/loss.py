@@ -173,6 +173,10 @@ def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:
             "into micro-batches. Keep what is not one row a sample out of the batch, or give a "
             "list of ready-made micro-batches"
         )
+    if isinstance(column, torch.Tensor) and column.is_nested:  # has no slices of rows
+        return torch.nested.as_nested_tensor(
+            list(column.unbind()[rows.start : rows.stop]), layout=column.layout
+        )
     return column[rows.start : rows.stop]
 
 
@@ -288,13 +292,17 @@ def rewrapped(batch: Batch) -> Batch:
 def private(batch: Batch) -> Batch:
     """A copy of the batch for a pass that must leave it as it was, since a loss may write into it.
 
-    Of tensors the values alone: backward ends at the copy. Raises what copying an object raises.
+    Of tensors the values alone: backward ends at the copy. An object that cannot be copied (a lock,
+    an open file) is handed on as it is.
     """
 
     def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.detach().clone().requires_grad_(value.requires_grad)
-        return copy.deepcopy(value)
+        try:
+            return copy.deepcopy(value)
+        except Exception:
+            return value
 
     return _each(batch, copied)
 

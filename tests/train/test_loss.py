@@ -1,8 +1,9 @@
 """How a batch is cut, and what a model must return."""
 
+import threading
 from collections import UserDict
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.optim import AdamW
 from lezero.train.engine import Engine
-from lezero.train.loss import check_batches, model_loss, split, to_device
+from lezero.train.loss import check_batches, model_loss, private, split, to_device
 
 
 def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
@@ -230,3 +231,40 @@ def test_a_candidate_that_fails_without_a_word_loses():
     assert decisions.records["topic"].candidates["fast"]["failed"] == "NotImplementedError"
     with pytest.raises(ConfigError, match="topic: no candidate works on this machine: fast"):
         decisions.choose("topic", {"fast": fail}, keep="plain")
+
+
+def test_a_jagged_batch_is_cut_by_rows():
+    parts = [torch.full((length, 2), float(length)) for length in (2, 3, 1, 5)]
+    batch = {"x": torch.nested.as_nested_tensor(parts, layout=torch.jagged)}
+    for cut, wanted in zip(split(batch, 2), (parts[:2], parts[2:]), strict=True):
+        assert all(map(torch.equal, cut["x"].unbind(), wanted))
+
+
+class NoUpdate(dict):
+    """As the outputs of transformers' models, which may be another model's batch."""
+
+    def update(self, *_):
+        raise TypeError("not allowed")
+
+
+def test_a_mapping_that_cannot_be_updated_keeps_its_type():
+    batch = NoUpdate(x=torch.arange(4))
+    for made in (*split(batch, 2), to_device(batch, torch.device("cpu")), private(batch)):
+        assert type(made) is NoUpdate
+    assert private(batch)["x"].data_ptr() != batch["x"].data_ptr()
+
+
+def test_a_private_batch_is_a_copy_that_backward_does_not_leave():
+    x = torch.ones(2, requires_grad=True)
+    setting = [1, 2]
+    batch = {"x": x * 2, "set": (setting, np.ones(2)), "more": SimpleNamespace(y=x.detach())}
+    copied = private(batch)
+    copied["x"].sum().backward()
+    copied["set"][0].append(3), copied["set"][1].fill(0), copied["more"].y.zero_()
+    assert x.grad is None
+    assert torch.equal(batch["x"], x * 2)
+    assert setting == [1, 2]
+    assert batch["set"][1].tolist() == [1, 1]
+    assert batch["more"].y.tolist() == [1, 1]
+    lock = threading.Lock()
+    assert private({"lock": lock})["lock"] is lock
