@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.facts import cpu
 from lezero.hub.foreign import load_foreign
 from lezero.models.hf_config import SUPPORTED
 from lezero.serve.program import Fed, Program
@@ -34,21 +35,25 @@ _LONGEST = 2048
 """Of a model that has no limit of its own."""
 _STATES = ("conv", "linear", "mamba", "recurrent", "hybrid")
 """In names of layers that keep one state of all tokens so far."""
-_DTYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _PROBE = (0, 1, 2, 1)
 
 
 def open_foreign(place: str, weights: str) -> TransformersProgram:
     """The model in a Hugging Face folder, with the code of transformers alone, on the accelerator
-    where there is one.
+    where there is one. "auto" is bf16, but fp32 on a processor that does not multiply bf16 itself:
+    torch then takes many times as long.
 
     Raises what `load_foreign` does; `FileError` for a model that this engine cannot run;
     `ConfigError` for weights other than bf16 and fp32.
     """
+    if weights == "auto":
+        native = device.device().type != "cpu" or cpu().native_bf16
+        weights = "bf16" if native else "fp32"
     if weights not in _DTYPES:
         raise ConfigError(
-            f"weights: got {weights!r}, allowed are {', '.join(_DTYPES)} for {place}, which LeZero "
-            f"has no kernels for; it has them for {', '.join(SUPPORTED)} in their usual forms"
+            f"weights: got {weights!r}, allowed are auto, {', '.join(_DTYPES)} for {place}, which "
+            f"LeZero has no kernels for; it has them for {', '.join(SUPPORTED)} in their usual forms"
         )
     program = TransformersProgram(load_foreign(place, _DTYPES[weights]).to(device.device()))
     program.try_out(place)

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,8 +144,18 @@ def test_it_is_put_on_the_accelerator(
     assert foreign.TransformersProgram(real.to("meta")).place == torch.device("meta")
 
 
+@pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_auto_is_bf16_where_the_processor_multiplies_it(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str
+) -> None:
+    monkeypatch.setattr(foreign, "cpu", lambda: SimpleNamespace(native_bf16=native))
+    monkeypatch.setattr(device, "device", lambda: torch.device("cpu"))
+    program = foreign.open_foreign(str(folders["gpt2"]), "auto")
+    assert program.description == f"GPT2LMHeadModel of transformers, {dtype}"
+
+
 def test_it_says_that_it_is_slower(folders: dict[str, Path]) -> None:
-    llm = LLM(folders["gemma3"])
+    llm = LLM(folders["gemma3"], weights="bf16")
     assert "Gemma3ForCausalLM of transformers, bfloat16" in llm.program.description
     assert any("LeZero has no kernels" in line for line in llm.forecast.lines())
     assert llm.forecast.token_bytes == 2 * 2 * 3 * 2 * 8
