@@ -52,8 +52,9 @@ def open_foreign(place: str, weights: str) -> TransformersProgram:
         weights = "bf16" if native else "fp32"
     if weights not in _DTYPES:
         raise ConfigError(
-            f"weights: got {weights!r}, allowed are auto, {', '.join(_DTYPES)} for {place}, which "
-            f"LeZero has no kernels for; it has them for {', '.join(SUPPORTED)} in their usual forms"
+            f"weights: got {weights!r}, allowed are auto, {', '.join(_DTYPES)} for {place}, "
+            f"which LeZero has no kernels for; it has them for {', '.join(SUPPORTED)} in their "
+            "usual forms"
         )
     program = TransformersProgram(load_foreign(place, _DTYPES[weights]).to(device.device()))
     program.try_out(place)
