@@ -61,6 +61,7 @@ class BufferSnapshot:
         self.kept += [
             _kept(module, name, module._parameters[name], module._parameters)
             for module, name in frozen
+            if module._parameters.get(name) is not None
         ]
 
     @torch.no_grad()
