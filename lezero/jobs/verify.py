@@ -96,7 +96,7 @@ class _Journey:
         now = exchange.whole(engine.model)
         drift = judge.drift(now) if judge else 0.0
         precision = engine.precision.name
-        form = engine._forms.name if engine._forms else "eager"
+        form = engine.tuner.form.name if engine.tuner.begun else "eager"
         _close(engine)
         del engine, now
         resume = self._resume() if self.half else "Resume: not checked (it takes 2 steps or more)."

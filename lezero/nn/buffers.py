@@ -9,25 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.nn.frozen_writes import Named
+Named = tuple[nn.Module, str]
+"""A module, and the name in it of a parameter or buffer of its own."""
 
 
 @dataclass(frozen=True)
 class KeptBuffer:
-    """The buffer `name` of `module` and a copy of its value; None for a name without a tensor. Or a
-    parameter: `table` is where the module has it."""
+    """The buffer or parameter `name`, which a module has in `table`, and a copy of its value; None
+    for a name without a tensor, and for what cannot be written in place."""
 
-    module: nn.Module
     name: str
     buffer: Tensor | None
     value: Tensor | None
     table: dict[str, Any]
-
-    def unchanged(self) -> bool:
-        now = self.table.get(self.name)
-        if now is not self.buffer:
-            return False
-        return now is None or self.value is None or torch.equal(now, self.value)
 
     def restore(self) -> None:
         self.table[self.name] = self.buffer
@@ -52,14 +46,14 @@ class BufferSnapshot:
         frozen: Collection[Named] = (),
     ) -> None:
         self.kept = [
-            _kept(module, name, buffer, module._buffers)
+            _kept(name, buffer, module._buffers)
             for module in model.modules()
             for name, buffer in module._buffers.items()
             if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
             and wanted(module, name)
         ]
         self.kept += [
-            _kept(module, name, module._parameters[name], module._parameters)
+            _kept(name, module._parameters[name], module._parameters)
             for module, name in frozen
             if module._parameters.get(name) is not None
         ]
@@ -70,6 +64,15 @@ class BufferSnapshot:
             each.restore()
 
 
-def _kept(module: nn.Module, name: str, value: Tensor | None, table: dict[str, Any]) -> KeptBuffer:
-    copied = None if value is None else value.detach().clone()
-    return KeptBuffer(module, name, value, copied, table)
+def _kept(name: str, value: Tensor | None, table: dict[str, Any]) -> KeptBuffer:
+    copied = None if value is None or _lasting(value) else value.detach().clone()
+    return KeptBuffer(name, value, copied, table)
+
+
+def _lasting(tensor: Tensor) -> bool:
+    """Whether torch refuses to write into it: an inference tensor, or an expanded one."""
+    if tensor.is_inference():
+        return True
+    if tensor.layout is not torch.strided:
+        return False
+    return any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -12,10 +12,10 @@ anything is not finite → clip → optimizer step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +51,12 @@ from lezero.train.nonfinite import Culprit, find_culprit, vague
 from lezero.train.precision import Precision, resolve_plain, resolve_sharded
 from lezero.train.randomness import seeded
 from lezero.train.rates import Rates
+from lezero.train.speed import Forms
+from lezero.train.step_result import StepResult
 from lezero.train.token_ids import check_token_ids
+from lezero.train.tuning import Tuner
 
 log = logger("train")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step. `loss` is the mean over all counted units of all ranks, in nats for the
-    built-in loss; `tokens` the number of those units; `skipped` says why no update was made."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    seconds: float
-    skipped: str | None = None
-    stop: bool = False
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
 class Engine:
@@ -82,7 +66,7 @@ class Engine:
     counted: what the mean is over: "tokens", "samples", "auto" or a function of the batch.
     precision: "auto", "fp32", "bf16" or "fp16". accumulate: micro-batches a step and rank.
     clip: largest gradient norm (None: no clipping). schedule and total_steps: the learning rate.
-    compile: "auto" measures on the first batch whether compiling pays within `total_steps` (10,000
+    compile: "auto" measures in the first steps whether compiling pays within `total_steps` (10,000
     if not given); "off"; "blocks"; "step". attention: whose kernel computes it: "auto" measures,
     "torch" or "lezero". pool: keep host memory blocks between steps.
     max_skipped: non-finite steps in a row before `NumericsError` ends the run.
@@ -138,8 +122,10 @@ class Engine:
         self.logs_skipped = True
         """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""
         self._stop = False
-        self._compile, self._attention = compile, attention
-        self._forms: speed.Forms | None = None
+        self.tuner = Tuner(
+            model, self.loss, self.decisions, compile=compile, attention=attention,
+            accumulate=accumulate,
+        )  # fmt: skip
         self._buffers = MovingBuffers(model)
         self.rates = Rates(optimizer)
 
@@ -168,15 +154,12 @@ class Engine:
         total, stop = self._agree(sum(counts))
         if total == 0:
             raise ConfigError(f"nothing in this batch counts: {why_nothing(given)}")
-        if self._forms is None:
-            with watch.busy("times the forms that the model can run in"):
-                self._forms = self._choose_form(micros[0])
-            self._buffers.watch(self._forms.frozen)
-            started = time.perf_counter()
+        left = None if self.total_steps is None else self.total_steps - self.step
+        form = self.tuner.begin(self.precision, left)
         lr = self._set_lr()
         self._buffers.keep()
         try:
-            summed = self._backward(micros, counts, total)
+            summed = self._passes(form, micros, counts, total)
             norm = float(self._gradient_norm())  # the one wait for an accelerator
             loss = float(summed) / total
             skipped = self._update(micros, loss, norm)
@@ -188,6 +171,8 @@ class Engine:
         if self.pool is not None:
             self.pool.after_step()
         seconds = time.perf_counter() - started
+        if skipped is None:
+            self.tuner.note(seconds)
         return StepResult(self.step, loss, norm, lr, total, seconds, skipped, stop)
 
     @torch.no_grad()
@@ -289,9 +274,25 @@ class Engine:
             self.rates.schedule(self.schedule.factor(self.step, self.total_steps or 1))
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _backward(self, micros: list[Batch], counts: list[int], total: int) -> torch.Tensor:
+    def _passes(
+        self, form: Forms, micros: list[Batch], counts: list[int], total: int
+    ) -> torch.Tensor:
+        """`_backward` in this form, or in another where it is on trial and fails."""
+        try:
+            with watch.busy("compiles") if form.compiles else contextlib.nullcontext():
+                return self._backward(form, micros, counts, total)
+        except Exception as error:
+            if not self.tuner.failed(error):
+                raise
+        self._buffers.put_back()
+        self._buffers.keep()
+        self.gradients.begin()
+        return self._backward(self.tuner.form, micros, counts, total)
+
+    def _backward(
+        self, form: Forms, micros: list[Batch], counts: list[int], total: int
+    ) -> torch.Tensor:
         """Gradients of the mean over all `total` units; returns the sum over them."""
-        assert self._forms is not None
         world = groups.world_size()
         summed = torch.zeros((), dtype=torch.float64, device=self.place)
         running = self.gradients.micros(counts)
@@ -303,9 +304,9 @@ class Engine:
                 seeded(self.seed, self.step, place),
             ):
                 with self.precision.autocast():
-                    loss = self.gradients.loss(self._forms.loss, micro)
+                    loss = self.gradients.loss(form.loss, micro)
                     scaled = loss * (count * world / total)
-                self._forms.backward(self.precision.scaler.scale(scaled))
+                form.backward(self.precision.scaler.scale(scaled))
             if count:
                 summed += loss.detach().double() * count
         return groups.all_reduce_sum(summed, "loss")
@@ -391,10 +392,3 @@ class Engine:
         texts = groups.gather_objects(str(mine) if mine else "")
         named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]
         return min(named or ["unknown place"], key=vague)
-
-    def _choose_form(self, micro: Batch) -> speed.Forms:
-        return speed.choose(
-            self.model, self.loss, micro, self.precision, self.decisions,
-            asked=self._compile, asked_attention=self._attention, steps=self.total_steps,
-            accumulate=self.accumulate, seed=self.seed,
-        )  # fmt: skip

@@ -68,6 +68,7 @@ def pack(engine: Engine) -> Packed:
             "seed": engine.seed,
             "precision": {**engine.precision.state(), "asked": engine.asked_precision},
             "skipped_in_a_row": engine.skipped_in_a_row,
+            "tried": engine.tuner.taken,
         },
         "extra_state": {n: v for n, v in state.items() if not isinstance(v, torch.Tensor)},
         "optimizer": optimizer,
@@ -194,6 +195,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     engine.model.load_state_dict(saved)
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
+    engine.tuner.forget(list(state["tried"]))
     _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
     if _same_ranks(loaded.documents):

@@ -1,22 +1,12 @@
-"""What makes a step faster, taken only where it was measured to: kernels, compiling, the pool.
+"""What makes a step faster: the forms that it can run in, and the pool of host memory.
 
-On the first batch, rank 0 times forward and backward of one micro-batch in each form, eager first.
-All ranks of a sharded model time together, since its passes exchange something; rank 0's figures
-count.
-The figure compared is the predicted time of the whole run, compilation included, so a short run
-stays eager. Nothing of the trial remains: batch, gradients, buffers and generators are as before.
+Which form a run takes is found by `tuning.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,49 +16,45 @@ from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
 from lezero.core.log import logger
 from lezero.memory import HostPool
-from lezero.nn.buffers import BufferSnapshot
-from lezero.nn.frozen_writes import Named, frozen_writes
-from lezero.ops.attention import FastAttention, available, kernel_name
+from lezero.ops.attention import FastAttention, available
 from lezero.ops.attention.mode import backward
 from lezero.parallel.zero import sharding_of
-from lezero.train.gradients import wires_untouched
-from lezero.train.loss import Batch, LossFunction, private, scalar
-from lezero.train.precision import Precision
-from lezero.train.randomness import seeded
+from lezero.train.loss import Batch, LossFunction
 
 log = logger("train")
 
 FORMS = ("eager", "blocks", "step")
 ATTENTIONS = ("torch", "lezero")
-_HORIZON = 10_000
-_ROUNDS = 3
-_WORTH_A_TRIAL = 200
-_TYPICAL_GAIN = 0.35
-_TYPICAL_COMPILE_S = 40.0
 
 
 class Forms:
-    """The form in which the model runs. `loss` and `backward` are what the engine calls.
+    """A form in which the model runs. `loss` and `backward` are what the engine calls, between `on`
+    and `off`.
 
     name: "eager", "blocks" or "step". attention: "torch", or "lezero" for the kernel of
-    `lezero.ops.attention` wherever it fits. frozen: parameters without a gradient that the forward
-    pass writes all the same. Blocks that the user compiled stay so in every form.
+    `lezero.ops.attention` wherever it fits. Blocks that the user compiled stay so in every form.
     """
 
-    def __init__(
-        self,
-        name: str,
-        attention: str,
-        model: nn.Module,
-        loss: LossFunction,
-        frozen: Sequence[Named] = (),
-    ) -> None:
-        self.name, self.model, self.frozen = name, model, frozen
+    def __init__(self, name: str, attention: str, model: nn.Module, loss: LossFunction) -> None:
+        self.name, self.attention = name, attention
         self._inner = torch.compile(loss) if name == "step" else loss
         self._mode = FastAttention() if attention == "lezero" else None
-        self._blocks = _uncompiled(model) if name == "blocks" else []
-        for block in self._blocks:
-            block.compile()
+        blocks = _uncompiled(model) if name == "blocks" else []
+        self._compiled = [(block, torch.compile(block._call_impl)) for block in blocks]
+        self._new = name != "eager"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the first pass of a compiled form is still to come."""
+        return self._new
+
+    def on(self) -> None:
+        for block, compiled in self._compiled:
+            block._compiled_call_impl = compiled
+
+    def off(self) -> None:
+        for block, _ in self._compiled:
+            block._compiled_call_impl = None
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with self._mode or contextlib.nullcontext():
@@ -78,14 +64,10 @@ class Forms:
         """With the same attention, since activations may be recomputed there."""
         if self._mode is None:
             loss.backward()
-            return
-        with self._mode:
-            backward(loss)
-
-    def undo(self) -> None:
-        for block in self._blocks:
-            block._compiled_call_impl = None
-        self._blocks = []
+        else:
+            with self._mode:
+                backward(loss)
+        self._new = False
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
@@ -102,6 +84,11 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _uncompiled(model: nn.Module) -> list[nn.Module]:
     return [block for block in repeated_blocks(model) if block._compiled_call_impl is None]
+
+
+def can_compile_blocks(model: nn.Module, asked: str) -> bool:
+    """Whether there are blocks to compile, or the user asks for those that are compiled already."""
+    return bool(_uncompiled(model) or (asked == "blocks" and repeated_blocks(model)))
 
 
 def check_asked(model: nn.Module, compile: str, attention: str) -> None:
@@ -129,44 +116,7 @@ def check_asked(model: nn.Module, compile: str, attention: str) -> None:
         )
 
 
-def choose(
-    model: nn.Module,
-    loss: LossFunction,
-    micro: Batch,
-    precision: Precision,
-    decisions: Decisions,
-    *,
-    asked: str,
-    asked_attention: str,
-    steps: int | None,
-    accumulate: int,
-    seed: int,
-) -> Forms:
-    """The form to run in. `check_asked` has seen what the user asked for."""
-    override = {"auto": None, "off": "eager"}.get(asked, asked)
-    _check_compiler(override, precision.place, decisions)
-    trial = _Trial(model, loss, micro, precision, (steps or _HORIZON) * accumulate, seed)
-    attention = _choose_attention(trial, precision, decisions, asked_attention)
-    trial.attention = attention
-    sharded = sharding_of(model) is not None
-    candidates: dict[str, Callable[[], float]] = {"eager": lambda: trial.run_seconds("eager")}
-    if _uncompiled(model) or (asked == "blocks" and repeated_blocks(model)):
-        candidates["blocks"] = lambda: trial.run_seconds("blocks")
-    if groups.world_size() == 1 and not sharded:
-        candidates["step"] = lambda: trial.run_seconds("step")
-    chosen = decisions.choose(
-        "compile",
-        trial.together("compile", candidates, override, decisions),
-        override=override,
-        unit="predicted s for the run",
-        why=f"forward and backward timed, compilation added, {trial.steps} micro-batches ahead",
-        keep="eager",
-        margin=0.02,
-    )
-    return Forms(chosen, attention, model, loss, trial.frozen)
-
-
-def _check_compiler(override: str | None, place: torch.device, decisions: Decisions) -> None:
+def check_compiler(override: str | None, place: torch.device, decisions: Decisions) -> None:
     """Sees that a form which nobody is going to try can be compiled here.
 
     One that the user asked for is a `ConfigError` if not; one that a resumed run had is dropped.
@@ -175,7 +125,7 @@ def _check_compiler(override: str | None, place: torch.device, decisions: Decisi
     name = override or (old.chosen if old is not None else "eager")
     if name == "eager":
         return
-    problem = groups.broadcast_object(_compiler_problem(place) if groups.is_main() else "")
+    problem = groups.broadcast_object(compiler_problem(place) if groups.is_main() else "")
     if not problem:
         return
     if override is not None:
@@ -188,7 +138,7 @@ def _check_compiler(override: str | None, place: torch.device, decisions: Decisi
     del decisions.replay["compile"]
 
 
-def _compiler_problem(place: torch.device) -> str:
+def compiler_problem(place: torch.device) -> str:
     """Why torch can compile nothing here, or nothing."""
     try:
         torch.compile(_one_more)(torch.ones(2, device=place))
@@ -199,161 +149,6 @@ def _compiler_problem(place: torch.device) -> str:
 
 def _one_more(x: torch.Tensor) -> torch.Tensor:
     return x + 1
-
-
-def _choose_attention(trial: _Trial, precision: Precision, decisions: Decisions, asked: str) -> str:
-    """Whose attention kernel runs: measured on the model itself, in eager form."""
-    if asked != "auto":
-        return decisions.record("attention", asked, overridden=True, reason="asked for")
-    if trial.steps < _WORTH_A_TRIAL:
-        reason = f"not tried: {trial.steps} micro-batches are too few to earn the trial back"
-        return decisions.record("attention", "torch", reason=reason)
-    if precision.name != "bf16" or precision.place.type != "cpu" or not kernel_name():
-        reason = "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
-        return decisions.record("attention", "torch", reason=reason, fact=True)
-    candidates: dict[str, Callable[[], float]] = {
-        "torch": lambda: trial.step_seconds("torch"),
-        "lezero": lambda: trial.step_seconds("lezero"),
-    }
-    return decisions.choose(
-        "attention",
-        trial.together("attention", candidates, None, decisions),
-        unit="s a micro-batch",
-        why="forward and backward of the model timed with each kernel",
-        keep="torch",
-        margin=0.01,
-    )
-
-
-class _Trial:
-    """Times one micro-batch in a form, leaving nothing behind."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: LossFunction,
-        micro: Batch,
-        precision: Precision,
-        steps: int,
-        seed: int,
-    ) -> None:
-        self.model, self.loss, self.micro = model, loss, micro
-        self.precision, self.steps, self.seed = precision, steps, seed
-        self.attention = "torch"
-        self._eager: float | None = None
-        self._broken = False
-        self.frozen: list[Named] = []
-        self.frozen = self._frozen_writes()
-
-    def together(
-        self,
-        topic: str,
-        candidates: dict[str, Callable[[], float]],
-        override: str | None,
-        decisions: Decisions,
-    ) -> dict[str, Callable[[], float]]:
-        """The candidates; of a sharded model measured by every rank already."""
-        decided = override is not None or topic in decisions.replay
-        if sharding_of(self.model) is None or groups.world_size() == 1 or decided:
-            return candidates
-        return {name: _measured(measure) for name, measure in candidates.items()}
-
-    def run_seconds(self, name: str) -> float:
-        """Predicted seconds of all micro-batches in this form, its compilation included."""
-        if name != "eager" and self._eager is not None:
-            saved = self.steps * self._eager * _TYPICAL_GAIN
-            if saved < _TYPICAL_COMPILE_S:
-                raise RuntimeError(
-                    f"not tried: the run takes about {self.steps * self._eager:.0f} s, too short "
-                    "to earn compilation back"
-                )
-        if self._broken:
-            raise RuntimeError("not tried: the model fails as it is")
-        if name != "eager" and groups.is_main():
-            log.info(
-                "compile: tries '%s' before the first step, which can take a minute; compile='off' "
-                "leaves it out",
-                name,
-            )
-        try:
-            first, each = self._timed(Forms(name, self.attention, self.model, self.loss))
-        except Exception as error:  # for want of memory another form may still run
-            self._broken = name == "eager" and not isinstance(error, torch.OutOfMemoryError)
-            raise
-        if name == "eager":
-            self._eager = each
-        return max(0.0, first - each) + self.steps * each
-
-    def step_seconds(self, attention: str) -> float:
-        """Seconds of forward and backward in eager form with an attention kernel."""
-        if attention == "lezero" and not available():
-            raise RuntimeError("the kernel could not be built; the log says why")
-        return self._timed(Forms("eager", attention, self.model, self.loss))[1]
-
-    def _timed(self, form: Forms) -> tuple[float, float]:
-        """Seconds of the first time and the median of the following ones."""
-        try:
-            with self._untouched(), wires_untouched(self.model):
-                first = self._once(form)
-                times = [self._once(form) for _ in range(_ROUNDS)]
-        finally:
-            form.undo()
-        pair = [first, statistics.median(times)]
-        if sharding_of(self.model) is not None:  # ranks decide alike what to try next
-            pair = groups.broadcast_object(pair)
-        return pair[0], pair[1]
-
-    def _once(self, form: Forms) -> float:
-        micro = private(self.micro)
-        started = time.perf_counter()
-        with seeded(self.seed, 0, 0):
-            with self.precision.autocast():
-                loss = scalar(form.loss(self.model, micro))
-            form.backward(loss)
-        self.model.zero_grad(set_to_none=True)
-        if loss.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter() - started
-
-    def _frozen_writes(self) -> list[Named]:
-        """What a forward pass writes of what is frozen, found by running one where there is any."""
-        if sharding_of(self.model) is not None:
-            return []
-
-        def run() -> None:
-            with self._untouched(), seeded(self.seed, 0, 0), self.precision.autocast():
-                self.loss(self.model, private(self.micro))
-
-        return frozen_writes(self.model, run)
-
-    @contextlib.contextmanager
-    def _untouched(self) -> Any:
-        gradients = [(p, p.grad) for p in self.model.parameters()]
-        buffers = BufferSnapshot(self.model, frozen=self.frozen)
-        generators = random.getstate(), np.random.get_state()  # torch's are kept by `seeded`
-        self.model.zero_grad(set_to_none=True)
-        try:
-            yield
-        finally:
-            random.setstate(generators[0])
-            np.random.set_state(generators[1])
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            buffers.restore()
-
-
-def _measured(measure: Callable[[], float]) -> Callable[[], float]:
-    """Measures now, and gives the figure or the failure when it is asked for."""
-    try:
-        figure = measure()
-    except Exception as error:  # as `Decisions.choose` takes it
-        failure = error
-
-        def fail() -> float:
-            raise failure
-
-        return fail
-    return lambda: figure
 
 
 def host_pool(decisions: Decisions) -> HostPool | None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("without_accelerator")  # there a resume is
 def weighted(weight, micros_of=lambda micros: micros):
     """Engine._backward with another weight for each micro-batch."""
 
-    def backward(self, micros, counts, total):
+    def backward(self, form, micros, counts, total):
         summed = 0.0
         used = micros_of(list(zip(micros, counts, strict=True)))
         for micro, count in used:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo  # the first optimizer step loads it; here it is loaded once for all ranks
 from torch import nn
+from torch.distributed.nn.functional import all_gather
 from torch.nn import functional as F
 
 from lezero.core import groups
@@ -206,6 +207,31 @@ def test_decisions_are_the_same_on_every_rank(ranks):
     assert topics.keys() >= {"precision", "compile", "host memory pool"}
     assert topics["precision"]["chosen"] == "bf16"
     assert topics["compile"]["candidates"]["eager"]["predicted s for the run"] > 0
+
+
+def contrast(form):
+    """Two encoders whose loss gathers the features of all ranks by itself."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(4, 3) for name in ("left", "right")})
+
+    def loss(model, batch):
+        sides = [F.normalize(model[name](batch[name]), dim=1) for name in model]
+        one, other = (torch.cat(all_gather(side)) for side in sides)
+        return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
+
+    engine = Engine(
+        model, AdamW(model), loss=loss, precision="fp32", compile=form, counted="samples"
+    )
+    draw = torch.Generator().manual_seed(groups.rank())
+    batch = {name: torch.randn(4, 4, generator=draw) for name in model}
+    return [engine.train_step(batch).loss for _ in range(6)]
+
+
+def test_a_loss_may_have_a_collective_of_its_own(ranks):
+    plain = ranks(2, contrast, "off")
+    assert ranks(2, contrast, "auto") == plain
+    assert plain[0] == plain[1]
+    assert plain[0][-1] < plain[0][0]
 
 
 def evaluate_unevenly():

@@ -8,7 +8,6 @@ from torch import nn
 
 from lezero.optim import AdamW
 from lezero.train.engine import Engine
-from lezero.train.moving_buffers import MovingBuffers
 
 
 class Graph(nn.Module):
@@ -33,21 +32,60 @@ def test_a_model_with_a_sparse_buffer_trains(sparse, entries):
     assert torch.equal(model.adjacency.to_dense(), entries)
 
 
-def test_a_buffer_that_each_pass_writes_onto_itself_is_compared_once(monkeypatch):
-    model = nn.Module()
-    model.register_buffer("table", torch.arange(4.0))
-    compared, equal = [], torch.equal
-    monkeypatch.setattr(torch, "equal", lambda *pair: compared.append(pair) or equal(*pair))
-    buffers = MovingBuffers(model)
-    for _ in range(4):
-        buffers.keep()
-        model.table.copy_(model.table.clone())  # as DDP broadcasts buffers
-        buffers.settle()
-    assert len(compared) == 1
-    buffers.keep()
-    model.table.fill_(torch.nan)
-    buffers.put_back()
-    assert model.table.tolist() == [0, 1, 2, 3]
+class Later(nn.Module):
+    """Begins to move its statistics and a frozen parameter in the middle of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.line = nn.BatchNorm1d(2), nn.Linear(2, 1)
+        self.code = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.large = nn.Parameter(torch.zeros(1 << 20, 2), requires_grad=False)
+        self.moves = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm.train(self.moves)
+        if self.moves:
+            self.code.data.lerp_(x.mean(0), 0.5)  # torch counts no write through `.data`
+            self.code.data = self.code.data.clone()
+        return self.line(self.norm(x) + self.code).square().mean()
+
+
+def test_what_first_moves_later_is_put_back_too():
+    model = Later()
+    engine = Engine(model, AdamW(model), precision="fp32", compile="off")
+    good, bad = torch.randn(4, 2), torch.full((4, 2), torch.nan)
+    for _ in range(3):
+        assert engine.train_step(good).skipped is None
+    model.moves = True
+    before = model.norm.running_mean.clone()
+    model.code.data.zero_()
+    assert engine.train_step(bad).skipped is not None
+    assert torch.equal(model.norm.running_mean, before)
+    assert model.norm.num_batches_tracked == 0
+    # A frozen parameter is known to move once it has done so in a step that counts.
+    model.code.data.zero_()
+    assert engine.train_step(good).skipped is None
+    before = model.code.clone()
+    assert engine.train_step(bad).skipped is not None
+    assert torch.equal(model.code, before)
+    kept = engine._buffers._moving
+    assert {name for _, name in kept} == {"code"}
+
+
+def test_a_frozen_parameter_may_go_and_another_come():
+    model = Later()
+    model.moves = True
+    engine = Engine(model, AdamW(model), precision="fp32", compile="off")
+    engine.train_step(torch.randn(4, 2))
+    model.code = nn.Parameter(torch.zeros(2), requires_grad=False)
+    del model.large
+    assert engine.train_step(torch.full((4, 2), torch.nan)).skipped is not None
+    assert not model.code.any()
+    del model.code
+    model.code = torch.zeros(2)
+    model.moves = False
+    assert engine.train_step(torch.randn(4, 2)).skipped is None
+    assert "code" not in model._parameters
 
 
 class Refusing(nn.Module):
