@@ -202,7 +202,8 @@ def _stamp(path: str) -> tuple[object, ...]:
         found = os.stat(path)
     except OSError as error:  # a broken link, for example: reading will say so
         return (os.path.abspath(path), error.errno)
-    return (os.path.realpath(path), found.st_size, found.st_mtime_ns)
+    # The second time is one that no program can set back, as `cp -p` and rsync do the first.
+    return (os.path.realpath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) -> None:

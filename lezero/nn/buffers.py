@@ -55,7 +55,7 @@ class BufferSnapshot:
         self.kept += [
             _kept(name, module._parameters[name], module._parameters)
             for module, name in frozen
-            if module._parameters.get(name) is not None
+            if name in module._parameters and module._parameters[name] is not None
         ]
 
     @torch.no_grad()

@@ -218,7 +218,8 @@ class Engine:
             )
         resolved = resolve_plain(name, self.model, self.optimizer, self.decisions, self.step)
         if resolved != self.precision.name:
-            self.precision = Precision(resolved, self.place)
+            kept = self.precision.state()["scaler"]
+            self.precision = Precision(resolved, self.place, scaler=kept)
 
     def request_stop(self) -> None:
         """Asks all ranks to stop after the next step: its `StepResult.stop` is True on each."""

@@ -72,6 +72,11 @@ def find_culprit(
         if not _finite(loss):
             return Culprit("", "", "loss function (the model's output is finite), outside")
         return _bad_gradient(model, SUMMED if together else "gradient")
+    except (
+        Exception
+    ) as error:  # hooks cannot look below vmap, for example: the step is skipped anyway
+        why = f"place not found (the step run again ended in {type(error).__name__}),"
+        return found[0] if found else Culprit("", "", why)
     finally:
         model.zero_grad(set_to_none=True)
 

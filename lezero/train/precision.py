@@ -128,12 +128,21 @@ def resolve_sharded(name: str, model: nn.Module, decisions: Decisions) -> str:
 class Precision:
     """Autocast and loss scale of one precision on one kind of device.
 
-    `cache`: whether autocast keeps the weights that it has cast until it ends.
+    `cache`: whether autocast keeps the weights that it has cast until it ends. `scaler`: the state
+    of a loss scale that fp16 had before and goes on with.
     """
 
-    def __init__(self, name: str, place: torch.device, cache: bool = True) -> None:
+    def __init__(
+        self,
+        name: str,
+        place: torch.device,
+        cache: bool = True,
+        scaler: dict[str, Any] | None = None,
+    ) -> None:
         self.name, self.place, self.cache = name, place, cache
-        self.scaler = self._new_scaler()
+        self.scaler, self._kept = self._new_scaler(), scaler or {}
+        if self.name == "fp16" and self._kept:
+            self.scaler.load_state_dict(self._kept)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context that a forward pass runs in."""
@@ -159,8 +168,11 @@ class Precision:
         return self.scaler.get_scale()
 
     def state(self) -> dict[str, Any]:
-        return {"name": self.name, "scaler": self.scaler.state_dict()}
+        """With the loss scale of fp16, also while another precision is in use."""
+        scaler = self.scaler.state_dict() if self.name == "fp16" else self._kept
+        return {"name": self.name, "scaler": scaler}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        if self.name == "fp16" and state["name"] == "fp16":
-            self.scaler.load_state_dict(state["scaler"])
+        self._kept = state["scaler"]
+        if self.name == "fp16" and self._kept:
+            self.scaler.load_state_dict(self._kept)

@@ -9,8 +9,8 @@ import torch
 
 
 class Rates:
-    """The base rates of an optimizer's groups, which each group keeps as `engine_lr`; as
-    `initial_lr`, too, but torch's schedulers put theirs in its place.
+    """The base rates of an optimizer's groups, which each group keeps as `engine_lr` (`initial_lr`
+    belongs to torch's schedulers, which begin with it where they find one).
 
     A group's base is the rate that it has when the engine is made or the group is added, or, where
     that is what the schedule of an earlier engine has made of a base, that base.
@@ -24,10 +24,9 @@ class Rates:
     def take_new(self) -> None:
         """Notes the base rates of groups that were added since."""
         for group in self._optimizer.param_groups[len(self._bases) :]:
-            if "initial_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
-                group["initial_lr"] = _copy(group["lr"])
-            self._bases.append(_copy(group["initial_lr"]))
-            group["engine_lr"] = _copy(group["initial_lr"])
+            if "engine_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
+                group["engine_lr"] = _copy(group["lr"])
+            self._bases.append(_copy(group["engine_lr"]))
 
     def schedule(self, factor: float) -> None:
         """Sets the rate of each group to its base times `factor`."""
@@ -48,7 +47,7 @@ class Rates:
                     f"group {number} of the optimizer was trained with lr={saved:g} and is given "
                     f"lr={float(base):g} now, which counts from here on"
                 )
-                group["lr"], group["initial_lr"] = _copy(base), _copy(base)
+                group["lr"] = _copy(base)
             group["engine_lr"] = _copy(base)
         return told
 

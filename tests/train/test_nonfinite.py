@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from lezero.optim import AdamW
+from lezero.train.engine import Engine
 from lezero.train.nonfinite import find_culprit
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -133,3 +135,21 @@ def test_tensors_that_few_operations_know_are_judged(form: str, bad: bool) -> No
     model = Takes(2, 2)
     said = str(find_culprit(model, lambda: model(torch.ones(1, 2), other).sum()))
     assert said.startswith("input" if bad else "output")
+
+
+def test_a_step_whose_culprit_cannot_be_looked_for_is_skipped_all_the_same():
+    """A hook cannot look at values below `vmap`."""
+
+    class PerSample(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 1)
+
+        def forward(self, x):
+            return torch.func.vmap(self.line)(x).square().mean()
+
+    model = PerSample()
+    engine = Engine(model, AdamW(model), precision="fp32", compile="off")
+    assert engine.train_step(torch.ones(3, 2)).skipped is None
+    told = engine.train_step(torch.full((3, 2), torch.nan)).skipped
+    assert "place not found (the step run again ended in RuntimeError)" in told

@@ -44,3 +44,27 @@ def test_what_a_run_had_before_a_resume_is_not_measured_again(monkeypatch):
         decisions = Decisions.from_json(earlier.to_json())
         assert precision.resolve("auto", torch.device("cpu"), decisions) == kept
         assert decisions.records["precision"].replayed
+
+
+def test_the_loss_scale_is_kept_while_another_precision_is_in_use(tmp_path):
+    def started():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Engine(
+            model, optimizer, loss=lambda m, x: m(x).float().mean(), precision="fp16", compile="off"
+        )
+
+    engine = started()
+    engine.train_step(torch.ones(3, 2))
+    engine.precision.scaler.update(128.0)
+    for name in ("fp32", "bf16"):
+        engine.set_precision(name)
+        engine.train_step(torch.ones(3, 2))
+    engine.save(tmp_path)
+    engine.set_precision("fp16")
+    assert engine.precision.scale == 128.0
+    other = started()
+    other.load(tmp_path)
+    assert other.precision.name == "bf16"
+    other.set_precision("fp16")
+    assert other.precision.scale == 128.0

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from lezero.optim import Schedule
 from lezero.train.engine import Engine
@@ -49,7 +50,7 @@ def test_another_rate_than_the_saved_run_had_counts_and_is_told(tmp_path, told, 
     engine.load(path)
     factor = 1.0 if schedule is None else schedule.factor(1, 4)
     for group in engine.optimizer.param_groups:
-        assert (group["initial_lr"], group["lr"]) == (0.01, 0.01 * factor)
+        assert (group["engine_lr"], group["lr"]) == (0.01, 0.01 * factor)
     assert step(engine) == 0.01 * factor
     assert told() == [
         f"group {number} of the optimizer was trained with lr=0.1 and is given lr=0.01 now, which "
@@ -64,7 +65,7 @@ def test_a_rate_set_in_mid_run_goes_on_where_the_run_is_built_as_before(tmp_path
     path = saved(tmp_path, 0.1, schedule, then=0.025)
     engine = make(0.1, schedule)
     engine.load(path)
-    assert [group["initial_lr"] for group in engine.optimizer.param_groups] == [0.1, 0.1]
+    assert [group["engine_lr"] for group in engine.optimizer.param_groups] == [0.1, 0.1]
     assert step(engine) == (0.025 if schedule is None else 0.1)
     assert told() == []
 
@@ -90,7 +91,7 @@ def test_a_rate_in_a_tensor_is_not_the_groups_own_base(tmp_path, told):
         engine = make(kind(base))
         engine.load(path)
         for group in engine.optimizer.param_groups:
-            assert float(group["initial_lr"]) == pytest.approx(base)
+            assert float(group["engine_lr"]) == pytest.approx(base)
             assert isinstance(group["lr"], torch.Tensor) is (kind is torch.tensor)
         assert step(engine) == pytest.approx(counts)
     assert len(told()) == 2
@@ -116,7 +117,7 @@ def test_a_scheduler_of_torch_made_after_the_engine_goes_on_after_a_load(tmp_pat
 
     def started():
         engine = make(0.1)
-        return engine, torch.optim.lr_scheduler.OneCycleLR(engine.optimizer, 1.0, total_steps=10)
+        return engine, lr_scheduler.OneCycleLR(engine.optimizer, 1.0, total_steps=10)
 
     engine, scheduler = started()
     for _ in range(3):
@@ -127,3 +128,39 @@ def test_a_scheduler_of_torch_made_after_the_engine_goes_on_after_a_load(tmp_pat
     other.load(path)
     assert step(other) == rate != 0.1
     assert told() == []
+
+
+SCHEDULERS = {
+    "cyclic": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
+    "by hand, then lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda s: 0.9**s),
+    "two in a row": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+            lr_scheduler.CosineAnnealingLR(optimizer, 10),
+        ],
+        [3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_sets_the_rates_that_it_sets_without_an_engine(name):
+    seen = []
+    for with_engine in (False, True):
+        engine = make(0.1)
+        optimizer = engine.optimizer
+        if not with_engine:
+            optimizer = torch.optim.SGD(
+                [{"params": [p]} for p in engine.model.parameters()], lr=0.1
+            )
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 if "hand" in name else 0.1
+        scheduler, rates = SCHEDULERS[name](optimizer), []
+        for _ in range(6):
+            rates.append([group["lr"] for group in optimizer.param_groups])
+            step(engine)
+            optimizer.step()
+            scheduler.step()
+        seen.append(rates)
+    assert seen[0] == seen[1]
