@@ -77,15 +77,16 @@ def moves(kind: str) -> bool:
 
 
 def check_max_norm(model: nn.Module, config: Zero) -> None:
-    """Raises `ConfigError` for an embedding that changes its weights in forward where they are
-    split: each rank would change rows of its own batch, in a copy that the next step replaces."""
-    if config.stage == 0 or groups.world_size() == 1:
+    """Raises `ConfigError` for an embedding that changes its weights in forward: each rank would
+    change the rows of its own batch, and ranks would no longer train one model."""
+    if groups.world_size() == 1:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ConfigError(
                 f"lz.shard_: embedding '{name}' has max_norm={module.max_norm}, which changes its "
-                "weights in forward; allowed at stages 1 to 3 is None (or use lz.Zero(stage=0))"
+                "weights in forward, on each rank those of its own batch; allowed with several "
+                "ranks is None: limit the norms between steps"
             )
 
 

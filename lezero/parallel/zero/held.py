@@ -150,11 +150,11 @@ class Held:
     def local_grad(self) -> torch.Tensor | None:
         return None if self.sharded.grad is None else local(self.sharded.grad)
 
-    def version(self) -> int:
-        """Changes when somebody changes the registered parameter in place."""
+    def version(self) -> tuple[int, int]:
+        """Changes when somebody changes the registered parameter in place, or its memory."""
         parameter: Any = self.sharded
         inner = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        return int(parameter._version + inner._version)
+        return int(parameter._version + inner._version), int(inner.data_ptr())
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,7 +145,7 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _done_inside(unit: Unit, sharding: Sharding) -> dict[Held, int]:
+def _done_inside(unit: Unit, sharding: Sharding) -> dict[Held, tuple[int, int]]:
     """The parameters of blocks inside `unit`, which are split already, as they are now."""
     parts = {id(module) for module in unit.module.modules()}
     others = [u for u in sharding.units if u is not unit and id(u.module) in parts]
@@ -153,7 +153,7 @@ def _done_inside(unit: Unit, sharding: Sharding) -> dict[Held, int]:
     return {held: held.version() for held in helds}
 
 
-def _check_inside(before: dict[Held, int], path: str) -> None:
+def _check_inside(before: dict[Held, tuple[int, int]], path: str) -> None:
     """Raises `ConfigError` when one was changed: by rows each rank would draw the same values."""
     for held, version in before.items():
         if held.version() != version:

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.held import REPLACED, Held, local, register
 from lezero.parallel.zero.segment import Segment, Whole
-from lezero.parallel.zero.tensors import new_tensors
+from lezero.parallel.zero.tensors import new_tensors, returned
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -105,6 +105,15 @@ class Slot:
     def __init__(self, unit: Unit) -> None:
         self.wholes = [Whole(segment) for segment in unit.segments]
         self.holder: Unit | None = None
+        parts = [part for whole in self.wholes for part in (whole.flat, *whole.views)]
+        self._places = {part.untyped_storage()._cdata for part in parts}
+
+    def shows(self, value: object) -> bool:
+        """Whether it is a tensor in this memory."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            return False
+        strided = value.layout is torch.strided
+        return strided and value.untyped_storage()._cdata in self._places
 
 
 class Call:
@@ -132,7 +141,8 @@ class Unit:
         self.valid = False
         self.stale = True
         self._evicted = False
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
+        self._shown: list[int] = []
 
     @property
     def signature(self) -> tuple[object, ...]:
@@ -182,6 +192,10 @@ class Unit:
     def leave(self, output: Any) -> Any:
         """After the module computed, or raised (`output` None); returns what to hand on."""
         self.depth -= 1
+        if self.depth == 0 and output is not None:
+            self._check_unwritten()
+        if self.slots is not None:
+            output = self._without_aliases(output)
         if torch.is_grad_enabled():
             output = self._listen(output)
         if self.depth == 0 and not self.in_backward:
@@ -190,6 +204,36 @@ class Unit:
             else:
                 self.hide()
         return output
+
+    def _without_aliases(self, output: Any) -> Any:
+        """The output, where it shows a slot's memory in copies: another unit computes there next.
+        The same for what the modules keep in attributes."""
+        slot = self.slot
+        assert slot is not None
+        for part in self.module.modules():
+            for name, value in vars(part).items():
+                if slot.shows(value):
+                    part.__dict__[name] = value.clone()
+        if any(map(slot.shows, returned(output))):
+            output = tree_map(lambda value: value.clone() if slot.shows(value) else value, output)
+        if any(map(slot.shows, returned(output))):
+            raise OrderError(
+                f"block '{self.name}' returns a weight, or a view of one, inside a "
+                f"{type(output).__name__}, and at stage 3 another block's values take its memory; "
+                "return weight.clone(), or use lz.Zero(stage=2)"
+            )
+        return output
+
+    def _check_unwritten(self) -> None:
+        """Raises `OrderError` where forward wrote into a whole copy, which a gather replaces."""
+        for held, version in zip(self.helds, self._shown, strict=False):
+            if held.full is None or held.segment.alias or held.full._version == version:
+                continue
+            raise OrderError(
+                f"parameter '{held.name}' was written in forward, into a copy of its values that "
+                "the next use replaces; change it between steps (parameter.clamp_ and the like "
+                "under torch.no_grad()), make it a buffer, or use lz.Zero(stage=0, compute='auto')"
+            )
 
     def _listen(self, output: Any) -> Any:
         """Has autograd tell when the backward of this call begins (see the note)."""
@@ -232,6 +276,7 @@ class Unit:
                 full.requires_grad_(held.sharded.requires_grad)
                 self.sharding.watch(held)
             _show(held, full)
+        self._shown = [held.full._version for held in self.helds if held.full is not None]
         self.sharding.prefetch_after(self)
         self.sharding.backward.launch()
 

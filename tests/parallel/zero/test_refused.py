@@ -70,7 +70,8 @@ def misuse():
     limited.embed.max_norm = 2.0
     with pytest.raises(ConfigError, match=r"embedding 'embed' has max_norm=2.0"):
         shard_(limited)
-    shard_(limited, Zero(stage=0))
+    with pytest.raises(ConfigError, match=r"allowed with several ranks is None"):
+        shard_(limited, Zero(stage=0))
     with pytest.raises(ConfigError, match=r"axes are shard and replicate; allowed is"):
         shard_(make(), mesh=Mesh({"shard": 2, "replicate": 1}))
     with pytest.raises(ConfigError, match="stage"):
