@@ -18,6 +18,7 @@ from lezero.core.errors import ConfigError, LeZeroError, NumericsError
 from lezero.hub.load import Loaded, load_into, same_bits
 from lezero.hub.weights import read_weights
 from lezero.nn.buffers import BufferSnapshot
+from lezero.nn.modes import evaluating
 from lezero.nn.wrappers import why_wrapped
 
 
@@ -231,13 +232,9 @@ def _leaves(output: Any) -> Iterator[Any]:
 @contextmanager
 def _quiet(module: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, one random state; all of it and the buffers put back afterwards."""
-    flags = [(part, part.training) for part in module.modules()]
     buffers = BufferSnapshot(module)
-    module.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with evaluating(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for part, training in flags:
-            part.training = training
         buffers.restore()

@@ -131,14 +131,16 @@ class TransformersProgram(Program):
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
-        return torch.cat(
-            [
-                self._call(self._model.base_model, one, cache)
-                .last_hidden_state[0, list(one.rows)]
-                .float()
-                for one, cache in zip(fed, self._caches_of(fed), strict=True)
-            ]
-        )
+        states = []
+        for one, cache in zip(fed, self._caches_of(fed), strict=True):
+            found = getattr(self._call(self._model.base_model, one, cache), "last_hidden_state", None)
+            if found is None:  # its base model is the whole of it, which gives logits
+                raise ConfigError(
+                    f"{self.description} gives no hidden states by themselves, so it makes no "
+                    "embeddings; take another model for them"
+                )
+            states.append(found[0, list(one.rows)].float())
+        return torch.cat(states)
 
     def _call(self, module: Any, one: Fed, cache: Any) -> Any:
         ids = torch.tensor([list(one.tokens)], device=self._model.device)

@@ -28,6 +28,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
+from lezero.nn.modes import evaluating
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter, why_nothing
@@ -36,7 +37,6 @@ from lezero.train.gradients import Sharded, gradients_of, wires_untouched
 from lezero.train.loss import (
     LossFunction,
     check_batches,
-    evaluating,
     in_step,
     mean_loss,
     model_loss,

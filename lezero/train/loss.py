@@ -11,7 +11,6 @@ What counted units are is in `train/counting.py`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -190,18 +189,6 @@ def _holds_arrays(value: Any) -> bool:
     elif not isinstance(value, list | tuple):
         return _is_array(value)
     return any(map(_holds_arrays, value))
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards each of its modules is in the mode that it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def check_batches(batches: object) -> None:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import lezero as lz
 from lezero.compress.quantize.layout import describe, rebuild_
@@ -348,3 +349,33 @@ def test_batch_norms_are_folded_into_convolutions():
             rebuilt = rebuild_(copy.deepcopy(model), describe(made))
             rebuilt.load_state_dict(made.state_dict())
             assert torch.equal(rebuilt(x), made(x))
+
+
+class Tied(nn.Module):
+    """An embedding and a head of one weight, a layer that is used twice, and torch's keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.line = nn.Embedding(64, 64), nn.Linear(64, 64)
+        self.conv = nn.Conv1d(1, 1, 3, padding=1)
+        self.head = nn.Linear(64, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.line(input=self.line(self.embed(input=ids)))
+        return self.head(self.conv(input=x[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("kind", [lz.Int8Weight, lz.Int8WeightActivation, lz.Int4Weight, lz.Nf4])
+def test_tied_weights_are_exported_and_layers_take_torchs_keywords(kind):
+    torch.manual_seed(0)
+    model, ids = Tied().eval(), torch.arange(8)
+    data = [ids.flip(0)] if kind is lz.Int8WeightActivation else None
+    lz.quantize_(model, kind(), data=data, objective="size")
+    assert model.head.weight is model.embed.weight
+    assert model.embed.weight in [model.line.weight, model.head.weight]
+    assert model.embed.weight != model.line.weight
+    wanted = model(ids)
+    for strict in (False, True):
+        exported = torch.export.export(model, (ids,), strict=strict).module()
+        torch.testing.assert_close(exported(ids), wanted)

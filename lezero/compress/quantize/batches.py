@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.facts import memory
+from lezero.nn.modes import evaluating
 from lezero.report.units import size
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -164,7 +165,6 @@ def _leaves(output: Any) -> Iterator[Any]:
 def quiet(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, no KV cache, no nested tensors, random state untouched, no weights
     that autocast holds; all put back afterwards."""
-    flags = [(part, part.training) for part in model.modules()]
     # Parts have configs of their own (a decoder has a copy). With a cache a block run twice would
     # see its own keys of the first time.
     configs = {id(c): c for part in model.modules() if (c := getattr(part, "config", None))}
@@ -172,7 +172,6 @@ def quiet(model: nn.Module) -> Iterator[None]:
     # Quantized layers take no nested tensors, so they are compared with what is computed without.
     nested: list[Any] = [m for m in model.modules() if getattr(m, "use_nested_tensor", False)]
     holds_weights = torch.is_autocast_cache_enabled()
-    model.eval()
     try:
         # Weights change here, and what autocast made of them would stay.
         torch.clear_autocast_cache()
@@ -182,11 +181,14 @@ def quiet(model: nn.Module) -> Iterator[None]:
         for config, _ in cached:
             config.use_cache = False
         # What is made here may be trained around later, whatever mode the caller is in.
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with (
+            evaluating(model),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):
             yield
     finally:
-        for part, training in flags:
-            part.training = training
         for part in nested:
             part.use_nested_tensor = True
         torch.set_autocast_cache_enabled(holds_weights)

@@ -114,8 +114,10 @@ class QuantizedLinear(QuantizedLayer):
         self.out_features, self.in_features = weight.full_shape
         self.x_bits, self.x_block = x_bits, x_block
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight.linear(cast(x), self.bias, self.x_bits, self.input_scale, self.x_block)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight.linear(
+            cast(input), self.bias, self.x_bits, self.input_scale, self.x_block
+        )
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -131,8 +133,8 @@ class QuantizedEmbedding(QuantizedLayer):
         self.num_embeddings, self.embedding_dim = weight.full_shape
         self.padding_idx = was.padding_idx
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.weight.rows(ids)
+    def forward(self, input: Tensor) -> Tensor:
+        return self.weight.rows(input)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
@@ -160,10 +162,10 @@ class QuantizedConv(QuantizedLayer):
         for name in ("stride", "padding", "dilation", "groups"):
             setattr(self, name, getattr(was, name))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == len(self.weight.full_shape) - 1:
-            return self.forward(x[None])[0]
-        x = cast(x)
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() == len(self.weight.full_shape) - 1:
+            return self.forward(input[None])[0]
+        x = cast(input)
         places: dict[str, Any] = {
             name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
         }

@@ -23,7 +23,7 @@ _TWO_SIDED = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 _OPERATORS = [
     *_TWO_SIDED,
     *(f"r{name}" for name in _TWO_SIDED),
-    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("lt", "le", "gt", "ge"),
     *("getitem", "iter", "contains", "neg", "pos", "abs"),
 ]
 # How NumPy and `torch.as_tensor` ask for the values.
@@ -42,7 +42,14 @@ class StandIn(nn.Module, ABC):
     requires_grad = False
     grad = None
 
-    # It compares as tensors do, element by element, and like them is told apart by identity.
+    # `==` of two modules is their identity: torch looks them up in lists and dicts, where an answer
+    # for each element would be no answer.
+    def __eq__(self, other: object) -> Any:
+        return self is other if isinstance(other, nn.Module) else self.decode() == _plain(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self is not other if isinstance(other, nn.Module) else self.decode() != _plain(other)
+
     __hash__ = nn.Module.__hash__
 
     def __len__(self) -> int:
