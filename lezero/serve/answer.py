@@ -89,6 +89,14 @@ class Answer:
                 return tokens[:number]
         return tokens
 
+    def take_or_end(self, tokens: Sequence[int], scheduler: Scheduler) -> None:
+        """`take`; a text that cannot be decoded ends this answer, not those that others wait for."""
+        try:
+            self.take(tokens, scheduler)
+        except Exception as error:
+            said = f"its tokens could not be decoded: {type(error).__name__}: {error}"
+            scheduler.finish(self.request, "error", said, sound=True)
+
     @property
     def text(self) -> str:
         """What is certain of it."""
@@ -185,17 +193,18 @@ class Stream(Iterator[Piece]):
 
     def __next__(self) -> Piece:
         while not self._closed:
-            with self._lock:
-                piece = self._new()
+            try:
+                with self._lock:
+                    piece = self._new()
+                if piece is None:
+                    self._advance()
+            except BaseException:
+                self.close()
+                raise
             if piece is not None:
                 if piece.reason is not None:
                     self.close()
                 return piece
-            try:
-                self._advance()
-            except BaseException:
-                self.close()
-                raise
         raise StopIteration
 
     def close(self) -> None:

@@ -133,7 +133,9 @@ class TransformersProgram(Program):
     def states(self, fed: Sequence[Fed]) -> Tensor:
         states = []
         for one, cache in zip(fed, self._caches_of(fed), strict=True):
-            found = getattr(self._call(self._model.base_model, one, cache), "last_hidden_state", None)
+            found = getattr(
+                self._call(self._model.base_model, one, cache), "last_hidden_state", None
+            )
             if found is None:  # its base model is the whole of it, which gives logits
                 raise ConfigError(
                     f"{self.description} gives no hidden states by themselves, so it makes no "

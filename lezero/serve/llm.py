@@ -206,16 +206,8 @@ class LLM:
             self._end_left()
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:
-                    self._take(self._answers[request], tokens)
+                    self._answers[request].take_or_end(tokens, self.engine.scheduler)
             self._end_left()
-
-    def _take(self, answer: Answer, tokens: Sequence[int]) -> None:
-        """A text that cannot be decoded ends its own answer, not those that others wait for."""
-        try:
-            answer.take(tokens, self.engine.scheduler)
-        except Exception as error:
-            said = f"its tokens could not be decoded: {type(error).__name__}: {error}"
-            self.engine.scheduler.finish(answer.request, "error", said, sound=True)
 
     def end(self, answer: Answer) -> None:
         """Cancels what has not ended, and forgets it."""

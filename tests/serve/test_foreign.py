@@ -230,3 +230,13 @@ def test_a_model_whose_state_cannot_go_back_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(FileError, match=r"does not run|does not keep keys and values"):
         LLM(saved(tmp_path, config))
+
+
+def test_a_model_that_gives_logits_alone_makes_no_embeddings(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folders["gpt2"], weights="fp32")
+    kind = type(llm.program._model)
+    monkeypatch.setattr(kind, "base_model", property(lambda model: model))
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel .* makes no embeddings"):
+        llm.embed([[5, 6, 7]])

@@ -197,3 +197,38 @@ def test_parameters_may_be_mappings_and_nothing_else():
 def test_options_are_whole_numbers_of_1_or_more(options: dict[str, Any]):
     with pytest.raises(ConfigError, match=next(iter(options))):
         LLM(small(), weights="bf16", **options)
+
+
+class Breaking:
+    """A tokenizer that has no text for one of its tokens."""
+
+    bad: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) % 100 for letter in text]
+
+    def decode(self, tokens: Any) -> str:
+        if self.bad in tokens:
+            raise KeyError(f"no token {self.bad}")
+        return "".join(chr(65 + token % 26) for token in tokens)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_token_without_text_ends_its_own_answer_alone(first: int):
+    tokenizer, ask = Breaking(), SamplingParams(temperature=0, max_tokens=12, stop=["zzz"])
+    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(tokenizer, frozenset()))
+    asked = [[4, 5], [1, 2, 3]]
+    alone = llm.generate(asked, ask)
+    own = {*alone[0].tokens, *asked[0]} - {*alone[1].tokens, *asked[1]}
+    tokenizer.bad = next(token for token in alone[0].tokens if token in own)
+    streams = [llm.stream(prompt, ask) for prompt in asked]
+    found = {}
+    for number in (first, 1 - first):
+        try:
+            found[number] = "".join(piece.text for piece in streams[number])
+        except KeyError as error:
+            found[number] = error
+    assert isinstance(found[0], KeyError)
+    assert found[1] == alone[1].text
+    assert not llm.engine.busy
+    assert not llm._answers
