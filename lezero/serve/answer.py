@@ -90,7 +90,7 @@ class Answer:
         return tokens
 
     def take_or_end(self, tokens: Sequence[int], scheduler: Scheduler) -> None:
-        """`take`; a text that cannot be decoded ends this answer, not those that others wait for."""
+        """`take`; a text that cannot be decoded ends this answer, not others'."""
         try:
             self.take(tokens, scheduler)
         except Exception as error:
