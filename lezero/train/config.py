@@ -99,9 +99,9 @@ class TrainConfig(Config):
     schedule: Schedule = Schedule()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Literal["auto", "off", "blocks", "step"] = "auto"
-    """auto measures on the first batch whether compiling earns its time back in this run."""
+    """auto measures in the first steps whether compiling earns its time back in this run."""
     attention: Literal["auto", "torch", "lezero"] = "auto"
-    """Whose attention kernel: auto measures LeZero's against torch's on the first batch."""
+    """Whose attention kernel: auto measures LeZero's against torch's in the first steps."""
     pool: bool = True
     """Keep host memory blocks between steps."""
     seed: int = Field(0, ge=0, lt=2**31)
