@@ -11,6 +11,7 @@ of ZeRO can go on from any other. Restoring checks everything before it changes 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,7 +250,8 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
 def _why_spared(saver: checkpoint.Saver, step: int, tensors: Mapping[str, torch.Tensor]) -> str:
     """Why rank 0 moves the generation that the save of `step` would replace aside; "" for one of
     this model, and one that is damaged. Two engines may have been given one folder."""
-    if not saver.leads or not (path := step_path(saver.root, step)).is_dir():
+    path = step_path(saver.root, step)
+    if not saver.leads or not os.path.isdir(path):  # Path's own raises for a name that is too long
         return ""
     try:
         there = {n: f.shape for n, f in read_generation(path, select=_nothing).forms.items()}

@@ -321,3 +321,8 @@ def test_a_generation_that_cannot_be_read_is_moved_aside(tmp_path, monkeypatch, 
     (aside,) = tmp_path.glob("superseded-step-00000000-*")
     engine.load(path)
     engine.load(aside)
+
+
+def test_a_folder_whose_name_is_too_long_is_told(tmp_path):
+    with pytest.raises(LeZeroError, match=r"was not written: .*too long"):
+        linear(nn.Linear(2, 1)).save(tmp_path / ("x" * 300))

@@ -305,3 +305,27 @@ def test_what_is_frozen_moves_once_a_step_and_not_in_a_skipped_one(form):
         assert (result.skipped is None) is (value == 1.0)
         model.hidden.nan_to_num_()
         assert model.mean.tolist() == [mean, mean]
+
+
+def test_a_checkpoint_knows_what_was_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "_TYPICAL_COMPILE_S", 0.0)
+
+    def engine():
+        model = Model(block=PlainBlock)
+        return Engine(
+            model, AdamW(model), loss=next_token_loss, precision="fp32", attention="torch"
+        )
+
+    first, second = engine(), engine()
+    for i in range(3):
+        first.train_step(batch(i))
+    second.load(first.save(tmp_path))
+    second.train_step(batch(3))
+    assert len(first.tuner.taken) == 3
+    assert second.tuner.taken[:3] == first.tuner.taken
+    assert second.tuner.trying
+    first.train_step(batch(3))
+    assert second.tuner.form.name == first.tuner.form.name == "blocks"
+    first.load(tmp_path)  # the form is found anew, and nothing of the old one stays
+    assert not first.tuner.begun
+    assert all(layer._compiled_call_impl is None for layer in first.model.layers)
