@@ -165,14 +165,11 @@ class Tuner:
         if micros < _WORTH_A_TRIAL:
             reason = f"not tried: {micros} micro-batches are too few to tell"
             return record(topic, "torch", reason=reason)
-        cpu = self.precision.place.type == "cpu"
-        if self.precision.name != "bf16" or not cpu or not kernel_name():
-            reason = "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
-            return record(topic, "torch", reason=reason, fact=True)
+        why_not = groups.broadcast_object(self._no_kernel() if groups.is_main() else "")
+        if why_not:
+            return record(topic, "torch", reason=why_not, fact=True)
         if topic in self.decisions.replay:
             return record(topic, "torch")
-        if not groups.broadcast_object(available()):
-            return record(topic, "torch", reason="the kernel could not be built; the log says why")
         warm = yield self._in("eager", "torch")
         found = yield from self._duel(self._in("eager", "torch"), self._in("eager", "lezero"))
         figures: dict[str, float | str] = {"torch": warm, "lezero": str(found)}
@@ -182,6 +179,17 @@ class Tuner:
             topic, figures, unit="s a step", why="steps of the run timed with each kernel in turns",
             keep="torch", margin=0.01,
         )  # fmt: skip
+
+    def _no_kernel(self) -> str:
+        """Why LeZero's attention cannot run here, where it cannot."""
+        cpu = self.precision.place.type == "cpu"
+        if self.precision.name != "bf16" or not cpu or not kernel_name():
+            return "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
+        old = self.decisions.replay.get("attention")
+        wanted = old is None or old.chosen == "lezero"
+        return (
+            "the kernel could not be built; the log says why" if wanted and not available() else ""
+        )
 
     def _compile(self, override: str | None, attention: str) -> Trial:
         """Eager, the blocks compiled or the whole step: the shortest run, compilation included."""
