@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import LeZeroError
@@ -135,7 +136,8 @@ class Tuner:
         if self._form is not None:
             self._form.off()
         try:
-            self._form = step(self._trial)
+            with watch.busy("finds the form of its steps"):  # which may build a kernel
+                self._form = step(self._trial)
         except StopIteration as end:
             self._form, self._trial = end.value, None
             self._made = {}
