@@ -166,7 +166,7 @@ def bench(
 def kernels() -> dict[str, Any]:
     """The ops of every kernel that this processor runs, by name."""
     found = {}
-    for kernel in native.NATIVE.suited():
+    for kernel in native.NATIVE.able():
         with contextlib.suppress(BuildError):
             found[kernel.name] = native.NATIVE.load(kernel)
     return found

@@ -64,11 +64,17 @@ class Native:
         self._kernel: Kernel | None = None
         self._ops: dict[str, Any] = {}
 
-    def suited(self) -> tuple[Kernel, ...]:
-        """The kernels that this processor's instruction sets run, the fastest first."""
+    def able(self) -> tuple[Kernel, ...]:
+        """The kernels that this processor's instruction sets run, in the order of their rows: the
+        same in every process."""
         has = set(instruction_sets())
-        able = [kernel for kernel in self.kernels if kernel.needs <= has]
-        return tuple(sorted(able, key=lambda kernel: kernel.slow is not None and kernel.slow()))
+        return tuple(kernel for kernel in self.kernels if kernel.needs <= has)
+
+    def suited(self) -> tuple[Kernel, ...]:
+        """The same, the fastest first as measured here."""
+        return tuple(
+            sorted(self.able(), key=lambda kernel: kernel.slow is not None and kernel.slow())
+        )
 
     def kernel_name(self) -> str:
         """The kernel that runs, or before the first use the one that suits; "" without any."""

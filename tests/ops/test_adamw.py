@@ -103,7 +103,7 @@ def test_masters_survive_the_round_trip() -> None:
 def test_the_kernels_split_as_the_reference() -> None:
     """A step that changes nothing: all weights go through each kernel's split and join."""
     still = reference.Coefficients(1.0, 0.1, 0.999, 0.001, -0.0, 1.0, 1.0)
-    for kernel in NATIVE.suited():
+    for kernel in NATIVE.able():
         ops = NATIVE.load(kernel)
         for pattern in dense_patterns(1 << 16):
             pattern = pattern[::3]
@@ -178,7 +178,7 @@ def test_every_kernel_equals_the_reference(kind: str, grads: torch.dtype) -> Non
         for name, state in (("adamw", tensors), ("adamw8bit", coded(tensors))):
             wanted = copies(state)
             getattr(reference, name)(wanted[0], wanted[1], grad, *wanted[2:], C)
-            for kernel in NATIVE.suited():
+            for kernel in NATIVE.able():
                 found = copies(state)
                 run(NATIVE.load(kernel), name, found, grad, kind)
                 assert same(found, wanted), (shape, name, kernel.name)
@@ -201,7 +201,7 @@ def test_the_step_is_that_of_torchs_fused_kernel() -> None:
         torch.ops.lezero.adamw_(mine[0], None, grad, *mine[1:], number, *OPTIONS)
     state = optimizer.state[theirs]
     wanted = [theirs.detach(), state["exp_avg"], state["exp_avg_sq"]]
-    if "avx512" in [kernel.name for kernel in NATIVE.suited()]:
+    if "avx512" in [kernel.name for kernel in NATIVE.able()]:
         assert same(list(mine), wanted)
     for found, right in zip(mine, wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=2e-6, atol=1e-7)

@@ -140,7 +140,7 @@ class TestDecode(OpConformance):
 )
 def test_any_values_at_all(form: str, block: int, numbers: list[float], kept: bool) -> None:
     x = torch.tensor(numbers)
-    suited = [native.NATIVE.load(one) for one in native.NATIVE.suited()]
+    suited = [native.NATIVE.load(one) for one in native.NATIVE.able()]
     wanted = torch.empty(payload_bytes(form, len(x), block), dtype=torch.uint8)
     first = torch.linspace(-1, 1, len(x)) if kept else None
     errors = [None if first is None else first.clone() for _ in range(len(suited) + 1)]
@@ -157,7 +157,7 @@ def test_any_values_at_all(form: str, block: int, numbers: list[float], kept: bo
         assert not out.isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", [one.name for one in native.NATIVE.suited()])
+@pytest.mark.parametrize("kernel", [one.name for one in native.NATIVE.able()])
 def test_large_outputs_are_streamed_past_the_caches(kernel: str) -> None:
     (one,) = [one for one in native.NATIVE.kernels if one.name == kernel]
     ops, numel = native.NATIVE.load(one), (1 << 22) + 77

@@ -108,7 +108,7 @@ def case(form: str, bits: int, name: str) -> tuple[list[LayerWeights], Tensor, l
     return weights, table, steps
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("form", "bits"), CACHES)
 def test_it_equals_the_reference(form, bits, name, kernel, monkeypatch):
@@ -126,7 +126,7 @@ def test_it_equals_the_reference(form, bits, name, kernel, monkeypatch):
         assert (found - expected).norm() / expected.norm() < (0.03 if "A8" in form else 0.01)
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", ["grouped", "window"])
 @pytest.mark.parametrize(("form", "bits"), CACHES)
 def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(
@@ -161,7 +161,7 @@ def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(
         assert torch.equal(together(splits, besides), alone)
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("form", ["bf16", "W8A16", "W4A8 in blocks"])
 def test_logits_are_those_of_the_last_states(form, kernel, monkeypatch):
     NATIVE.load(kernel)
@@ -183,7 +183,7 @@ def test_logits_are_those_of_the_last_states(form, kernel, monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=3e-2 if "A8" in form else 1e-4)
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("vocabulary", [1, 31, 33, 700])
 def test_the_best_of_the_logits_is_the_first_of_equals(vocabulary, threads, kernel, monkeypatch):
@@ -231,7 +231,7 @@ def test_threads_do_not_change_a_bit():
     assert all(torch.equal(found, results[0]) for found in results)
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("bits", [16, 8])
 def test_ranges_of_keys_are_joined_to_the_same_bits_by_any_workers(
@@ -284,7 +284,7 @@ def test_nan_stays_in_its_sequence(bits, bad):
     assert x[25:].isnan().all()
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 def test_the_codes_of_keys_and_values_are_those_of_the_reference(kernel, monkeypatch):
     NATIVE.load(kernel)
     assert NATIVE.available()

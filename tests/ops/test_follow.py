@@ -26,7 +26,7 @@ def chunks_at(positions: list[int]) -> torch.Tensor:
     return torch.tensor([[i, 1, at] for i, at in enumerate(positions)], dtype=torch.int32)
 
 
-@pytest.mark.parametrize("kernel", NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["W8A16", "W4A8 in blocks"])
 @pytest.mark.parametrize("sequences", [1, 3, 17])

@@ -30,7 +30,7 @@ def fitted(w: Tensor, bits: str, zero: bool, kept: torch.dtype) -> tuple[Grid, T
     return grid, scale.flatten(), None if zeros is None else zeros.flatten()
 
 
-@pytest.fixture(params=NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.fixture(params=NATIVE.able(), ids=lambda kernel: kernel.name)
 def ops(request):
     return NATIVE.load(request.param)
 

@@ -234,7 +234,7 @@ def looked_up(bits: int) -> int:
     return memory.above
 
 
-@pytest.mark.parametrize("kernel", native.NATIVE.suited(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", native.NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_embedding_kernels_equal_the_reference(bits: int, kernel: Kernel) -> None:
     ops = native.NATIVE.load(kernel)

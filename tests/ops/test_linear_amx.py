@@ -42,7 +42,7 @@ EMULATED = Native(
     otherwise="nothing: it is for tests",
 )
 needs_avx512 = pytest.mark.skipif(
-    not EMULATED.suited() or not shutil.which("cc"),
+    not EMULATED.able() or not shutil.which("cc"),
     reason="no AVX-512 here, which the emulation needs, or no compiler",
 )
 

@@ -18,7 +18,7 @@ from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts, small
 
-pytestmark = pytest.mark.skipif(not NATIVE.suited(), reason="no fused kernels for this processor")
+pytestmark = pytest.mark.skipif(not NATIVE.able(), reason="no fused kernels for this processor")
 GREEDY = SamplingParams(temperature=0, max_tokens=24, logprobs=0)
 LAYERS, HEADS, WIDTH = 2, 2, 16
 BF16, INT8 = 2 * LAYERS * HEADS * 2 * WIDTH, 2 * LAYERS * HEADS * (WIDTH + 2)
