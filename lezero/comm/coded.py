@@ -82,6 +82,10 @@ class Coded(Flat):
         self._buffers.give(total)
         yield from self._spread(codec, sent, flat, 1, "all_reduce")
 
+    def leave(self, spans: Spans) -> None:
+        if self._codec is not None and self._feedback is not None:
+            self._feedback.leave(spans)
+
     def _reduce(
         self, codec: Codec, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans, what: str
     ) -> Steps:

@@ -227,8 +227,14 @@ class Feedback:
         """Drops what the other ranks of an all-reduce claim: whatever this rank has sent of it is
         owned by one of them."""
         sent = self._kept.get((WORKER, key))
-        for span in sent.spans if sent is not None else ():
-            _take(self._spare, (SERVER, span.name), span)
+        self.leave(sent.spans if sent is not None else ())
+
+    def leave(self, spans: Spans) -> None:
+        """Drops what the server owes of these elements and this rank has not claimed: other ranks
+        have."""
+        if any(side == SERVER for side, _ in self._spare):
+            for span in spans:
+                _take(self._spare, (SERVER, span.name), span)
 
     def _unload(self, side: str, key: str, kept: _Kept) -> None:
         """Gives the errors of a buffer back to their names."""

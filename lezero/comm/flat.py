@@ -50,6 +50,10 @@ class Flat(Route):
         yield from self._add_up(flat, own, "all_reduce")
         yield self._gather(own, flat, 1, "all_reduce")
 
+    def leave(self, spans: Spans) -> None:
+        """What was owed of these elements has been paid, here or by ranks that are not in this
+        route; nothing is kept without a codec."""
+
     def _add_up(self, flat: torch.Tensor, out: torch.Tensor, what: str) -> Steps:
         received = self._buffers.take(flat.numel(), flat.dtype)
         yield self._exchange(flat, received, 0, what)

@@ -45,6 +45,7 @@ class Hierarchical(Route):
         sums = self._host_sums(number, flat)
         hand.tell(1, number)
         yield from self._outer.reduce_scatter(sums, out, key, self._moved(flat, spans))
+        self._outer.leave(spans)  # what this rank has not paid its neighbours have
         yield hand.others(1, number)
         self._buffers.give(sums)
         self._inner.give(staged)
@@ -73,6 +74,7 @@ class Hierarchical(Route):
         sums = self._host_sums(number, flat)
         hand.tell(1, number)
         yield from self._outer.all_reduce(sums, key, self._moved(flat, spans))
+        self._outer.leave(spans)
         # Nobody else reads these chunks of this rank's memory before they are told.
         self._put(sums, flat if staged is None else staged.view(flat.dtype))
         hand.tell(3, number)

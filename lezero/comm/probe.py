@@ -27,7 +27,7 @@ from lezero.comm.pending import Call, Queue
 from lezero.comm.route import Route
 from lezero.comm.shared import Shared
 from lezero.comm.topology import Hosts, find_hosts
-from lezero.core import device, groups
+from lezero.core import device, groups, observer
 from lezero.ops import signal
 
 _FIRST, _LARGEST = 1 << 16, 1 << 25
@@ -87,10 +87,12 @@ def probe(mesh: Mesh, axis: str) -> Topology:
         shared: Route | None = None
         if local is not None and signal.available():
             mine = next(host for host in inside if groups.rank() in host)
-            shared = Shared(local, mine)
+            with observer.unseen():  # a host of one rank has none
+                shared = Shared(local, mine)
         found.append(_measure("memory", local if shared else None, shared, queue))
         if shared is not None:
-            groups.gather_objects(0, local)
+            with observer.unseen():
+                groups.gather_objects(0, local)
             shared.close()
         found.append(_measure("loopback", local, _flat(local, place), queue))
     if any(len(line) > 1 for line in first_of_all):
@@ -110,10 +112,14 @@ def _measure(
     route: Route | None,
     queue: Queue,
 ) -> Level | None:
-    """One level, measured by the ranks that have a route; all ranks of the world call it."""
+    """One level, measured by the ranks that have a route; all ranks of the world call it.
+
+    Each line and host measures for itself, in as many rounds as it needs.
+    """
     mine = None
     if route is not None and group is not None:
-        mine = _fit(_exchange(route, queue, group), group)
+        with observer.unseen():
+            mine = _fit(_exchange(route, queue, group), group)
     all_of_them = [one for one in groups.gather_objects(mine) if one is not None]
     if not all_of_them:
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 
@@ -35,3 +36,15 @@ def current() -> Observer | None:
 def observe(observer: Observer | None) -> None:
     """Sets the observer of this process; None takes it away."""
     _current[:] = [] if observer is None else [observer]
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """For collectives that ranks rightly make in other numbers than each other, such as the rounds
+    of a measurement: inside the block nobody compares them. A lost rank is named all the same."""
+    before = list(_current)
+    _current.clear()
+    try:
+        yield
+    finally:
+        _current[:] = before

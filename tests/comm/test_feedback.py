@@ -308,10 +308,13 @@ def test_hosts_keep_the_mean_too() -> None:
     assert length == 8
 
 
-def paid(states: list[State], feedback: str, operation: str) -> tuple[torch.Tensor, State]:
+def paid(
+    states: list[State], hosts: list[list[int]], feedback: str, operation: str
+) -> tuple[torch.Tensor, State]:
     """What a sum of zeros brings after loading `states`, by parameter in other buffers, twice."""
-    wire = Wire(codec="int4", feedback=feedback, topology="flat")
-    with Link(wire, Mesh({"shard": groups.world_size()}), "shard") as link:
+    wire = Wire(codec="int4", feedback=feedback)
+    with Link(wire, Mesh({"shard": groups.world_size()}), "shard", hosts=hosts) as link:
+        assert link.topology == ("hierarchical" if len(hosts[0]) > 1 else "flat")
         assert link.feedback is not None
         link.feedback.load_state_dict(states)
         arrived = torch.zeros(NUMEL)
@@ -328,18 +331,18 @@ def paid(states: list[State], feedback: str, operation: str) -> tuple[torch.Tens
         return arrived, link.feedback.state_dict()
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("hosts", [[[0], [1]], [[0], [1], [2]], [[0, 1], [2, 3]]], ids=str)
 @pytest.mark.parametrize(
     ("feedback", "operation"),
     [("both", "reduce_scatter"), ("worker", "reduce_scatter"), ("worker", "all_reduce")],
 )
 def test_the_servers_error_is_paid_where_nothing_is_encoded_twice(
-    ranks: RankPool, world: int, feedback: str, operation: str
+    ranks: RankPool, hosts: list[list[int]], feedback: str, operation: str
 ) -> None:
     fields = {"codec": "int4", "feedback": "both"}
     states = [state for _, state, _ in ranks(2, segment, fields, None, 0)]
-    owed = pending(states)
-    results = ranks(world, paid, states, feedback, operation)
+    owed, world = pending(states), sum(map(len, hosts))
+    results = ranks(world, paid, states, hosts, feedback, operation)
     left = [state for _, state in results]
     assert not any(split(key)[0] == SERVER for state in left for key in state)
     every = [arrived for arrived, _ in results]
