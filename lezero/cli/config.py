@@ -53,6 +53,8 @@ def schema() -> None:
 
 def _as_yaml(values: dict[str, Any], given: Any, indent: int = 0) -> str:
     """YAML of nested `values`, one line a leaf; a leaf whose key is in `given` is marked as set."""
+    from lezero.core.config import dump_yaml
+
     lines: list[str] = []
     for key, value in values.items():
         was_given = isinstance(given, dict) and key in given
@@ -61,23 +63,5 @@ def _as_yaml(values: dict[str, Any], given: Any, indent: int = 0) -> str:
             lines.append(f"{' ' * indent}{key}:\n" + _as_yaml(value, below, indent + 2))
         else:
             mark = "  # set" if was_given else ""
-            lines.append(f"{' ' * indent}{key}: {_on_one_line(value)}{mark}\n")
+            lines.append(f"{' ' * indent}{key}: {dump_yaml(value, on_one_line=True)}{mark}\n")
     return "".join(lines)
-
-
-def _on_one_line(value: Any) -> str:
-    """One value as YAML in flow style; line breaks inside texts are written as \\n."""
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        pass
-
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        style = '"' if "\n" in value else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
-    written = yaml.dump(
-        value, Dumper=Dumper, default_flow_style=True, width=1 << 30, allow_unicode=True
-    )
-    return str(written).removesuffix("...\n").strip()

@@ -251,6 +251,41 @@ def load_yaml(text: str) -> Any:
         raise ValueError("nested too deeply to be read") from None
 
 
+def dump_yaml(value: Any, *, on_one_line: bool = False) -> str:
+    """`value` as YAML that `load_yaml` reads back, and so do readers of YAML 1.1: a text that is a
+    number or a truth value to either is quoted. On one line: line breaks in texts are escaped."""
+    import yaml
+
+    written: str = yaml.dump(
+        value,
+        Dumper=_dumper(on_one_line),
+        default_flow_style=on_one_line,
+        width=1 << 30 if on_one_line else None,
+        sort_keys=on_one_line,
+        allow_unicode=True,
+    )
+    return written.removesuffix("...\n").strip() if on_one_line else written
+
+
+@functools.cache
+def _dumper(on_one_line: bool) -> Any:
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = '"' if on_one_line and "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    Dumper.yaml_implicit_resolvers = {
+        first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, ()), *found]
+        for first, found in _loader().yaml_implicit_resolvers.items()
+    }
+    return Dumper
+
+
 @functools.cache
 def _loader() -> Any:
     import yaml

@@ -6,6 +6,7 @@ falls back to bytes, as Llama 2's, writes one as <0xE4>.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,28 @@ class Pieces:
         if self._is_byte_level and all(letter in self._bytes for letter in piece):
             return bytes(self._bytes[letter] for letter in piece)
         return None
+
+
+def splits_words(inner: Any) -> bool:
+    """Whether words are encoded apart and the same wherever they stand, as by byte-level BPE that
+    puts no space before a text (GPT-2's and its heirs'); False where that is not known."""
+    first = [] if inner.normalizer is None else _flat(inner.normalizer, "normalizers")
+    steps = [] if inner.pre_tokenizer is None else _flat(inner.pre_tokenizer, "pretokenizers")
+    levels = [step for step in steps if step["type"] == "ByteLevel"]
+    split = any(s["type"] == "Split" or (s in levels and s.get("use_regex", True)) for s in steps)
+    return (
+        all(step["type"] == "NFC" for step in first)
+        and {step["type"] for step in steps} <= {"ByteLevel", "Split", "Digits", "Punctuation"}
+        and bool(levels)
+        and split
+        and not any(step["add_prefix_space"] for step in levels)
+    )
+
+
+def _flat(part: Any, several: str) -> list[dict[str, Any]]:
+    """The steps of a part of a tokenizer; `several`: where a sequence of them has its own."""
+    found = json.loads(part.__getstate__())
+    return list(found[several]) if found["type"] == "Sequence" else [found]
 
 
 def byte_letters() -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from lezero.core.errors import FileError, LeZeroError, need_extra
 from lezero.core.paths import expand_home
 from lezero.data.config import TokenizerConfig
-from lezero.data.pieces import Pieces, byte_letters
+from lezero.data.pieces import Pieces, byte_letters, splits_words
 from lezero.data.special import (
     EOS,
     SETTINGS,
@@ -52,6 +52,8 @@ class Tokenizer:
     eos: int
     start: tuple[int, ...] = ()
     digest: str
+    _apart = True
+    """Whether words are encoded the same wherever they stand."""
 
     @property
     def special(self) -> Mapping[int, str]:
@@ -62,8 +64,9 @@ class Tokenizer:
         return None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. A text above 1 MiB is encoded in pieces that end with a line."""
-        if len(text) <= _PIECE:
+        """Token ids of `text`. A text above 1 MiB is encoded in pieces that end with a line, where
+        that makes no difference."""
+        if len(text) <= _PIECE or not self._apart:
             return self._encode(text)
         return [token for piece in _pieces(text) for token in self._encode(piece)]
 
@@ -141,6 +144,7 @@ class _Backed(Tokenizer):
         self._inner, self.eos, self.start = inner, eos, start
         self._files, self._settings = files, settings or {}
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values()) + 1
+        self._apart = splits_words(inner)
         text = f"{eos}\n{inner.to_str()}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 

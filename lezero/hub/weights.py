@@ -88,6 +88,12 @@ def _safetensors(file: Path) -> dict[str, Any]:
 def _torch(file: Path) -> dict[str, Any]:
     with open(file, "rb"):
         zipped = zipfile.is_zipfile(file)
+    damaged = _damaged(file) if zipped else ""
+    if damaged:
+        raise FileError(
+            f"{file}: is damaged: the record '{damaged}' does not have the checksum that the file "
+            "gives for it; copy or save it again"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what torch warns of here is refused below
@@ -95,6 +101,27 @@ def _torch(file: Path) -> dict[str, Any]:
     except Exception as error:  # the unpickler raises nearly anything on hostile bytes
         raise FileError(f"{file}: refused: {_why_not(error)}") from None
     return _state_dict(file, loaded)
+
+
+def _damaged(file: Path) -> str:
+    """The first record whose checksum is wrong, which torch does not look at; "" where none is, or
+    all are: torch can be told to write none."""
+    wrong, sound = "", False
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED or not record.file_size:
+                    continue  # torch refuses what is packed
+                try:
+                    with archive.open(record) as content:
+                        while content.read(1 << 22):
+                            pass
+                    sound = True
+                except zipfile.BadZipFile:
+                    wrong = wrong or record.filename
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
+        return ""  # torch says what is wrong with it
+    return wrong if sound else ""
 
 
 def _why_not(error: Exception) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from lezero import __version__
 from lezero.report import units
-from lezero.report.terminal import unpadded
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,9 +67,11 @@ def waiting(what: str) -> Iterator[None]:
 def show(found: Diagnosis) -> None:
     """Writes the diagnosis to stdout, in colour on a terminal."""
     try:
-        _show_rich(found)
-    except ImportError:
-        print("\n".join(plain_lines(found)), flush=True)
+        text = _with_rich(found)
+    except Exception:  # it may be what is broken
+        text = "\n".join(plain_lines(found)) + "\n"
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def plain_lines(found: Diagnosis) -> list[str]:
@@ -151,12 +152,17 @@ def closing(found: Diagnosis) -> str:
     return f"nothing wrong, {good}"
 
 
-def _show_rich(found: Diagnosis) -> None:
+def _with_rich(found: Diagnosis) -> str:
+    """All of it before any is written, so that nothing is there twice."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=False)
-    with unpadded(console):
+    with console.capture() as written:
         _print(found, console)
+    text = written.get()
+    if console.is_terminal:
+        return text
+    return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
 
 def _print(found: Diagnosis, console: Console) -> None:

@@ -72,7 +72,7 @@ class Watch:
         named = engine.model.named_parameters()
         self.left_out = [name for name, p in named if p.requires_grad and id(p) not in held]
 
-        def norm() -> Tensor:
+        def norm() -> float:
             value = measure()
             self.gradients = exchange.whole_gradients(engine.model, self.place)
             self.owes = (self.owes[1], exchange.owed(engine.model))

@@ -22,15 +22,15 @@ OLDEST_PYTHON = (3, 11)
 # Bundles of others; `vision`, since torchvision breaks beside a CPU torch; and those that nothing
 # in LeZero uses yet. Nobody is sent there.
 _UNTOLD = ("all", "dev", "vision", "tune", "export", "cluster", "trust")
-# Import name → name to install.
+# Name to install → modules and a name in each that LeZero uses: what is half removed imports too.
 _REQUIRED = {
-    "numpy": "numpy",
-    "safetensors": "safetensors",
-    "pydantic": "pydantic",
-    "yaml": "PyYAML",
-    "typer": "typer",
-    "rich": "rich",
-    "psutil": "psutil",
+    "numpy": {"numpy": "ndarray"},
+    "safetensors": {"safetensors": "SafetensorError"},
+    "pydantic": {"pydantic": "BaseModel"},
+    "PyYAML": {"yaml": "MarkedYAMLError"},
+    "typer": {"typer": "Typer"},
+    "rich": {"rich.console": "Console", "rich.live": "Live", "rich.table": "Table"},
+    "psutil": {"psutil": "Process"},
 }
 
 
@@ -108,17 +108,21 @@ class PackagesCheck(Check):
 
     def run(self, context: Context) -> list[Finding]:
         found = []
-        for module, package in _REQUIRED.items():
+        for package, used in _REQUIRED.items():
             try:
-                importlib.import_module(module)
+                for module, name in used.items():
+                    getattr(importlib.import_module(module), name)
             except Exception as error:
-                missing = isinstance(error, ModuleNotFoundError) and error.name == module
+                root = next(iter(used)).partition(".")[0]
+                missing = isinstance(error, ModuleNotFoundError) and error.name == root
                 found.append(
                     Finding(
                         severity="broken",
                         title=f"{package} is not installed"
                         if missing
-                        else f"{package} cannot be imported",
+                        else f"{package} cannot be imported"
+                        if isinstance(error, ImportError | SyntaxError)
+                        else f"{package} is damaged",
                         cause=f"{type(error).__name__}: {_first_line(error)}",
                         fix=_pip(package if missing else f"--force-reinstall {package}"),
                     )

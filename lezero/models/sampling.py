@@ -56,10 +56,13 @@ def choose(
     """The next token of each sequence, `(B,)` int64.
 
     `positions[b]` is the position that the token will take, `samples[b]` the number of the
-    sequence; both only feed the chance. NaN logits are a `NumericsError`.
+    sequence; both only feed the chance. NaN logits are a `NumericsError`, and so are those without
+    a finite maximum.
     """
-    if bool(logits_BV.isnan().any()):
-        raise NumericsError("the model's logits hold NaN; no token can be chosen from them")
+    if not bool(logits_BV.amax(dim=-1).isfinite().all()):  # NaN is the maximum of what it is in
+        raise NumericsError(
+            "the model's logits hold NaN or no finite maximum; no token can be chosen from them"
+        )
     if sampling.temperature == 0.0:
         return logits_BV.argmax(dim=-1)
     place, logits_BV = logits_BV.device, with_doubles(logits_BV)

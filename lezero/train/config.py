@@ -34,7 +34,8 @@ class ModelConfig(Config):
     """The model: a new transformer of the Llama family, or one that is loaded from `folder`."""
 
     folder: PathText | None = None
-    """A Hugging Face folder to start from; then no other key of this section may be given."""
+    """A Hugging Face folder to start from, which brings its own shape: then no other key of this
+    section may be given, but all of them with their defaults, as a run's config.yaml has them."""
     layers: int = Field(8, ge=1)
     dim: int = Field(512, ge=2)
     heads: int = Field(8, ge=1)
@@ -60,6 +61,9 @@ class ModelConfig(Config):
     def _check(self) -> Self:
         fields = type(self).model_fields
         others = [k for k in fields if k != "folder" and getattr(self, k) != fields[k].default]
+        given = [k for k in fields if k != "folder" and k in self.model_fields_set]
+        if len(given) < len(fields) - 1:
+            others = given
         if self.folder is not None and others:
             raise ValueError(f"folder brings its own shape: remove {', '.join(others)}")
         if self.folder is None:

@@ -108,7 +108,6 @@ class Engine:
             seed=seed,
         )  # fmt: skip
         self.model, self.optimizer = model, optimizer
-        self.loss = loss or model_loss
         self.count = Counter(counted)
         self.accumulate, self.clip, self.max_skipped = accumulate, clip, max_skipped
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
@@ -123,11 +122,16 @@ class Engine:
         """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""
         self._stop = False
         self.tuner = Tuner(
-            model, self.loss, self.decisions, compile=compile, attention=attention,
+            model, loss or model_loss, self.decisions, compile=compile, attention=attention,
             accumulate=accumulate,
         )  # fmt: skip
         self._buffers = MovingBuffers(model)
         self.rates = Rates(optimizer)
+
+    @property
+    def loss(self) -> LossFunction:
+        """The loss function that the engine was made with."""
+        return self.tuner.loss
 
     def train_step(self, batch: Batch) -> StepResult:
         """One optimizer step on this rank's part of the global batch.
@@ -160,7 +164,7 @@ class Engine:
         self._buffers.keep()
         try:
             summed = self._passes(form, micros, counts, total)
-            norm = float(self._gradient_norm())  # the one wait for an accelerator
+            norm = self._gradient_norm()  # the one wait for an accelerator
             loss = float(summed) / total
             skipped = self._update(micros, loss, norm)
         except BaseException:
@@ -312,7 +316,7 @@ class Engine:
                 summed += loss.detach().double() * count
         return groups.all_reduce_sum(summed, "loss")
 
-    def _gradient_norm(self) -> torch.Tensor:
+    def _gradient_norm(self) -> float:
         self.precision.scaler.unscale_(self.optimizer)
         if not self._gradients():
             raise OrderError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
 from lezero.parallel.zero.agreement import agree
+from lezero.parallel.zero.norm import squares
 from lezero.parallel.zero.sharding import shardings_in
 from lezero.train.counting import Batch
 from lezero.train.loss import LossFunction, scalar
@@ -63,9 +65,13 @@ class Gradients:
         """The gradients there are, as this rank holds them; of sparse ones, the values."""
         return [_values(p) for p in parameters if p.grad is not None]
 
-    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+    def norm(self, parameters: list[torch.Tensor]) -> float:
         """The 2-norm of all gradients, the same on every rank."""
-        return nn.utils.get_total_norm(self.of(parameters))
+        found = self.of(parameters)
+        norm = float(nn.utils.get_total_norm(found))
+        if math.isinf(norm):  # of finite gradients above 1.8e19 the squares overflow fp32
+            norm = math.sqrt(float(squares(found, found[0].device).sum()))
+        return norm
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
@@ -203,8 +209,8 @@ class Sharded(Gradients):
         found: list[Any] = super().of(parameters)
         return [g.to_local() if hasattr(g, "to_local") else g for g in found]
 
-    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
-        return grad_norm(parameters)
+    def norm(self, parameters: list[torch.Tensor]) -> float:
+        return float(grad_norm(parameters))
 
 
 def gradients_of(model: nn.Module, decisions: Decisions, steps: Callable[[], int]) -> Gradients:

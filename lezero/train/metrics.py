@@ -263,12 +263,12 @@ def require_tensorboard() -> Any:
 class TensorBoardSink:
     """Writes the same records for TensorBoard. Needs the extra "tensorboard"; rank 0 only.
 
-    `resumed_at` hides what an earlier process wrote above that step. A disk that is full or gone
-    never ends a training: it is reported, and no more is written.
+    What an earlier process wrote above the step `resumed_at`, all of it with None, is hidden. A
+    disk that is full or gone never ends a training: it is reported, and no more is written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], resumed_at: int | None = None) -> None:
-        purge = None if resumed_at is None else resumed_at + 1
+        purge = (resumed_at or 0) + 1
         writer = require_tensorboard()
         self._writer: Any = None
         with self._guarded():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lezero.core import groups
+from lezero.core.config import dump_yaml
 from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
 from lezero.models import generate
@@ -96,11 +97,8 @@ class RunFolder:
 
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""
-        import yaml
-
         if groups.is_main():
-            text = yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True)
-            write_aside(self.path / "config.yaml", text)
+            write_aside(self.path / "config.yaml", dump_yaml(config.to_dict()))
 
     def write_json(self, name: str, data: Any) -> None:
         if groups.is_main():

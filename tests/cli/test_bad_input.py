@@ -99,6 +99,7 @@ def test_models_that_are_not_there_or_cannot_be(fails, tmp_path):
         ({"folder": str(tmp_path / "folder")}, 1, "folder/config.json: no such file"),
         ({"layers": 2, "dim": 30, "heads": 4}, 2, "heads: got 4, which does not divide dim 30"),
         ({"folder": "x", "layers": 2}, 2, "folder brings its own shape: remove layers"),
+        ({"folder": "x", "layers": 8}, 2, "folder brings its own shape: remove layers"),
     ):
         assert message in fails(status, "train", write_config(tmp_path, model=model))
 

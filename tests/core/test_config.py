@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
+import yaml
 from pydantic import Field
 
-from lezero.core.config import Config, PathText, read_yaml, set_path
+from lezero.core.config import (
+    Config,
+    PathText,
+    dump_yaml,
+    load_yaml,
+    read_yaml,
+    set_path,
+)
 from lezero.core.errors import ConfigError
 
 
@@ -181,3 +189,15 @@ def test_yaml_nested_by_thousands_is_told(tmp_path, text) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"deep\.yaml: not valid YAML: nested too deeply"):
         read_yaml(str(path))
+
+
+@pytest.mark.parametrize("on_one_line", [True, False])
+def test_what_is_dumped_comes_back(on_one_line: bool) -> None:
+    """Texts that YAML 1.1 or 1.2 reads as something else among them."""
+    odd = "1e3 0o10 010 3E5 .5 1_000 0x8 yes off true null ~ 10:00 2024-01-01 0b11 - = << .inf"
+    value = {
+        "texts": [*odd.split(), "", " a ", "a\nb", "# c", "é"],
+        "n": [1, 1e-5, 1e20, None, True],
+    }
+    assert load_yaml(dump_yaml(value, on_one_line=on_one_line)) == value
+    assert yaml.safe_load(dump_yaml(value, on_one_line=on_one_line)) == value

@@ -92,6 +92,23 @@ def test_long_texts_are_encoded_in_pieces_as_a_whole(monkeypatch):
     assert bytes_tokenizer().decode(bytes_tokenizer().encode("x" * 1000)) == "x" * 1000
 
 
+def test_a_tokenizer_that_begins_each_text_with_a_space_is_not_cut(tmp_path, monkeypatch):
+    """As Llama 2's: each piece would begin with one."""
+    library = pytest.importorskip("tokenizers")
+    inner = library.Tokenizer(library.models.BPE(unk_token="<unk>"))
+    steps = [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")]
+    inner.normalizer = library.normalizers.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = library.trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+    inner.train_from_iterator(TEXTS, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    text = "\n".join(TEXTS * 20)
+    monkeypatch.setattr("lezero.data.tokenizer._PIECE", 100)
+    whole = inner.encode(text, add_special_tokens=False).ids
+    assert load_tokenizer(tmp_path).encode(text) == whole
+
+
 def test_bad_folders_are_explained(tmp_path):
     with pytest.raises(FileError, match="no such file or folder"):
         load_tokenizer(tmp_path / "missing")

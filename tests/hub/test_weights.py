@@ -149,3 +149,24 @@ def test_a_file_cut_short(tmp_path, keep):
     path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
     with pytest.raises(FileError, match="refused"):
         read_weights(path)
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_that_torch_writes(tmp_path):
+    path = tmp_path / "model.pt"
+    state = nn.Linear(64, 64).state_dict()
+    torch.save(state, path)
+    whole = path.read_bytes()
+    at = whole.index(state["weight"].numpy().tobytes()) + 100
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(FileError, match="is damaged: the record 'model/data/0'"):
+        read_weights(path)
+
+
+def test_a_file_without_checksums_loads(tmp_path):
+    state, before = nn.Linear(64, 64).state_dict(), torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert torch.equal(read_weights(tmp_path / "model.pt")["weight"], state["weight"])

@@ -282,6 +282,22 @@ def test_the_command_where_the_command_line_itself_is_broken(lz: Any, tmp_path: 
         assert f"pip install --force-reinstall {name}" in done.stdout
 
 
+@pytest.mark.parametrize("code", ["def f(:", "raise RuntimeError('boom')", "x = 1"])
+@pytest.mark.parametrize("name", ["rich", "yaml", "safetensors"])
+def test_the_command_with_a_damaged_package(lz: Any, tmp_path: Path, name: str, code: str) -> None:
+    """Which may import all the same: half removed, say."""
+    fakes = tmp_path / "fakes"
+    (fakes / name).mkdir(parents=True)
+    (fakes / name / "__init__.py").write_text(code)
+    fake(fakes, "torch", "raise OSError('bad ELF')")
+    done = lz("--quick", fakes=fakes)
+    assert done.returncode == 1
+    assert done.stderr == ""
+    package = "PyYAML" if name == "yaml" else name
+    assert f"pip install --force-reinstall {package}" in done.stdout
+    assert done.stdout.count("2 things broken") == 1
+
+
 def test_the_command_without_rich_colours_home_or_unicode(lz: Any, tmp_path: Path) -> None:
     fakes = fake(tmp_path / "fakes", "torch", "raise OSError('bad ELF \\u00b5')")
     done = lz(

@@ -90,6 +90,11 @@ def test_extreme_logits_still_give_a_token() -> None:
     assert drawn.tolist() == [0, 1]
     with pytest.raises(NumericsError, match="NaN"):
         choose(torch.tensor([[torch.nan, 0.0]]), Sampling(), [0], [0])
+    for logits in ([torch.inf, 0.0], [-torch.inf, -torch.inf]):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(NumericsError, match="no finite maximum"):
+                choose(torch.tensor([logits]), Sampling(temperature=temperature), [0], [0])
+    assert choose(torch.tensor([[-torch.inf, 0.0]]), Sampling(temperature=1.0), [0], [0]) == 1
 
 
 @pytest.mark.parametrize(

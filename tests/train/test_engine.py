@@ -354,6 +354,16 @@ def test_gradients_left_by_others_do_not_count():
     assert torch.equal(flat(engine), flat(twin))
 
 
+def test_finite_gradients_whose_squares_overflow_make_a_step():
+    model = nn.Linear(4, 1)
+    x = torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-22)
+    engine = Engine(model, optimizer, loss=lambda m, b: m(b).mean() * 1e22, precision="fp32")
+    result = engine.train_step(x)
+    assert result.skipped is None
+    assert result.grad_norm == pytest.approx(5**0.5 * 1e22)
+
+
 def test_parameters_that_the_optimizer_does_not_hold_keep_no_gradient():
     torch.manual_seed(0)
     model = Tiny().double()

@@ -191,6 +191,21 @@ def test_tensorboard_gets_the_figures(tmp_path):
     assert "step/gradient norm" not in board.Tags()["scalars"]
 
 
+def test_tensorboard_shows_a_run_that_starts_over_once(tmp_path):
+    """A process that was killed before its first checkpoint has left steps behind."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for loss in (2.5, 3.5):
+        sink = TensorBoardSink(tmp_path)
+        for step in (1, 2):
+            sink.step(record(step, loss))
+        sink.close()
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert [(s.step, s.value) for s in board.Scalars("loss/train")] == [(1, 3.5), (2, 3.5)]
+
+
 def test_a_full_disk_ends_tensorboards_events_and_nothing_else(tmp_path, caplog):
     pytest.importorskip("tensorboard")
 
