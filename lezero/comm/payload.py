@@ -83,6 +83,7 @@ def decompress(payload: Payload) -> Tensors:
     found = []
     for part in payload.parts:
         out = torch.empty(part.shape.numel(), dtype=part.dtype, device=part.data.device)
+        one.check(part.data, out.numel())
         one.decode(part.data, out)
         found.append(out.view(part.shape))
     if payload.single:

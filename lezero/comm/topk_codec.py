@@ -84,6 +84,16 @@ class TopkCodec(Codec):
             out.zero_()
         out[places] = (out[places].float() + values).to(out.dtype)
 
+    def check(self, payload: Tensor, numel: int) -> None:
+        check_flat("payload", payload, self.bytes(numel), (torch.uint8,))
+        places = typed(payload, torch.int32)[self.kept(numel) :].long()
+        edges = torch.tensor([-1, numel], device=places.device)
+        if not bool((torch.cat([edges[:1], places, edges[1:]]).diff() > 0).all()):
+            raise ConfigError(
+                f"payload: not one of {self.name}: its places do not rise from 0 to {numel - 1}; "
+                "it is damaged, or of another codec"
+            )
+
     def bound(self, values: Tensor) -> Tensor:
         if not len(values):
             return values.double()

@@ -127,7 +127,7 @@ def count_parameters(model: str) -> int:
     digits = model[:-1] if model[-1:].lower() in scales else model
     try:
         found = int(float(digits) * scales.get(model[-1:].lower(), 1))
-    except ValueError:
+    except (ValueError, OverflowError):
         found = 0
     if found < 1:
         raise ConfigError(

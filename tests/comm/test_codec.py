@@ -153,3 +153,12 @@ def test_what_is_no_payload_is_refused() -> None:
         compress([], codec="bogus")
     with pytest.raises(ConfigError, match="got Tensor, allowed is what compress returned"):
         decompress(torch.zeros(3))  # type: ignore[arg-type]
+
+
+def test_places_that_no_top_k_payload_has_are_refused() -> None:
+    payload = compress(torch.randn(100), "topk:0.1")
+    data = payload.parts[0].data
+    for place in (-1, 100, int(data.view(torch.int32)[-2])):  # the last: one place twice
+        data.view(torch.int32)[-1] = place
+        with pytest.raises(ConfigError, match=r"payload: not one of topk:0\.1: its places"):
+            decompress(payload)

@@ -180,6 +180,7 @@ def test_bad_input_is_one_message(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "is a preset (tiny" in message(capfd, 2, "--model", "llama")
+    assert "is a preset (tiny" in message(capfd, 2, "--model", "infb")
     assert "more than the" in message(capfd, 1, "--np", str(usable_cores() + 1))
     with socket.socket() as taken:
         taken.bind(("", 0))

@@ -49,6 +49,13 @@ def check_model(model: nn.Module) -> None:
                 f"lz.shard_: '{name}' of a lazy module has no shape yet; run the model once on a "
                 "batch before (under torch.no_grad()), or build it with the shapes it needs"
             )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = f"'{name}'" if name else "the model"
+            raise ConfigError(
+                f"lz.shard_: {what} is compiled by TorchScript, whose parameters nothing can take "
+                "out; shard the module that it was made from"
+            )
     kinds = {p.device.type for p in named.values()}
     if len(kinds) > 1:
         raise ConfigError(

@@ -89,6 +89,15 @@ def over_an_accelerator():
     return model.table.tolist()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="'1' is compiled by TorchScript"):
+        shard_(nn.Sequential(nn.Linear(4, 4), scripted), Zero(stage=0))
+    with pytest.raises(ConfigError, match="the model is compiled by TorchScript"):
+        shard_(scripted)
+
+
 def test_what_lies_where_the_group_cannot_reach(ranks):
     assert ranks(2, over_an_accelerator) == [[[0, 1], [0, 1]]] * 2
 
