@@ -38,8 +38,10 @@ class Mesh:
         world = groups.world_size()
         text = ", ".join(f"{name}: {size}" for name, size in self.axes.items())
         for name, size in self.axes.items():
-            if size < 1:
-                raise ConfigError(f"mesh: axis '{name}' has {size} ranks; allowed is 1 or more")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ConfigError(
+                    f"mesh: axis '{name}' has {size!r} ranks; allowed is a whole number, 1 or more"
+                )
         if not self.axes or math.prod(self.axes.values()) != world:
             raise ConfigError(
                 f"mesh: the axes ({text}) hold {math.prod(self.axes.values())} ranks, but there "

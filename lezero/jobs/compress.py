@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,9 @@ from lezero.compress.quantize import (
 )
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
+from lezero.core.facts import cache_folder
 from lezero.data import EvalLoader, Rows, TokenizerConfig, prepare
+from lezero.files.folder import aside
 from lezero.hub.foreign import is_foreign, load_foreign
 from lezero.hub.opened import open_model
 from lezero.jobs.compress_config import CompressConfig
@@ -51,8 +52,8 @@ def compress(config: CompressConfig) -> Compressed:
     that became faster (`LeZeroError`).
     """
     _check_out(config)
-    with tempfile.TemporaryDirectory(prefix="lezero-compress-") as aside:
-        model, folder = _open(config, Path(aside))
+    with aside(cache_folder() / "spill", "tokenizer") as made:  # gone later even if killed
+        model, folder = _open(config, made)
         calibration, held = _rows(config, model, folder)
         quantize_(
             model,
@@ -76,7 +77,7 @@ def compress(config: CompressConfig) -> Compressed:
         return Compressed(saved, report, before, after)
 
 
-def _open(config: CompressConfig, aside: Path) -> tuple[nn.Module, Path]:
+def _open(config: CompressConfig, spare: Path) -> tuple[nn.Module, Path]:
     """The model, and the folder that holds its tokenizer."""
     if is_foreign(config.model):
         if config.layout != "lezero":
@@ -87,7 +88,7 @@ def _open(config: CompressConfig, aside: Path) -> tuple[nn.Module, Path]:
         return load_foreign(config.model), Path(config.model)
     model, folder = open_model(config.model)
     if folder is None:
-        folder = aside
+        folder = spare
         gguf_tokenizer(config.model, save_to=str(folder))
     return model, folder
 

@@ -24,6 +24,7 @@ from lezero.compress.quantize import (
     Scheme,
 )
 from lezero.compress.quantize.exported import why_not_exported
+from lezero.compress.quantize.methods import methods
 from lezero.core.config import Config, PathText, read_yaml, set_path
 from lezero.data.config import DataConfig
 
@@ -58,7 +59,8 @@ class CompressConfig(Config):
     budget: float | None = Field(default=None, ge=0)
     """How much perplexity may grow, as a fraction; more is an error and nothing is written."""
     filter: tuple[str, ...] | None = None
-    """A pattern of layer names that are taken ("*.mlp.*"), or some; all without it."""
+    """Patterns of layer names that are taken ("*.mlp.*") or, after a "!", left out ("!*.dt_proj");
+    all are taken without it."""
     layout: Literal["lezero", "compressed-tensors"] = "lezero"
     """lezero: what LeZero loads, bit for bit; compressed-tensors: for other servers."""
 
@@ -87,6 +89,16 @@ class CompressConfig(Config):
         why = why_not_exported(self.scheme) if self.layout == "compressed-tensors" else ""
         if why:
             raise ValueError(f"layout 'compressed-tensors': {why}")
+        return self
+
+    @model_validator(mode="after")
+    def _data_where_needed(self) -> Self:
+        method = self.scheme.recipe().method
+        if not self.calibration_rows and methods.get(method).needs_data:
+            raise ValueError(
+                f"calibration_rows: got 0, but method '{method}' needs calibration data; give "
+                "some rows, or take the method 'nearest' or 'hqq'"
+            )
         return self
 
     @classmethod

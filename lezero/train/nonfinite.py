@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lezero.nn.modes import uncompiled
+
 UNREPEATED = "does not repeat"
 SUMMED = "gradient, summed over the ranks,"
 
@@ -61,7 +63,7 @@ def find_culprit(
         return found[0]
     model.zero_grad(set_to_none=True)  # else every rank would see what one of them brought in
     try:
-        with _hooked(model, found, masks), torch.compiler.set_stance("force_eager"):
+        with _hooked(model, found, masks), uncompiled():
             loss = run()
             if together or (not found and _finite(loss)):
                 loss.backward()

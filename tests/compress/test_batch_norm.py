@@ -162,3 +162,28 @@ def test_plain_pairs_are_folded(dtype: torch.dtype) -> None:
     with torch.no_grad():
         made = quantized(model, lz.Int8WeightActivation(), data)
     assert sum(isinstance(part, FoldedBatchNorm) for part in made.modules()) == 6
+
+
+class ReadsBatchNorm(nn.Module):
+    """Its inputs take the type of the batch norm's weights; in training these are read as well."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.always = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), always
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.always or self.training:
+            x = x.to(self.norm.weight.dtype)
+        return self.norm(self.conv(x))
+
+
+def test_a_batch_norm_whose_attributes_are_read_stays() -> None:
+    data = [torch.randn(2, 3, 8, 8)]
+    with torch.no_grad():
+        model = ReadsBatchNorm(always=True).eval()
+        made = quantized(model, lz.Int8WeightActivation(), data)
+        assert isinstance(made.norm, nn.BatchNorm2d)
+        assert difference(made(data[0]), model(data[0])) < 0.05
+        made = quantized(ReadsBatchNorm(always=False).eval(), lz.Int8WeightActivation(), data)
+        with pytest.raises(AttributeError, match=r"'weight': .*fold_batch_norm=False"):
+            made.train()(data[0])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
+from lezero.compress.quantize.modules import quantized_layers
 from tests.compress.test_quantize import difference
 
 
@@ -34,3 +35,50 @@ def test_a_model_that_writes_to_its_inputs(shape: str) -> None:
     lz.quantize_(model, scheme, data=data, objective="size", budget=0.05)
     assert torch.equal(x, before)
     assert difference(model(x.clone()).detach(), wanted) < 0.05
+
+
+class Graph(nn.Module):
+    """Layers alike that are given a sparse matrix, or keep one."""
+
+    def __init__(self, edges: Tensor | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: Tensor, edges: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = torch.sparse.mm(self.edges if edges is None else edges, layer(x)).relu()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("method", ["nearest", "gptq"])
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_sparse_tensors(layout: torch.layout, kept: bool, method: str) -> None:
+    torch.manual_seed(0)
+    edges = (torch.rand(50, 50) < 0.1).float().to_sparse(layout=layout)
+    model, x = Graph(edges if kept else None).eval(), torch.randn(50, 64)
+    batch = (x,) if kept else (x, edges)
+    with torch.no_grad():
+        wanted = model(*batch)
+        lz.quantize_(model, lz.Int8Weight(method=method), data=[batch, batch], objective="size")
+        assert difference(model(*batch), wanted) < 0.05
+
+
+def test_a_buffer_that_is_a_conjugate_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    turns = torch.polar(torch.ones(4), torch.rand(4))
+    model.register_buffer("turns", turns.conj())
+    lz.quantize_(model, lz.Int8Weight(), data=torch.randn(3, 64), objective="size")
+    assert model.turns.is_conj()
+    assert torch.equal(model.turns, turns.conj())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("filter", [None, "1"])
+def test_a_part_in_torchscript_is_left_alone(filter: str | None) -> None:
+    model = nn.Sequential(torch.jit.script(nn.Linear(64, 64)), nn.Linear(64, 64))
+    data = torch.randn(3, 64)
+    lz.quantize_(model, lz.Int8Weight(), data=data, filter=filter, objective="size")
+    assert len(quantized_layers(model)) == 1

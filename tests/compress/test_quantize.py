@@ -185,6 +185,10 @@ def test_the_filter_chooses_layers():
     other = small()
     lz.quantize_(other, lz.Int8Weight(), filter=lambda name, _: name == "lm_head", objective="size")
     assert list(quantized_layers(other)) == ["lm_head"]
+    others = ["!layers.0.*", "!*.mlp.*", "!lm_head", "!embed*"]
+    lz.quantize_(third := small(), lz.Int8Weight(), filter=others, objective="size")
+    wanted = {f"layers.1.self_attn.{part}_proj" for part in "qkvo"}
+    assert set(quantized_layers(third)) == wanted
 
 
 @pytest.mark.parametrize(

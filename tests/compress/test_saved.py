@@ -287,3 +287,24 @@ def test_names_that_a_wrapper_changed_are_not_written(tmp_path: Path) -> None:
         lz.load_quantized(tmp_path / "q", wrapped)
     with torch.no_grad():
         assert torch.equal(lz.load_quantized(tmp_path / "q")(data), model(data))
+
+
+def test_a_shape_that_no_other_program_knows(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab=64, dim=64, layers=2, heads=2, context=32, attention_bias="qkv", qk_norm=True
+    )
+    model, x = Transformer(config).eval(), torch.randint(0, 64, (2, 16))
+    lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
+    save_quantized(model, tmp_path / "q")
+    with torch.no_grad():
+        assert torch.equal(load_quantized(tmp_path / "q")(x), model(x))
+
+
+def test_a_folded_batch_norm_alone_is_no_quantized_model(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    data = torch.randn(2, 3, 8, 8)
+    lz.quantize_(model, lz.Int8WeightActivation(), data=data, objective="size")
+    lz.dequantize_(model)
+    with pytest.raises(lz.OrderError, match="no layer is quantized"):
+        save_quantized(model, tmp_path / "q")

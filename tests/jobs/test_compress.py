@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"train": ["{place}/text.txt"], "sequence": 32, "validation": 0.0}},
         "nothing is held out",
     ),
-    "calibration": ({"calibration_rows": 0}, "needs calibration data"),
+    "calibration": ({"calibration_rows": 0}, "calibration_rows: got 0, but method"),
 }
 
 

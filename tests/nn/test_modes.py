@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import lezero as lz
-from lezero.nn.modes import evaluating
+from lezero.nn.modes import evaluating, uncompiled
 from lezero.train.engine import Engine
 
 
@@ -68,3 +70,29 @@ def test_each_module_keeps_its_mode() -> None:
     with evaluating(model):
         assert not any(part.training for part in model.modules())
     assert [part.training for part in model] == [True, False, True]
+
+
+def test_overlapping_blocks_give_back_how_functions_were_compiled() -> None:
+    """The switch is one for the process: the block that ends last is that which puts it back."""
+    from torch._dynamo import eval_frame
+
+    def now() -> str:
+        return eval_frame._stance.stance
+
+    inside, leave, seen = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with uncompiled():
+            inside.set()
+            leave.wait(10)
+            seen.append(now())
+
+    thread = threading.Thread(target=other)
+    with uncompiled():
+        thread.start()
+        assert inside.wait(10)
+    assert now() == "force_eager"
+    leave.set()
+    thread.join()
+    assert seen == ["force_eager"]
+    assert now() == "default"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lezero.compress.quantize.tensors import nbytes
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.facts import memory
 from lezero.nn.modes import evaluating
@@ -58,7 +59,7 @@ def _drawn(data: Iterable[Any]) -> list[Any]:
     room = memory().available // 2 or math.inf
     for batch in data:
         batches.append(tuple(batch) if isinstance(batch, list) else batch)
-        taken += sum(tensor.nbytes for tensor in _tensors(batch))
+        taken += sum(map(nbytes, _tensors(batch)))
         if not ends and (len(batches) > _MOST or taken > room):
             raise ConfigError(
                 f"data: gave {len(batches):,} batches ({size(taken)}) and has no end yet; some "

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.journal import mode_of
-from lezero.compress.quantize.layout import same_bits
 from lezero.compress.quantize.spill import Spill
+from lezero.compress.quantize.tensors import is_dense, same_bits
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
 
 
 def _has_values(buffer: Tensor) -> bool:
-    return buffer.layout == torch.strided and not buffer.is_meta
+    return is_dense(buffer) and not buffer.is_meta
 
 
 def _give_back(buffer: Tensor, before: Tensor) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.autocast import Autocast
@@ -42,7 +43,9 @@ class Capture:
         hooks += [
             module.register_forward_hook(self._order)
             for module in part.modules()
-            if not self.calls and (module in own or next(module.children(), None) is None)
+            if not self.calls
+            and (module in own or next(module.children(), None) is None)
+            and not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
         ]
         try:
             yield

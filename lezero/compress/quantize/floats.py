@@ -44,7 +44,7 @@ class Fp8(Scheme):
     def target(self, site: Site) -> Target | None:
         if site.is_vocabulary and self.vocabulary == "keep":
             return None
-        group = "row" if site.kind == "conv" else group_for(site, self.group)
+        group = "row" if site.kind == "conv" else group_for(site, self.group, 1)
         rounds = site.kind == "linear" and not site.is_vocabulary
         activations = self.activations if rounds else "float"
         return Target(Grid("fp8", group=group), activations, has_kernel=False)
@@ -68,5 +68,5 @@ class Nf4(Scheme):
             return None if self.vocabulary == "keep" else Target(Grid("int8"))
         if site.kind != "linear" and not site.is_vocabulary:
             return None
-        grid = Grid("nf4", group=group_for(site, self.group), scale_dtype="fp16")
+        grid = Grid("nf4", group=group_for(site, self.group, 1), scale_dtype="fp16")
         return Target(grid, has_kernel=False)

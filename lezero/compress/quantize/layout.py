@@ -22,6 +22,7 @@ from lezero.compress.quantize.modules import (
 )
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
+from lezero.compress.quantize.tensors import same_bits
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
@@ -139,16 +140,6 @@ def missing_buffers(made: nn.Module, model: nn.Module) -> list[str]:
         for name, _ in made.named_buffers()
         if name not in stored and name in here and here[name].is_meta
     ]
-
-
-def same_bits(one: Tensor, two: Tensor) -> bool:
-    """Whether they hold the same, NaN or not."""
-    alike = one.shape == two.shape and one.dtype == two.dtype
-    return alike and torch.equal(_bytes(one), _bytes(two))
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _layer(module: nn.Module, about: Mapping[str, Any], weight: QuantizedWeight) -> QuantizedLayer:

@@ -40,6 +40,7 @@ from torch.utils import _pytree as pytree
 
 from lezero.compress.quantize.batches import Batch, Reached, call, first_call, plain
 from lezero.compress.quantize.spill import Spill
+from lezero.compress.quantize.tensors import is_dense, raw
 
 Run = Callable[..., Any]
 _VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, torch.Size, np.generic)
@@ -255,7 +256,7 @@ def _parts(leaf: Any) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor) and is_dense(leaf):
         return _Blank(tuple(leaf.shape), leaf.dtype, leaf.device)
     return leaf
 
@@ -278,7 +279,7 @@ def _digest(tree: Any) -> str:
     made = hashlib.blake2b(digest_size=16)
     for leaf in _leaves(tree):
         if isinstance(leaf, Tensor):
-            flat = leaf.detach().contiguous().flatten()
-            made.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
-            made.update(flat.view(torch.uint8).cpu().numpy().data)
+            made.update(f"{tuple(leaf.shape)}{leaf.dtype}{leaf.layout}".encode())
+            for part in raw(leaf):
+                made.update(part.cpu().numpy().data)
     return made.hexdigest()

@@ -77,7 +77,7 @@ def save_quantized(
     check_module(model, "lz.save_quantized")
     check_names(model, "lz.save_quantized")
     layers = describe(model)
-    if not layers:
+    if all(about["kind"] == "folded" for about in layers.values()):
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
@@ -231,7 +231,10 @@ def _config_json(model: nn.Module) -> dict[str, Any]:
     """What tells other programs what is in the folder, and that the weights are not theirs."""
     mark = {"quantization_config": {"quant_method": "lezero", "format": FORMAT}}
     if isinstance(model, Transformer):
-        return {**to_hf(model.config, "float32"), **mark}
+        try:
+            return {**to_hf(model.config, "float32"), **mark}
+        except ConfigError:  # a shape that no other program knows; the manifest has it
+            return mark
     described = getattr(getattr(model, "config", None), "to_dict", None)
     if not callable(described):
         return mark

@@ -72,13 +72,17 @@ class Scheme(Config):
         return Recipe(**given)
 
 
-def group_for(site: Site, group: int | Literal["row", "tensor"]) -> int | Literal["row", "tensor"]:
-    """`group`, when it divides the inputs of `site`; `ConfigError` says what does."""
+def group_for(
+    site: Site, group: int | Literal["row", "tensor"], step: int = 32
+) -> int | Literal["row", "tensor"]:
+    """`group`, when it divides the inputs of `site`; `ConfigError` says which of the allowed ones,
+    multiples of `step`, do."""
     K = site.weight().shape[1]
     if not isinstance(group, int) or K % group == 0:
         return group
-    divides = [size for size in range(32, K + 1, 32) if K % size == 0]
-    remedy = f"{', '.join(map(str, divides[:8]))} do" if divides else "no multiple of 32 does"
+    divides = [size for size in range(max(2, step), K + 1, step) if K % size == 0]
+    nearest = sorted(sorted(divides, key=lambda size: abs(size - group))[:8])
+    remedy = f"{', '.join(map(str, nearest))} do" if nearest else f"no multiple of {step} does"
     raise ConfigError(
         f"group: got {group}, which does not divide the {K} inputs of '{site.name}'; {remedy}. "
         "Give one that divides, or leave the layer out with filter="

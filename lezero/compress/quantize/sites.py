@@ -238,7 +238,13 @@ def _chooser(filter: Filter) -> Callable[[str, nn.Module], bool]:
             f"filter: got {filter!r}, allowed is a pattern of layer names such as '*.mlp.*', a "
             "sequence of them, or a function of (name, module)"
         )
-    return lambda name, module: any(fnmatch.fnmatchcase(name, p) for p in patterns)
+    left = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    taken = [pattern for pattern in patterns if not pattern.startswith("!")] or ["*"]
+
+    def fits(name: str, some: list[str]) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in some)
+
+    return lambda name, module: fits(name, taken) and not fits(name, left)
 
 
 def _is_conv1d_of_transformers(module: nn.Module) -> bool:

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lezero.compress.quantize.tensors import is_dense, raw
 from lezero.core.errors import CapacityError
 from lezero.core.facts import cache_folder
 from lezero.files.folder import aside
 
 
 class Spill:
-    """Trees of tensors by key. Bytes and devices come back as they were; other leaves stay."""
+    """Trees of tensors by key. Bytes and devices come back as they were; other leaves stay, and
+    sparse tensors with them."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -68,34 +70,30 @@ class Spill:
         leaves, shape = pytree.tree_flatten(tree)
         path = self._folder / str(self._count)
         self._count += 1
-        kept: list[Any] = []
+        kept: list[tuple[bool, Any]] = []
         try:
             # Not by numpy's tofile, which says nothing of a full disk at the end of a file.
             with open(path, "wb") as file:
                 for leaf in leaves:
-                    if isinstance(leaf, Tensor):
-                        flat = leaf.detach().contiguous().flatten()
-                        file.write(flat.view(torch.uint8).cpu().numpy().data)
-                        kept.append((tuple(leaf.shape), leaf.dtype, leaf.device))
+                    if isinstance(leaf, Tensor) and is_dense(leaf):
+                        (flat,) = raw(leaf)
+                        file.write(flat.cpu().numpy().data)
+                        kept.append((True, (tuple(leaf.shape), leaf.dtype, leaf.device)))
                     else:
-                        kept.append(leaf)
+                        kept.append((False, leaf))
         except OSError as error:
             raise CapacityError(
                 f"the disk under {cache_folder()} did not take what waits there until all is done "
                 f"({error.strerror}); make room, or set LEZERO_CACHE to a folder on another disk"
             ) from error
-        self._held[key] = (
-            path,
-            [(isinstance(x, Tensor), k) for x, k in zip(leaves, kept, strict=True)],
-            shape,
-        )
+        self._held[key] = (path, kept, shape)
 
     def get(self, key: Hashable) -> Any:
         path, kept, shape = self._held[key]
         leaves: list[Any] = []
         with open(path, "rb", buffering=0) as file:
-            for is_tensor, about in kept:
-                leaves.append(_read(file, *about) if is_tensor else about)
+            for written, about in kept:
+                leaves.append(_read(file, *about) if written else about)
         return pytree.tree_unflatten(leaves, shape)
 
     def drop(self, key: Hashable) -> None:

@@ -30,10 +30,12 @@ from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
+from lezero.compress.quantize.tensors import nbytes
 from lezero.compress.quantize.work import Work
 from lezero.core import device, groups, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
+from lezero.nn.modes import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
 Figure = TypeVar("Figure", bound=float | None)
@@ -68,9 +70,9 @@ def quantize_(
         data: calibration batches: an iterable of tensors, tuples of arguments or mappings of
             keyword arguments, or one of these as the only batch. It goes through the model block by
             block, so that memory stays near that of the model (docs/quantization.md).
-        filter: patterns of layer names ("*.mlp.*"), or a function of (name, module); layers that
-            it does not take stay as they are (a norm whose outputs only chosen layers read may
-            take in the scales of their channels).
+        filter: patterns of layer names ("*.mlp.*"; after a "!" of those to leave out), or a
+            function of (name, module); other layers stay as they are (a norm whose outputs only
+            chosen layers read may take in the scales of their channels).
         objective: "speed" leaves a layer as it was unless its quantized form is faster here, at the
             shapes of the first batch (without data: for one token). "size" leaves only those that
             would not become smaller.
@@ -169,7 +171,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
     report.quality_before = _agreed(lambda: _figure(metric(model))) if metric is not None else 0.0
     work = Work(request, journal, spill)
     # Compiled blocks would go past the hooks and the replaced forwards that calibration needs.
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled():
         work.run()
 
     def measured() -> float | None:
@@ -334,7 +336,7 @@ def _agreed(measure: Callable[[], Figure]) -> Figure:
 
 def _bytes(model: nn.Module) -> int:
     tensors = {id(x): x for x in [*model.parameters(), *model.buffers()]}
-    return sum(x.nbytes for x in tensors.values())
+    return sum(map(nbytes, tensors.values()))
 
 
 def _seconds(model: nn.Module, batch: Batch) -> float:

@@ -1,0 +1,42 @@
+"""Tensors of any layout as what they hold in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether it has strides, and its values lie where these say."""
+    return x.layout == torch.strided
+
+
+def dense_parts(x: Tensor) -> list[Tensor]:
+    """The dense tensors that it is made of: itself, or the indices and values of a sparse one;
+    conjugates and negatives as values."""
+    x = x.detach()
+    if is_dense(x):
+        return [x.resolve_conj().resolve_neg()]
+    if x.layout == torch.sparse_coo:
+        return [x._indices(), x._values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x.to_dense()]
+
+
+def nbytes(x: Tensor) -> int:
+    """What it holds, in bytes."""
+    return sum(part.nbytes for part in dense_parts(x))
+
+
+def raw(x: Tensor) -> list[Tensor]:
+    """The bytes of its parts, flat."""
+    return [part.contiguous().flatten().view(torch.uint8) for part in dense_parts(x)]
+
+
+def same_bits(one: Tensor, two: Tensor) -> bool:
+    """Whether they hold the same, NaN or not."""
+    alike = (one.shape, one.dtype, one.layout) == (two.shape, two.dtype, two.layout)
+    return alike and all(torch.equal(*pair) for pair in zip(raw(one), raw(two), strict=True))
