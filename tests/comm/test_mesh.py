@@ -53,7 +53,7 @@ def test_one_process_without_a_group() -> None:
     with pytest.raises(ConfigError, match="no axis 'model'; it has shard"):
         mesh.size("model")
     for size in (0, 1.0, "1", None, True):
-        with pytest.raises(ConfigError, match="axis 'shard' has .* whole number, 1 or more"):
+        with pytest.raises(ConfigError, match=r"axis 'shard' has .* whole number, 1 or more"):
             Mesh({"shard": size})  # type: ignore[dict-item]
     try:
         x = DTensor.from_local(torch.ones(3), mesh.device_mesh, [Shard(0)])

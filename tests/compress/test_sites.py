@@ -104,7 +104,7 @@ def test_nothing_but_such_layers_is_an_error() -> None:
 
 
 def test_groups_that_would_divide_are_named():
-    with pytest.raises(lz.ConfigError, match="the 48 inputs of .*; 3, 4, 6, 8, 12, 16, 24, 48 do"):
+    with pytest.raises(lz.ConfigError, match=r"the 48 inputs of .*; 3, 4, 6, 8, 12, 16, 24, 48 do"):
         lz.quantize_(nn.Linear(48, 8), lz.Nf4(), objective="size")
-    with pytest.raises(lz.ConfigError, match="the 48 inputs of .*; no multiple of 32 does"):
+    with pytest.raises(lz.ConfigError, match=r"the 48 inputs of .*; no multiple of 32 does"):
         lz.quantize_(nn.Linear(48, 8), lz.Int4Weight(), objective="size")
