@@ -137,7 +137,10 @@ class InferModule(BatchedModel):
         given = inputs.values()
         found = self._module(*given) if self._positional else self._module(**inputs)
         outputs = _outputs(found)
-        kept = {name: x.cpu() for name, x in outputs.items() if isinstance(x, Tensor)}
+        # In memory of its own: a module may give out a buffer that the next step writes to.
+        kept = {
+            name: x.to("cpu", copy=True) for name, x in outputs.items() if isinstance(x, Tensor)
+        }
         if not kept or any(x.layout is not torch.strided for x in kept.values()):
             raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
         for name in outputs.keys() - kept.keys() - self._left_out:

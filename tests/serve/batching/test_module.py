@@ -30,6 +30,27 @@ class Crowd(nn.Module):
         return x - x.mean(0)
 
 
+class Reuses(nn.Module):
+    """Gives out a buffer of its own, which it writes to each time."""
+
+    def __init__(self, of_crowd: bool) -> None:
+        super().__init__()
+        self.of_crowd, self.room = of_crowd, torch.empty(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.room[: len(x)]
+        return torch.sub(x, x.mean(0) if self.of_crowd else 1.0, out=out)
+
+
+def test_answers_stay_when_the_module_gives_out_its_own_buffer() -> None:
+    model = InferModule(Reuses(of_crowd=False), torch.zeros(1, 4))
+    (first,) = model.run(model.rows({"input": torch.ones(1, 4)})[0])
+    model.run(model.rows({"input": torch.full((1, 4), 9.0)})[0])
+    assert first["output"].tolist() == [0.0] * 4
+    with pytest.raises(ConfigError, match="depend on each other"):
+        InferModule(Reuses(of_crowd=True), torch.randn(1, 4))
+
+
 def several() -> InferModule:
     ids, scale = torch.ones(1, 3, dtype=torch.int64), torch.ones(1)
     largest = {"ids": torch.ones(1, 8, dtype=torch.int64), "scale": scale}
