@@ -94,8 +94,9 @@ def _from_tensors(body: bytes) -> dict[str, Tensor]:
 
     try:
         return load(body)
-    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-        raise Problem(400, f"the body is no safetensors: {error}") from None
+    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
+        said = str(error).partition("\n")[0]  # torch adds its own trace
+        raise Problem(400, f"the body is no safetensors: {said}") from None
 
 
 def _from_json(data: Mapping[str, Any], model: InferModule, own: str) -> dict[str, Tensor]:

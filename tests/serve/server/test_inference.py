@@ -10,7 +10,7 @@ import torch
 
 from lezero.serve.batching.module import InferModule
 from lezero.serve.server.exchange import JSON
-from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs
+from lezero.serve.server.inference import TENSORS, _from_tensors, answer_kind, read_inputs
 from lezero.serve.server.problem import Problem
 
 
@@ -100,3 +100,12 @@ def test_an_answer_has_the_form_that_is_weighed_most(
             answer_kind(accept, asked)
     else:
         assert answer_kind(accept, asked) == kind
+
+
+def test_a_shape_beyond_64_bits_is_refused() -> None:
+    about = {"input": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}
+    header = json.dumps(about).encode()
+    with pytest.raises(Problem, match="the body is no safetensors") as caught:
+        _from_tensors(len(header).to_bytes(8, "little") + header)
+    assert caught.value.status == 400
+    assert "\n" not in str(caught.value)
