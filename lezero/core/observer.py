@@ -41,7 +41,8 @@ def observe(observer: Observer | None) -> None:
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """For collectives that ranks rightly make in other numbers than each other, such as the rounds
-    of a measurement: inside the block nobody compares them. A lost rank is named all the same."""
+    of a measurement: inside the block nobody compares them, and a rank that is lost there is told
+    of by the backend's error."""
     before = list(_current)
     _current.clear()
     try:

@@ -35,7 +35,7 @@ class ModelConfig(Config):
 
     folder: PathText | None = None
     """A Hugging Face folder to start from, which brings its own shape: then no other key of this
-    section may be given, but all of them with their defaults, as a run's config.yaml has them."""
+    section may be given (or all of them, each with its default, as in a run's config.yaml)."""
     layers: int = Field(8, ge=1)
     dim: int = Field(512, ge=2)
     heads: int = Field(8, ge=1)

@@ -63,7 +63,7 @@ def fold_batch_norms_(
         before = spill.get(("before folding", index))
         try:
             after = comparable(call(model, batches[index]))
-        except Exception:  # it reads the batch norm's attributes, which are gone
+        except AttributeError:  # it reads the batch norm's attributes, which are gone
             return False
         if not before or len(before) != len(after):
             return False
