@@ -293,7 +293,9 @@ def _bytes(info: TensorInfo, source: _Source) -> Any:
     block, block_bytes = quants.GGML_QUANT_SIZES[info.kind]
     size = math.prod(info.shape) // block * block_bytes
     start = source.header.data_start + info.offset
-    if not info.shape or info.shape[-1] % block or start + size > len(data):
+    if not info.shape or not math.prod(info.shape):
+        raise CorruptError(f"{path}: tensor {info.name} of shape {info.shape} holds nothing")
+    if info.shape[-1] % block or start + size > len(data):
         raise CorruptError(f"{path}: tensor {info.name} reaches beyond the end of the file")
     rows = np.frombuffer(data[start : start + size], dtype=np.uint8)
     return rows.reshape(*info.shape[:-1], -1)

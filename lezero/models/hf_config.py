@@ -69,6 +69,7 @@ def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerCon
             fields[ours] = data[theirs]
         elif ours in defaults and theirs not in data:
             fields[ours] = defaults[ours]
+    shape = TransformerConfig.parse(fields, source)  # numbers in their bounds, for what follows
     fields |= _rope(data, fields.get("context"), source)
     fields["tied"] = bool(data.get("tie_word_embeddings", False))
     if kind == "llama":
@@ -78,7 +79,7 @@ def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerCon
     if kind == "qwen2":
         fields["attention_bias"] = "qkv"
     fields["qk_norm"] = kind == "qwen3"
-    fields["sliding_window"] = _window(kind, data, source)
+    fields["sliding_window"] = _window(kind, data, shape.layers, source)
     return TransformerConfig.parse(fields, source)
 
 
@@ -95,7 +96,9 @@ def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
 def _rope(data: dict[str, Any], context: Any, source: str) -> dict[str, Any]:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (before)."""
     found = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+    if not isinstance(found, dict):
+        raise FileError(f"{source}: rope_parameters: got {found!r:.80}, must be an object")
+    if any(isinstance(value, dict) for value in found.values()):
         raise FileError(f"{source}: rope_parameters by layer type are not supported")
     rope = dict(found)
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
@@ -106,9 +109,9 @@ def _rope(data: dict[str, Any], context: Any, source: str) -> dict[str, Any]:
         raise FileError(f"{source}: partial_rotary_factor {partial} is not supported; 1.0 is")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind not in SCALING_TAKES:
+    if not isinstance(kind, str) or kind not in SCALING_TAKES:
         raise FileError(
-            f"{source}: rope_type {kind!r} is not supported; supported are default, "
+            f"{source}: rope_type {kind!r:.80} is not supported; supported are default, "
             f"{', '.join(SCALING_TAKES)}"
         )
     for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
@@ -132,7 +135,7 @@ def _derive_factor(kind: str, scaling: dict[str, Any], context: Any) -> None:
         scaling["factor"] = max(1.0, scaling["factor"])
 
 
-def _window(kind: str, data: dict[str, Any], source: str) -> int | None:
+def _window(kind: str, data: dict[str, Any], layers: int, source: str) -> Any:
     if kind == "llama":
         return None
     window = data.get("sliding_window", _DEFAULTS[kind]["sliding_window"])
@@ -140,11 +143,15 @@ def _window(kind: str, data: dict[str, Any], source: str) -> int | None:
         return window
     if not data.get("use_sliding_window", False):
         return None
-    layers = data.get("num_hidden_layers") or 0
     types = data.get("layer_types")
     if types is None:
-        full = min(data.get("max_window_layers", 28), layers)
+        full = data.get("max_window_layers", 28)
+        if type(full) is not int or full < 0:
+            raise FileError(f"{source}: max_window_layers: got {full!r:.80}, must be a count")
+        full = min(full, layers)
         types = ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if not isinstance(types, list) or not all(isinstance(one, str) for one in types):
+        raise FileError(f"{source}: layer_types: got {types!r:.80}, must be a list of names")
     if set(types) == {"full_attention"}:
         return None
     if set(types) == {"sliding_attention"}:

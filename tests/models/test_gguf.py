@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lezero.core.errors import FileError, LeZeroError, MissingExtraError
+from lezero.core.errors import CorruptError, FileError, LeZeroError, MissingExtraError
 from lezero.models import (
     Transformer,
     TransformerConfig,
@@ -200,6 +200,8 @@ def test_the_scaling_of_llama_3_is_known_by_its_divisors(factor: float, tmp_path
     for other in (divisor_P * 1.001, divisor_P[1:], divisor_P * 0):
         with pytest.raises(FileError, match=r"rope_freqs\.weight holds other divisors"):
             load_gguf(write(tmp_path / "b.gguf", model, rope_freqs=other))
+    with pytest.raises(CorruptError, match=r"rope_freqs\.weight of shape \(0, 4\) holds nothing"):
+        load_gguf(write(tmp_path / "c.gguf", model, rope_freqs=torch.empty(0, 4)))
 
 
 def test_quantized_blocks_become_numbers(model: Transformer, tmp_path: Path) -> None:

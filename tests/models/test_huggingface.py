@@ -249,6 +249,9 @@ def test_old_style_config_is_understood() -> None:
         ({"num_attention_heads": 5}, "heads: got 5, which does not divide"),
         ({"hidden_size": None}, "dim: required"),
         ({"num_hidden_layers": 10**12}, "layers: got 1000000000000"),
+        ({"max_position_embeddings": 10**400, "rope_scaling": LONG}, "context: got 1000"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope_type \['yarn'\] is not supported"),
+        ({"rope_scaling": "yarn"}, "rope_parameters: got 'yarn', must be an object"),
     ],
 )
 def test_a_config_outside_the_family_is_refused(
@@ -260,10 +263,20 @@ def test_a_config_outside_the_family_is_refused(
         load_hf(tmp_path)
 
 
-def test_layers_of_different_attention_are_refused() -> None:
-    data = {**SMALL, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1}
-    with pytest.raises(FileError, match="layers of different attention"):
-        from_hf(data)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"max_window_layers": 1}, "layers of different attention"),
+        ({"max_window_layers": "1"}, "max_window_layers: got '1', must be a count"),
+        ({"layer_types": 3}, "layer_types: got 3, must be a list of names"),
+        ({"layer_types": [["x"]]}, "layer_types: got .*, must be a list of names"),
+        ({"num_hidden_layers": 10**9}, "layers: got 1000000000"),
+    ],
+)
+def test_layers_of_different_attention_are_refused(change: dict[str, Any], says: str) -> None:
+    data = {**SMALL, "model_type": "qwen2", "use_sliding_window": True, "num_key_value_heads": 2}
+    with pytest.raises((FileError, ConfigError), match=says):
+        from_hf(data | change)
 
 
 def test_a_combination_no_type_has_is_refused() -> None:

@@ -102,9 +102,12 @@ class App:
         if asked in self._open:
             return self._open[asked]
         if asked not in self._guarded:
-            paths = {path for _, path in (*self._open, *self._guarded)}
-            if exchange.path in paths:
-                raise Problem(405, f"{exchange.path} does not take {exchange.method[:20]}")
+            known = (*self._open, *self._guarded)
+            takes = [taken for taken, path in known if path == exchange.path]
+            if takes:
+                said = f"{exchange.path} does not take {exchange.method[:20]}"
+                allow = ", ".join(["GET", "HEAD"] if takes == ["GET"] else takes)
+                raise Problem(405, said, allow=allow)
             if exchange.path.startswith("/v1/models/"):
                 raise Problem(404, f"this server has the model {self.name!r}", param="model")
             raise Problem(404, "there is nothing at this path")

@@ -233,7 +233,7 @@ def serve_batched(server: BatchServer, say: Callable[[str], None] = print) -> No
         path = next(iter(face.questions()))
         say(f"serving     {server.url} (page), {server.url}{path}")
 
-    server.run(ready)
+    server.run(ready, alone=True)
     for line in face.metrics.ended(face.runner):
         say(line)
 

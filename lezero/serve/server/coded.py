@@ -20,6 +20,8 @@ from lezero.serve.server.problem import Problem, refused
 
 _VAST = 1 << 17
 """Letters or tokens."""
+_MESSAGE = 16
+"""Letters that a message counts for beyond its own: the template's words around it."""
 
 
 class Encoder:
@@ -35,7 +37,7 @@ class Encoder:
         the cache, which the answer and its time tell, shows what others have asked.
         """
         letters = sum(map(len, asked.prompts))
-        letters += sum(len(joined(x["content"])) for x in asked.messages)
+        letters += sum(_MESSAGE + len(joined(x["content"])) for x in asked.messages)
         try:
             return await self._run(letters, lambda: self._make(asked, owner))
         except ConfigError as error:

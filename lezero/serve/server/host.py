@@ -2,7 +2,8 @@
 
 [Note: draining] On SIGTERM or Ctrl-C the server says that it is not ready and takes no more
 questions, but goes on listening, so that whoever asks is told to go elsewhere. Running answers have
-`drain_s` seconds; what has not ended then is told so. A second signal does not wait.
+`drain_s` seconds; what has not ended then is told so. A second signal does not wait. A step of the
+model that hangs cannot be ended: a process that does nothing else ends without it, with status 1.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -33,6 +35,8 @@ _HEADER_BYTES = 1 << 16
 _TICK_S = 0.02
 _FAREWELL_S = 1.0
 """For clients to be told that their answers have ended."""
+_LAST_STEP_S = 10.0
+"""For the step that runs, once nobody waits for it."""
 
 
 class Host:
@@ -59,13 +63,16 @@ class Host:
         host, port = self._socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def run(self, ready: Callable[[Self], None] = lambda host: None) -> None:
-        """Serves until a signal comes or `stop` is called. ready: called once it answers."""
+    def run(
+        self, ready: Callable[[Self], None] = lambda host: None, *, alone: bool = False
+    ) -> None:
+        """Serves until a signal comes or `stop` is called. ready: called once it answers. alone:
+        the process does nothing else, and ends where the last step does not."""
         try:
             self.face.rehearse()
             with room_for_connections(self.config.connections) as most:
                 self._take(most)
-                asyncio.run(self._serve(ready))
+                asyncio.run(self._serve(ready, alone))
         finally:
             self._socket.close()
 
@@ -94,7 +101,7 @@ class Host:
         self._at_once = self._end.is_set()
         self._end.set()
 
-    async def _serve(self, ready: Callable[[Self], None]) -> None:
+    async def _serve(self, ready: Callable[[Self], None], alone: bool) -> None:
         with self._starting:
             self._loop = asyncio.get_running_loop()
         for _ in range(self._early):
@@ -115,7 +122,8 @@ class Host:
                 inner.force_exit = self._at_once
                 await listening
         finally:
-            await self.face.stop()
+            with _patience(self.face) if alone else contextlib.nullcontext():
+                await self.face.stop()
 
     async def _drain(self) -> None:
         """Waits for running answers, as long as they have; then cancels what is left."""
@@ -130,6 +138,24 @@ class Host:
             async with asyncio.timeout(seconds):
                 while self.app.active and not until():
                     await asyncio.sleep(_TICK_S)
+
+
+@contextlib.contextmanager
+def _patience(face: Face) -> Iterator[None]:
+    """Ends the process where what it is around takes too long."""
+
+    def end() -> None:
+        _LOG.error("a step runs for %.0f s and does not end: left as it is", face.stalled_s())
+        logging.shutdown()
+        os._exit(1)
+
+    timer = threading.Timer(_LAST_STEP_S, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _listen(config: ServeConfig) -> socket.socket:

@@ -18,9 +18,10 @@ class Problem(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_s: int | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.allow = status, message, allow
         self.param, self.code, self.retry_s = param, code, retry_s
 
     def body(self) -> dict[str, Any]:
@@ -39,6 +40,8 @@ class Problem(Exception):
         found = [] if self.retry_s is None else [("retry-after", str(self.retry_s))]
         if self.status == 401:
             found.append(("www-authenticate", "Bearer"))
+        if self.allow is not None:
+            found.append(("allow", self.allow))
         return found
 
 

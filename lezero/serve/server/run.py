@@ -49,7 +49,7 @@ def serve(
     def ready(server: Server) -> None:
         say(f"serving     {server.url} (page), {server.url}/v1 (OpenAI's protocol)")
 
-    server.run(ready)
+    server.run(ready, alone=True)
     worker, metrics, pool = server.worker, server.metrics, llm.engine.pool
     ended = sum(metrics.ended.values())
     say(f"ended       {ended} requests, {metrics.tokens_in} tokens in, {metrics.tokens_out} out")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 import openai
 import pytest
 
+import lezero
 from lezero.cli.main import main
 from tests.serve.server.batch_running import tiny_encoder
+from tests.serve.server.running import head
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,55 @@ def test_the_command_serves_and_ends_with_status_0(which: str, folder: Path) -> 
     assert ("weights" in told) == (which == "encoder")
     assert "1 requests, 1 items" in rest
     assert "99% of the last within" in rest
+
+
+_HANGS = """
+import time, torch
+from lezero.serve.server import host
+host._LAST_STEP_S = 0.5
+class Hangs(torch.nn.Module):
+    def forward(self, x):
+        if x.sum() > 100:
+            print("hangs", flush=True)
+            time.sleep(600)
+        return x
+def factory():
+    return Hangs(), (torch.zeros(2),)
+if __name__ == "__main__":
+    from lezero.cli.main import main
+    words = ["serve", "--port", "0", "--drain", "0.1", "--module", "hangs:factory"]
+    raise SystemExit(main(words))
+"""
+
+
+def test_a_step_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(_HANGS)
+    place = os.pathsep.join([str(tmp_path), str(Path(lezero.__file__).parents[1])])
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "hangs.py")],
+        env={**os.environ, "PYTHONPATH": place},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = ""
+        while not line.startswith("serving"):
+            line = process.stdout.readline()
+            assert line, "it ended before it served"
+        port = int(re.findall(r"http://\S+?:(\d+)", line)[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as asking:
+            body = b'{"inputs": [200, 0]}'
+            asking.sendall(head("/v1/infer", len(body)) + body)
+            assert process.stdout.readline() == "hangs\n"
+            process.send_signal(signal.SIGTERM)
+            _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1
+    assert re.search(r"a step runs for \d+ s and does not end", told)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,10 @@ def test_bodies_that_are_no_question(client, body, words) -> None:
 
 def test_other_ways_to_ask(client) -> None:
     assert client.ask("/nothing").status == 404
-    assert client.ask("/v1/completions").status == 405
+    for found in (client.ask("/v1/completions"), client.ask("/v1/models", b"{}")):
+        assert found.status == 405
+        takes = "GET, HEAD" if b"models" in found.body else "POST"
+        assert found.headers["allow"] == takes
     assert client.ask("/v1/completions", b"{}", content_type="text/plain").status == 415
     assert client.ask("/health", host="evil.example").status == 421
     assert client.ask("/health", host=f"localhost:{client.port}").status == 200

@@ -73,6 +73,17 @@ def test_short_texts_pass_long_ones(path: str) -> None:
         until(lambda: client.server.worker.active == 0)
 
 
+def test_many_empty_messages_are_long() -> None:
+    llm, slow = slowed()
+    with serving(llm) as client:
+        many = [{"role": "user", "content": ""}] * 2000
+        with client.begin({"messages": many}, "/v1/chat/completions") as waiting:
+            until(lambda: slow.begun == 1)
+            assert ask(client, "/v1/completions").status == 200
+            slow.gate.set()
+            assert b" 400 " in waiting.recv(4096)
+
+
 def test_texts_that_are_encoded_have_places(path: str) -> None:
     llm, slow = slowed(max_requests=1)
     with serving(llm, queue=0) as client, begin(client, path) as first:
