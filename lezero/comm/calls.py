@@ -186,13 +186,19 @@ def place_name(code: CodeType, line: int) -> str:
 def place_of(thread: int) -> str:
     """Where the user's code on a thread is now; empty when the thread has ended."""
     frame = sys._current_frames().get(thread)
-    return "" if frame is None else place_name(*site_of(frame))
+    try:
+        return "" if frame is None else place_name(*site_of(frame))
+    finally:
+        del frame  # it may be that of this call: a circle, with what its callers hold in it
 
 
 def position_of(thread: int) -> tuple[int, int]:
     """Frame and instruction of a thread: equal while it is held in one call."""
     frame = sys._current_frames().get(thread)
-    return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+    try:
+        return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+    finally:
+        del frame
 
 
 def origin(error: BaseException) -> str:

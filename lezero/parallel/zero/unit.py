@@ -72,14 +72,17 @@ def stands_in(held: Held, found: torch.Tensor | None) -> bool:
 def _lent_by_torch(found: torch.Tensor) -> bool:
     """Whether a `functional_call` that runs now, on whichever thread, was given `found`."""
     code = stateless._functional_call.__code__
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_code is code:
-                given = at.f_locals["parameters_and_buffers"].values()
-                if any(found is value for value in given):
-                    return True
-            at = at.f_back
+    at: FrameType | None = None
+    try:
+        for at in sys._current_frames().values():
+            while at is not None:
+                if at.f_code is code:
+                    given = at.f_locals["parameters_and_buffers"].values()
+                    if any(found is value for value in given):
+                        return True
+                at = at.f_back
+    finally:
+        del at  # it may be that of this call: a circle, with what its callers hold in it
     return False
 
 

@@ -1,0 +1,55 @@
+"""Looking at where code is keeps nothing of it alive."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from lezero.comm.calls import place_of, position_of
+from lezero.parallel.zero.unit import _lent_by_torch
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+LOOKS: dict[str, Callable[[], object]] = {
+    "place": lambda: place_of(threading.get_ident()),
+    "position": lambda: position_of(threading.get_ident()),
+    "lent": lambda: _lent_by_torch(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_looking_at_the_own_thread_frees_what_callers_held(look: str) -> None:
+    def caller() -> weakref.ref[torch.Tensor]:
+        large = torch.ones(3)
+        assert LOOKS[look]() is not None
+        return weakref.ref(large)
+
+    assert caller()() is None
+
+
+def test_the_place_is_the_users_line() -> None:
+    assert re.search(r"test_calls\.py:\d+$", place_of(threading.get_ident()))
+    assert position_of(threading.get_ident()) != (0, 0)
+    assert place_of(-1) == ""
+    assert position_of(-1) == (0, 0)
+
+
+def test_a_tensor_that_functional_call_lends_is_known() -> None:
+    layer, found = torch.nn.Linear(2, 2), []
+    layer.register_forward_pre_hook(lambda *_: found.append(_lent_by_torch(weight)))
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    layer(torch.ones(2))
+    torch.func.functional_call(layer, {"weight": weight}, torch.ones(2))
+    assert found == [False, True]
