@@ -14,6 +14,7 @@ import http.client
 import json
 import os
 import random
+import re
 import tempfile
 import threading
 import time
@@ -151,22 +152,23 @@ class _Soak:
             yield time.monotonic(), _resident_mib(self.server.process.pid)
             time.sleep(1.0)
 
-    def _what_is_left(self, before: int) -> dict[str, Any]:
+    def _what_is_left(self, before: Counter[str]) -> dict[str, Any]:
         """Blocks and files that the server still holds when nobody asks any more."""
         deadline = time.monotonic() + 30
         while True:
             values = self._metrics()
             busy = values["lezero_requests_running"] + values["lezero_requests_waiting"]
             blocks = int(values["lezero_cache_blocks_used"])
-            files = _held(self.server.process.pid) - before
-            if not (busy or blocks or files > 0) or time.monotonic() > deadline:
+            more = _held(self.server.process.pid) - before
+            if not (busy or blocks or more) or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
         if _get(self.server, "/health")[0] != 200:
             self.wrong.append("/health is not well at the end")
         return {
             "soak_leaked_blocks": blocks,
-            "soak_leaked_files": max(0, files),
+            "soak_leaked_files": more.total(),
+            "soak_held_more": [f"{count} {name}" for name, count in sorted(more.items())],
             "soak_preemptions": int(values["lezero_preemptions_total"]),
             "soak_failed_steps": int(values["lezero_failed_steps_total"]),
         }
@@ -228,9 +230,18 @@ def _get(server: Served, path: str) -> tuple[int, bytes]:
             return answer.status, answer.read()
 
 
-def _held(pid: int) -> int:
-    """Open files and threads of a process."""
-    return len(os.listdir(f"/proc/{pid}/fd")) + len(os.listdir(f"/proc/{pid}/task"))
+def _held(pid: int) -> Counter[str]:
+    """Open files and threads of a process, by what they are."""
+    found: Counter[str] = Counter()
+    for kind, name in (("fd", os.readlink), ("task", _thread_name)):
+        for entry in Path(f"/proc/{pid}/{kind}").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found[re.sub(r"\d+", "N", name(entry))] += 1
+    return found
+
+
+def _thread_name(task: Path) -> str:
+    return f"thread {(task / 'comm').read_text().strip()}"
 
 
 def _resident_mib(pid: int) -> float:

@@ -8,9 +8,11 @@ from pydantic import Field, field_validator, model_validator
 
 from lezero.comm import legal
 from lezero.core.config import Config
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, Problem
 
 AUTO = "auto"
+_NAMES = ("fp16", "bf16", "int8", "int4", "sign", "2:4-bf16", "2:4-int8", "2:4-int4")
+"""For editors, which offer them; `codec` knows what there is."""
 
 
 class Wire(Config):
@@ -19,13 +21,13 @@ class Wire(Config):
     Every rank gives the same. docs/wires.md tells which combinations are allowed and why.
     """
 
-    codec: str = "none"
+    codec: str = Field("none", examples=["none", AUTO, *_NAMES, "topk:0.01"])
     """How gradients are encoded: none, a codec's name such as "int4" or "int8:128", or auto: what
     makes this run's steps shortest within `budget`, by measurement; none where nothing pays."""
     budget: float = Field(0.15, gt=0)
     """With codec auto: the largest error allowed, as what a codec still owes of a gradient,
     ||e|| / ||g|| (0.15 admits int8 and int4 with feedback; docs/wires.md)."""
-    gather: str = "none"
+    gather: str = Field("none", examples=["none", "fp16", "bf16", "int8", "int4"])
     """How parameters are encoded when they are gathered: none, fp16, bf16, int8 or int4."""
     feedback: Literal["none", "worker", "both"] = "none"
     """Whose encoding error is kept and added to the next tensor: nobody's, each sender's, or the
@@ -46,6 +48,20 @@ class Wire(Config):
     @model_validator(mode="after")
     def _allowed(self) -> Self:
         found = legal.problems(legal.Case(self.codec, self.gather, self.feedback, self.topology))
+        found += self._unheeded()
         if found:
             raise ConfigError("; ".join(map(str, found)), tuple(found))
         return self
+
+    def _unheeded(self) -> list[Problem]:
+        """Fields that would change nothing, so that whoever set them hopes in vain."""
+        found = []
+        if self.codec != AUTO and self.budget != type(self).model_fields["budget"].default:
+            reason = f"got {self.budget}, which codec auto alone heeds; leave it out"
+            found.append(Problem(("budget",), self.budget, f"{reason}, or set codec: auto"))
+        if self.feedback == "none" and self.codec != AUTO and self.feedback_dtype != "fp32":
+            reason = f"got {self.feedback_dtype!r}, but no errors are kept; leave it out"
+            found.append(
+                Problem(("feedback_dtype",), self.feedback_dtype, f"{reason}, or set feedback: worker")
+            )
+        return found

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 
+from lezero.comm.codec import codec
 from lezero.comm.legal import LEGAL, Case, problems
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
@@ -31,12 +32,25 @@ CODECS = ("none", "fp16", "bf16", "int8", "int4", "sign", "topk:0.01", "2:4-int8
         ({"gather": "sgin"}, "gather", "did you mean 'sign'"),
         ({"feedback": "server"}, "feedback", "'none', 'worker' or 'both'"),
         ({"toplogy": "flat"}, "toplogy", "did you mean 'topology'"),
+        ({"codec": "int4", "budget": 0.1}, "budget", "got 0.1, which codec auto alone heeds"),
+        ({"codec": "int4", "feedback_dtype": "bf16"}, "feedback_dtype", "set feedback: worker"),
     ],
 )
 def test_a_wire_that_is_not_allowed_is_told(fields: dict[str, str], field: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         Wire.parse(fields)
     assert field in str(caught.value)
+
+
+def test_what_is_left_at_its_default_or_chosen_by_auto_is_no_mistake() -> None:
+    assert Wire.parse(Wire(codec="int4").to_dict()) == Wire(codec="int4")
+    assert Wire(codec="auto", budget=0.1, feedback_dtype="int8").budget == 0.1
+    assert Wire(codec="sign", feedback="worker", feedback_dtype="int8").codec.startswith("sign")
+
+
+def test_names_that_editors_offer_are_codecs() -> None:
+    for name in Wire.model_json_schema()["properties"]["codec"]["examples"]:
+        assert name in ("none", "auto") or codec(name).name.startswith(name)
 
 
 def test_every_other_combination_can_be_written() -> None:

@@ -37,7 +37,8 @@ class Encoder:
         the cache, which the answer and its time tell, shows what others have asked.
         """
         letters = sum(map(len, asked.prompts))
-        letters += sum(_MESSAGE + len(joined(x["content"])) for x in asked.messages)
+        for message in asked.messages:
+            letters += _MESSAGE + len(joined(message["content"])) + len(message.get("name", ""))
         try:
             return await self._run(letters, lambda: self._make(asked, owner))
         except ConfigError as error:
