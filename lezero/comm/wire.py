@@ -59,9 +59,8 @@ class Wire(Config):
         if self.codec != AUTO and self.budget != type(self).model_fields["budget"].default:
             reason = f"got {self.budget}, which codec auto alone heeds; leave it out"
             found.append(Problem(("budget",), self.budget, f"{reason}, or set codec: auto"))
-        if self.feedback == "none" and self.codec != AUTO and self.feedback_dtype != "fp32":
-            reason = f"got {self.feedback_dtype!r}, but no errors are kept; leave it out"
-            found.append(
-                Problem(("feedback_dtype",), self.feedback_dtype, f"{reason}, or set feedback: worker")
-            )
+        kept = self.feedback_dtype
+        if self.feedback == "none" and self.codec != AUTO and kept != "fp32":
+            reason = f"got {kept!r}, but no errors are kept; leave it out, or set feedback: worker"
+            found.append(Problem(("feedback_dtype",), kept, reason))
         return found

@@ -1,8 +1,9 @@
 """Many prompts from a file: one JSON object a line in, one a line out, in the same order.
 
-A line has "prompt" (text or tokens) or "messages" (a chat), and may have "priority" and fields of
-`SamplingParams`, which go before those that hold for all lines. A field with null counts as left
-out. What is wrong with a line is told in its answer; the other lines go on.
+A line has "prompt" (text or tokens) or "messages" (a chat), and may have "priority", an "id" (text
+or a whole number), which its answer has too, and fields of `SamplingParams`, which go before those
+that hold for all lines. A field with null counts as left out. What is wrong with a line is told in
+its answer; the other lines go on.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from lezero.serve.sampling import SamplingParams
 
 _AHEAD = 4
 _LONGEST_LINE = 16 << 20
-_NO_PARAMS = ("prompt", "messages", "priority")
+_NO_PARAMS = ("prompt", "messages", "priority", "id")
 
 
 def answer_lines(
     llm: LLM, lines: Iterable[str], params: SamplingParams | None = None
 ) -> Iterator[dict[str, Any]]:
     """For each line that is not empty: {"line", "text", "reason", "tokens", "prompt_tokens"} or
-    {"line", "error"}, where the error names line and field. "tokens" counts; lines count from 1. A
+    {"line", "error"}, where the error names line and field, and "id" behind "line" where the line
+    has one. "tokens" counts; lines count from 1. A
     line that asks for log-probabilities is given "logprobs", one object a token. A model without a
     tokenizer gives no text, but "token_ids". Where neither a line nor `params` says how many tokens
     at most, as many as are usual or fit. Bytes that are no UTF-8 are expected as
@@ -38,7 +40,7 @@ def answer_lines(
     if params is None or "max_tokens" not in params.model_fields_set:
         base.pop("max_tokens", None)
     numbered = ((number, text) for number, text in enumerate(lines, 1) if text.strip())
-    waiting: deque[tuple[int, Answer | str]] = deque()
+    waiting: deque[tuple[dict[str, Any], Answer | str]] = deque()
     most = _AHEAD * llm.engine.scheduler.max_requests
     left = True
     try:
@@ -47,7 +49,7 @@ def answer_lines(
                 found = next(numbered, None)
                 left = found is not None
                 if found is not None:
-                    waiting.append((found[0], _start(llm, *found, base)))
+                    waiting.append(_start(llm, *found, base))
             while waiting and _is_done(waiting[0][1]):
                 yield _told(llm, *waiting.popleft())
             if waiting:
@@ -58,12 +60,24 @@ def answer_lines(
                 llm.end(answer)
 
 
-def _start(llm: LLM, number: int, text: str, base: dict[str, Any]) -> Answer | str:
-    """The answer that a line begins, or what is wrong with the line."""
+def _start(
+    llm: LLM, number: int, text: str, base: dict[str, Any]
+) -> tuple[dict[str, Any], Answer | str]:
+    """What names a line, and the answer that it begins, or what is wrong with it."""
+    named: dict[str, Any] = {"line": number}
     try:
-        return _begin(llm, _object(text), base)
+        data = _object(text)
+        if "id" in data:
+            named["id"] = _id(data["id"])
+        return named, _begin(llm, data, base)
     except (ValueError, RecursionError, ConfigError) as error:
-        return f"line {number}: {error}"
+        return named, f"line {number}: {error}"
+
+
+def _id(value: Any) -> str | int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ConfigError(f"id: got {value!r:.80}, allowed is text or a whole number")
+    return value
 
 
 def _begin(llm: LLM, data: dict[str, Any], base: dict[str, Any]) -> Answer:
@@ -104,15 +118,15 @@ def _is_done(answer: Answer | str) -> bool:
     return isinstance(answer, str) or answer.request.reason is not None
 
 
-def _told(llm: LLM, line: int, answer: Answer | str) -> dict[str, Any]:
+def _told(llm: LLM, named: dict[str, Any], answer: Answer | str) -> dict[str, Any]:
     if isinstance(answer, str):
-        return {"line": line, "error": answer}
+        return {**named, "error": answer}
     llm.end(answer)
     found = answer.completion()
     if found.error is not None:
-        return {"line": line, "error": found.error}
+        return {**named, "error": found.error}
     counts = {"tokens": len(found.tokens), "prompt_tokens": found.prompt_tokens}
-    told: dict[str, Any] = {"line": line, "text": found.text, "reason": found.reason, **counts}
+    told = {**named, "text": found.text, "reason": found.reason, **counts}
     if llm.coder is None:
         told["token_ids"] = found.tokens
     if found.logprobs is not None:

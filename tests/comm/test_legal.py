@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from lezero.comm.codec import codec
+from lezero.comm import codec as codecs
 from lezero.comm.legal import LEGAL, Case, problems
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
@@ -50,7 +50,7 @@ def test_what_is_left_at_its_default_or_chosen_by_auto_is_no_mistake() -> None:
 
 def test_names_that_editors_offer_are_codecs() -> None:
     for name in Wire.model_json_schema()["properties"]["codec"]["examples"]:
-        assert name in ("none", "auto") or codec(name).name.startswith(name)
+        assert name in ("none", "auto") or codecs.codec(name).name.startswith(name)
 
 
 def test_every_other_combination_can_be_written() -> None:

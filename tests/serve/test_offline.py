@@ -36,6 +36,16 @@ def test_answers_come_in_order_whatever_their_length():
         assert found[number]["tokens"] == len(expected.tokens)
 
 
+def test_an_id_comes_back():
+    ids = ["a", 7, None, True, "b"]
+    lines = [json.dumps({"prompt": "x", "max_tokens": 2, "id": one}) for one in ids]
+    lines.append(json.dumps({"prompt": "x", "id": "c", "temperature": -1}))
+    found = list(answer_lines(engine(), lines, GREEDY))
+    assert [answer.get("id") for answer in found] == ["a", 7, None, None, "b", "c"]
+    assert found[3]["error"] == "line 4: id: got True, allowed is text or a whole number"
+    assert ["error" in answer for answer in found] == [False, False, False, True, False, True]
+
+
 def test_a_bad_line_is_told_and_harms_no_other():
     bad = [
         "{",
