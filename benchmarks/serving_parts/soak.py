@@ -72,6 +72,8 @@ class _Soak:
     def run(self, seconds: float) -> dict[str, Any]:
         for question in self.questions[:4]:  # what the first questions make stays
             _whole(self.server, question)
+        with self.server.begin({"prompt": "long " * 8192}) as refused:  # a thread for long texts
+            refused.recv(1 << 16)
         before = _held(self.server.process.pid)
         self._end = time.monotonic() + seconds
         clients = [threading.Thread(target=self._client, args=(i,)) for i in range(THREADS)]
