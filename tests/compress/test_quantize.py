@@ -383,3 +383,11 @@ def test_tied_weights_are_exported_and_layers_take_torchs_keywords(kind):
     for strict in (False, True):
         exported = torch.export.export(model, (ids,), strict=strict).module()
         torch.testing.assert_close(exported(ids), wanted)
+
+
+def test_a_convolution_names_an_input_of_a_type_that_its_kernel_does_not_take():
+    x, model = torch.rand(2, 4, 8, 8), nn.Sequential(nn.Conv2d(4, 8, 3))
+    lz.quantize_(model, lz.Int8WeightActivation(), data=[x], objective="size")
+    with pytest.raises(lz.ConfigError, match=r"input: got torch.float64, .* with model.float\(\)"):
+        model.double()(x.double())
+    assert model.float()(x).dtype == torch.float32

@@ -21,6 +21,7 @@ from lezero.compress.quantize.weights import (
     CodedWeight,
     PackedWeight,
     QuantizedWeight,
+    check_type,
     keeping_types,
 )
 from lezero.core.errors import ConfigError
@@ -174,6 +175,7 @@ class QuantizedConv(QuantizedLayer):
             bias = self.bias if self.bias is None else self.bias.to(x.dtype)
             return convolve(x, self.weight.decode(x.dtype), bias, **places)
         assert isinstance(self.weight, CodedWeight)
+        check_type(x, "int8")
         scale = self.weight.scale.flatten()
         places |= {"x_scale": self.input_scale, "x_zero": self.input_zero}
         return conv_int8(x, self.weight.codes, scale, self.bias, **places)

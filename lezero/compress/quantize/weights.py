@@ -58,6 +58,16 @@ _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of weights: marks, and wh
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def check_type(x: Tensor, form: str) -> None:
+    """Raises `ConfigError` where the kernels of a weight in `form` do not take `x`'s type."""
+    if x.dtype not in FLOATS:
+        raise ConfigError(
+            f"input: got {x.dtype}, allowed for a weight in {form} are fp32, bf16 and fp16; "
+            "convert the input, as with x.float(), and a model that was made fp64 with "
+            "model.float()"
+        )
+
+
 class QuantizedWeight(StandIn):
     """Codes on `grid` for a weight of `shape`; `dtype` is what it decodes to."""
 
@@ -190,12 +200,7 @@ class PackedWeight(QuantizedWeight):
     def check_inputs(self, x: Tensor) -> None:
         """Raises `ConfigError` where `x` is not (…, K), or of a type that kernels do not take."""
         N, K = self.full_shape
-        if x.dtype not in FLOATS:
-            raise ConfigError(
-                f"input: got {x.dtype}, allowed for a weight in {self.grid.format} are fp32, bf16 "
-                "and fp16; convert the input, as with x.float(), and a model that was made "
-                "fp64 with model.float()"
-            )
+        check_type(x, self.grid.format)
         if x.shape[-1:] != (K,):  # the kernel would take fewer: weights are padded
             raise ConfigError(f"input: got {tuple(x.shape)}, allowed is (…, {K}) for {N} × {K}")
 
