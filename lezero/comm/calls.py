@@ -184,10 +184,13 @@ def place_name(code: CodeType, line: int) -> str:
 
 
 def place_of(thread: int) -> str:
-    """Where the user's code on a thread is now; empty when the thread has ended."""
+    """Where the user's code on a thread is now; empty when it or the thread has ended."""
     frame = sys._current_frames().get(thread)
     try:
-        return "" if frame is None else place_name(*site_of(frame))
+        code, line = place_of.__code__, 0
+        if frame is not None:
+            code, line = site_of(frame)
+        return "" if code is place_of.__code__ else place_name(code, line)
     finally:
         del frame  # it may be that of this call: a circle, with what its callers hold in it
 

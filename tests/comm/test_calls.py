@@ -7,6 +7,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ def test_the_place_is_the_users_line() -> None:
     assert re.search(r"test_calls\.py:\d+$", place_of(threading.get_ident()))
     assert position_of(threading.get_ident()) != (0, 0)
     assert place_of(-1) == ""
+    with ThreadPoolExecutor(1) as pool:  # no line of the user's is on that thread
+        assert pool.submit(place_of, pool.submit(threading.get_ident).result()).result() == ""
     assert position_of(-1) == (0, 0)
 
 
