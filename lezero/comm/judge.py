@@ -63,6 +63,9 @@ class Judge:
             text = self._fault(peer, now, surely)
             if text:
                 return f"{text}.{self._around(peer)}"
+        for peer in self.peers.values():  # a rank is lost, and no other explains it
+            if surely and peer.state == FINISHED and peer.left < self._entered > self._left:
+                return f"{verdict.finished(peer)}.{self._around(peer)}"
         self._say_who_is_waited_for(now)
         return ""
 

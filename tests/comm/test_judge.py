@@ -26,8 +26,8 @@ class Scene:
         board: Any = self.board
         self.judge, self.now = Judge(board, History(), 0.0, PATIENCE_S), 0.0
 
-    def hear(self) -> None:
-        message = {"at": [4, 4], "state": ["runs", "", 0.0], "place": "train.py:3"}
+    def hear(self, entered: int = 4, left: int = 4, state: str = "runs") -> None:
+        message = {"at": [entered, left], "state": [state, "", 0.0], "place": "train.py:3"}
         self.judge.heard(self.judge.peers[1], {**message, "window": NOTHING.to_json()}, self.now)
 
     def told(self, seconds: float, *, heard: bool = False, surely: bool = False) -> str:
@@ -83,3 +83,14 @@ def test_a_port_that_refuses_means_the_end_of_a_rank_once_it_is_silent(
     scene.board.gone = {1}
     assert "rank 1 is gone: its process 77" in scene.told(0.5, surely=True)
     assert not warnings
+
+
+@pytest.mark.parametrize(("entered", "left"), [(4, 4), (5, 4), (5, 5)])
+def test_a_rank_that_left_with_a_collective_under_way_finished_early(
+    entered: int, left: int
+) -> None:
+    scene = Scene()
+    scene.hear(entered, left, "finished")
+    early = "rank 1 has finished early, after"
+    assert (early in scene.told(2.0)) == (entered == 4)
+    assert (early in scene.told(0.5, surely=True)) == (left == 4)
