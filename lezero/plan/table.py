@@ -15,7 +15,7 @@ _MEANING = {
     "buffers": "temporaries, buffers of the model",
     "pool": "kept by the host pool, and holes between blocks",
     "allocator": "holes between blocks",
-    "libraries": "kernels' own code and scratch",
+    "libraries": "kernels' own scratch",
     "checkpoint": "copy in host memory while one is written",
 }
 _TIMES = {

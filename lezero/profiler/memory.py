@@ -5,6 +5,11 @@ A thread that looks every few milliseconds misses short peaks, and looks late wh
 is busy. The kernel misses nothing: it keeps the highest resident set (VmHWM) and starts it anew
 when 5 is written to `/proc/self/clear_refs`. `MemorySampler` does that where it may, and takes the
 larger of the two figures. Samplers may nest: before one starts the mark anew, the others keep it.
+
+Note [Pages of files]
+Libraries' code and mapped data are not counted: the kernel shares such pages and takes them back
+when it needs memory, and how many of them a process shows as resident depends on the kernel and on
+what its page cache holds (torch's kernels alone: 5 to 40 MiB for the same step).
 """
 
 from __future__ import annotations
@@ -14,29 +19,28 @@ import time
 from types import TracebackType
 from typing import Self
 
-_PAGE_FIELD = 1
 _NOTICED = 1 << 20  # bytes of change in resident shared memory that are worth a walk
 _lock = threading.Lock()
 _running: list[MemorySampler] = []
 
 
 def rss() -> int:
-    """Resident bytes of this process."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[_PAGE_FIELD]) * _page_size()
-    except (OSError, ValueError, IndexError):
-        import psutil
+    """Resident bytes of this process, without pages of files (see the note)."""
+    found = _without_files("/proc/self/status", "VmRSS:", "RssFile:")
+    if found is not None:
+        return found
+    import psutil
 
-        return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_info().rss)
 
 
 def pss() -> int:
-    """Proportional bytes: a page shared by n processes counts as 1/n. `rss()` where not known.
+    """Proportional bytes: a page shared by n processes counts as 1/n; without pages of files, as
+    `rss()`, which it is where that is not known.
 
     Reading it walks the page tables (about 1 ms a GiB): not for a hot loop.
     """
-    found = _kilobytes("/proc/self/smaps_rollup", "Pss:")
+    found = _without_files("/proc/self/smaps_rollup", "Pss:", "Pss_File:")
     return rss() if found is None else found
 
 
@@ -51,17 +55,18 @@ class SharedElsewhere:
         self._mine, self._found = 0, 0
 
     def bytes(self) -> int:
-        mine = _kilobytes("/proc/self/status", "RssShmem:") or 0
+        mine = _kilobytes("/proc/self/status", "RssShmem:")[0] or 0
         if abs(mine - self._mine) >= _NOTICED:
-            proportional = _kilobytes("/proc/self/smaps_rollup", "Pss_Shmem:")
+            (proportional,) = _kilobytes("/proc/self/smaps_rollup", "Pss_Shmem:")
             self._mine = mine
             self._found = 0 if proportional is None else max(0, mine - proportional)
         return self._found
 
 
 def peak_rss() -> int:
-    """The highest resident bytes since the process began or since `reset_peak_rss`."""
-    found = _kilobytes("/proc/self/status", "VmHWM:")
+    """The highest resident bytes since the process began or since `reset_peak_rss`, without the
+    pages of files that are resident now (see the note)."""
+    found = _without_files("/proc/self/status", "VmHWM:", "RssFile:")
     if found is not None:
         return found
     import resource
@@ -172,18 +177,20 @@ def _reset() -> bool:
     return True
 
 
-def _kilobytes(path: str, name: str) -> int | None:
+def _without_files(path: str, all_: str, files: str) -> int | None:
+    whole, of_files = _kilobytes(path, all_, files)
+    return None if whole is None or of_files is None else max(0, whole - of_files)
+
+
+def _kilobytes(path: str, *names: str) -> tuple[int | None, ...]:
+    """The bytes behind each name, which stand in kB in a file of one name a line."""
+    found: dict[str, int] = {}
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             for line in file:
-                if line.startswith(name):
-                    return int(line.split()[1]) * 1024
+                words = line.split()
+                if words and words[0] in names:
+                    found[words[0]] = int(words[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
-    return None
-
-
-def _page_size() -> int:
-    import os
-
-    return os.sysconf("SC_PAGE_SIZE")
+    return tuple(found.get(name) for name in names)

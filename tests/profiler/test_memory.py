@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,6 +96,17 @@ def test_a_bad_interval_is_refused(interval: float) -> None:
 def test_resident_and_proportional_bytes() -> None:
     assert 0 < pss() <= rss() + 32 * MIB
     assert peak_rss() >= rss() - 8 * MIB
+
+
+def test_pages_of_files_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"x" * (64 * MIB))
+    before = rss(), pss()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
+        with MemorySampler(interval_s=0.001) as sampler:
+            assert sum(data[:: mmap.PAGESIZE])
+        taken = rss() - before[0], pss() - before[1]
+    assert max(*taken, sampler.above) < 16 * MIB
 
 
 def test_shared_pages_count_once_over_their_processes() -> None:
