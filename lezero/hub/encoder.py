@@ -6,9 +6,10 @@ What is beside the model is what sentence-transformers writes: `modules.json` na
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,18 +21,15 @@ from lezero.models import Bert, bert_config, load_bert
 from lezero.models.huggingface import read_json
 
 Pooling = Literal["mean", "cls", "max"]
-_POOLINGS: dict[str, Pooling] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-}
+_POOLINGS = get_args(Pooling)
+_OLD_KEYS = ("pooling_mode_{}_tokens", "pooling_mode_{}_token", "pooling_mode_{}")
 _STAGES = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True)
 class EncoderFolder:
     """How the texts of an encoder become vectors. longest: tokens of a text at most. prompt: what
-    is put before a text."""
+    is put before a text. lower: whether texts are put in lower case before the tokenizer."""
 
     path: Path
     pooling: Pooling
@@ -39,6 +37,7 @@ class EncoderFolder:
     longest: int
     is_quantized: bool
     prompt: str = ""
+    lower: bool = False
 
 
 def is_encoder(place: str | Path) -> bool:
@@ -55,18 +54,18 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
     """
     root = Path(expand_home(place))
     config = bert_config(read_json(root / "config.json"), str(root / "config.json"))
-    longest, pooling, normalize, prompt = config.context, "mean", True, _prompt(root)
-    if (root / "sentence_bert_config.json").is_file():
-        given = read_json(root / "sentence_bert_config.json").get("max_seq_length")
-        if isinstance(given, int) and given > 2:
-            longest = min(longest, given)
+    pooling, normalize, prompt = _POOLINGS[0], True, _prompt(root)
+    settings = _read_if_there(root / "sentence_bert_config.json")
+    longest = min(config.context, _longest(root, settings))
     if (root / "modules.json").is_file():
         stages = _stages(root / "modules.json")
         normalize = "Normalize" in stages
         if "Pooling" in stages:
             pooling = _pooling(root / stages["Pooling"] / "config.json", prompt)
-    quantized = is_quantized_folder(root)
-    return EncoderFolder(root, pooling, normalize, longest, quantized, prompt)  # type: ignore[arg-type]
+    lower = settings.get("do_lower_case") is True
+    return EncoderFolder(
+        root, pooling, normalize, longest, is_quantized_folder(root), prompt, lower
+    )
 
 
 def open_encoder(folder: EncoderFolder, dtype: torch.dtype | None = None) -> Bert:
@@ -103,10 +102,27 @@ def _stages(path: Path) -> dict[str, str]:
     return stages
 
 
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
+def _longest(root: Path, settings: dict[str, Any]) -> int:
+    """Tokens of a text at most. sentence-transformers keeps them beside the tokenizer since 5.4,
+    and before that in settings of its own, which go before the tokenizer's."""
+    for data, key in (
+        (settings, "max_seq_length"),
+        (_read_if_there(root / "tokenizer_config.json"), "model_max_length"),
+    ):
+        given = data.get(key)
+        if isinstance(given, int) and given > 2:
+            return given
+    return sys.maxsize
+
+
 def _prompt(root: Path) -> str:
     """The prompt that sentence-transformers puts before a text where its user names none."""
     path = root / "config_sentence_transformers.json"
-    settings = read_json(path) if path.is_file() else {}
+    settings = _read_if_there(path)
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
     if name is None:
         return ""
@@ -117,10 +133,19 @@ def _prompt(root: Path) -> str:
 
 
 def _pooling(path: Path, prompt: str) -> Pooling:
+    """`pooling_mode` names one or a list; before 5.4 each had a key of its own."""
     data = read_json(path)
-    chosen = [name for name in data if name.startswith("pooling_mode_") and data[name] is True]
-    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
-        raise FileError(f"{path}: {chosen or 'no pooling'}; built are {', '.join(_POOLINGS)}")
+    given = data.get("pooling_mode")
+    if given is None:
+        given = [key for key in data if key.startswith("pooling_mode_") and data[key] is True]
+        old = {form.format(name): name for name in _POOLINGS for form in _OLD_KEYS}
+        given = [old.get(key, key) for key in given]
+    named = given if isinstance(given, list) else [given]
+    chosen = [name for name in _POOLINGS if named == [name]]
+    if not chosen:
+        raise FileError(
+            f"{path}: pools by {named or 'nothing'}; built is one of {', '.join(_POOLINGS)}"
+        )
     if prompt and data.get("include_prompt") is False:
         raise FileError(f"{path}: include_prompt false is not built, and texts have a prompt")
-    return _POOLINGS[chosen[0]]
+    return chosen[0]

@@ -74,7 +74,9 @@ def bert_config(data: dict[str, Any], source: str) -> BertConfig:
     if found["dim"] % found["heads"]:
         raise FileError(f"{source}: hidden_size is no multiple of num_attention_heads")
     act, kind = data.get("hidden_act", "gelu"), data.get("position_embedding_type", "absolute")
-    if act not in _ACTIVATIONS or kind != "absolute" or data.get("is_decoder"):
+    if data.get("is_decoder"):
+        raise FileError(f"{source}: is_decoder is set, but supported are encoders alone")
+    if act not in _ACTIVATIONS or kind != "absolute":
         raise FileError(
             f"{source}: hidden_act {act!r} with {kind!r} positions is not supported; supported are "
             f"encoders with absolute positions and {', '.join(_ACTIVATIONS)}"

@@ -29,6 +29,60 @@ def test_it_reads_what_sentence_transformers_wrote(tmp_path: Path) -> None:
     assert not describe_encoder(cls).normalize
 
 
+@pytest.mark.parametrize(
+    ("pooling", "wanted"), [("mean", "mean"), ("cls", "cls"), (["max"], "max")]
+)
+def test_it_reads_pooling_as_written_since_5_4(
+    pooling: object, wanted: str, tmp_path: Path
+) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    data = {"embedding_dimension": 32, "pooling_mode": pooling, "include_prompt": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(data))
+    assert describe_encoder(folder).pooling == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokenizer", "longest"),
+    [
+        ({"max_seq_length": 48}, {"model_max_length": 16}, 48),
+        ({"max_seq_length": 48}, None, 48),
+        ({"max_seq_length": None}, {"model_max_length": 16}, 16),
+        ({}, {"model_max_length": 16}, 16),
+        (None, {"model_max_length": 16}, 16),
+        (None, {"model_max_length": 10**30}, 64),
+        (None, {"model_max_length": 1e30}, 64),
+        (None, None, 64),
+    ],
+)
+def test_the_longest_text(
+    settings: object, tokenizer: object, longest: int, tmp_path: Path
+) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    (folder / "sentence_bert_config.json").unlink()
+    named = {"sentence_bert_config.json": settings, "tokenizer_config.json": tokenizer}
+    for name, data in named.items():
+        if data is not None:
+            (folder / name).write_text(json.dumps(data))
+    assert describe_encoder(folder).longest == longest
+
+
+def test_texts_are_put_in_lower_case_where_the_folder_says_so(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    plain = SentenceEncoder(folder, "fp32")
+    assert plain.tokens("Hello World") != plain.tokens("hello world")
+    settings = json.dumps({"max_seq_length": 48, "do_lower_case": True})
+    (folder / "sentence_bert_config.json").write_text(settings)
+    assert SentenceEncoder(folder, "fp32").tokens("Hello World") == plain.tokens("hello world")
+
+
+def test_what_is_no_encoder_is_told_by_its_name(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    data = json.loads((folder / "config.json").read_text()) | {"is_decoder": True}
+    (folder / "config.json").write_text(json.dumps(data))
+    with pytest.raises(FileError, match="is_decoder"):
+        describe_encoder(folder)
+
+
 def test_the_prompt_that_sentence_transformers_puts_before_texts(tmp_path: Path) -> None:
     folder = tiny_encoder(tmp_path / "a")
     plain = SentenceEncoder(folder, "fp32")
@@ -62,7 +116,10 @@ def test_a_plain_folder_is_pooled_by_the_mean_and_normalised(tmp_path: Path) -> 
         ("modules.json", {}, "not built"),
         ("modules.json", [3], "not built"),
         ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
-        ("1_Pooling/config.json", {}, "no pooling"),
+        ("1_Pooling/config.json", {}, "nothing"),
+        ("1_Pooling/config.json", {"pooling_mode": "lasttoken"}, "lasttoken"),
+        ("1_Pooling/config.json", {"pooling_mode": ["mean", "max"]}, "one of mean, cls, max"),
+        ("1_Pooling/config.json", {"pooling_mode": {"mean": 1}}, "one of mean, cls, max"),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "none of its"),
     ],
 )

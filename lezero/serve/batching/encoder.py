@@ -59,8 +59,9 @@ class SentenceEncoder(BatchedModel):
             raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(_WEIGHTS)}")
         self.folder = describe_encoder(place)
         self.decisions = decisions if decisions is not None else Decisions()
-        self._tokenizer = _tokenizer(self.folder.path)
+        self._tokenizer = _tokenizer(self.folder)
         self._nothing = self.tokens("")
+        self._closing = _closing(self._tokenizer.encode(_TEXT))
         self.longest = self.folder.longest
         self._model, self.weights = self._choose(weights)
         config = self._model.config
@@ -75,6 +76,13 @@ class SentenceEncoder(BatchedModel):
     def tokens(self, text: str) -> list[int]:
         """Tokens of a text, with the folder's prompt and those that the model expects around it."""
         return list(self._tokenizer.encode(self.folder.prompt + text).ids)
+
+    def cut(self, tokens: Sequence[int]) -> list[int]:
+        """The first of them that the model takes, with those that close a text where they did."""
+        closing = len(self._closing)
+        if len(tokens) <= self.longest or list(tokens[len(tokens) - closing :]) != self._closing:
+            return list(tokens[: self.longest])
+        return [*tokens[: self.longest - closing], *self._closing]
 
     def check(self, tokens: Sequence[int], name: str = "input") -> None:
         """Raises `ConfigError`, which calls the text `name`, for tokens that the model does not
@@ -177,12 +185,18 @@ def _seconds(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder)
     return sorted(took[1:])[_TIMED // 2]
 
 
-def _tokenizer(folder: Path) -> Any:
+def _closing(encoding: Any) -> list[int]:
+    """The tokens that the tokenizer puts behind each text."""
+    texts = [i for i, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
+    return list(encoding.ids[max(texts, default=-1) + 1 :])
+
+
+def _tokenizer(folder: EncoderFolder) -> Any:
     try:
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, normalizers
     except ImportError:
         raise need_extra("text", "tokenizers", "an encoder") from None
-    path = folder / "tokenizer.json"
+    path = folder.path / "tokenizer.json"
     if not path.is_file():
         raise FileError(f"{path}: no such file; an encoder needs its tokenizer")
     try:
@@ -191,4 +205,7 @@ def _tokenizer(folder: Path) -> Any:
         raise FileError(f"{path}: cannot be read ({error})") from None
     made.no_padding()
     made.no_truncation()
+    if folder.lower:
+        own = [] if made.normalizer is None else [made.normalizer]
+        made.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
     return made

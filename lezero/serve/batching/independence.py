@@ -54,18 +54,23 @@ def check_rows(run: Run, example: Row, coarseness: float, on_cpu: bool = True) -
 
 
 def _check(run: Run, row: Row, other: Row, coarseness: float) -> bool:
-    """False where the module refuses them."""
+    """False where the module refuses them.
+
+    The row comes first and last: what takes dim 0 for time shows the first what it is alone.
+    """
     try:
-        alone, beside = run([row])[0], run([row, other])[0]
+        alone = run([row])[0]
+        placed = [run([row, other])[0], run([other, other, row])[2]]
     except ConfigError:
         raise
     except Exception:
         return False
     for name, x in alone.items():
-        if not _same(x, beside[name], coarseness):
+        if not all(_same(x, beside[name], coarseness) for beside in placed):
             raise ConfigError(
-                f"module: the rows of {name} depend on each other (batch statistics, or "
-                "attention over the batch), so requests cannot share a step"
+                f"module: the rows of {name} depend on each other (batch statistics, attention "
+                "over the batch, or dim 0 taken for time, as by nn.LSTM without batch_first), so "
+                "requests cannot share a step"
             )
     return True
 

