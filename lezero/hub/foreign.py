@@ -73,12 +73,14 @@ def _refuse_what_is_not_causal(config: Any, place: str) -> None:
     from transformers.models.auto import modeling_auto as auto
 
     kind = config.model_type
-    wanted = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     bidirectional = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
         config, "is_decoder", False
     )
     named = getattr(config, "architectures", None) or []
-    if wanted is None or bidirectional or config.is_encoder_decoder or wanted not in named:
+    # Some types are read as others (Mistral with layer_types as Ministral), whose names differ.
+    goes_on = kind in causal and not set(named).isdisjoint(causal.values())
+    if not goes_on or bidirectional or config.is_encoder_decoder:
         raise FileError(
             f"{place}: model_type {kind!r} with architectures {named} is no causal language model, "
             "which could continue a text"

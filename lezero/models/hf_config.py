@@ -139,11 +139,11 @@ def _window(kind: str, data: dict[str, Any], layers: int, source: str) -> Any:
     if kind == "llama":
         return None
     window = data.get("sliding_window", _DEFAULTS[kind]["sliding_window"])
-    if kind == "mistral" or window is None:
-        return window
-    if not data.get("use_sliding_window", False):
+    if window is None or (kind != "mistral" and not data.get("use_sliding_window", False)):
         return None
-    types = data.get("layer_types")
+    types = data.get("layer_types")  # of Mistral's, for transformers they make it a Ministral
+    if types is None and kind == "mistral":
+        return window
     if types is None:
         full = data.get("max_window_layers", 28)
         if type(full) is not int or full < 0:

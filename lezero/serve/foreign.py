@@ -97,12 +97,12 @@ class TransformersProgram(Program):
 
         Raises `FileError` where its code keeps something that cannot be taken back.
         """
-        stateless = FileError(
-            f"{place}: {self.description} does not keep keys and values of each token, which this "
-            "engine needs; use the model's own generate"
-        )
+        own = "; use the model's own generate"
         if _has_states(self._model):
-            raise stateless
+            raise FileError(
+                f"{place}: {self.description} does not keep keys and values of each token, which "
+                f"this engine needs{own}"
+            )
         tokens = [token % self._vocab for token in _PROBE]
         self._caches.clear()
         try:
@@ -112,7 +112,10 @@ class TransformersProgram(Program):
         except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise FileError(f"{place}: {self.description} does not run: {error}") from None
         if not _same(whole[2:], parts):
-            raise stateless
+            raise FileError(
+                f"{place}: {self.description} gives other numbers where it goes on from its keys "
+                f"and values than for the whole text, so this engine cannot run it{own}"
+            )
         held = [x for layer in self._caches[0].layers for x in (layer.keys, layer.values)]
         self._token_bytes = sum(x.nbytes for x in held if x is not None) // len(tokens)
         self._caches.clear()

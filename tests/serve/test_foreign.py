@@ -105,6 +105,25 @@ def test_greedy_equals_generate_of_transformers(folders: dict[str, Path], kind: 
         assert one.engine.pool.used_count == 0
 
 
+@pytest.mark.parametrize(
+    ("types", "is_own"),
+    [(["full_attention", "sliding_attention"], False), (["full_attention"] * 2, True)],
+)
+def test_a_mistral_with_types_of_layers_is_read_as_by_transformers(
+    types: list[str], is_own: bool, tmp_path: Path
+) -> None:
+    config = transformers.MistralConfig(**_SMALL, sliding_window=9)
+    folder = saved(tmp_path, config)
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, "layer_types": types}))
+    given = [*prompts(3, longest=40), prompts(1, seed=9)[0] * 10]
+    llm = LLM(folder, weights="fp32")
+    assert isinstance(llm.program, foreign.TransformersProgram) is not is_own
+    assert [answer.tokens for answer in llm.generate(given, greedy(12))] == expected(
+        folder, given, 12
+    )
+
+
 @pytest.mark.parametrize("speculate", ["lookup", "draft"])
 def test_refused_guesses_are_taken_back(folders: dict[str, Path], speculate: Any) -> None:
     given = [[5, 6, 7, 8] * 6, *prompts(4)]
