@@ -16,8 +16,9 @@ def compress(
 ) -> None:
     """Quantize a model: folder in, folder out, with size, perplexity and speed before and after.
 
-    The model may be a Hugging Face folder, a run of the trainer or a .gguf file. Layers that are
-    not faster on this machine stay as they were, unless the config says objective: size.
+    The model is a causal language model: a Hugging Face folder, a run of the trainer or a .gguf
+    file; lz.quantize_ takes any other module. Layers that are not faster on this machine stay as
+    they were, unless the config says objective: size.
     """
     from lezero.jobs.compress import compress as run
     from lezero.jobs.compress_config import CompressConfig

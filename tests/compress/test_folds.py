@@ -217,6 +217,8 @@ def test_smoothing_that_finds_nothing_to_scale_says_so() -> None:
             made = quantized(model, lz.Int8WeightActivation(smooth=smooth), data)
             said = f"'smooth' scaled no channels: {why}" in str(lz.quantization_report(made))
             assert said is (smooth is not None)
+    report = lz.quantization_report(quantized(gpt2, AWQ, torch.randint(0, 64, (2, 8))))
+    assert "'awq' scaled no channels: Conv1D layers are not scaled" in str(report)
     made = quantized(Two(Block).eval(), SMOOTH, torch.randn(8, 64))
     assert "scaled no channels" not in str(lz.quantization_report(made))
 

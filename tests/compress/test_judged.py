@@ -96,6 +96,25 @@ def test_a_first_batch_of_zeros_is_no_nan(scheme: Any, bias: bool) -> None:
     assert 0 < (first.error or 0) < 0.02
 
 
+def test_a_layer_whose_outputs_would_be_useless_stays() -> None:
+    """Two large inputs cancel, and their rounding is larger than what is left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).eval()
+    with torch.no_grad():
+        model[0].weight[:, 0] = 1
+        model[0].weight[:, 1] = -0.5
+    x = torch.randn(256, 64)
+    x[:, 1] += 2e4
+    x[:, 0] += 1e4
+    scheme = lz.Int8WeightActivation(exact_above=None)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    first, second = lz.quantization_report(model).layers
+    assert not first.quantized
+    assert first.reason == "its outputs would be farther off than zeros"
+    assert (first.error or 0) > 1
+    assert second.quantized
+
+
 class Passing(nn.Module):
     """Gives what passes a threshold: how much that is depends on values."""
 

@@ -45,7 +45,7 @@ class Scaling:
         self.state = ""
         """The class of an object that blocks may write to, with which nothing is tried."""
         wanted = [site for site, target in sites if self._wanted(site, target)]
-        self._scalable = [not site.transposed for site in wanted]
+        self._scalable = [not site.transposed for site in wanted if len(site.users) == 1]
 
     def why_nothing(self) -> list[str]:
         """A note where there were layers to scale, but none could be."""

@@ -261,7 +261,8 @@ class Work:
         figures: dict[str, Any] = {"error": error}
         if measured is not None:
             figures.update(seconds_before=measured[0], seconds_after=measured[1])
-        reason = self._reason_to_leave(site, target, size, measured)
+        useless = "its outputs would be farther off than zeros" if error > 1 else ""
+        reason = useless or self._reason_to_leave(site, target, size, measured)
         if reason:
             self._leave(site, reason, **figures)
             return

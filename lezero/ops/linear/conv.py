@@ -9,6 +9,12 @@ Elsewhere, and for what oneDNN does not take, the formula runs in fp32.
 On x86 processors without it, oneDNN adds pairs of products in 16 bits and cuts off what does not
 fit: 255 · 127 · 2 is twice too large. Its result would be wrong without a word, so it is not asked.
 
+[Note: what it gets wrong]
+Drawn shapes against the formula (torch 2.13, AVX512-VNNI) found three kinds that it gives garbage
+for, or ends the process: one input channel, alone or where a group makes several of one; and
+padding with dilation, or as wide as the kernel, where the input is narrow. The first runs by the
+formula; for the others the codes are padded before they are given to it.
+
 [Note: packed once]
 oneDNN wants weights in a layout of its own, which is opaque and cannot be saved. The op takes plain
 int8 weights and keeps oneDNN's copy as long as the weight tensor lives and is not written to. Of a
@@ -18,11 +24,13 @@ tensor made in inference mode torch does not count the writes; it is taken to st
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.nn.grad import conv1d_input, conv2d_input
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -96,7 +104,7 @@ def reference(
     """The formula, in fp32."""
     a, bad_B = _activations(x, x_scale, x_zero)
     a = a.float() - x_zero.reshape(()).float()
-    convolve = torch.nn.functional.conv1d if x.dim() == 3 else torch.nn.functional.conv2d
+    convolve = F.conv1d if x.dim() == 3 else F.conv2d
     out = convolve(a, weight.float(), None, stride, padding, dilation, groups)
     ones = [1] * (x.dim() - 2)
     out = out * (x_scale.reshape(()).float() * scale).view(-1, *ones)
@@ -135,9 +143,11 @@ def _exact() -> bool:
     return bool({"avx512_vnni", "avx_vnni", "i8mm"} & set(instruction_sets()))
 
 
-def _suits(x: Tensor) -> bool:
+def _suits(x: Tensor, weight: Tensor, groups: int) -> bool:
+    """See [Note: what it gets wrong]."""
     there = torch.backends.mkldnn.is_available() and _exact()
-    return x.device.type == "cpu" and x.numel() > 0 and there
+    right = weight.shape[1] > 1 or len(weight) == groups > 1
+    return x.device.type == "cpu" and x.numel() > 0 and right and there
 
 
 def _conv(
@@ -153,9 +163,13 @@ def _conv(
     groups: int,
 ) -> Tensor:
     lists = (stride, padding, dilation)
-    if not _suits(x):
+    if not _suits(x, weight, groups):
         return reference(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
     a, bad_B = _activations(x, x_scale, x_zero)
+    kernel = weight.shape[2:]
+    if any(padding) and (max(dilation) > 1 or any(map(operator.ge, padding, kernel))):
+        a = F.pad(a, [n for pad in reversed(padding) for n in (pad, pad)], value=int(x_zero))
+        lists = (stride, [0] * len(padding), dilation)
     packed = _prepacked(weight, lists, groups)
     out = torch.ops.onednn.qconv_pointwise(
         a,
@@ -215,7 +229,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _float_layer(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:
     _, weight, scale, _, _, _, *places = inputs
-    convolve = torch.nn.functional.conv1d if x.dim() == 3 else torch.nn.functional.conv2d
+    convolve = F.conv1d if x.dim() == 3 else F.conv2d
     return convolve(x, _wide(weight, scale, x.dtype), bias, *places)
 
 
