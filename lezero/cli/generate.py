@@ -24,10 +24,12 @@ def generate(
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     input: Annotated[
         Path | None,
-        typer.Option(help='Answer each line of a JSONL file ("prompt" or "messages").'),
+        typer.Option(
+            help='Answer each line of a JSONL file ("prompt" or "messages"), - for stdin.'
+        ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Where the answers go, a line each; - without it.")
+        Path | None, typer.Option(help="Where the answers go, a line each; stdout without it.")
     ] = None,
     weights: Annotated[
         str, typer.Option(help="auto, fp32, bf16, int8 or int4; auto is fp32 for one prompt.")

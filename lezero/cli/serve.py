@@ -29,8 +29,7 @@ def serve(
         str, typer.Option(help="auto, bf16, int8, int4, or fp32 (slow, exact).")
     ] = "auto",
     kv: Annotated[
-        str,
-        typer.Option(help="Keys and values: bf16, int8, or auto (bf16 where it fits)."),
+        str, typer.Option(help="Keys and values: bf16, int8, or auto (bf16 where it fits).")
     ] = "auto",
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; the model's by default.")
@@ -47,8 +46,9 @@ def serve(
         str | None, typer.Option(help="With --speculate draft: the smaller model that guesses.")
     ] = None,
     p99_ms: Annotated[
-        float, typer.Option(help="Encoders and modules: answer 99% within so many ms.")
-    ] = 50.0,
+        float | None,
+        typer.Option(help="Encoders and modules: answer 99% within so many ms; else 50."),
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(help="Encoders and modules: batch at most; else found.")
     ] = None,
@@ -90,10 +90,11 @@ def serve(
         return command.print_new_key(new_key)
     config = ServeConfig(
         **{"host": host, "port": port, "name": name, "keys": keys, "queue": queue, "rate": rate},
-        **{"drain_s": drain, "public_without_keys": public_without_keys},
-        **{"p99_ms": p99_ms, "body_bytes": body_kib << 10, "record": record},
-        allow_hosts=tuple(allow_host or ()),
+        **{"drain_s": drain, "public_without_keys": public_without_keys, "record": record},
+        **{"body_bytes": body_kib << 10, "allow_hosts": tuple(allow_host or ())},
+        **({} if p99_ms is None else {"p99_ms": p99_ms}),
     )
     engine = {"weights": weights, "kv": kv, "context": context, "max_requests": max_requests}
     engine |= {"cache_mib": cache_mib, "speculate": speculate, "draft": draft}
-    return command.serve_any(config, model, module, engine, {"batch": batch, "delay_ms": delay_ms})
+    batching = {"batch": batch, "delay_ms": delay_ms, "p99_ms": p99_ms}
+    return command.serve_any(config, model, module, engine, batching)

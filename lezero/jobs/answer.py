@@ -20,6 +20,7 @@ from lezero.serve.sampling import SamplingParams
 from lezero.train.writer import TOKENS, open_writer
 
 Speculate = Literal["off", "draft"]
+STDIN = "/dev/stdin"
 
 
 def continued(
@@ -75,7 +76,8 @@ def answer_file(
     params: dict[str, Any],
     draft: str | None = None,
 ) -> None:
-    """Answers each line of `source` into `target` (the terminal without one), and says how fast.
+    """Answers each line of `source` into `target` (the terminal without one), and says how fast;
+    - is the standard input, and the terminal.
 
     Raises `FileError` for files that cannot be read or written, `ConfigError` for parameters. What
     is wrong with one line is told in its answer. What `target` held before is there until the model
@@ -83,7 +85,8 @@ def answer_file(
     """
     asked = SamplingParams.parse(params)
     model, draft = expand_home(model), draft and expand_home(draft)
-    source, target = Path(expand_home(source)), target and Path(expand_home(target))
+    source = Path(STDIN if str(source) == "-" else expand_home(source))
+    target = None if target is None or str(target) == "-" else Path(expand_home(target))
     _check(source, target)
     speculate: Speculate = "off" if draft is None else "draft"
     with _opened(source, target) as (given, found):
@@ -138,8 +141,13 @@ def _lines(given: TextIO, source: Path) -> Iterator[str]:
 
 
 def _write(answer: dict[str, Any], found: TextIO, target: Path | None) -> None:
+    line = json.dumps(answer, ensure_ascii=False)
+    try:
+        line.encode(found.encoding or "utf-8")
+    except UnicodeEncodeError:  # a terminal without these letters, or half of one: all in escapes
+        line = json.dumps(answer)
     with _named(target or "stdout"):
-        found.write(json.dumps(answer, ensure_ascii=False) + "\n")
+        found.write(line + "\n")
         found.flush()
 
 
@@ -155,7 +163,7 @@ def _named(file: Path | str) -> Iterator[None]:
 
 
 def _check(source: Path, target: Path | None) -> None:
-    if not source.is_file():
+    if not source.exists():
         raise FileError(f"{source}: no such file")
-    if target is not None and target.exists() and target.samefile(source):
+    if source.is_file() and target is not None and target.exists() and target.samefile(source):
         raise FileError(f"{target}: is the file of prompts; name another one for the answers")

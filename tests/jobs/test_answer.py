@@ -66,6 +66,29 @@ def test_a_line_that_is_no_text_harms_no_other(folder: Path, tmp_path: Path) -> 
     assert "priority" in found[4]["error"]
 
 
+def test_half_a_letter_in_an_id_loses_no_answer(folder: Path, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "abc", "id": "\\ud83d"}\n{"prompt": "abc", "id": "é"}\n')
+    words = ["--input", str(source), "--output", str(target), "-n", "4"]
+    assert main(["generate", str(folder), *words]) == 0
+    found = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [answer["id"] for answer in found] == ["\ud83d", "é"]
+
+
+def test_through_pipes_of_any_encoding(folder: Path, tmp_path: Path) -> None:
+    words = ["generate", str(folder), "--input", "-", "--output", "-", "-n", "4"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lezero", *words],
+        input='{"prompt": "abc", "id": "é 京"}\n'.encode(),
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        check=True,
+    )
+    assert json.loads(done.stdout)["id"] == "é 京"
+    assert not (tmp_path / "-").exists()
+
+
 def test_files_are_opened_before_the_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

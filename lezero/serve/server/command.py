@@ -114,7 +114,7 @@ def serve_any(
     batching: Mapping[str, Any],
 ) -> int:
     """Serves what the words of `lz serve` name. engine: options of language models. batching:
-    `batch` and `delay_ms`.
+    `batch` and `delay_ms`, and whether `p99_ms` was given, which the config holds.
 
     Raises `ConfigError` for an option that does nothing with such a model.
     """
@@ -123,10 +123,10 @@ def serve_any(
     model = expand_home(model)
     if module:
         _refuse("--module", {"model": model, **engine})
-        return serve_module(module, config, plan=_plan(**batching))
+        return serve_module(module, config, plan=_plan(batching))
     if model and is_encoder(model):
         _refuse("an encoder", {name: x for name, x in engine.items() if name != "weights"})
-        return serve_encoder(model, config, weights=engine["weights"], plan=_plan(**batching))
+        return serve_encoder(model, config, weights=engine["weights"], plan=_plan(batching))
     _refuse("a language model", batching)
     return serve_model(model, config, **engine)
 
@@ -157,11 +157,12 @@ def _refuse(what: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: got {value}, which has no meaning for {what}; leave it out")
 
 
-def _plan(batch: int | None, delay_ms: float | None) -> Plan | None:
+def _plan(batching: Mapping[str, Any]) -> Plan | None:
     """The plan of --batch and --delay-ms; None where neither is given, so that one is found."""
     from lezero.serve.batching.batcher import MOST
     from lezero.serve.batching.plan import Plan
 
+    batch, delay_ms = batching["batch"], batching["delay_ms"]
     if batch is None and delay_ms is None:
         return None
     if batch is not None and not 1 <= batch <= MOST:

@@ -86,7 +86,7 @@ def read_keys(path: str | None) -> Keys:
                     f"{path}: the file of API keys is longer than {_LIMIT} bytes, which is the "
                     "most; take out keys that are not used"
                 )
-            own = Keys(data.decode("utf-8").splitlines(), path)
+            own = Keys(data.decode("utf-8-sig").splitlines(), path)
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is no text in UTF-8"
             raise FileError(f"{path}: the API keys cannot be read ({why})") from None

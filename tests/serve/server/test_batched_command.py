@@ -118,6 +118,7 @@ def test_a_step_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
         (["FOLDER", "--p99-ms", "0"], "p99_ms"),
         (["FOLDER", "--host", "0.0.0.0"], "--public-without-keys"),
         (["x", "--batch", "3"], "batch"),
+        (["x", "--p99-ms", "50"], "p99_ms"),
     ],
 )
 def test_the_command_refuses(words, message, folder, capsys) -> None:

@@ -28,7 +28,7 @@ def test_a_key_is_kept_as_a_hash_and_found_again() -> None:
 def test_files_and_the_environment(tmp_path: Path, monkeypatch) -> None:
     (key, line), (other, other_line) = new_key("a"), new_key("b")
     path = tmp_path / "keys"
-    path.write_text(f"{line}\n")
+    path.write_text(f"{line}\n", encoding="utf-8-sig")  # as some editors save it
     monkeypatch.setenv("LEZERO_API_KEYS", f"{other_line},")
     keys = read_keys(str(path))
     assert keys.owner(f"Bearer {key}") == "a"
