@@ -19,9 +19,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A name that a proxy on this machine passes on; more than once for more."
-        ),
+        typer.Option(help="A name that a proxy on this machine passes on; repeatable."),
     ] = None,
     port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000,
     name: Annotated[str, typer.Option(help="The model's name for clients.")] = "",
@@ -96,5 +94,5 @@ def serve(
     )
     engine = {"weights": weights, "kv": kv, "context": context, "max_requests": max_requests}
     engine |= {"cache_mib": cache_mib, "speculate": speculate, "draft": draft}
-    batching = {"batch": batch, "delay_ms": delay_ms, "p99_ms": p99_ms}
-    return command.serve_any(config, model, module, engine, batching)
+    batch_by = {"batch": batch, "delay_ms": delay_ms, "p99_ms": p99_ms}
+    return command.serve_any(config, model, module, engine, batch_by)
