@@ -35,7 +35,8 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
     except Exception as error:  # of any kind, where keys are missing
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise FileError(
-            f"{file}: its tokenizer cannot be read ({first}); take the model's Hugging Face folder"
+            f"{file}: its tokenizer cannot be read ({first}); take the model's Hugging Face "
+            "folder, or give lz.LLM a coder"
         ) from None
     if save_to is not None:
         _save_tokenizer(tokenizer, Path(expand_home(save_to)))

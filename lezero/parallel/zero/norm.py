@@ -157,7 +157,7 @@ def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torc
 def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
     """`squares` in a few kernels, where the launch of each costs more than its work."""
     nothing = torch.zeros((), dtype=torch.float64, device=place)
-    mine = [nothing if x is None else local(x) for x in tensors]
+    mine = [nothing if x is None else _real(local(x)) for x in tensors]
     there = [x for x in mine if x.numel() and x is not nothing]
     norms = iter(torch._foreach_norm(there, 2, dtype=torch.float64) if there else ())
     found = [next(norms) if x.numel() and x is not nothing else nothing for x in mine]
@@ -166,16 +166,22 @@ def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torc
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:
     """Sum of squares in fp64, by pieces: torch would first copy a large tensor to fp64."""
-    flat = local(gradient).reshape(-1)
+    flat = _real(local(gradient)).reshape(-1)
     norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(_PIECE)]
     return torch.stack(norms).square().sum() if norms else flat.new_zeros((), dtype=torch.float64)
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """Of complex numbers both parts, whose squares add up to those of their magnitudes."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The norm in fp64, by pieces."""
     flat = local(gradient).reshape(-1)
+    wide = torch.complex128 if flat.is_complex() else torch.float64
     norms = [
-        torch.linalg.vector_norm(piece, norm_type, dtype=torch.float64)
+        torch.linalg.vector_norm(piece, norm_type, dtype=wide)
         for piece in flat.split(_PIECE)
         if piece.numel()
     ]

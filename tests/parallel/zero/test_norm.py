@@ -74,3 +74,21 @@ def clipped_alone(stage: int) -> None:
 def test_a_rank_that_clips_alone_is_named(ranks: RankPool, stage: int) -> None:
     with pytest.raises(DistributedError, match=r"rank 0 entered all_gather of 'gradient norm'"):
         ranks(2, clipped_alone, stage, timeout_s=20)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+def test_complex_gradients_count_by_their_magnitude(norm_type: float) -> None:
+    torch.manual_seed(0)
+    made = [nn.Parameter(torch.randn(5, 3, dtype=d)) for d in (torch.cfloat, torch.float32)]
+    for one in made:
+        one.grad = torch.randn_like(one)
+    twins = [nn.Parameter(one.detach().clone()) for one in made]
+    for one, twin in zip(made, twins, strict=True):
+        twin.grad = one.grad.clone()  # type: ignore[union-attr]
+    wanted = nn.utils.clip_grad_norm_(twins, 0.5, norm_type)
+    assert float(clip_grad_norm_(made, 0.5, norm_type)) == pytest.approx(float(wanted), rel=1e-5)
+    for one, twin in zip(made, twins, strict=True):
+        torch.testing.assert_close(one.grad, twin.grad)
+    grads = [one.grad.conj() for one in made]  # type: ignore[union-attr]
+    both = [norm.squares(grads, torch.device("cpu")), norm.at_once(grads, torch.device("cpu"))]
+    torch.testing.assert_close(*both)
