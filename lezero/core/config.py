@@ -199,10 +199,15 @@ def set_path(data: dict[str, Any], assignment: str) -> None:
     except ValueError as error:
         raise ConfigError(f"--set {assignment}: the value is not valid YAML ({error})") from None
     node: Any = data
-    for key in keys[:-1]:
+    for at, key in enumerate(keys[:-1], 1):
         node = node.setdefault(key, {})
-        if node is None or not isinstance(node, dict):
-            raise ConfigError(f"--set {assignment}: '{key}' is not a section")
+        if not isinstance(node, dict):
+            within = "".join(f"{{{inner}: " for inner in keys[at:])
+            whole = f"{'.'.join(keys[:at])}={within}{text}{'}' * len(keys[at:])}"
+            raise ConfigError(
+                f"--set {assignment}: '{key}' is not a section, but {node!r:.80}; set all of it: "
+                f'--set "{whole}"'
+            )
     node[keys[-1]] = value
 
 

@@ -7,13 +7,26 @@ from torch import nn
 _WRAPPED = {"_orig_mod": "torch.compile", "module": "DistributedDataParallel or DataParallel"}
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside of torch.compile's and DDP's, whose parameters have their own names."""
+    while name := _held(module):
+        module = module.get_submodule(name)
+    return module
+
+
 def why_wrapped(module: nn.Module) -> str:
     """Of a module that torch.compile or DDP made of another: an error's words; else nothing."""
+    name = _held(module)
+    if not name:
+        return ""
+    return (
+        f"got a module wrapped by {_WRAPPED[name]}, which renames every parameter; give the "
+        f"module inside it (wrapped.{name}) and wrap or compile afterwards"
+    )
+
+
+def _held(module: nn.Module) -> str:
+    """What a wrapper calls the module inside; nothing of others."""
     parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
-    for name, wrapper in _WRAPPED.items():
-        if name in module._modules and (name == "_orig_mod" or parallel):
-            return (
-                f"got a module wrapped by {wrapper}, which renames every parameter; give the "
-                f"module inside it (wrapped.{name}) and wrap or compile afterwards"
-            )
-    return ""
+    named = ("_orig_mod", *(("module",) if parallel else ()))
+    return next((name for name in named if name in module._modules), "")

@@ -26,6 +26,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, CorruptError, FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import read_generation, step_path
+from lezero.nn.wrappers import unwrapped
 from lezero.parallel.zero import sharding_of
 from lezero.parallel.zero.sharding import shardings_in
 from lezero.train import feedback
@@ -39,8 +40,8 @@ _DOCUMENTS = "state", "optimizer", "random", "decisions", "environment"
 
 
 def names_of(engine: Engine) -> dict[str, torch.nn.Parameter]:
-    """Every parameter by its name."""
-    return dict(engine.model.named_parameters())
+    """Every parameter by its name in the model itself, whatever wraps it."""
+    return dict(unwrapped(engine.model).named_parameters())
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Packed:
 
 def pack(engine: Engine) -> Packed:
     """Tensors (not copied) and documents of the engine. Every rank must call it together."""
-    state = engine.model.state_dict()
+    state = unwrapped(engine.model).state_dict()
     tensors = {_MODEL + n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
     engine.rates.take_new()
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
@@ -86,7 +87,7 @@ def _buffers(engine: Engine, state: Mapping[str, Any]) -> dict[str, torch.Tensor
     """Of a sharded model's `state`, what belongs to each rank; DDP gives all ranks rank 0's."""
     if next(shardings_in(engine.model), None) is None:
         return {}
-    parameters = dict(engine.model.named_parameters(remove_duplicate=False))
+    parameters = dict(unwrapped(engine.model).named_parameters(remove_duplicate=False))
     return {
         name: value
         for name, value in state.items()
@@ -140,7 +141,7 @@ def _same_ranks(documents: Mapping[str, Any]) -> bool:
 
 def _likes(engine: Engine) -> dict[str, torch.Tensor]:
     """The split tensors of the engine: names as in a generation, state's without its last part."""
-    found = {_MODEL + name: value for name, value in engine.model.state_dict().items()}
+    found = {_MODEL + name: value for name, value in unwrapped(engine.model).state_dict().items()}
     found |= {_OPTIMIZER + name: value for name, value in names_of(engine).items()}
     return {name: value for name, value in found.items() if checkpoint.is_split(value)}
 
@@ -173,7 +174,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     Raises `FileError` naming the tensors when it belongs to another model, before any change.
     """
     state = loaded.documents["state"]
-    own, likes, counters = engine.model.state_dict(), _likes(engine), _counters(engine, loaded)
+    model, likes, counters = unwrapped(engine.model), _likes(engine), _counters(engine, loaded)
     tensors = {
         name: checkpoint.split_like(value, like, loaded.forms[name].shape)
         if (like := _like(likes, name, loaded.forms[name].shape, counters)) is not None
@@ -186,14 +187,14 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
         if name.startswith(_MODEL)
     } | loaded.documents.get("extra_state", {})
     saved |= loaded.section(checkpoint.own_buffers_prefix().rstrip("/"))
-    _check_model(loaded.path, own, saved)
+    _check_model(loaded.path, model.state_dict(), saved)
     _warn_of_differences(loaded)
     _warn_of_buffers(loaded)
     engine.rates.take_new()
     checkpoint.unpack_optimizer(
         engine.optimizer, names_of(engine), tensors, loaded.documents["optimizer"]
     )
-    engine.model.load_state_dict(saved)
+    model.load_state_dict(saved)
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
     engine.tuner.forget(list(state["tried"]))

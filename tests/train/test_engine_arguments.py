@@ -85,3 +85,26 @@ def test_what_is_no_callback_is_named(tmp_path):
     for wrong in ([Callback], [object()], [None], None, Callback()):
         with pytest.raises(ConfigError, match=r"^callbacks: got .*derive from lezero\.train\.Call"):
             Trainer(config, callbacks=wrong)
+
+
+def test_checkpoints_have_the_names_of_the_model_inside_a_wrapper(tmp_path):
+    torch.manual_seed(0)
+    x, made = torch.randn(4, 2), []
+    for wrap in (torch.compile, lambda model: model):
+        model = wrap(nn.Linear(2, 1))
+        made.append(
+            Engine(
+                *(model, torch.optim.AdamW(model.parameters(), 0.1)),
+                precision="fp32",
+                loss=lambda model, x: model(x).square().mean(),
+                compile="off",
+            )
+        )
+    compiled, plain = made
+    compiled.model.compile(backend="eager")
+    compiled.train_step(x)
+    plain.load(compiled.save(tmp_path / "a"))
+    assert torch.equal(plain.model.weight, compiled.model.weight)
+    assert plain.train_step(x).loss == pytest.approx(compiled.train_step(x).loss)
+    compiled.load(plain.save(tmp_path / "b"))
+    assert compiled.step == 2

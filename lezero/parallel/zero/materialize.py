@@ -2,7 +2,8 @@
 
 [Note: the same values everywhere]
 Every module draws from a generator seeded with (seed, its path), on whole parameters, of which each
-rank then keeps its rows. So the values do not depend on the number of ranks or on the stage.
+rank then keeps its rows. So the values do not depend on the number of ranks or on the stage. An
+initialiser may draw from elsewhere (NumPy, `random`), so rank 0's values count, as in `shard_`.
 
 [Note: what an initialiser forgets]
 Memory is first filled with NaN, and what still has one was not set. Buffers of integers and of bool
@@ -23,6 +24,7 @@ from torch import nn
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.sharding import Sharding, sharding_of
+from lezero.parallel.zero.share import share
 from lezero.parallel.zero.unit import Unit
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -33,9 +35,10 @@ def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Mo
     """Gives a sharded model on meta its memory and first values, in place; returns it.
 
     `init(module)` is called for every module, children first, as `Module.apply` does; by default
-    each module's own `reset_parameters`. Build the optimizer afterwards. Raises `OrderError` for a
-    model that is not sharded or not on meta, `ConfigError` for a parameter or a buffer that got no
-    value, and for a parameter that the initialiser of a module around its block changed.
+    each module's own `reset_parameters`. Rank 0's values count for all. Build the optimizer
+    afterwards. Raises `OrderError` for a model that is not sharded or not on meta, `ConfigError`
+    for a parameter or a buffer that got no value, and for a parameter that the initialiser of a
+    module around its block changed.
     """
     sharding = sharding_of(model)
     if sharding is None:
@@ -48,7 +51,11 @@ def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Mo
     paths = {id(module): path for path, module in model.named_modules()}
     with kept_generators(sharding.lines.place):
         for unit in sharding.units:
-            _materialize(unit, sharding, init or _reset, paths, seed)
+            unit.depth += 1  # an initialiser may call its modules, or read parametrized weights
+            try:
+                _materialize(unit, sharding, init or _reset, paths, seed)
+            finally:
+                unit.depth -= 1
     return model
 
 
@@ -99,19 +106,28 @@ def _materialize(
         if buffer.still:
             where = f"{paths[id(buffer.module)]}.{buffer.name}".lstrip(".")
             raise ConfigError(f"materialize_: buffer '{where}' got no value; {_REMEDY}")
+    share((held.name, _value(held)) for held in unit.helds)
+    for module in _modules(unit, sharding):
+        share((f"{paths[id(module)]}.{name}", b) for name, b in module.named_buffers(recurse=False))
     for segment in unit.segments:
         rows = segment.allocate()
         for held, mine in zip(segment.helds, rows, strict=True):
             first, last = held.rows.range(segment.rank)
-            values = held.places[0][0]._parameters[held.places[0][1]]
-            assert values is not None
-            data = values.detach()
+            data = _value(held)
             mine.copy_(data[first:last] if held.rows.shape else data)
         segment.show_shards(rows, sharding.lines.mesh)
     unit.changed()
 
 
 _REMEDY = "give materialize_ an `init` that sets it, or give its module a `reset_parameters`"
+
+
+def _value(held: Held) -> torch.Tensor:
+    """What is registered under its name now."""
+    module, attribute = held.places[0]
+    found = module._parameters[attribute]
+    assert found is not None
+    return found.detach()
 
 
 class _Unset(NamedTuple):

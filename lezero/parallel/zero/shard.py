@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lezero import __version__
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
-from lezero.core import device, groups, in_flight, ledger
+from lezero.core import device, ledger
 from lezero.core.errors import ConfigError, OrderError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
@@ -26,6 +25,7 @@ from lezero.parallel.zero.layout import SOLO, Rows
 from lezero.parallel.zero.lines import Lines, arrange
 from lezero.parallel.zero.segment import Segment
 from lezero.parallel.zero.sharding import SHARDING, Sharding, sharding_of
+from lezero.parallel.zero.share import share
 from lezero.parallel.zero.unit import Unit
 from lezero.parallel.zero.whole import take_whole_values
 
@@ -61,8 +61,7 @@ def shard_(
     checks.agree_on_tensors(model)
     place = _place(model)
     arranged = arrange(config.stage, mesh, place.type)
-    if groups.world_size() > 1:
-        _broadcast(model)
+    share((*model.named_parameters(), *model.named_buffers()))
     if fsdp.fits(model, config, wire, arranged, place):
         model.__dict__[SHARDING] = fsdp.apply(model, config, arranged)
     else:
@@ -118,21 +117,6 @@ def _place(model: nn.Module) -> torch.device:
     """Where the model computes: its own device, or this rank's for a model on meta."""
     found = next(model.parameters()).device
     return device.device() if found.type == "meta" else found
-
-
-@torch.no_grad()
-def _broadcast(model: nn.Module) -> None:
-    """Rank 0's parameters and buffers on every rank, as bytes: backends know few types, and some of
-    them only an accelerator, where a buffer need not lie."""
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.is_meta and tensor.numel():
-            data = tensor.data.contiguous()
-            if not checks.moves(data.device.type):
-                data = data.to(device.device())
-            with groups.watched("broadcast", data.shape, data.dtype, name):
-                in_flight.wait(dist.broadcast(data.view(-1).view(torch.uint8), 0, async_op=True))
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.data.copy_(data)
 
 
 def _units(model: nn.Module, config: Zero, lines: Lines) -> list[Unit]:

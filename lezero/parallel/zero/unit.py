@@ -323,6 +323,11 @@ class Unit:
     def check(self) -> None:
         """Notices parameters changed by hand, and those that were replaced or converted."""
         for held in self.helds:
+            if held.sharded.is_meta:
+                raise OrderError(
+                    f"parameter '{held.name}' is still on meta, without memory; call "
+                    "lz.materialize_(model) before it computes or loads a state"
+                )
             for module, attribute in held.places:
                 found = module._parameters.get(attribute)
                 ours = found is held.sharded or found is held.full

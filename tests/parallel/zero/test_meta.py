@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
+from lezero.comm import Mesh
+from lezero.core import groups
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero import (
     Zero,
@@ -166,6 +170,82 @@ def forgotten():
 def test_what_an_initialiser_forgets_is_told(ranks):
     ranks(2, forgotten)
     forgotten()
+
+
+def drawn_apart(stage, replicate):
+    """Ranks that draw from elsewhere, and from other seeds."""
+    numbers = random.Random(groups.rank())
+
+    def init(module):
+        for parameter in module.parameters(recurse=False):
+            parameter.data.fill_(numbers.gauss(0, 0.3))
+        if hasattr(module, "seen"):
+            module.seen.fill_(numbers.random())
+
+    mesh = Mesh({"replicate": 2, "shard": 1}) if replicate else None
+    found = []
+    for how in ({"init": init}, {"seed": groups.rank()}):
+        model = shard_(on_meta(), Zero(stage=stage), mesh=mesh)
+        materialize_(model, **how)
+        with torch.no_grad():
+            found.append((model(next(batches(1))).sum().item(), model.seen.tolist()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "replicate"), [(0, False), (2, False), (3, False), (2, True), (3, True)]
+)
+def test_the_first_ranks_values_count(ranks, stage, replicate):
+    one, two = ranks(2, drawn_apart, stage, replicate)
+    assert one == two
+    assert one[0] != one[1]
+
+
+class Normed(Drawn):
+    """A parametrized weight, which calls a module when it is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+
+def normed(stage):
+    with torch.device("meta"):
+        model, forgets = Normed(), Normed()
+    shard_(model, Zero(stage=stage))
+
+    def init(module):
+        if isinstance(module, Normed):
+            magnitude, direction = module.extra.parametrizations.weight.parameters()
+            magnitude.fill_(2.0)
+            direction.fill_(1.0)
+            module.seen.fill_(float(module.extra.weight.sum()))
+            module.extra.bias.zero_()
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    materialize_(model, init=init)
+    assert model.seen.tolist() == [16.0] * 3  # 4 rows of length 2 are 1 each
+    with pytest.raises(ConfigError, match=r"'extra\.parametrizations.*' got no value"):
+        materialize_(shard_(forgets, Zero(stage=stage)))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parametrized_weights_are_read_by_initialisers(ranks, stage):
+    ranks(2, normed, stage)
+    normed(stage)
+
+
+def not_yet(stage):
+    model = shard_(on_meta(), Zero(stage=stage))
+    with pytest.raises(OrderError, match=r"'.*' is still on meta.*call lz\.materialize_"):
+        model(next(batches(1)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_model_that_is_still_on_meta_says_so(ranks, stage):
+    ranks(2, not_yet, stage)
+    not_yet(stage)
 
 
 def written(stage):

@@ -14,7 +14,8 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
 from lezero.core import groups, ledger
 from lezero.core.errors import ConfigError, DistributedError, OrderError
-from lezero.parallel.zero import Zero, clip_grad_norm_, no_sync, probe, shard, shard_, sharding_of
+from lezero.parallel.zero import Zero, clip_grad_norm_, no_sync, probe, shard_, sharding_of
+from lezero.parallel.zero.share import share
 from tests.parallel.zero.models import batches, loss_of, make
 
 
@@ -85,7 +86,7 @@ def over_an_accelerator():
         shard_(make())
     model = make()
     model.register_buffer("table", torch.tensor([[0, groups.rank()], [1, 1]]).T)
-    shard._broadcast(model)  # by way of the device of this rank
+    share((*model.named_parameters(), *model.named_buffers()))  # by way of the device of this rank
     return model.table.tolist()
 
 
