@@ -6,7 +6,7 @@ token sees, so a prompt gives the same tokens alone and in a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def generate(
     found: list[list[int]] = [[] for _ in prompts]
     for rows in _together(model, prompts, max_new_tokens):
         asked = {row: prompts[row] for row in rows}
-        for step in _steps(model, asked, max_new_tokens, sampling, frozenset(stop), use_cache):
+        for step in _steps(model, asked, max_new_tokens, sampling, _ends(stop), use_cache):
             for row, token in step.items():
                 found[row].append(token)
     return found
@@ -73,8 +73,14 @@ def generate_stream(
     if len(prompts) != 1:
         raise ConfigError(f"generate_stream takes one prompt, got {len(prompts)}; use generate")
     asked = dict(enumerate(prompts))
-    steps = _steps(model, asked, max_new_tokens, sampling, frozenset(stop), use_cache)
+    steps = _steps(model, asked, max_new_tokens, sampling, _ends(stop), use_cache)
     return (step[0] for step in steps)
+
+
+def _ends(stop: Sequence[int]) -> frozenset[int]:
+    if isinstance(stop, str) or not isinstance(stop, Iterable):
+        raise ConfigError(f"stop: got {stop!r:.80}, allowed is a list of tokens")
+    return frozenset(stop)
 
 
 def _prompts(model: Transformer, tokens: Prompts, max_new_tokens: int) -> list[list[int]]:

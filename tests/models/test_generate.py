@@ -184,6 +184,8 @@ def test_bad_prompts_are_named(tokens: Any, new: int, says: str) -> None:
 
 
 def test_a_stream_is_checked_before_its_first_token() -> None:
+    with pytest.raises(ConfigError, match="stop: got 3, allowed is a list of tokens"):
+        generate_stream(build(), [1], 3, stop=3)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="takes one prompt, got 2"):
         generate_stream(build(), [[1], [2]], 3)
     with pytest.raises(ConfigError, match="top_k: got 0"):
