@@ -57,10 +57,10 @@ class Hierarchical(Route):
         yield hand.others(0, number)
         gathered = self._buffers.take(self._hosts * shard.numel(), shard.dtype)
         yield from self._outer.all_gather(shard, gathered, key)
-        self._put(gathered, out if staged is None else staged.view(out.dtype))
+        self._put(gathered, out if staged is None else staged.view(out.dtype), shard)
         hand.tell(2, number)
         yield hand.others(2, number)
-        self._fetch(number, out, own=staged is not None)
+        self._fetch(number, out, own=staged is not None, shard=shard)
         hand.tell(3, number)
         yield hand.others(3, number)
         self._buffers.give(gathered)
@@ -99,18 +99,26 @@ class Hierarchical(Route):
             self._inner.add_up(number, flat, rank * length, part)
         return sums
 
-    def _put(self, parts: torch.Tensor, whole: torch.Tensor) -> None:
+    def _put(
+        self, parts: torch.Tensor, whole: torch.Tensor, shard: torch.Tensor | None = None
+    ) -> None:
+        """Copies the chunks of ranks like this one, but not to where `shard` lies."""
         places = chunks(whole, self._hosts * self._local)
         for rank, part in zip(self._ranks(self._mine), chunks(parts, self._hosts), strict=True):
-            places[rank].copy_(part)
+            if not _begins(places[rank], shard):
+                places[rank].copy_(part)
 
-    def _fetch(self, number: int, out: torch.Tensor, own: bool) -> None:
-        """Copies from each rank of this host the chunks that it has put; `own`: its own too."""
+    def _fetch(
+        self, number: int, out: torch.Tensor, own: bool, shard: torch.Tensor | None = None
+    ) -> None:
+        """Copies from each rank of this host the chunks that it has put; `own`: its own too, but
+        not to where `shard` lies."""
         parts = chunks(out, self._hosts * self._local)
         for local in range(self._local):
             if local != self._mine or own:
                 for rank in self._ranks(local):
-                    self._inner.fetch(number, local, rank, parts[rank])
+                    if not _begins(parts[rank], shard):
+                        self._inner.fetch(number, local, rank, parts[rank])
 
     def _moved(self, flat: torch.Tensor, spans: Spans) -> Spans:
         """Where the spans lie in the host sums."""
@@ -119,3 +127,7 @@ class Hierarchical(Route):
         for host, rank in enumerate(self._ranks(self._mine)):
             found += cut(spans, rank * length, (rank + 1) * length, host * length)
         return tuple(found)
+
+
+def _begins(part: torch.Tensor, shard: torch.Tensor | None) -> bool:
+    return shard is not None and part.data_ptr() == shard.data_ptr()

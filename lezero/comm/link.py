@@ -158,7 +158,8 @@ class Link:
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, *, key: str) -> Pending:
         """`out` (size · n,) becomes every rank's `shard` (n,), in rank order; both of one type.
 
-        `shard` may be a view of its own place in `out`.
+        `shard` may be a view of its own place in `out`, where nothing is written: if it changes
+        before the end it stays so, and other ranks have it as it was or as it is.
         """
         self._check("all_gather", key, shard=shard, out=out)
         self._fits("all_gather", key, "out", out, "shard", shard)

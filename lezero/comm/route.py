@@ -39,7 +39,11 @@ class Route(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, key: str) -> Steps:
-        """`out` (size · n,) becomes the ranks' `shard`s (n,); one may lie in its place in `out`."""
+        """`out` (size · n,) becomes the ranks' `shard`s (n,).
+
+        A shard may lie in its place in `out`. Nothing is written there then: the shard may change
+        while the others' come, and keeps what it has become.
+        """
 
     @abc.abstractmethod
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:

@@ -62,6 +62,8 @@ class Shared(Route):
         yield self.handshake.others(0, number)
         calls = self.handshake.calls(number)
         for call, part in zip(calls, chunks(out, self.size), strict=True):
+            if part.data_ptr() == shard.data_ptr():
+                continue
             if part.numel() and self.memory.locate(part) != call.place:
                 part.copy_(self.memory.view(call.place, part.numel(), part.dtype))
         self.handshake.tell(1, number)

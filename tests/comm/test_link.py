@@ -103,6 +103,38 @@ def test_many_in_flight_between_hosts(ranks: RankPool) -> None:
     ranks(4, many_in_flight, "hierarchical", [[0, 1], [2, 3]])
 
 
+def changed_meanwhile(topology: str, hosts: list[list[int]] | None) -> None:
+    """A shard that lies in `out` is written while it is on its way."""
+    rank, world, n = groups.rank(), groups.world_size(), 50_000
+    wire = Wire(topology=topology)
+    with Mesh({"shard": world}) as mesh, Link(wire, mesh, "shard", hosts=hosts) as link:
+        for make in (link.buffer, lambda numel, dtype: torch.zeros(numel, dtype=dtype)):
+            wholes = [make(world * n, torch.float32) for _ in range(8)]
+            owns = [whole[rank * n : rank * n + n].fill_(rank) for whole in wholes]
+            pending = [
+                link.all_gather(own, whole, key=str(i))
+                for i, (own, whole) in enumerate(zip(owns, wholes, strict=True))
+            ]
+            for own in owns:
+                own.fill_(100 + rank)
+            for one in pending:
+                one.wait()
+            for whole in wholes:
+                for r, part in enumerate(whole.view(world, n)):
+                    as_it_was = (part == r) & (r != rank)
+                    assert bool(((part == 100 + r) | as_it_was).all())
+
+
+@pytest.mark.parametrize("topology", ["flat", "shared"])
+def test_a_shard_that_changes_on_its_way_keeps_its_values(ranks: RankPool, topology: str) -> None:
+    ranks(2, changed_meanwhile, topology, None)
+
+
+@pytest.mark.skipif(not signal.available(), reason="no compiler, or not Linux")
+def test_a_shard_that_changes_between_hosts_keeps_its_values(ranks: RankPool) -> None:
+    ranks(4, changed_meanwhile, "hierarchical", [[0, 1], [2, 3]])
+
+
 def watched(topology: str) -> str:
     """A rank that fails is named to who waits for it, with what it failed of."""
     with contextlib.suppress(ValueError), Watch.start(), Mesh({"shard": 2}) as mesh:

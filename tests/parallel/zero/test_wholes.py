@@ -9,8 +9,11 @@ import torch
 import torch._dynamo  # loaded once, for all ranks
 from torch import nn
 
+from lezero.comm.wire import Wire
+from lezero.core import groups
 from lezero.core.errors import OrderError
 from lezero.parallel.zero import Zero, full_parameters, shard_
+from tests.parallel.zero.models import batches, loss_of, make
 
 
 @dataclass
@@ -146,3 +149,40 @@ def assigned():
 
 def test_values_that_are_assigned_at_stage_0_count(ranks):
     ranks(2, assigned)
+
+
+def changed_by_hand(stage: int, wire: dict[str, str] | None) -> tuple[list[float], float]:
+    """Two optimizers, each for a part of every block, and a bound on the weights after the step."""
+    torch.manual_seed(0)
+    model = make().double()
+    if wire is not None:
+        shard_(model, Zero(stage=stage), wire=Wire(**wire))
+    parts = [p for n, p in model.named_parameters() if "up" in n or "embed" in n]
+    rest = [p for p in model.parameters() if all(p is not part for part in parts)]
+    optimizers = [torch.optim.SGD(some, 0.5) for some in (parts, rest)]
+    losses = []
+    for tokens in batches(12):
+        mine = tokens if wire is None else tokens.chunk(groups.world_size())[groups.rank()]
+        loss = loss_of(model, mine)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.25, 0.25)
+        losses.append(float(loss))
+    return losses, max(float(p.abs().max()) for _, p in full_parameters(model))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_writes_between_steps_are_never_lost(ranks, stage):
+    """What a step changed is gathered while the program goes on: other writes must not be undone
+    by what is under way."""
+    alone, bound = changed_by_hand(0, None)
+    assert bound == 0.25
+    for _ in range(2):
+        found = ranks(2, changed_by_hand, stage, {"topology": "flat"})
+        means = [(a + b) / 2 for a, b in zip(found[0][0], found[1][0], strict=True)]
+        assert means == pytest.approx(alone, abs=1e-10)
+        assert found[0][1] == found[1][1] == 0.25
