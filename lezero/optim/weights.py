@@ -35,6 +35,7 @@ from lezero.optim.groups import parameter_groups
 Masters = Literal["none", "fp32", "remainder"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PIECE = 1 << 20  # elements encoded at once: the plain operations take many times their memory
+_TORCHS_OWN = ("maximize", "amsgrad")
 _TYPES = (torch.float32, torch.bfloat16)
 _WHOLE = (Tensor, nn.Parameter, type(None))
 
@@ -99,8 +100,31 @@ class WeightOptimizer(Optimizer):
         own = {"_masters": self._masters, "_eight_bit": self._eight_bit}
         return {**super().__getstate__(), **own}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; `ConfigError` for options of the group that LeZero's kernels lack."""
+        self._check_group(param_group)
+        super().add_param_group(param_group)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Asked at each step too, since groups are plain dicts that anyone writes to."""
+        if not self.steps_on_host:
+            return
+        for option in _TORCHS_OWN:
+            if group.get(option):
+                raise ConfigError(
+                    f"{type(self).__name__}: '{option}' of a parameter group is not known "
+                    "here; leave it out, or use AdamW with masters='none'"
+                )
+        if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
+            raise ConfigError(
+                f"{type(self).__name__}: weight_decay of a parameter group is added to gradients, "
+                "as by torch.optim.Adam; allowed is decoupled_weight_decay=True"
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but state keeps the types that it was saved with."""
+        for group in state_dict["param_groups"]:
+            self._check_group(group)
         super().load_state_dict(state_dict)
         held = [p for group in self.param_groups for p in group["params"]]
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -115,6 +139,7 @@ class WeightOptimizer(Optimizer):
         calls: dict[str, list[tuple[Any, ...]]] = {"adamw_": [], "adamw8bit_": []}
         steps: list[Tensor] = []
         for group in self.param_groups:
+            self._check_group(group)
             options = float(group["lr"]), *map(float, group["betas"]), group["eps"]
             for parameter in group["params"]:
                 if parameter.grad is not None:

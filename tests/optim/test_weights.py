@@ -288,3 +288,38 @@ def test_the_number_of_steps_stays_on_the_host() -> None:
     for parameter in elsewhere.parameters():
         assert again.state[parameter]["exp_avg"].is_meta
         assert again.state[parameter]["step"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+@pytest.mark.parametrize("masters", [None, "fp32", "remainder"], ids=["8 bits", "fp32", "16 bits"])
+def test_options_that_only_torchs_kernels_know_are_refused(option: str, masters: Any) -> None:
+    made = model()
+    parameters = list(made.parameters())
+
+    def optimizer(params: Any) -> Any:
+        return AdamW8bit(params) if masters is None else AdamW(params, masters=masters)
+
+    with pytest.raises(ConfigError, match=f"'{option}' of a parameter group is not known"):
+        optimizer([{"params": parameters, option: True}])
+    one = optimizer(parameters[:1])
+    with pytest.raises(ConfigError, match=option):
+        one.add_param_group({"params": parameters[1:], option: True})
+    assert len(one.param_groups) == 1
+    theirs = torch.optim.AdamW(parameters, **{option: True})
+    train(made, theirs, 1)
+    ours = optimizer(parameters)
+    with pytest.raises(ConfigError, match=option):
+        ours.load_state_dict(theirs.state_dict())
+    assert not ours.state
+    ours.param_groups[0][option] = True
+    with pytest.raises(ConfigError, match=option):
+        train(made, ours, 1)
+
+
+def test_decay_that_is_added_to_gradients_is_refused() -> None:
+    made = model()
+    theirs = torch.optim.Adam(made.parameters(), weight_decay=0.5)
+    with pytest.raises(ConfigError, match="weight_decay of a parameter group is added to gradien"):
+        AdamW8bit(list(made.parameters())).load_state_dict(theirs.state_dict())
+    theirs = torch.optim.Adam(made.parameters())
+    AdamW8bit(list(made.parameters())).load_state_dict(theirs.state_dict())
