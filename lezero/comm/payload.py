@@ -82,8 +82,9 @@ def decompress(payload: Payload) -> Tensors:
     one = codec_named(payload.codec)
     found = []
     for part in payload.parts:
-        out = torch.empty(part.shape.numel(), dtype=part.dtype, device=part.data.device)
-        one.check(part.data, out.numel())
+        numel = part.shape.numel()
+        one.check(part.data, numel)  # before memory is taken for what it claims to be
+        out = torch.empty(numel, dtype=part.dtype, device=part.data.device)
         one.decode(part.data, out)
         found.append(out.view(part.shape))
     if payload.single:
