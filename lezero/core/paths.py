@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from lezero.core.errors import FileError
 
@@ -27,3 +28,9 @@ def expand_home(path: str | os.PathLike[str]) -> str:
         f"{text}: {known}, so {first} is no home folder; write the path from "
         "the root (also of a file whose name begins with ~)"
     )
+
+
+def shown(path: Path) -> Path:
+    """`path` as people read it best: from here, where it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

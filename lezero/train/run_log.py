@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lezero.core import device, groups
 from lezero.core.errors import FileError
+from lezero.core.paths import shown
 from lezero.memory.pool import give_back_free_blocks
 from lezero.profiler.memory import SharedElsewhere, peak_rss, reset_peak_rss, rss
 from lezero.report.units import count
@@ -136,7 +137,7 @@ class RunLog(Callback):
                 self.board.close()
             if self._started:
                 try:
-                    said = f"report: {write_report(self.folder.path)}"
+                    said = f"report: {shown(write_report(self.folder.path))}"
                 except (FileError, OSError) as error:
                     said = f"the report was not written: {error}"
                 self.view.stop(said)

@@ -78,7 +78,7 @@ class Trainer:
                 "derive from lezero.train.Callback"
             )
         self.config = config
-        self.folder = RunFolder(Path(config.run))
+        self.folder = RunFolder(Path(config.run).absolute())  # wherever the process goes
         self.log = RunLog(self.folder)
         self.callbacks: list[Callback] = [self.log, *callbacks]
         self.saver: checkpoint.Saver | None = None

@@ -16,7 +16,9 @@ from lezero.train import Callback, Trainer, run_folder
 from lezero.train.config import ReportConfig
 from lezero.train.run_folder import RunFolder, write_aside
 from lezero.train.writer import Writer
-from tests.train.runs import config
+from tests.train.runs import config, filled_cache, one_thread
+
+__all__ = ["filled_cache", "one_thread"]
 
 HOLD = """
 import sys
@@ -80,6 +82,23 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
         RunFolder(tmp_path / "file").create()
     with pytest.raises(FileError, match=r"^run: .*/file/run cannot be written"):
         RunFolder(tmp_path / "file" / "run").create()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_stays_in_its_folder_wherever_the_process_goes(tmp_path, monkeypatch, capsys):
+    class Moves(Callback):
+        def on_step(self, trainer, result):
+            os.chdir("/")
+
+    monkeypatch.chdir(tmp_path)
+    Trainer(config(tmp_path, run="runs/a", train__steps=2), callbacks=[Moves()]).run()
+    monkeypatch.chdir(tmp_path)
+    there = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
+    assert {"metrics.jsonl", "checkpoints", "report.html", "decisions.json"} <= there
+    again = Trainer(config(tmp_path, run="runs/a", train__steps=3))
+    again.run()
+    assert again.resumed_from == 2
+    assert "report: runs/a/report.html" in capsys.readouterr().out
 
 
 def test_every_prompt_of_the_config_gets_its_sample(tmp_path):
