@@ -30,6 +30,7 @@ class Flat(Route):
     ) -> None:
         self._lanes, self._buffers, self._account = lanes, buffers, account
         self._size, self._rank = lanes[0].size(), lanes[0].rank()
+        self._unread = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         place = self._buffers.device
@@ -47,12 +48,15 @@ class Flat(Route):
         if out.device.type != "cpu" or parts[self._rank].data_ptr() != shard.data_ptr():
             yield self._gather(shard, out, 0, "all_gather")
             return
-        # Gloo writes what it gathered when all is there, a rank's own chunk with it.
-        own = parts[self._rank] = self._buffers.take(shard.numel(), shard.dtype)
+        # Gloo writes what it gathered when all is there, a rank's own chunk with it: to memory that
+        # nobody reads, so that all that are in flight may share it.
+        if self._unread.numel() < shard.nbytes:
+            self._unread = torch.empty(shard.nbytes, dtype=torch.uint8)
+        moved = [part.view(torch.uint8) for part in parts]
+        moved[self._rank] = self._unread[: shard.nbytes]
         self._account.add("all_gather", shard.nbytes * (self._size - 1))
-        moved = ([part.view(torch.uint8) for part in parts], shard.view(torch.uint8))
-        yield Arrived(dist.all_gather(*moved, group=self._lanes[0], async_op=True))
-        self._buffers.give(own)
+        sent = shard.view(torch.uint8)
+        yield Arrived(dist.all_gather(moved, sent, group=self._lanes[0], async_op=True))
 
     def all_reduce(self, flat: torch.Tensor, key: str, spans: Spans) -> Steps:
         own = chunks(flat, self._size)[self._rank]
