@@ -7,7 +7,6 @@ never data. With several ranks, rank 0 builds and the others wait for as long as
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from lezero.core.paths import expand_home
 from lezero.data import corpus, store
 from lezero.data.config import DataConfig
 from lezero.data.reading import Document, Findings, find_files, left_out_lines, nothing_usable, read
+from lezero.data.split import HELD, TRAIN, Split, select
 from lezero.data.store import TokenRows, Writer
 from lezero.data.tokenizer import (
     Tokenizer,
@@ -32,9 +32,8 @@ from lezero.data.tokenizer import (
 )
 from lezero.files.folder import aside, commit
 
-_TRAIN, _HELD, _DROPPED = 0, 1, 2
 _NEWS_S = 20.0
-_BUILD = 7
+_BUILD = 8
 """Form of the findings, the split and what is read: a folder of another form is made again."""
 _log = logger("data")
 
@@ -87,7 +86,19 @@ def _open(folder: Path, config: DataConfig) -> Data:
     if train.cut and groups.is_main():
         _log.warning("data: %d pairs are longer than a row and are cut", train.cut)
     tokenizer = load_tokenizer(folder / "tokenizer")
+    findings["tokens"] = {"train": train.tokens, "validation": held.tokens}
+    if isinstance(config.validation, float) and groups.is_main():
+        _warn_of_share(config.validation, held.tokens / (train.tokens + held.tokens))
     return Data(train, held if len(held) else None, tokenizer, findings, folder)
+
+
+def _warn_of_share(asked: float, share: float) -> None:
+    if asked and not asked / 2 <= share <= min(2 * asked, (1 + asked) / 2):
+        _log.warning(
+            "data.validation: %.2g%% of the tokens are held out, where %.2g%% were asked for: what "
+            "is not divided differs too much in length; name files, or give more documents",
+            *(100 * share, 100 * asked),
+        )
 
 
 def missing_files(config: DataConfig) -> list[str]:
@@ -208,20 +219,20 @@ def _stamp(path: str) -> tuple[object, ...]:
 
 def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) -> None:
     findings = Findings()
-    parts = _Parts(config)
-    held_documents = list(parts.scan(held, _HELD, findings))
+    parts = Split(config)
+    held_documents = list(parts.scan(held, HELD, findings))
     documents = list(parts.scan(train, None, findings))
     cut_one = parts.settle(documents)
-    if not documents.count(_TRAIN):
+    if not documents.count(TRAIN):
         raise nothing_usable("data.train", findings)
-    if held and not held_documents.count(_HELD):
+    if held and not held_documents.count(HELD):
         raise nothing_usable("data.validation", findings)
 
     def chosen(part: int) -> Iterator[Document]:
-        yield from _select(read(train, config, Findings()), documents, part, cut_one)
-        yield from _select(read(held, config, Findings()), held_documents, part, 0.0)
+        yield from select(read(train, config, Findings()), documents, part, cut_one)
+        yield from select(read(held, config, Findings()), held_documents, part, 0.0)
 
-    texts = (text for d in chosen(_TRAIN) for text in (d.prompt, d.text) if text)
+    texts = (text for d in chosen(TRAIN) for text in (d.prompt, d.text) if text)
     tokenizer = build_tokenizer(config.tokenizer, texts)
     tokenizer.save(folder / "tokenizer")
     if load_tokenizer(folder / "tokenizer").digest != tokenizer.digest:
@@ -230,7 +241,7 @@ def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) 
             "with the run; save it by transformers' save_pretrained and name that folder"
         )
     files: dict[str, Any] = {}
-    for name, part in zip(store.PARTS, (_TRAIN, _HELD), strict=True):
+    for name, part in zip(store.PARTS, (TRAIN, HELD), strict=True):
         with Writer(folder, name, tokenizer) as writer:
             for document in chosen(part):
                 if document.prompt is None:
@@ -247,106 +258,6 @@ def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) 
         "findings": findings.to_json(),
     }
     store.write_manifest(folder, body)
-
-
-class _Parts:
-    """Decides for each document: training, held out or dropped. Depends on its words alone."""
-
-    def __init__(self, config: DataConfig) -> None:
-        self.config = config
-        self.share = config.validation if isinstance(config.validation, float) else 0.0
-        self.seen: set[int] = set()
-        self.held: set[int] = set()  # of the validation files
-        self.smallest = (2.0, -1)
-        self.pair = ""  # where the document of `smallest` comes from, if it is a pair
-
-    def scan(self, paths: list[str], part: int | None, findings: Findings) -> Iterator[int]:
-        """The part of each document of `paths`; `part` None divides by share."""
-        for at, document in enumerate(read(paths, self.config, findings)):
-            words = f"{self.config.seed}\0{document.prompt}\0{document.text}"
-            number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
-            held = part is None and number in self.held
-            again = number in self.seen and self.config.duplicates != "keep"
-            self.seen.add(number)
-            if part == _HELD:
-                self.held.add(number)
-            if held or again:
-                refuse = self.config.duplicates == "refuse"
-                said = "is in the validation files" if held else "occurred before"
-                where = document.source
-                findings.bad(where, "duplicate", said, refuse=refuse, file=document.file)
-                yield _DROPPED
-                continue
-            place = number / 2**64
-            if part is None and (place, at) < self.smallest:
-                self.smallest = place, at
-                self.pair = document.source if document.prompt is not None else ""
-            yield part if part is not None else (_HELD if place < self.share else _TRAIN)
-
-    def settle(self, documents: list[int]) -> float:
-        """Sees to it that a share above 0 holds something out, and that something is left.
-
-        A single document is divided near its end; the share to cut off is returned. A single pair
-        of prompt and response cannot be divided: that is a `ConfigError`.
-        """
-        usable = len(documents) - documents.count(_DROPPED)
-        if self.share <= 0 or usable == 0:
-            return 0.0
-        if usable == 1 and self.pair:
-            raise ConfigError(
-                f"data.validation: got {self.share:g}, but {self.pair} is the only document, and a "
-                "prompt with its response cannot be divided; give data.train more pairs, or set "
-                "data.validation to 0 or to files"
-            )
-        if usable == 1:
-            documents[self.smallest[1]] = _TRAIN
-            return self.share
-        if not documents.count(_HELD):
-            documents[self.smallest[1]] = _HELD
-        elif not documents.count(_TRAIN):
-            documents[documents.index(_HELD)] = _TRAIN
-        return 0.0
-
-
-def _select(
-    documents: Iterator[Document], parts: list[int], part: int, cut: float
-) -> Iterator[Document]:
-    count = 0
-    for document, belongs in zip(documents, parts, strict=False):
-        count += 1
-        if cut and belongs == _TRAIN:
-            at = _place_of_cut(document, cut)
-            yield Document(
-                document.text[:at] if part == _TRAIN else document.text[at:], document.source
-            )
-        elif belongs == part:
-            yield document
-    if count != len(parts):
-        raise FileError("data: the files changed while they were read; start again")
-
-
-def _place_of_cut(document: Document, share: float) -> int:
-    """Where the held-out end of a single document begins; neither part is empty.
-
-    That is the line end next to the place that leaves `share` of the characters, at most a quarter
-    of the share away and rather before it than after; without a line, a space; else the place.
-    """
-    text = document.text
-    if len(text) < 2:
-        raise ConfigError(
-            f"data.validation: {document.source} is the only document and has {len(text)} "
-            "character, too little text to hold a part of it out; give data.train more text, or "
-            "set data.validation to 0 or to files"
-        )
-    place = min(max(int(len(text) * (1 - share)), 1), len(text) - 1)
-    reach = int(len(text) * share / 4)
-    first, last = max(place - reach, 1), min(place + reach, len(text) - 1)
-    for mark in ("\n", " "):
-        before = text.rfind(mark, first - 1, place) + 1
-        after = text.find(mark, place, last) + 1
-        if before or after:
-            return before or after
-    return place
 
 
 def _on_first_rank(work: Callable[[], str]) -> str:

@@ -2,7 +2,7 @@
 
 data:
   train: [books/, "more/*.jsonl"]      # or python-docs, the text that every Python ships
-  validation: 0.05                     # a held-out share of the documents, or files
+  validation: 0.05                     # a held-out share of the text, or files
   tokenizer: {train: 4096}             # or {folder: path}, or bytes
   sequence: 256
 """
@@ -76,7 +76,7 @@ class DataConfig(Config):
         if isinstance(value, bool) or value is None or value == []:
             raise ValueError("allowed is a share of at least 0 and below 1, or a list of files")
         if isinstance(value, (int, float)) and not 0 <= value < 1:
-            raise ValueError("a share of the documents is at least 0 and below 1")
+            raise ValueError("a share of the text is at least 0 and below 1")
         return (value,) if isinstance(value, str) else value
 
     @field_validator(

@@ -39,9 +39,8 @@ class Compressed:
     perplexity_after: float
 
     def __str__(self) -> str:
-        before, after = self.perplexity_before, self.perplexity_after
-        change = f"{before:.4g} → {after:.4g} (× {after / before:.4f})"
-        return f"{self.report}\nperplexity on held-out text: {change}\nsaved: {self.folder}"
+        times = self.perplexity_after / self.perplexity_before
+        return f"{self.report}\nperplexity / before: {times:.4f}\nsaved: {self.folder}"
 
 
 def compress(config: CompressConfig) -> Compressed:
@@ -49,7 +48,7 @@ def compress(config: CompressConfig) -> Compressed:
 
     Nothing is written when anything fails: a budget that is not met (`NumericsError`, with the
     layers to blame), a model or data that cannot be read (`FileError`, `ConfigError`), or no layer
-    that became faster (`LeZeroError`).
+    that became faster (`LeZeroError`; the report is printed).
     """
     _check_out(config)
     with aside(cache_folder() / "spill", "tokenizer") as made:  # gone later even if killed
@@ -65,10 +64,12 @@ def compress(config: CompressConfig) -> Compressed:
             budget=config.budget,
         )
         report = quantization_report(model)
+        report.metric_name = "perplexity on held-out text"
         if not quantized_layers(model):
+            print(report, flush=True)
             raise LeZeroError(
-                f"{report}\n\nno layer became faster on this machine, so nothing was written; "
-                "objective: size makes the model smaller all the same"
+                f"none of {len(report.layers)} layers became faster on this machine, so nothing "
+                "was written; objective: size makes the model smaller all the same"
             )
         before, after = report.quality_before, report.quality_after
         assert before is not None

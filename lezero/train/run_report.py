@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import LeZeroError
+from lezero.core.paths import shown
 from lezero.report import Bar, BarPlot, Level, LinePlot, Page, Section, Series, Tile, tag
 from lezero.report import decisions as recorded
 from lezero.report.decision_cards import decision_cards
 from lezero.report.thin import smooth
 from lezero.report.units import count, number, percent, rate, size, span
 from lezero.train.run_documents import RunDocuments, mapping, real
+from lezero.train.run_events import event_rows
 from lezero.train.run_facts import Compared, RunFacts
 
 FILE = "report.html"
@@ -265,7 +267,7 @@ def _decisions(section: Section, run: RunDocuments) -> None:
         return
     section.text("What LeZero chose by itself. Bars show the measured figures; shorter is better.")
     section.add(decision_cards(records))
-    section.text(tag("code", f"lz why {run.folder.name}"), " prints the same on a terminal.")
+    section.text(tag("code", f"lz why {shown(run.folder)}"), " prints the same on a terminal.")
 
 
 def _proof(section: Section, run: RunDocuments) -> None:
@@ -303,35 +305,11 @@ def _events(section: Section, facts: RunFacts) -> None:
         rows = [(f"{step:,}", why) for step, why in sorted(facts.metrics.skipped.items())]
         section.table(("Skipped step", "Why"), rows[-50:], numbers="n-")
     if events:
-        section.table(("When", "Step", "What", "Detail"), _event_rows(events), numbers="-n")
+        section.table(("When", "Step", "What", "Detail"), event_rows(events), numbers="-n")
     elif not facts.metrics.skipped:
         section.missing("Nothing out of the ordinary was recorded.")
     if torn:
         section.note(f"{torn} line(s) of metrics.jsonl could not be read, as a kill leaves them.")
-
-
-def _event_rows(events: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
-    """One row an event; many of a kind in a row become one."""
-    rows: list[tuple[object, ...]] = []
-    i = 0
-    while i < len(events):
-        end = i
-        while end + 1 < len(events) and events[end + 1].get("event") == events[i].get("event"):
-            end += 1
-        group = [events[end]] if end - i >= 4 else events[i : end + 1]
-        for event in group:
-            moment, step = real(event, "time"), real(event, "step")
-            when = time.strftime("%H:%M:%S", time.localtime(moment)) if moment else ""
-            more = f", the last of {end - i + 1}" if end - i >= 4 else ""
-            what = f"{event.get('event')}{more}"
-            detail = str(event.get("text") or "") or ", ".join(
-                f"{k} {v}".replace("_", " ")
-                for k, v in event.items()
-                if k not in ("event", "step", "time")
-            )
-            rows.append((when, "" if step is None else f"{step:,.0f}", what, detail))
-        i = end + 1
-    return rows[-200:]
 
 
 def _hardware(section: Section, run: RunDocuments) -> None:
