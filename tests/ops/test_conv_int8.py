@@ -136,3 +136,23 @@ def test_empty_batches_and_wrong_shapes() -> None:
     for name, wrong in (("x", given["x"][:, :3]), ("scale", given["scale"][:3])):
         with pytest.raises(ConfigError, match="conv_int8"):
             conv_int8(**{**given, name: wrong})
+
+
+def test_an_input_that_is_smaller_than_the_kernel_is_refused() -> None:
+    for x_shape, w_shape, options in (
+        ((1, 8, 8, 8), (16, 8, 16, 16), {"stride": (16, 16)}),
+        ((1, 8, 7), (16, 8, 10), {"stride": (5,), "padding": (0,), "dilation": (1,)}),
+        ((1, 8, 4, 2), (4, 8, 3, 3), {"stride": (4, 4)}),
+    ):
+        with pytest.raises(ConfigError, match="smaller than the kernel"):
+            conv_int8(**layer(x_shape, w_shape, torch.float32), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"stride": (0, 1)}, {"dilation": (1, -1)}, {"padding": (-1, 0)}, {"groups": 0}],
+    ids=str,
+)
+def test_places_that_are_none_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="a number a dim from 1, of padding from 0"):
+        conv_int8(**layer((1, 4, 6, 6), (5, 4, 3, 3), torch.float32), **options)

@@ -79,11 +79,22 @@ def conv_int8(
         and weight.dtype == torch.int8
         and x_scale.numel() == x_zero.numel() == 1
         and (bias is None or bias.shape == scale.shape)
+        and min(groups, *stride, *dilation) > 0
+        and min(padding) >= 0
+        and len(weight) % groups == 0
     ):
         raise ConfigError(
             f"conv_int8: got x {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
-            f"{tuple(weight.shape)}, scale {tuple(scale.shape)}, stride {tuple(stride)}; allowed "
-            "are floats (B, C, …), int8 (O, C / groups, …), (O,), one stride a dim"
+            f"{tuple(weight.shape)}, scale {tuple(scale.shape)}, stride {tuple(stride)}, padding "
+            f"{tuple(padding)}, dilation {tuple(dilation)}, groups {groups}; allowed are floats "
+            "(B, C, …), int8 (O, C / groups, …), (O,), a number a dim from 1, of padding from 0, "
+            "and groups that divide O"
+        )
+    if min(_sizes(x.shape, weight.shape, stride, padding, dilation)) < 1:
+        raise ConfigError(
+            f"conv_int8: got x of size {tuple(x.shape[2:])} with padding {tuple(padding)}, which "
+            f"is smaller than the kernel of {tuple(weight.shape[2:])} with dilation "
+            f"{tuple(dilation)}"
         )
     lists = (list(stride), list(padding), list(dilation))
     return torch.ops.lezero.conv_int8(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
@@ -191,6 +202,22 @@ def _conv(
     return _marked(out.to(x.dtype), bad_B)
 
 
+def _sizes(
+    x: Sequence[int],
+    weight: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """The output's; below 1 where the input is smaller than the kernel."""
+    return [
+        (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
+        for size, kernel, step, pad, wide in zip(
+            x[2:], weight[2:], stride, padding, dilation, strict=True
+        )
+    ]
+
+
 def _fake(
     x: Tensor,
     weight: Tensor,
@@ -203,12 +230,7 @@ def _fake(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    sizes = [
-        (size + 2 * pad - wide * (kernel - 1) - 1) // step + 1
-        for size, kernel, step, pad, wide in zip(
-            x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
-        )
-    ]
+    sizes = _sizes(x.shape, weight.shape, stride, padding, dilation)
     out = x.new_empty((x.shape[0], weight.shape[0], *sizes))
     return out.to(memory_format=torch.channels_last) if out.dim() == 4 else out
 

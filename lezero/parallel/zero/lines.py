@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,10 +93,28 @@ class Lines:
                 link.close()
 
 
+def of_all_ranks(axis: str, kind: str) -> Mesh:
+    """All ranks on one axis: one mesh for all models, since each has threads and sockets, and
+    nothing tells when the last tensor that needs it is gone. It ends with the group of all
+    ranks."""
+    world = dist.group.WORLD if groups.active() else None
+    if world is None:
+        return Mesh({axis: groups.world_size()}, kind)
+    kept = _of_all_ranks.setdefault(world, {})
+    if (axis, kind) not in kept:
+        kept[axis, kind] = Mesh({axis: groups.world_size()}, kind)
+    return kept[axis, kind]
+
+
+_of_all_ranks: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, str], Mesh]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def arrange(stage: int, mesh: Mesh | None, kind: str) -> Mesh:
     """The user's mesh, checked, or all ranks on the one axis that the stage needs."""
     if mesh is None:
-        return Mesh({"replicate" if stage == 0 else "shard": groups.world_size()}, kind)
+        return of_all_ranks("replicate" if stage == 0 else "shard", kind)
     unknown = [name for name in mesh.names() if name not in AXES]
     if unknown:
         raise ConfigError(
