@@ -44,6 +44,9 @@ class _Kept:
     spans: Spans
     numel: int
     data: torch.Tensor
+    gaps: tuple[tuple[int, int], ...]
+    """Where no span lies: padding, of which nothing is kept, since nobody could take it along and
+    some codecs share a scale with it."""
     fresh: bool = True
     """Laid out from other buffers or a checkpoint, and not asked about since."""
 
@@ -97,7 +100,7 @@ class Feedback:
         """The error (numel,) of buffer `key`, to be changed in place and given to `keep` before
         the next one is asked for.
 
-        Elements that no span covers (padding) start from zero each time the spans change.
+        Elements that no span covers (padding) are zero.
         """
         kept = self._kept.get((side, key))
         if kept is None or kept.spans != spans or kept.numel != numel:
@@ -112,8 +115,11 @@ class Feedback:
 
     def keep(self, side: str, key: str, error: torch.Tensor) -> None:
         """Stores what `error` gave, once it was changed."""
+        kept = self._kept[side, key]
+        for begin, end in kept.gaps:
+            error[begin:end].zero_()
         if self._packed is not None:
-            self._packed.encode(error, self._kept[side, key].data)
+            self._packed.encode(error, kept.data)
 
     def fresh(self, side: str, key: str) -> bool:
         """Whether the errors of `key` came from elsewhere since this was last asked."""
@@ -220,7 +226,7 @@ class Feedback:
             self._packed.encode(error, data)
         else:
             data = error.to(self._dtype)
-        self._kept[side, key] = _Kept(spans, numel, data)
+        self._kept[side, key] = _Kept(spans, numel, data, _gaps(spans, numel))
         return self._kept[side, key]
 
     def _leave_to_others(self, key: str) -> None:
@@ -270,6 +276,18 @@ def cut(spans: Spans, begin: int, end: int, to: int) -> Spans:
         if low < high:
             start = span.start + low - span.at
             found.append(Span(span.name, start, start + high - low, to + low - begin))
+    return tuple(found)
+
+
+def _gaps(spans: Spans, numel: int) -> tuple[tuple[int, int], ...]:
+    """What of a buffer no span covers."""
+    found, at = [], 0
+    for span in sorted(spans, key=lambda span: span.at):
+        if at < span.at:
+            found.append((at, span.at))
+        at = max(at, span.at + span.stop - span.start)
+    if at < numel:
+        found.append((at, numel))
     return tuple(found)
 
 
