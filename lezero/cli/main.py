@@ -17,6 +17,7 @@ import codecs
 import contextlib
 import difflib
 import importlib
+import inspect
 import itertools
 import os
 import shutil
@@ -86,9 +87,15 @@ def load(name: str) -> Any:
     if not isinstance(target, typer.Typer):
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         settings = getattr(module, "CONTEXT_SETTINGS", None)
-        app.command(name, context_settings=settings, help=None)(target)
+        app.command(name, context_settings=settings, help=_unwrapped(target.__doc__))(target)
         target = app
     return typer.main.get_command(target)
+
+
+def _unwrapped(text: str | None) -> str:
+    """A docstring whose lines end where the terminal's do."""
+    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

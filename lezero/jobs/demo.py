@@ -74,6 +74,8 @@ def demo(folder: str | None = None) -> int:
     print(render(forecast(build, spec, hardware())))
     _title(f"3  Training on {ranks} rank(s), with a SIGKILL half-way")
     status = _train(run, ranks, config.train.steps // 2)
+    if status > 128:  # a signal ended it, and it has said so
+        return status
     if status:
         raise LeZeroError(f"the training of the demo ended with status {status}")
     _title("4  What the model writes now")

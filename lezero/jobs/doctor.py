@@ -19,6 +19,7 @@ import lezero.jobs.machine_checks
 import lezero.jobs.software_checks  # noqa: F401  (importing a file registers its checks)
 from lezero.core import facts as core_facts
 from lezero.core.checks import SEVERITIES, Check, Context, Finding, checks
+from lezero.core.errors import ConfigError
 from lezero.core.facts import ROOT, Cpu, Facts, Memory
 from lezero.core.registry import Registry
 from lezero.jobs.doctor_probe import Probe, probe
@@ -119,6 +120,8 @@ def doctor(as_json: bool = False, refresh: bool = False, quick: bool = False) ->
     """The command: prints the diagnosis and returns the exit status (1: something is broken)."""
     from lezero.jobs import doctor_view
 
+    if quick and refresh:
+        raise ConfigError("--quick measures nothing, and --refresh measures again: leave one out")
     if as_json:
         found = diagnose(refresh, quick)
         doctor_view.write_json(found.to_dict())

@@ -111,9 +111,10 @@ def check_sized(model: torch.nn.Module) -> None:
             if isinstance(tensor, UnsizedParameter):
                 refuse(tensor.owner)
             if torch.nn.parameter.is_lazy(tensor):
+                named = f"module '{prefix}'" if prefix else "the model"
                 raise OrderError(
-                    f"module '{prefix}' ({type(module).__name__}) has no size yet: it takes it "
-                    "from its first input; call the model once on a batch (in the mode, train or "
+                    f"{named} ({type(module).__name__}) has no size yet: it takes it from "
+                    "its first input; call the model once on a batch (in the mode, train or "
                     "eval, that reaches this layer), or load a state_dict, before this"
                 )
 

@@ -28,8 +28,7 @@ def state_bytes(config: RunConfig, ranks: int, zero: Zero | None) -> float:
     """
     train, stage = config.train, zero.stage if zero is not None and ranks > 1 else 0
     weight = 4 if train.masters == "none" else 2
-    moments = 8 if train.optimizer == "adamw" else 2
-    optimizer = moments + {"none": 0, "fp32": 4, "remainder": 2}[train.masters]
+    optimizer = _optimizer_bytes(config)
     if stage == 0:
         return weight + weight + optimizer
     split = (weight + weight + optimizer) / ranks
@@ -39,21 +38,35 @@ def state_bytes(config: RunConfig, ranks: int, zero: Zero | None) -> float:
 
 
 def require_room(config: RunConfig, shape: Shape, spec: StepSpec) -> None:
-    """Raises `CapacityError` with what would fit, when weights, gradients and optimizer state of
+    """Raises `CapacityError` with what leaves room, when weights, gradients and optimizer state of
     one rank are more than the memory that is free for it. `shape` completes a model's config."""
     limit, model = free_bytes(spec), config.model
     count, each = count_parameters(shape(model)), state_bytes(config, spec.ranks, spec.zero)
     if count * each <= limit:
         return
-    fit = _what_would_fit(model, shape, int(limit * _FOR_ACTIVATIONS / each))
+    each_saved = each + (_copied_bytes(config, spec.ranks, spec.zero) if spec.saves else 0)
+    fit = _what_leaves_room(model, shape, int(limit * _FOR_ACTIVATIONS / each_saved))
     raise CapacityError(
         f"this run does not fit: the model has {_many(count)} parameters, whose weights, gradients "
         f"and optimizer state alone take {size(int(count * each))} a rank, and {size(limit)} is "
-        f"free for one. What would fit: {fit}."
+        f"free for one. What leaves a quarter of it for activations: {fit}; `lz plan` forecasts "
+        "what they take."
     )
 
 
-def _what_would_fit(model: ModelConfig, shape: Shape, most: int) -> str:
+def _copied_bytes(config: RunConfig, ranks: int, zero: Zero | None) -> float:
+    """Of weights and optimizer state, a parameter: what a checkpoint's copy takes."""
+    weight = 4 if config.train.masters == "none" else 2
+    stage = zero.stage if zero is not None and ranks > 1 else 0
+    return (_optimizer_bytes(config) + weight) / (ranks if stage else 1)
+
+
+def _optimizer_bytes(config: RunConfig) -> float:
+    moments = 8 if config.train.optimizer == "adamw" else 2
+    return moments + {"none": 0, "fp32": 4, "remainder": 2}[config.train.masters]
+
+
+def _what_leaves_room(model: ModelConfig, shape: Shape, most: int) -> str:
     """Fewer layers of this width, and half the width as often as it takes."""
     found = []
     if model.folder is None:

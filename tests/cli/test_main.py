@@ -302,3 +302,16 @@ def test_a_stream_that_was_closed_does_not_end_a_command(tmp_path: Path) -> None
         done = failing_process("words", tmp_path, redirect)
         assert (done.returncode, done.stderr) == (0, b"")
         assert failing_process("config", tmp_path, redirect).returncode == 2
+
+
+def test_help_is_wrapped_once(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["plan", "--help"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    at = next(i for i, line in enumerate(lines) if line.startswith("Ends with status 1"))
+    assert all(len(line) > 60 for line in lines[at : at + 2])
+
+
+def test_doctor_cannot_both_measure_and_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--quick", "--refresh"]) == 2
+    assert "leave one out" in capsys.readouterr().err

@@ -115,6 +115,25 @@ def test_a_layer_whose_outputs_would_be_useless_stays() -> None:
     assert second.quantized
 
 
+class Routed(nn.Module):
+    """Which layer computes depends on the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.a(x) if len(x) == 2 else self.b(x)
+        return out
+
+
+def test_a_layer_that_a_later_batch_reaches_is_judged_on_it() -> None:
+    torch.manual_seed(0)
+    data = [torch.randn(2, 64), torch.randn(2, 64), torch.randn(5, 64)]
+    model = lz.quantize_(Routed(), lz.Int8Weight(), data=data, objective="size")
+    assert "no data was seen" not in str(lz.quantization_report(model))
+
+
 class Passing(nn.Module):
     """Gives what passes a threshold: how much that is depends on values."""
 

@@ -246,7 +246,7 @@ def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tup
     if found and not suited:
         raise ConfigError(
             f"method: '{config.recipe().method}' cannot work on what {kind} makes of these layers; "
-            "'hqq' needs zero_point=True"
+            "'hqq' needs zero_point=True, and of the vocabulary's matrices vocabulary='int4'"
         )
     if not found:
         raise ConfigError(f"lz.quantize_: {kind} takes none of the layers that fit the filter")

@@ -170,11 +170,17 @@ class Work:
             return
         capture = self._capture(sites)
         counted = any(self._needs_statistics(site, target) for site, target in sites)
-        for index, batch in enumerate(batches if counted else batches[:1]):
+        for index, batch in enumerate(batches):
+            if index and not counted and self._have_inputs(sites, capture):
+                break
             with capture.watching(self.model):
                 first_call(self.model, batch, index)
         for site, target in sites:
             self._finish(site, target, capture.inputs)
+
+    def _have_inputs(self, sites: list[tuple[Site, Target]], capture: Capture) -> bool:
+        seen = (capture.inputs.get(user.name) for site, _ in sites for user in site.users)
+        return all(one is not None and one.first is not None for one in seen)
 
     def _needs_statistics(self, site: Site, target: Target) -> bool:
         """Whether more than the first batch counts for this weight: else that is enough to measure

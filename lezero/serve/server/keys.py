@@ -99,7 +99,7 @@ def read_keys(path: str | None) -> Keys:
 
 
 class RateLimit:
-    """Lets each client ask `rate` times a minute; unused times add up to ten seconds' worth.
+    """Lets each client ask `rate` times a minute; unused times add up to a minute's worth.
 
     A client is a name of keys, so that whoever takes another key has no more, or an address.
     A token bucket for each of those that asked last.
@@ -107,7 +107,7 @@ class RateLimit:
 
     def __init__(self, rate: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._each_s = rate / 60
-        self._room = max(1.0, rate / 6)
+        self._room = float(rate)
         self._clock = clock
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 

@@ -66,7 +66,7 @@ def test_a_key_does_not_learn_what_others_asked(monkeypatch: pytest.MonkeyPatch)
 def test_a_rate_is_a_bucket_for_each_client() -> None:
     now = 0.0
     limit = RateLimit(60, clock=lambda: now)
-    assert [limit.wait_s("a") for _ in range(10)] == [0] * 10
+    assert [limit.wait_s("a") for _ in range(60)] == [0] * 60
     assert limit.wait_s("a") == pytest.approx(1)
     assert limit.wait_s("b") == 0
     now = 1.01
@@ -114,7 +114,7 @@ def test_only_those_with_a_key_are_answered(tmp_path: Path) -> None:
 def test_keys_of_one_name_share_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     (old, one), (new, two), (other, three) = new_key("alice"), new_key("alice"), new_key("bob")
     monkeypatch.setenv("LEZERO_API_KEYS", ",".join([one, two, three]))
-    with serving(small_llm(), rate=6) as client:
+    with serving(small_llm(), rate=1) as client:
         asked = {"prompt": "x", "max_tokens": 1}
         found = [
             client.ask("/v1/completions", asked, authorization=f"Bearer {key}").status
@@ -125,7 +125,8 @@ def test_keys_of_one_name_share_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rate_over_http() -> None:
     with serving(small_llm(), rate=6) as client:
-        assert client.complete("x", max_tokens=1).status == 200
+        for _ in range(6):
+            assert client.complete("x", max_tokens=1).status == 200
         found = client.complete("x", max_tokens=1)
         assert found.status == 429
         assert found.error["type"] == "rate_limit_error"
