@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,3 +119,15 @@ def test_equal_angles_have_equal_numbers() -> None:
     assert (plain.longest, dynamic.longest, long.longest) == (64, 128, 64)
     inside = config(longrope(16, original_context=100))
     assert inside.steady == inside.longest == 64
+
+
+def test_tables_are_exact_to_the_last_bits() -> None:
+    """NumPy in fp64 as the reference: torch's first cosine of a process may be off by 1.5e-4."""
+    config = TransformerConfig(vocab=16, dim=64, layers=1, heads=1, context=2048)
+    rope = Rope(config)
+    rope.ready(2048, torch.device("cpu"))
+    angle_P, _ = frequencies(config, config.angles(0))
+    angles = (torch.arange(2048, dtype=torch.float32)[:, None] * angle_P).double().numpy()
+    assert abs(rope.cos_TP.numpy() - np.cos(angles)).max() < 1e-7
+    assert abs(rope.sin_TP.numpy() - np.sin(angles)).max() < 1e-7
+    assert rope.cos_TP.is_contiguous()
