@@ -95,7 +95,7 @@ def _open(folder: Path, config: DataConfig) -> Data:
 def _warn_of_share(asked: float, share: float) -> None:
     if asked and not asked / 2 <= share <= min(2 * asked, (1 + asked) / 2):
         _log.warning(
-            "data.validation: %.2g%% of the tokens are held out, where %.2g%% were asked for: what "
+            "data.validation: %.3g%% of the tokens are held out, where %.3g%% were asked for: what "
             "is not divided differs too much in length; name files, or give more documents",
             *(100 * share, 100 * asked),
         )

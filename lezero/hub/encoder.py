@@ -22,7 +22,11 @@ from lezero.models.huggingface import read_json
 
 Pooling = Literal["mean", "cls", "max"]
 _POOLINGS = get_args(Pooling)
-_OLD_KEYS = ("pooling_mode_{}_tokens", "pooling_mode_{}_token", "pooling_mode_{}")
+_OLD_KEYS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+}
 _STAGES = ("Transformer", "Pooling", "Normalize")
 
 
@@ -137,9 +141,8 @@ def _pooling(path: Path, prompt: str) -> Pooling:
     data = read_json(path)
     given = data.get("pooling_mode")
     if given is None:
-        given = [key for key in data if key.startswith("pooling_mode_") and data[key] is True]
-        old = {form.format(name): name for name in _POOLINGS for form in _OLD_KEYS}
-        given = [old.get(key, key) for key in given]
+        keys = [key for key in data if key.startswith("pooling_mode_") and data[key] is True]
+        given = [_OLD_KEYS.get(key, key) for key in keys]
     named = given if isinstance(given, list) else [given]
     chosen = [name for name in _POOLINGS if named == [name]]
     if not chosen:

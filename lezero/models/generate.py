@@ -44,9 +44,10 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     prompts = _prompts(model, tokens, max_new_tokens)
     found: list[list[int]] = [[] for _ in prompts]
+    ends = _ends(stop)
     for rows in _together(model, prompts, max_new_tokens):
         asked = {row: prompts[row] for row in rows}
-        for step in _steps(model, asked, max_new_tokens, sampling, _ends(stop), use_cache):
+        for step in _steps(model, asked, max_new_tokens, sampling, ends, use_cache):
             for row, token in step.items():
                 found[row].append(token)
     return found
