@@ -185,6 +185,9 @@ def _minilm(result: Result) -> Figures:
         "minilm_spearman": _median(result, ours, "spearman"),
         "minilm_vs_fp32": _ratio(result, "seconds", "minilm/fp32", ours),
         "minilm_vs_bf16": _ratio(result, "seconds", "minilm/bf16", ours),
+        "minilm_transformers_vs_fp32": _ratio(
+            result, "seconds", "minilm/fp32", "minilm/lezero-transformers"
+        ),
     }
 
 

@@ -1,11 +1,10 @@
 """BERT encoders from Hugging Face folders, run without padding.
 
-The tokens of all texts lie in one row (N, D), so that the linear layers, nearly all of the work,
-never see a token of padding. Attention alone knows texts: those of similar length are laid side by
-side, padded to the longest of them. Parameters have the names of transformers' `BertModel`, so its
-files and quantized folders of it load. Source: Devlin et al., 2018 (arXiv:1810.04805).
+The tokens of all texts lie in one row (N, D), so that no layer sees a token of padding; attention
+alone knows texts (`ops/packed_attention`). Parameters have the names of transformers' `BertModel`,
+so its files and quantized folders of it load. Source: Devlin et al., 2018 (arXiv:1810.04805).
 
-Shapes: N tokens of all texts, D width, H heads, B texts of a group, T tokens of its longest.
+Shapes: N tokens of all texts, D width.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 from lezero.core.errors import CorruptError, FileError
 from lezero.core.paths import expand_home
 from lezero.models.huggingface import read_json, weight_files
+from lezero.ops.packed_attention import packed_attention
 
 _FIELDS = {
     "vocab": "vocab_size",
@@ -102,52 +102,12 @@ class Bert(nn.Module):
 
     def forward(self, tokens_N: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states (N, D) of texts that lie one after the other; lengths: tokens of each."""
-        packing = Packing(lengths)
-        x_ND = self.embeddings(tokens_N, packing.positions_N)
+        positions_N = torch.cat([torch.arange(n, device=tokens_N.device) for n in lengths])
+        x_ND = self.embeddings(tokens_N, positions_N)
         layers: Any = self.encoder.layer
         for layer in layers:
-            x_ND = layer(x_ND, packing)
+            x_ND = layer(x_ND, lengths)
         return x_ND
-
-
-class Packing:
-    """Where the texts of a row lie, and which of them attention computes side by side."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = list(lengths)
-        begins = [0]
-        for length in self.lengths:
-            begins.append(begins[-1] + length)
-        self.begins = begins[:-1]
-        self.positions_N = torch.cat([torch.arange(n) for n in self.lengths])
-        order = sorted(range(len(lengths)), key=lambda i: self.lengths[i])
-        self.groups: list[_Group] = []
-        group: list[int] = []
-        for text in order:
-            # Padding to the longest is cheaper than another call until it doubles the shortest.
-            if group and self.lengths[text] > 2 * max(8, self.lengths[group[0]]):
-                self.groups.append(_Group([self.begins[i] for i in group], self._of(group)))
-                group = []
-            group.append(text)
-        self.groups.append(_Group([self.begins[i] for i in group], self._of(group)))
-
-    def _of(self, group: Sequence[int]) -> list[int]:
-        return [self.lengths[i] for i in group]
-
-
-class _Group:
-    """Texts of similar length: which rows of (N, D) they are, padded and not."""
-
-    def __init__(self, begins: list[int], lengths: list[int]) -> None:
-        self.size, self.longest = len(lengths), max(lengths)
-        start_B1, length_B1 = torch.tensor(begins)[:, None], torch.tensor(lengths)[:, None]
-        place_T = torch.arange(self.longest)
-        is_real_BT = place_T < length_B1
-        self.from_BT = torch.where(is_real_BT, start_B1 + place_T, start_B1).flatten()
-        self.real = is_real_BT.flatten().nonzero().flatten()
-        self.rows = self.from_BT[self.real]
-        even = min(lengths) == self.longest
-        self.mask = None if even else is_real_BT[:, None, None, :]
 
 
 class _Embeddings(nn.Module):
@@ -171,20 +131,9 @@ class _SelfAttention(nn.Module):
         self.heads = c.heads
         self.query, self.key, self.value = (nn.Linear(c.dim, c.dim) for _ in range(3))
 
-    def forward(self, x_ND: Tensor, packing: Packing) -> Tensor:
+    def forward(self, x_ND: Tensor, lengths: Sequence[int]) -> Tensor:
         q, k, v = self.query(x_ND), self.key(x_ND), self.value(x_ND)
-        out_ND = torch.empty_like(q)
-        for group in packing.groups:
-            q_BHTD, k_BHTD, v_BHTD = (self._laid(part, group) for part in (q, k, v))
-            mixed = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=group.mask)
-            rows = mixed.transpose(1, 2).reshape(group.size * group.longest, -1)
-            out_ND[group.rows] = rows[group.real]
-        return out_ND
-
-    def _laid(self, x_ND: Tensor, group: _Group) -> Tensor:
-        """(B, H, T, D / H) of the texts of a group."""
-        shape = (group.size, group.longest, self.heads, x_ND.shape[1] // self.heads)
-        return x_ND[group.from_BT].view(shape).transpose(1, 2)
+        return packed_attention(q, k, v, lengths, self.heads)
 
 
 class _Projected(nn.Module):
@@ -208,8 +157,8 @@ class _Layer(nn.Module):
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(c.dim, c.ffn)})
         self.output = _Projected(c.ffn, c)
 
-    def forward(self, x_ND: Tensor, packing: Packing) -> Tensor:
-        mixed = self.attention["self"](x_ND, packing)
+    def forward(self, x_ND: Tensor, lengths: Sequence[int]) -> Tensor:
+        mixed = self.attention["self"](x_ND, lengths)
         x_ND = self.attention["output"](mixed, x_ND)
         wide = F.gelu(self.intermediate["dense"](x_ND), approximate=self.approximate)
         found: Tensor = self.output(wide, x_ND)

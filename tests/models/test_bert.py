@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from lezero.core.errors import FileError
 from lezero.models import Bert, bert_config, load_bert
-from lezero.models.bert import Packing, flops
+from lezero.models.bert import flops
 
 DATA = {
     "model_type": "bert",
@@ -56,10 +56,14 @@ def test_a_text_does_not_see_its_neighbours() -> None:
         torch.testing.assert_close(made(text, [len(text)]), states, rtol=1e-4, atol=1e-5)
 
 
-def test_attention_pads_to_texts_of_similar_length() -> None:
-    packing = Packing([3, 100, 4, 90, 30, 16])
-    assert [(group.size, group.longest) for group in packing.groups] == [(3, 16), (1, 30), (2, 100)]
+def test_operations_grow_faster_than_tokens() -> None:
     assert flops(bert_config(DATA, "x"), 20) > 2 * flops(bert_config(DATA, "x"), 10)
+
+
+def test_an_encoder_trains() -> None:
+    made = model()
+    made(torch.cat(texts()), LENGTHS).square().sum().backward()
+    assert all(x.grad is not None for x in made.encoder.parameters())
 
 
 def test_a_folder_comes_back_equal(tmp_path: Path) -> None:

@@ -192,6 +192,23 @@ def test_a_token_does_not_depend_on_its_batch(bits: int, x_bits: int, x_block: i
     assert all(torch.equal(linear_int(x[i], weight, **sizes), whole[i]) for i in range(40))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("N", "K"), [(50, 200), (2100, 1100)])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("tokens", [128, 777])
+def test_many_tokens_equal_few(N: int, K: int, bits: int, tokens: int) -> None:
+    x = seeded(tokens, K)
+    if bits == 16:
+        weight, parts = pack_bf16(seeded(N, K)), x.split(50)
+        whole = linear_bf16(x, weight, out_features=N)
+        few = torch.cat([linear_bf16(part, weight, out_features=N) for part in parts])
+    else:
+        codes = packed(N, K, bits, 0, False, torch.float32)
+        sizes: Any = {"out_features": N, "bits": bits, "x_bits": 8}
+        whole = linear_int(x, codes, **sizes)
+        few = torch.cat([linear_int(part, codes, **sizes) for part in x.split(50)])
+    assert torch.equal(whole, few)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (16, 64), (33, 300), (47, 63)])

@@ -19,6 +19,8 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr int64_t kProductsAThread = 1 << 18;
+constexpr int64_t kTokensAThread = 32;  // at least
+constexpr int64_t kCached = 1 << 20;     // bytes of a weight
 
 int type(const Tensor& x) {
   const ScalarType found = x.scalar_type();
@@ -43,9 +45,25 @@ Scratch scratch_of(size_t bytes) {
   return found;
 }
 
-void run(const lezero_linear& l) {
+// Each thread prepares its own tokens and multiplies them with the whole weight.
+void run_by_tokens(const lezero_linear& l) {
+  torch::stable::parallel_for(0, l.M, kTokensAThread, [&](int64_t begin, int64_t end) {
+    const int64_t parts = (end - begin + LEZERO_TOKENS - 1) / LEZERO_TOKENS;
+    const int64_t most = (end - begin + parts - 1) / parts;
+    const Scratch scratch = scratch_of(lezero_linear_scratch(&l, most));
+    const Scratch own = scratch_of(lezero_linear_own_scratch(&l, most));
+    for (int64_t first = begin; first < end; first += most) {
+      const int64_t count = std::min(end - first, most);
+      const int64_t tiles = lezero_linear_tiles(&l, count), pairs = lezero_linear_pairs(&l);
+      lezero_linear_prepare(&l, first, count, scratch.get(), 0, tiles);
+      lezero_linear_multiply(&l, first, count, scratch.get(), own.get(), 0, pairs);
+    }
+  });
+}
+
+// All threads prepare tokens, and then each multiplies them with its part of the weight.
+void run_by_outputs(const lezero_linear& l) {
   const int64_t most = std::min<int64_t>(l.M, LEZERO_TOKENS);
-  if (most == 0) return;
   const Scratch scratch = scratch_of(lezero_linear_scratch(&l, most));
   for (int64_t first = 0; first < l.M; first += LEZERO_TOKENS) {
     const int64_t count = std::min<int64_t>(l.M - first, LEZERO_TOKENS);
@@ -65,6 +83,14 @@ void run(const lezero_linear& l) {
           lezero_linear_multiply(&l, first, count, scratch.get(), own.get(), begin, end);
         });
   }
+}
+
+// With many tokens and a weight that every core's own cache holds, threads share nothing and so wait
+// for nobody.
+void run(const lezero_linear& l) {
+  if (l.M == 0) return;
+  if (l.M >= 2 * kTokensAThread && l.N * l.K * l.bits / 8 <= kCached) run_by_tokens(l);
+  else run_by_outputs(l);
 }
 
 // (…, K) → (…, out_features) of x's type, not written yet.
