@@ -40,11 +40,13 @@ def by_groups(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], heads: in
         real_BT = place_T < torch.tensor(own, device=q.device)[:, None]
         from_BT = torch.where(real_BT, start_B1 + place_T, start_B1)
         shape = (len(group), longest, heads, -1)
-        laid = (x[from_BT.flatten()].view(shape).transpose(1, 2) for x in (q, k, v))
+        places = from_BT.flatten()
+        q_BHTE, k_BHTE, v_BHTE = (x[places].view(shape).transpose(1, 2) for x in (q, k, v))
         mask = None if even else real_BT[:, None, None, :]
-        mixed = F.scaled_dot_product_attention(*laid, attn_mask=mask).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask)
+        rows = mixed.transpose(1, 2).flatten(0, 1).flatten(1)
         real = real_BT.flatten()
-        out = out.index_copy(0, from_BT.flatten()[real], mixed.flatten(0, 1).flatten(1)[real])
+        out = out.index_copy(0, places[real], rows[real])
     return out
 
 
