@@ -18,6 +18,7 @@ from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device
 from lezero.core.errors import ConfigError
+from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data.tokenizer import holds_tokenizer
@@ -54,6 +55,7 @@ def open_program(
     Hugging Face folder of weights alone."""
     if weights not in WEIGHTS:
         raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(WEIGHTS)}")
+    settle_first_calls()
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)

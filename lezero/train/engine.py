@@ -26,6 +26,7 @@ from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
+from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.nn.modes import evaluating
@@ -107,8 +108,8 @@ class Engine:
             total_steps=total_steps, compile=compile, attention=attention, max_skipped=max_skipped,
             seed=seed,
         )  # fmt: skip
-        self.model, self.optimizer = model, optimizer
-        self.count = Counter(counted)
+        settle_first_calls()
+        self.model, self.optimizer, self.count = model, optimizer, Counter(counted)
         self.accumulate, self.clip, self.max_skipped = accumulate, clip, max_skipped
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()

@@ -19,6 +19,7 @@ from lezero.compress.quantize import Int8WeightActivation, quantize_
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, FileError, need_extra
 from lezero.core.facts import cpu
+from lezero.core.first_calls import settle_first_calls
 from lezero.hub.encoder import EncoderFolder, describe_encoder, open_encoder
 from lezero.models import Bert
 from lezero.models.bert import flops
@@ -57,6 +58,7 @@ class SentenceEncoder(BatchedModel):
     ) -> None:
         if weights not in _WEIGHTS:
             raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(_WEIGHTS)}")
+        settle_first_calls()
         self.folder = describe_encoder(place)
         self.decisions = decisions if decisions is not None else Decisions()
         self._tokenizer = _tokenizer(self.folder)

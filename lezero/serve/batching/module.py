@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.core.errors import ConfigError
+from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
 from lezero.serve.batching.independence import Row, check_rows
 from lezero.serve.batching.model import COUNTS, BatchedModel
@@ -47,6 +48,7 @@ class InferModule(BatchedModel):
     def __init__(self, module: nn.Module, example: Any, largest: Any = None) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module: got a {type(module).__name__}, allowed is an nn.Module")
+        settle_first_calls()
         self._module = module.eval()
         self._left_out: set[str] = set()
         self._positional = not isinstance(example, Mapping)
