@@ -3,8 +3,8 @@
 [Note: first calls that race]
 With MKL, the first call of a function like `exp` in a process, where two threads share it, may give
 one thread's part with a relative error of some 1e-4: `exp` in 15 of 400 processes, `sin` in 16 of
-400, `cos` in 3 and `log` in 2 of 150 (torch 2.13, two cores); second calls are right. A call for one
-number, which one thread makes, settles it: none of 500 afterwards.
+400, `cos` in 3 and `log` in 2 of 150 (torch 2.13, two cores); second calls are right. A call for
+one number, which one thread makes, settles it: none of 500 afterwards.
 """
 
 from __future__ import annotations
