@@ -19,12 +19,19 @@ what its buffers ask for. What stays spare is saved as such, and in the next cha
 counts only where no rank has claimed it. The server's errors come so also with as many ranks as
 before, where buffers may have become others. In a sum that is not encoded again the owner of a
 chunk adds what the server owes of it, once.
+
+[Note: a host's errors]
+With the hierarchical topology each element is sent by one rank of a host, and other buffers (those
+of another stage, or with a parameter frozen) may give it to another one. So with as many ranks as
+before a rank is given the errors of all ranks of its host: it claims what it sends, its neighbours
+claim the rest, and once the buffer has come by that rest is dropped. Until then a rank saves what
+was its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -53,10 +60,12 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Errors that came from a checkpoint and that no buffer has asked for yet."""
+    """Errors that came from a checkpoint and that no buffer has asked for yet. `mine`: whether this
+    rank saved them, and not another one of its host."""
 
     start: int
     data: torch.Tensor
+    mine: bool = True
 
     @property
     def stop(self) -> int:
@@ -92,6 +101,7 @@ class Feedback:
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._loaded: _Pieces = {}
         self._spare: _Pieces = {}
+        self._host: _Pieces = {}  # see [Note: a host's errors]
         self._scratch: torch.Tensor | None = None  # for packed errors, as large as the largest
         self.loaded = False
         """Whether errors came from a checkpoint; who has looked at them clears it."""
@@ -148,7 +158,7 @@ class Feedback:
 
     def _claim(self, side: str, span: Span, error: torch.Tensor) -> None:
         """Moves what is known of the elements of `span` to their place in `error`."""
-        for held in (self._spare, self._loaded):  # what this rank had claimed wins
+        for held in (self._spare, self._host, self._loaded):  # what was claimed before wins
             for piece in _take(held, (side, span.name), span):
                 at = span.at + piece.start - span.start
                 error[at : at + piece.data.numel()] = piece.data
@@ -158,6 +168,7 @@ class Feedback:
         self._kept.clear()
         self._loaded.clear()
         self._spare.clear()
+        self._host.clear()
         self._scratch = None
 
     def nbytes(self) -> int:
@@ -166,13 +177,15 @@ class Feedback:
 
     def holds(self) -> bool:
         """Whether anything is held, be it zeros."""
-        return bool(self._kept) or any(self._loaded.values()) or any(self._spare.values())
+        waiting = (self._loaded, self._spare, self._host)
+        return bool(self._kept) or any(any(held.values()) for held in waiting)
 
     def settle(self) -> bool:
         """Gives the memory back if nothing is owed any more; returns whether something is."""
         if self._kept and not any(bool(self._wide(kept).any()) for kept in self._kept.values()):
             self._kept.clear()
             self._spare.clear()
+            self._host.clear()
             self._scratch = None
         return self.holds()
 
@@ -194,7 +207,8 @@ class Feedback:
         """Takes the states of all ranks of a run, in rank order, whatever their number.
 
         With as many ranks as now and the same topology every rank goes on with its own worker
-        errors; otherwise the pending mean is kept (see the note). What was held before is dropped.
+        errors, or its host's; otherwise the pending mean is kept (see the notes). What was held
+        before is dropped. In the first case worker errors of other hosts' ranks are not read.
         """
         self.drop()
         self.loaded = True
@@ -203,13 +217,22 @@ class Feedback:
             one.share == self.share for state in parsed for one in state if one.side == WORKER
         )
         if same:
-            for one in parsed[self._rank]:
-                if one.side == WORKER:
-                    held = self._spare if one.spare else self._loaded
-                    held.setdefault((one.side, one.name), []).append(one.piece)
+            first = self._rank // self.share * self.share  # of this host: ranks lie host by host
+            for rank in range(first, first + self.share):
+                self._take_on([one for one in parsed[rank] if one.side == WORKER], rank)
         else:
             self._spare = _mean(parsed, WORKER, self.share)
         self._spare |= _mean(parsed, SERVER, self._size)
+
+    def _take_on(self, state: Sequence[_Stored], rank: int) -> None:
+        """Worker errors that `rank` of this host saved."""
+        mine = rank == self._rank
+        for one in state:
+            if one.spare and not mine:
+                continue
+            held = self._spare if one.spare else self._loaded if self.share == 1 else self._host
+            piece = replace(one.piece, mine=mine)
+            held.setdefault((one.side, one.name), []).append(piece)
 
     def _arrange(self, side: str, key: str, numel: int, spans: Spans) -> _Kept:
         """Lays the errors of a buffer out: what was loaded, or lay in buffers laid out before."""
@@ -236,11 +259,13 @@ class Feedback:
         self.leave(sent.spans if sent is not None else ())
 
     def leave(self, spans: Spans) -> None:
-        """Drops what the server owes of these elements and this rank has not claimed: other ranks
-        have."""
-        if any(side == SERVER for side, _ in self._spare):
-            for span in spans:
-                _take(self._spare, (SERVER, span.name), span)
+        """Drops what is owed of these elements and this rank has not claimed: other ranks have. Of
+        worker errors that is so where ranks send for their host."""
+        for span in spans if self._spare or self._host else ():
+            _take(self._spare, (SERVER, span.name), span)
+            if self.share > 1:
+                _take(self._spare, (WORKER, span.name), span)
+                _take(self._host, (WORKER, span.name), span)
 
     def _unload(self, side: str, key: str, kept: _Kept) -> None:
         """Gives the errors of a buffer back to their names."""
@@ -259,7 +284,11 @@ class Feedback:
 
     def _gathered(self) -> _Pieces:
         """All errors that this rank has claimed, by side and name, in order of their start."""
-        found = {place: list(pieces) for place, pieces in self._loaded.items() if pieces}
+        found: _Pieces = {}
+        for held in (self._loaded, self._host):
+            for place, pieces in held.items():
+                if own := [piece for piece in pieces if piece.mine]:
+                    found.setdefault(place, []).extend(own)
         for (side, _), kept in self._kept.items():
             wide = self._wide(kept)
             for span in kept.spans:
@@ -316,7 +345,7 @@ def _take(held: _Pieces, place: tuple[str, str], span: Span) -> list[_Piece]:
         for begin, end, where in cuts:
             if begin < end:
                 data = piece.data[begin - piece.start : end - piece.start]
-                where.append(_Piece(begin, data))
+                where.append(replace(piece, start=begin, data=data))
     if outside:
         held[place] = outside
     else:

@@ -54,6 +54,8 @@ class Link:
         hosts: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.wire, self.size, self.rank = wire, mesh.size(axis), mesh.index(axis)
+        self.ranks = mesh.ranks(axis)
+        """Of this line, by their place on the axis."""
         self.account = Account()
         """Bytes that this rank has sent."""
         self._device = torch.device("cpu") if mesh.kind == "cpu" else device.device()

@@ -2,20 +2,23 @@
 
 Each rank has errors of its own (see `comm/feedback.py`); they are stored as
 `feedback/<axis>/<rank>/<key>`. The same ranks on the same axes over the same topology each go on
-with their own. When a model whose ranks were on one axis goes on with another number of ranks on
-one axis, or over another topology, every rank reads the errors of all, and their pending mean is
-kept exactly. One rank alone has no wire: what was pending is dropped then, with a warning.
+with their own; what servers owe, and over the hierarchical topology what the ranks of a host owe,
+each of them is given whole, since other buffers may make others its owners. When a model whose
+ranks were on one axis goes on with another number of ranks on one axis, or over another topology,
+every rank reads the errors of all, and their pending mean is kept exactly. One rank alone has no
+wire: what was pending is dropped then, with a warning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lezero.checkpoint import Loaded
+from lezero.comm.feedback import SERVER, WORKER
 from lezero.comm.link import Link
 from lezero.core import groups
 from lezero.core.log import logger
@@ -39,9 +42,11 @@ def pack(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[int]
 def prefixes(model: nn.Module, documents: Mapping[str, Any]) -> tuple[str, ...]:
     """The names under which lies what this rank needs."""
     saved: dict[str, list[int]] = documents.get("feedback", {})
-    now = _lines(_links(model))
+    links = _links(model)
+    now = _lines(links)
     if saved == now:
-        return tuple(f"{_PREFIX}/{axis}/{groups.rank()}/" for axis in now)
+        own = [f"{_PREFIX}/{axis}/{groups.rank()}/" for axis in now]
+        return tuple(own) + tuple(_of_others(links))
     return (f"{_PREFIX}/",) if len(saved) == len(now) == 1 else ()
 
 
@@ -59,12 +64,23 @@ def restore(model: nn.Module, loaded: Loaded) -> None:
         assert link.feedback is not None
         states: list[dict[str, torch.Tensor]] = [{}]
         if saved == now:
-            states = [{} for _ in range(link.size)]
-            states[link.rank] = _of(loaded, axis, groups.rank())
+            states = [_of(loaded, axis, rank) for rank in link.ranks]
         elif len(saved) == len(now) == 1:
             before, (size, _) = next(iter(saved.items()))
             states = [_of(loaded, before, rank) for rank in range(size)]
         link.feedback.load_state_dict(states)
+
+
+def _of_others(links: Mapping[str, Link]) -> Iterator[str]:
+    """Where what a rank may come to own lies beside its own errors."""
+    for axis, link in links.items():
+        assert link.feedback is not None
+        share = link.feedback.share
+        host = link.rank // share
+        for place, rank in enumerate(link.ranks):
+            yield f"{_PREFIX}/{axis}/{rank}/{SERVER}:1:{link.size}/"
+            if share > 1 and place // share == host:
+                yield f"{_PREFIX}/{axis}/{rank}/{WORKER}:{share}:{link.size}/"
 
 
 def _of(loaded: Loaded, axis: str, rank: int) -> dict[str, torch.Tensor]:
