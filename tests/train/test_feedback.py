@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from lezero.comm import routing
+from lezero.comm.feedback import WORKER, Feedback
+from lezero.comm.route import Span
 from lezero.comm.topology import Hosts
 from lezero.comm.wire import Wire
+from lezero.train.gradients import wires
 from tests.train.test_zero import errors, make, steps
 
 
@@ -51,3 +54,67 @@ def back(folder):
 
 def test_an_earlier_state_drops_what_later_steps_have_kept(ranks, tmp_path):
     assert ranks(2, back, tmp_path) == [{}, {}]
+
+
+def split(rank, old):
+    """Of eight elements of "w", those that a rank of two hosts sends, and where the buffer of all
+    lies; other buffers give other ranks of the host other ones."""
+    low = rank % 2 == 0
+    if old:
+        return (Span("w", 0, 4, 0),) if low else (Span("w", 4, 8, 0),)
+    return (Span("w", 0, 2, 0), Span("w", 6, 8, 2)) if low else (Span("w", 2, 6, 0),)
+
+
+def hosts_errors(states):
+    """By host, what its ranks keep of "w"; each element once."""
+    found = [np.full(8, np.nan) for _ in range(2)]
+    for rank, state in enumerate(states):
+        for key, data in state.items():
+            start = int(key.rsplit("/", 1)[1])
+            part = found[rank // 2][start : start + len(data)]
+            assert np.isnan(part).all(), key
+            part[:] = data.numpy()
+    return found
+
+
+def test_another_rank_of_the_host_sends_what_was_not_its_own():
+    device = torch.device("cpu")
+    before = [Feedback(rank, 4, "fp32", device, 2) for rank in range(4)]
+    for rank, one in enumerate(before):
+        one.error(WORKER, "old", 4, split(rank, True)).copy_(torch.arange(4) + 10.0 * rank + 1)
+    states = [one.state_dict() for one in before]
+    after = [Feedback(rank, 4, "fp32", device, 2) for rank in range(4)]
+    for one in after:
+        one.load_state_dict(states)
+    again = [one.state_dict() for one in after]
+    assert [list(one) for one in again] == [list(one) for one in states]  # each saves its own
+    for rank, one in enumerate(after):
+        one.error(WORKER, "new", 4, split(rank, False))
+        one.leave((Span("w", 0, 8, 0),))
+    wanted, found = hosts_errors(states), hosts_errors([one.state_dict() for one in after])
+    assert all(np.array_equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def both(folder, load):
+    engine = make(0, torch.float32, wire=Wire(codec="int4", feedback="both", topology="flat"))
+    if load:
+        engine.load(folder)
+    else:
+        steps(engine, count=3)
+        engine.save(folder)
+    feedback = wires(engine.model)["replicate"].feedback
+    return {k: v.numpy() for k, v in feedback.state_dict().items() if k.startswith("server")}
+
+
+def test_every_rank_is_given_what_all_servers_owe(ranks, tmp_path):
+    saved = ranks(2, both, tmp_path, False)
+    total: dict[str, np.ndarray] = {}
+    for key, value in (item for rank in saved for item in rank.items()):
+        name, start = key.split("/", 1)[1].rsplit("/", 1)
+        whole = total.setdefault(name, np.zeros(1 << 16, np.float32))
+        whole[int(start) : int(start) + len(value)] = value
+    assert any(value.any() for value in total.values())
+    for loaded in ranks(2, both, tmp_path, True):
+        found = {key.split("/", 1)[1].rsplit("/", 1)[0]: value for key, value in loaded.items()}
+        assert found.keys() == total.keys()
+        assert all(np.array_equal(x, total[name][: len(x)]) for name, x in found.items())

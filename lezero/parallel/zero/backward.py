@@ -91,7 +91,7 @@ class Backward:
         if self._turns is not None:
             self._turns.launch()
 
-    def set_aside(self, held: Held) -> None:
+    def set_aside(self, held: Held, _: torch.Tensor) -> None:
         """Autograd is about to add to `held.sharded.grad`, where sums over the ranks may be."""
         if not self._aside:  # `autograd.grad` comes here too, and then adds nothing
             Variable._execution_engine.queue_callback(self._put_back)

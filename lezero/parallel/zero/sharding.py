@@ -10,7 +10,8 @@ and `Backward._end` at the end; the optimizer's step calls `stepping` and `stepp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -158,9 +159,9 @@ class Sharding:
             if leaf is None or not leaf.requires_grad or hasattr(leaf, "_lezero_watched"):
                 continue
             if leaf is held.sharded:
-                leaf.register_hook(lambda _, held=held: self.backward.set_aside(held))
+                leaf.register_hook(_weakly(self.backward.set_aside, held))
             leaf._lezero_watched = leaf.register_post_accumulate_grad_hook(  # type: ignore[attr-defined]
-                lambda leaf, held=held: self.backward.arrived(held, leaf)
+                _weakly(self.backward.arrived, held)
             )
 
     def finish_others(self, unit: Unit, within: int | None = None) -> None:
@@ -199,6 +200,19 @@ class Sharding:
             if name in held.names:
                 return held
         raise OrderError(f"the sharded model has no parameter '{name}'")
+
+
+def _weakly(call: Callable[..., None], held: Held) -> Callable[[torch.Tensor], None]:
+    """A hook of a tensor that calls `call(held, tensor)` and keeps neither: torch never lets go of a
+    cycle through a tensor's hook."""
+    method, mine = weakref.WeakMethod(call), weakref.ref(held)
+
+    def hook(leaf: torch.Tensor) -> None:
+        found, owner = method(), mine()
+        if found is not None and owner is not None:  # they live as long as the model
+            found(owner, leaf)
+
+    return hook
 
 
 def sharding_of(model: nn.Module) -> Any:
