@@ -36,7 +36,9 @@ class Split:
     def scan(self, paths: list[str], part: int | None, findings: Findings) -> Iterator[int]:
         """The part of each document of `paths`; `part` None divides by share."""
         for document in read(paths, self.config, findings):
-            words = f"{self.config.seed}\0{document.prompt}\0{document.text}"
+            prompt = document.prompt or ""
+            kind = "text" if document.prompt is None else len(prompt)
+            words = f"{self.config.seed}\0{kind}\0{prompt}{document.text}"
             number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
             held = part is None and number in self._held
             again = number in self._seen and self.config.duplicates != "keep"

@@ -283,7 +283,7 @@ def _pieces(text: str) -> Iterator[str]:
 def _cut(text: str, start: int, end: int) -> int:
     at = end
     while (at := text.rfind("\n", start, at) + 1) > start:
-        if not text[at].isspace():
+        if not text[at].isspace() and not text[max(start, at - 2)].isspace():
             return at
         at -= 1
     at = end

@@ -70,7 +70,7 @@ def _start(
         if "id" in data:
             named["id"] = _id(data["id"])
         return named, _begin(llm, data, base)
-    except (ValueError, RecursionError, ConfigError) as error:
+    except (ValueError, ConfigError) as error:
         return named, f"line {number}: {error}"
 
 
@@ -100,9 +100,11 @@ def _object(text: str) -> dict[str, Any]:
     if any("\udc80" <= letter <= "\udcff" for letter in text):
         raise ConfigError("is not UTF-8")
     try:
-        data = _without_nulls(json.loads(text))
+        data = _without_nulls(json.loads(text.removeprefix("\ufeff")))
     except json.JSONDecodeError as error:
         raise ConfigError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ConfigError("is nested too deep") from None
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise ConfigError('is no JSON object with either "prompt" or "messages"')
     return data

@@ -66,3 +66,13 @@ def test_pairs_of_unequal_length_are_told_of(
         data = prepare(config(tmp_path, validation=0.05, sequence=1000), tmp_path / "cache")
     assert share_of(data) > 0.4
     assert "% of the tokens are held out, where 5% were asked for" in caplog.text
+
+
+def test_a_pair_is_never_the_duplicate_of_a_text(tmp_path: Path) -> None:
+    words = ["a few words", "other words here"]
+    lines: list[dict[str, str]] = [{"text": text} for text in words]
+    lines += [{"prompt": prompt, "response": words[0]} for prompt in ("None", "", "text", "a")]
+    lines += [{"prompt": "a few", "response": " words"}, {"prompt": "a", "response": " few words"}]
+    jsonl(tmp_path / "a.jsonl", *lines)
+    data = prepare(config(tmp_path / "a.jsonl"), tmp_path / "cache")
+    assert data.findings["documents"] == len(lines)

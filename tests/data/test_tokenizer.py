@@ -92,6 +92,15 @@ def test_long_texts_are_encoded_in_pieces_as_a_whole(monkeypatch):
     assert bytes_tokenizer().decode(bytes_tokenizer().encode("x" * 1000)) == "x" * 1000
 
 
+@pytest.mark.parametrize("end", ["\n\n", "\r\n", " \n", "\t\n\n"])
+def test_a_run_of_white_space_is_not_cut(end, monkeypatch):
+    tokenizer = train_tokenizer([f"alpha beta{end}" * 3 + "\n", f"x{end}  y{end}"] * 50, 400)
+    text = f"alpha beta gamma delta{end}" * 60
+    whole = tokenizer.encode(text)
+    monkeypatch.setattr("lezero.data.tokenizer._PIECE", 100)
+    assert tokenizer.encode(text) == whole
+
+
 def test_a_tokenizer_that_begins_each_text_with_a_space_is_not_cut(tmp_path, monkeypatch):
     """As Llama 2's: each piece would begin with one."""
     library = pytest.importorskip("tokenizers")

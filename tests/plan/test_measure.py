@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from lezero.plan import measure
+from lezero.plan import forecast, measure
 from lezero.plan.measure import OpTimes, time_call
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
@@ -27,6 +27,27 @@ def product(m: int, k: int, n: int) -> Call:
 
 def test_a_call_that_cannot_run_alone_gives_nothing() -> None:
     assert time_call(Call(aten.mm.default, (fact(2, 3), fact(5, 2)), {}, "aten.mm.default")) is None
+
+
+def test_a_module_with_an_lstm_is_forecast() -> None:
+    """oneDNN's backward reads a workspace of its own form: made up, it ended the process."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(16, 32, batch_first=True), torch.nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.lstm(x)[0])
+            return out
+
+    spec = StepSpec(
+        batch=4,
+        tokens=8,
+        loss=lambda model, batch: model(batch).square().mean(),
+        inputs=lambda batch, tokens: torch.randn(batch, tokens, 16),
+    )
+    assert forecast(Recurrent, spec).memory_bytes > 0
 
 
 def test_what_cannot_be_made_small_enough_is_not_tried() -> None:

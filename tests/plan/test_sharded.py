@@ -59,6 +59,20 @@ def test_stage_3_keeps_two_blocks_and_the_root_whole() -> None:
     assert whole == pytest.approx(4 * (2 * block + root), rel=0.02)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_gradients_of_16_bits_add_up(stage: int) -> None:
+    def low() -> Transformer:
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return build()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    once, twice = (trace_step(low, spec(stage, accumulate=count)) for count in (1, 2))
+    assert twice.parameters == once.parameters
+    assert len(twice.calls) >= len(once.calls)
+
+
 def test_masters_stay_whole_numbers_of_bytes_in_bf16() -> None:
     found = state(trace_step(build, spec(2, compute="bf16")))
     assert found[kinds.PARAMETER] == pytest.approx(2, rel=0.02)

@@ -203,8 +203,8 @@ class Sharding:
 
 
 def _weakly(call: Callable[..., None], held: Held) -> Callable[[torch.Tensor], None]:
-    """A hook of a tensor that calls `call(held, tensor)` and keeps neither: torch never lets go of a
-    cycle through a tensor's hook."""
+    """A hook of a tensor that calls `call(held, tensor)` and keeps neither: torch never lets go of
+    a cycle through a tensor's hook."""
     method, mine = weakref.WeakMethod(call), weakref.ref(held)
 
     def hook(leaf: torch.Tensor) -> None:
