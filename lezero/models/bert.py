@@ -102,7 +102,9 @@ class Bert(nn.Module):
 
     def forward(self, tokens_N: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states (N, D) of texts that lie one after the other; lengths: tokens of each."""
-        positions_N = torch.cat([torch.arange(n, device=tokens_N.device) for n in lengths])
+        lengths = [int(n) for n in lengths]
+        each = [torch.arange(n, device=tokens_N.device) for n in (0, *lengths)]
+        positions_N = torch.cat(each)
         x_ND = self.embeddings(tokens_N, positions_N)
         layers: Any = self.encoder.layer
         for layer in layers:

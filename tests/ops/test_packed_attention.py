@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lezero.core.errors import ConfigError
 from lezero.ops.packed_attention import packed_attention, reference
@@ -50,12 +51,21 @@ class TestPackedAttention(OpConformance):
             )
         yield "ragged, of a width without a kernel", (*seeded(LENGTHS, 40), LENGTHS, 2)
         yield "random, one long text", (*seeded([700], 32), [700], 1)
+        low = [torch.full((21, 32), 1e15), -1e15 * seeded([21], 32)[1].abs(), seeded([21], 32)[2]]
+        yield "random, scores of -1e30", (*low, [5, 16], 1)
+        few = [torch.zeros(5, 32), torch.zeros(5, 32), torch.ones(5, 32)]
+        few[0][:, 0], few[1][:, 0] = 1000, -10
+        few[1][0, 0], few[2][3] = 10, 3e38
+        yield "random, nothing of a value near the largest", (*few, [5], 1)
         large = [30 * x for x in seeded([50, 3], 64)]
         yield "random, weights of nearly 0 and 1", (*large, [50, 3], 2)
         yield "empty", (*seeded([], 32), [], 2)
         for name, value in (("nan", torch.nan), ("inf", torch.inf)):
             for place in range(3):
                 yield f"{name} {place}", (*spoiled(value, place), [4, 20, 7], 2)
+                first = seeded([14, 17], 24)
+                first[place][0, 1] = value
+                yield f"{name} {place}, without a kernel", (*first, [14, 17], 1)
 
     def expected(self, *args: Any) -> tuple[Tensor, ...]:
         return (reference.packed_attention(*args),)
@@ -87,6 +97,13 @@ def test_a_text_gets_the_same_alone(dtype: torch.dtype) -> None:
         assert torch.equal(packed_attention(*alone, [len(found)], 3), found)
 
 
+def test_lengths_may_be_a_tensor_or_a_generator() -> None:
+    parts = seeded(LENGTHS, 96)
+    wanted = packed_attention(*parts, LENGTHS, 3)
+    assert torch.equal(packed_attention(*parts, torch.tensor(LENGTHS), 3), wanted)  # type: ignore[arg-type]
+    assert torch.equal(packed_attention(*parts, (n for n in LENGTHS), 3), wanted)  # type: ignore[arg-type]
+
+
 def test_parts_of_a_wider_tensor_are_read_where_they_lie() -> None:
     wide = torch.cat(seeded(LENGTHS, 96), 1)
     found = packed_attention(*wide.split(96, 1), LENGTHS, 3)
@@ -99,6 +116,27 @@ def test_gradients_are_those_of_the_formula() -> None:
     reference.packed_attention(*theirs, LENGTHS, 2).sin().sum().backward()
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_other_derivatives_are_those_of_the_formula() -> None:
+    parts = tuple(x.double() for x in seeded([5, 9], 32))
+    turns = tuple(x.flip(0) for x in parts)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(q, k, v, [5, 9], 2)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reference.packed_attention(q, k, v, [5, 9], 2)
+
+    wanted = torch.func.jvp(theirs, parts, turns)
+    torch.testing.assert_close(torch.func.jvp(ours, parts, turns), wanted)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(x, t) for x, t in zip(parts, turns, strict=True)]
+        tangent = forward_ad.unpack_dual(ours(*duals)).tangent
+    torch.testing.assert_close(tangent, wanted[1])
+    many = torch.stack([parts[0], turns[0]])
+    found = torch.vmap(ours, (0, None, None))(many, *parts[1:])
+    torch.testing.assert_close(found[1], theirs(turns[0], *parts[1:]))
 
 
 def test_padded_groups_hold_texts_of_similar_length() -> None:
@@ -127,6 +165,9 @@ def test_torch_knows_the_op() -> None:
         ({"lengths": [15, -1]}, "the shortest has -1"),
         ({"k_ND": torch.ones(13, 32)}, r"\(13, 32\)"),
         ({"k_ND": torch.ones(14, 32).bfloat16()}, "bfloat16"),
+        ({"k_ND": torch.ones(14, 32, device="meta")}, "on meta"),
+        ({n: torch.ones(14, 32).to(torch.float8_e5m2) for n in ("q_ND", "k_ND", "v_ND")}, "float8"),
+        ({"lengths": [7.0, 7.0]}, "allowed are whole numbers"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], said: str) -> None:

@@ -11,8 +11,6 @@
 #define UNROLL _Pragma("GCC unroll 16")
 #include "../decoder/power.h"
 
-#define LOWEST (-1e30f)
-
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct {
@@ -84,7 +82,7 @@ static void weigh(const one_head *h, float total[ROWS]) {
   floats most[ROWS], sum[ROWS];
   UNROLL for (int r = 0; r < ROWS; r++) {
     float *score = h->score + r * wide;
-    most[r] = only_lanes(read16(score, LEZERO_FP32, 16 * last, 16), 0, real, LOWEST);
+    most[r] = only_lanes(read16(score, LEZERO_FP32, 16 * last, 16), 0, real, -INFINITY);
     for (int64_t p = 0; p < last; p++)
       most[r] = most_of(read16(score, LEZERO_FP32, 16 * p, 16), most[r]);
   }
@@ -93,7 +91,8 @@ static void weigh(const one_head *h, float total[ROWS]) {
     UNROLL for (int r = 0; r < ROWS; r++) {
       float *score = h->score + r * wide;
       const floats above = fused_less(all_floats(1), most[r], read16(score, LEZERO_FP32, 16 * p, 16));
-      floats weight = power_of_two(above);
+      /* The least power is 2^-126: without it, what should weigh nothing does. */
+      floats weight = sum_of(power_of_two(above), all_floats(-0x1p-126f));
       if (p == last) weight = only_lanes(weight, 0, real, 0);
       write16(score, LEZERO_FP32, 16 * p, 16, weight);
       sum[r] = sum_of(sum[r], weight);

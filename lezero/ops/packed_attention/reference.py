@@ -41,12 +41,14 @@ def by_groups(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], heads: in
         from_BT = torch.where(real_BT, start_B1 + place_T, start_B1)
         shape = (len(group), longest, heads, -1)
         places = from_BT.flatten()
-        q_BHTE, k_BHTE, v_BHTE = (x[places].view(shape).transpose(1, 2) for x in (q, k, v))
+        real = real_BT.flatten()
+        # Not finite values of a text must not meet the weight 0 in its padding.
+        rows = (q[places], *(x[places].where(real[:, None], 0) for x in (k, v)))
+        q_BHTE, k_BHTE, v_BHTE = (x.view(shape).transpose(1, 2) for x in rows)
         mask = None if even else real_BT[:, None, None, :]
         mixed = F.scaled_dot_product_attention(q_BHTE, k_BHTE, v_BHTE, attn_mask=mask)
-        rows = mixed.transpose(1, 2).flatten(0, 1).flatten(1)
-        real = real_BT.flatten()
-        out = out.index_copy(0, places[real], rows[real])
+        found = mixed.transpose(1, 2).flatten(0, 1).flatten(1)
+        out = out.index_copy(0, places[real], found[real])
     return out
 
 
