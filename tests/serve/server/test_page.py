@@ -74,7 +74,7 @@ def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
         assert browser.run("document.querySelectorAll('.turn').length") == 2
         assert browser.run("document.querySelectorAll('.turn b').length") == 0
         assert len(browser.run("document.querySelector('.turn.assistant p').textContent")) > 0
-        assert "tok/s" in browser.run(f"{NOTES}[0].textContent")
+        assert " tokens" in browser.run(f"{NOTES}[0].textContent")
         ask(browser, "more", tokens=400)
         browser.wait("document.querySelectorAll('.turn').length === 4")
         browser.run("at('stop').click()")
@@ -86,6 +86,33 @@ def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
         assert browser.problems == []
         browser.picture(tmp_path / f"{size}.png")
     assert (tmp_path / f"{size}.png").stat().st_size > 5000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_what_cannot_be_answered_is_told_and_kept(tmp_path: Path) -> None:
+    with Browser(str(CHROMIUM), tmp_path) as browser:
+        with serving(small_llm(), name="tiny") as client:
+            browser.open(client.url, 360, 640)
+            browser.wait("at('state').textContent === 'ready'")
+            ask(browser, "one", tokens=1)
+            browser.wait(f"{NOTES}.length === 1")
+            note = browser.run(f"{NOTES}[0].textContent")
+            assert note.endswith("1 token"), note  # no speed of one token
+            browser.run("at('temperature').value = ''")
+            ask(browser, "no temperature", tokens=1)
+            assert browser.run("document.querySelectorAll('.turn').length") == 2
+            browser.run("at('temperature').value = 0.5")
+            ask(browser, "too long " * 500, tokens=1)
+            browser.wait("document.querySelectorAll('.turn.error').length === 1")
+        ask(browser, "مرحبا", tokens=3)
+        browser.wait("document.querySelectorAll('.turn.error').length === 2")
+        last = "[...document.querySelectorAll('.turn p')].pop()"
+        assert browser.run(f"{last}.textContent") == "The server cannot be reached."
+        assert browser.run("at('text').value") == "مرحبا"
+        assert browser.run("getComputedStyle(at('text')).direction") == "rtl"
+        assert (
+            browser.run("at('log').scrollHeight - at('log').scrollTop - at('log').clientHeight") < 2
+        )
 
 
 NOTES = "document.querySelectorAll('.turn small:not([hidden])')"
