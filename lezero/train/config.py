@@ -36,22 +36,22 @@ class ModelConfig(Config):
     folder: PathText | None = None
     """A Hugging Face folder to start from, which brings its own shape: then no other key of this
     section may be given (or all of them, each with its default, as in a run's config.yaml)."""
-    layers: int = Field(8, ge=1)
-    dim: int = Field(512, ge=2)
-    heads: int = Field(8, ge=1)
-    kv_heads: int | None = Field(None, ge=1)
+    layers: int = Field(8, ge=1, le=4096)
+    dim: int = Field(512, ge=2, le=1 << 20)
+    heads: int = Field(8, ge=1, le=1 << 14)
+    kv_heads: int | None = Field(None, ge=1, le=1 << 14)
     """Key and value heads; as many as `heads` if not given."""
-    head_dim: int | None = Field(None, ge=2)
+    head_dim: int | None = Field(None, ge=2, le=1 << 14)
     """Width of one head; dim / heads if not given."""
-    ffn: int | None = Field(None, ge=1)
+    ffn: int | None = Field(None, ge=1, le=1 << 22)
     """Width inside SwiGLU; 8/3 of `dim`, to the nearest multiple of 64, if not given."""
-    vocab: int | None = Field(None, ge=2)
+    vocab: int | None = Field(None, ge=2, le=1 << 24)
     """Vocabulary; the tokenizer's, rounded up to a multiple of 64, if not given."""
-    context: int | None = Field(None, ge=1)
+    context: int | None = Field(None, ge=1, le=1 << 28)
     """Longest sequence that the model knows; `data.sequence` if not given."""
-    rope_theta: float | None = Field(None, gt=0)
+    rope_theta: float | None = Field(None, gt=1)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float | None = Field(None, gt=0)
+    norm_eps: float | None = Field(None, gt=0, le=1)
     tied: bool = True
     """The head shares the embedding's weights."""
     qk_norm: bool = False
