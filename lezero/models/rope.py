@@ -131,8 +131,7 @@ class Rope(nn.Module):
         with torch.no_grad():
             angle_P, factor = frequencies(self.config, self._angles)
             angle_TP = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * angle_P
-            # Not torch.cos: its first call in a process may race inside MKL where several threads
-            # share it, and one thread's part is then off by 1.5e-4 (1 of 30 processes, torch 2.13).
+            # Not torch.cos: a model may be built before [Note: first calls that race] is heeded.
             turn_TP = torch.polar(torch.ones_like(angle_TP), angle_TP)
             self.cos_TP = (turn_TP.real * factor).contiguous().to(device)
             self.sin_TP = (turn_TP.imag * factor).contiguous().to(device)
