@@ -1,11 +1,14 @@
 """Dynamic batching that tunes itself, beside fixed batches and delays: all-MiniLM-L6-v2.
 
 Requests of one text each come at Poisson times, in the same order at the same times for every side.
-A side's figure is the highest rate of a ladder at which 99% of all requests are answered within the
-target. All sides refuse what would come too late, so that only plans differ, and a request that is
-refused counts as late. The fixed pairs are swept on the rung where the tuned side is near its end;
-the best few of them climb the ladder. Sides take turns, and no HTTP is between, which would load
-the same cores.
+A side holds a rate at which 99% of all requests are answered within the target. All sides refuse
+what would come too late, so that only plans differ, and a request that is refused counts as late.
+
+The fixed pairs are swept where the tuned side is near its end, the best few of them again, and the
+best one then meets the tuned side on a ladder of rates: three runs a rung and side, in turns, with
+other arrivals each, and the rate between two rungs at which 1% is late. Runs of five seconds differ
+by more than plans do: the highest rung before the first run that fails, as this counted at first,
+moved by 6% and more from try to try. No HTTP is between, which would load the same cores.
 
 `--quick` takes a small random encoder and few requests: it shows that it runs, and no figure.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
 import statistics
 import tempfile
@@ -36,9 +40,14 @@ TARGET_S = 0.05
 BATCHES, DELAYS_S = (1, 2, 4, 8, 16, 32, 64), (0.0, 0.002, 0.005, 0.010, 0.020)
 _QUICK_BATCHES, _QUICK_DELAYS_S = (1, 8), (0.0, 0.005)
 _SECONDS, _QUICK_SECONDS = 5.0, 0.3
-_ROUNDS, _FINALISTS = 3, 3
-_STEP = 1.06
+_ROUNDS, _FINALISTS = 3, 4
+_STEP, _FINE = 1.06, 1.03
+_LEAST = LATE / 20
+"""What no late request at all counts as, between rungs."""
 _LONGEST_WAIT_S = 60.0
+
+_Rungs = list[tuple[float, float]]
+"""(requests a second, share that was late) pairs, by rate."""
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -60,7 +69,7 @@ class _Contest:
         self._texts = _texts(encoder, 512)
         self._mix = [encoder.work(text) for text in self._texts]
         self._curve = measured(encoder, TARGET_S, 2.0)
-        self.asked = self.runs = 0
+        self.asked = 0
 
     def figures(self) -> dict[str, Any]:
         batches = _QUICK_BATCHES if self._quick else BATCHES
@@ -72,73 +81,85 @@ class _Contest:
             print("this machine answers no text of usual length within the target", flush=True)
             return {"dynamic_batch_vs_best_fixed": None}
         print(f"forecast {forecast:.0f} requests/s, weights {self._encoder.weights}", flush=True)
-        near = forecast if self._quick else self._climb([None], forecast)[None]
+        near = forecast if self._quick else self._near(forecast)
         swept = {plan: self._late(plan, near) for plan in pairs}
-        for plan, late in sorted(swept.items(), key=lambda item: item[1])[:8]:
-            print(f"  batch {plan.most:3}, delay {1000 * plan.delay_s:4.1f} ms at {near:.0f}/s: "
-                  f"{late:.1%} late", flush=True)  # fmt: skip
         best = sorted(pairs, key=lambda plan: (swept[plan], plan.delay_s))[:_FINALISTS]
-        counts = {"dynamic_pairs": len(pairs), "dynamic_requests": self.asked}
         if self._quick:
-            late = self._late(None, near)
-            print(f"  tuned at {near:.0f}/s: {late:.1%} late", flush=True)
-            counts["dynamic_requests"] = self.asked
+            print(f"  tuned at {near:.0f}/s: {self._late(None, near):.1%} late", flush=True)
+            counts = {"dynamic_pairs": len(pairs), "dynamic_requests": self.asked}
             return {"dynamic_batch_vs_best_fixed": None, **counts}
-        rounds = [self._climb([None, *best], near) for _ in range(_ROUNDS)]
-        held = {side: statistics.median(r[side] for r in rounds) for side in (None, *best)}
-        fixed = max(best, key=lambda plan: held[plan])
+        again = self._lates(best, near)
+        for plan in best:
+            print(f"  batch {plan.most:3}, delay {1000 * plan.delay_s:4.1f} ms at {near:.0f}/s: "
+                  f"{swept[plan]:.1%}, then {again[plan]:.1%} late", flush=True)  # fmt: skip
+        fixed = min(best, key=lambda plan: again[plan])
+        held = {side: _between(rungs) for side, rungs in self._ladder([None, fixed], near).items()}
         named = f"batch {fixed.most} with {1000 * fixed.delay_s:g} ms"
         print(f"  tuned holds {held[None]:.0f}/s, {named} {held[fixed]:.0f}/s", flush=True)
         return {
             "dynamic_batch_vs_best_fixed": held[None] / held[fixed],
             "dynamic_requests_s": held[None],
             "best_fixed_requests_s": held[fixed],
-            **counts,
+            "dynamic_pairs": len(pairs),
             "dynamic_requests": self.asked,
         }
 
-    def _climb(self, sides: Sequence[Plan | None], start: float) -> dict[Plan | None, float]:
-        """The rate that each side holds, rung by rung, the sides in turns."""
-        held: dict[Plan | None, float] = {}
-        rung, down = start, dict.fromkeys(sides, start)
-        for side in sides:  # first down to where it holds
-            while (late := self._late(side, down[side])) > LATE and down[side] > start / 8:
-                down[side] /= _STEP
-            held[side] = down[side]
-        climbing = [side for side in sides if down[side] == start]
-        while climbing:
-            above = rung * _STEP
-            for side in list(climbing):
-                late = self._late(side, above)
-                if late > LATE:
-                    climbing.remove(side)
-                else:
-                    held[side] = above
-            rung = above
-        return held
+    def _near(self, forecast: float) -> float:
+        """About the highest rate that the tuned side holds."""
+        rate = forecast
+        while self._late(None, rate) > LATE and rate > forecast / 8:
+            rate /= _STEP
+        return rate
 
-    def _late(self, plan: Plan | None, rate: float) -> float:
-        """Share of requests that are refused or late, at `rate` a second."""
+    def _lates(self, sides: Sequence[Plan | None], rate: float) -> dict[Plan | None, float]:
+        """Share that is late of each side, over all rounds; the sides in turns."""
+        rounds = [{s: self._late(s, rate, seed) for s in sides} for seed in range(_ROUNDS)]
+        return {side: statistics.fmean(found[side] for found in rounds) for side in sides}
+
+    def _ladder(self, sides: Sequence[Plan | None], start: float) -> dict[Plan | None, _Rungs]:
+        """Rates and shares that were late, from where all sides hold to where none does."""
+        seen = {start: self._lates(sides, start)}
+        while max(seen[low := min(seen)].values()) > LATE and low > start / 4:
+            seen[low / _FINE] = self._lates(sides, low / _FINE)
+        while min(seen[high := max(seen)].values()) <= LATE:
+            seen[high * _FINE] = self._lates(sides, high * _FINE)
+        for rate, lates in sorted(seen.items()):
+            said = ", ".join(f"{late:.2%}" for late in lates.values())
+            print(f"  at {rate:.0f}/s late, tuned and fixed: {said}", flush=True)
+        return {side: [(rate, seen[rate][side]) for rate in sorted(seen)] for side in sides}
+
+    def _late(self, plan: Plan | None, rate: float, seed: int = 3) -> float:
+        """Share of requests that are refused or late, at `rate` a second. seed: of arrivals."""
         count = max(40, int(rate * self._seconds))
         curve = copy.deepcopy(self._curve)
         batcher = Batcher(curve, target_s=TARGET_S, waiting=count, mix=self._mix, plan=plan)
         runner = Runner(self._encoder, batcher)
         runner.start()
         try:
-            late = _drive(runner, [self._texts[i % 512] for i in range(count)], rate)
+            late = _drive(runner, [self._texts[i % 512] for i in range(count)], rate, seed)
         finally:
             runner.stop()
         self.asked += count
-        self.runs += 1
         return late / count
 
 
-def _drive(runner: Runner, items: Sequence[Any], rate: float) -> int:
+def _between(rungs: _Rungs) -> float:
+    """The rate at which 1% is late, between the highest rung that holds and the next."""
+    held = max((i for i, (_, late) in enumerate(rungs) if late <= LATE), default=0)
+    (low, few), (high, many) = rungs[held], rungs[min(held + 1, len(rungs) - 1)]
+    if not few <= LATE < many:
+        return low
+    few = max(few, _LEAST)
+    share = math.log(LATE / few) / math.log(many / few)
+    return float(low * (high / low) ** share)
+
+
+def _drive(runner: Runner, items: Sequence[Any], rate: float, seed: int) -> int:
     """Submits items at Poisson times; how many are refused, or answered after the target."""
     done = threading.Semaphore(0)
     latencies: list[float] = []
     late = 0
-    times = [x / rate for x in poisson(len(items), seed=3)]
+    times = [x / rate for x in poisson(len(items), seed)]
     begin = time.monotonic()
     for at, item in zip(times, items, strict=True):
         wait = begin + at - time.monotonic()

@@ -11,11 +11,11 @@ at most.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from lezero.serve.batching.curve import Curve, slowest
-from lezero.serve.batching.plan import LATE, Plan, finished, tune
+from lezero.serve.batching.plan import LATE, Plan, Search, finished, tune
 
 MOST = 256
 _MIX = 512
@@ -106,7 +106,7 @@ class Batcher:
     curve: seconds of a step. target_s: in which 99% of the requests are to be answered. waiting:
     requests that may wait while a step runs, of short and of long ones each. mix: work of usual
     requests, until there are real ones. plan: one that is kept as it is; without it plans are
-    rehearsed, and again when the curve or the mix changes.
+    rehearsed, and when the curve or the mix changes again, a little at each call of `search`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Batcher:
         self._front: deque[Ask] = deque()
         self._back: deque[Ask] = deque()
         self._busy_until: float | None = None
-        self._search: Generator[None, None, Plan] | None = None
+        self._search: Search[Plan] | None = None
         self._fixed = plan is not None
         self.plans = 1
         """Plans so far."""
@@ -217,8 +217,24 @@ class Batcher:
                     self._beyond.append(took / ask.foretold_s)
         if learn:
             self.curve.learn(batch.work, seconds)
-        if not self._fixed:
-            self._replan()
+        if not self._fixed and self._search is None:
+            self._search = self._new_search()
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether `search` has something to do."""
+        return self._search is not None
+
+    def search(self) -> None:
+        """Goes on looking for a plan, for about half a millisecond."""
+        if self._search is None:
+            return
+        try:
+            next(self._search)
+        except StopIteration as end:
+            self._search = None
+            self.plans += 1
+            self._take_plan(end.value)
 
     def _collect(self, queue: deque[Ask]) -> tuple[list[tuple[Ask, int]], float, bool]:
         """The items of the next step, their work, and whether no more would fit."""
@@ -281,20 +297,12 @@ class Batcher:
         self._full_work = max(self._mean, min(plan.work, plan.most * self._mean))
         self._planned_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
 
-    def _replan(self) -> None:
-        """Goes on looking for a plan, a little at each step; begins where things have changed."""
-        if self._search is not None:
-            try:
-                next(self._search)
-            except StopIteration as end:
-                self._search = None
-                self.plans += 1
-                self._take_plan(end.value)
-            return
+    def _new_search(self) -> Search[Plan] | None:
+        """A search for a plan, where things are no longer what they were when this one was made."""
         mean = sum(self._mix) / len(self._mix)
         now_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
         changed = [a / b for a, b in zip(now_s, self._planned_s, strict=True)]
         changed.append(mean / self._mean)
-        known = self._seen >= _ENOUGH
-        if known and any(not 1 / _SHIFT < x < _SHIFT for x in changed):
-            self._search = tune(self.curve, list(self._mix), self.target_s, self.most)
+        if self._seen < _ENOUGH or all(1 / _SHIFT < x < _SHIFT for x in changed):
+            return None
+        return tune(self.curve, list(self._mix), self.target_s, self.most, self.plan)

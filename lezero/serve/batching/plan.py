@@ -13,9 +13,11 @@ import random
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
 
 from lezero.serve.batching.curve import Curve
 
+T = TypeVar("T")
 LATE = 0.01
 """Share of requests that may take longer than the target."""
 _COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -24,6 +26,11 @@ _WORTH = 1.02
 _TOGETHER = 8
 _ARRIVALS = 3000
 _CLOSE = 1.01
+_PIECE = 200
+"""Steps that are rehearsed in one piece: about half a millisecond."""
+
+Search = Generator[None, None, T]
+"""Work that is done in small pieces: each `next` does one, and the outcome is what it returns."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +87,17 @@ class Arrivals:
         seconds: Callable[[float], float],
         target_s: float,
         noise: Sequence[float] = (1.0,),
-    ) -> float:
+    ) -> Search[float]:
         """Share that is not answered within the target when all are served in order, at `rate` a
         second. seconds: of a step, by its work; each is multiplied by the next of `noise`."""
         times, sums, count = self.times, self.sums, len(self.times)
         target, delay = target_s * rate, plan.delay_s * rate
         factors = itertools.cycle(noise)
-        first, late, free = 0, 0, 0.0
+        first, late, free, steps = 0, 0, 0.0, 0
         while first < count:
+            steps += 1
+            if steps % _PIECE == 0:
+                yield
             full = min(first + plan.most, bisect_right(sums, sums[first] + plan.work) - 1)
             full = min(max(full, first + 1), count)
             begin = max(free, times[first])
@@ -101,60 +111,64 @@ class Arrivals:
 
 
 def held_rate(
-    late: Callable[[float], float], low: float, most: float = 1e9
-) -> Generator[None, None, float]:
+    late: Callable[[float], Search[float]], low: float, most: float = 1e9
+) -> Search[float]:
     """The highest rate up to `most` at which `late(rate)` stays below 1%, if it does at `low`;
-    else 0.
-
-    A generator, since each look takes a millisecond that a caller may not have in one piece.
-    """
+    else 0."""
     yield
-    if low > most or late(low) > LATE:
+    if low > most or (yield from late(low)) > LATE:
         return 0.0
     high = min(2 * low, most)
-    while late(high) <= LATE:
+    while (yield from late(high)) <= LATE:
         low, high = high, min(2 * high, most)
         if low == most:
             return most
         yield
     while high > low * _CLOSE:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if late(middle) <= LATE else (low, middle)
+        low, high = (middle, high) if (yield from late(middle)) <= LATE else (low, middle)
         yield
     return low
 
 
 def tune(
-    curve: Curve, mix: Sequence[float], target_s: float, most: int
-) -> Generator[None, None, Plan]:
-    """Looks for the plan that holds the highest rate; yields between looks of about 1 ms.
+    curve: Curve, mix: Sequence[float], target_s: float, most: int, now: Plan | None = None
+) -> Search[Plan]:
+    """Looks for the plan that holds the highest rate, in pieces of about half a millisecond.
 
-    mix: work of requests as they came of late. most: items of a step. Where no plan holds the
-    target, its rate is 0, and up to 8 usual requests run together as soon as they can.
+    mix: work of requests as they came of late. most: items of a step. now: the plan in force, which
+    stays unless another one holds 2% more. Where no plan holds the target, its rate is 0, and up to
+    8 usual requests run together as soon as they can.
     """
     mix = [work for work in mix if curve.seconds(work) <= target_s] or mix  # no plan helps others
-    noise, drawn = list(curve.ratios) or [1.0], random.Random(1)
-    arrivals = Arrivals(poisson(_ARRIVALS), [drawn.choice(mix) for _ in range(_ARRIVALS)])
+    noise = list(curve.ratios) or [1.0]
+    arrivals = Arrivals(poisson(_ARRIVALS), random.Random(1).choices(mix, k=_ARRIVALS))
+    yield
     mean = sum(mix) / len(mix)
 
-    def late(plan: Plan, rate: float) -> float:
+    def late(plan: Plan, rate: float) -> Search[float]:
         return arrivals.share_late(rate, plan, curve.seconds, target_s, noise)
 
     tried: list[Tried] = []
 
-    def better(plan: Plan, best: Plan, worth: float) -> Generator[None, None, Plan]:
+    def better(plan: Plan, best: Plan, worth: float) -> Search[Plan]:
         full = min(plan.work, plan.most * mean)
         at_most = full / mean / curve.seconds(full)  # a short rehearsal does not see that it lags
         known = (best.rate or 0.0) * worth * _CLOSE
+        one = Tried(max(1, round(full / mean)), plan.delay_s, None, best.rate or 0.0)
+        if any(x.name == one.name for x in tried):
+            return best
         low = known or 0.05 * at_most
         rate = yield from held_rate(lambda rate: late(plan, rate), low, at_most)
-        count = max(1, round(plan.work / mean))
-        tried.append(Tried(count, plan.delay_s, rate or None, best.rate or 0.0))
+        tried.append(replace(one, rate=rate or None))
         return replace(plan, rate=rate) if rate else best
 
     best = Plan(most, _TOGETHER * mean, 0.0, 0.0)
+    if now is not None:
+        best = yield from better(replace(now, tried=()), best, 1.0)
+    before = best if best.rate else None
     for plan in _steps(curve, mean, target_s, most):
-        best = yield from better(plan, best, 1.0)
+        best = yield from better(plan, best, _WORTH if best is before else 1.0)
     for delay in _DELAYS:
         best = yield from better(replace(best, delay_s=delay * target_s), best, _WORTH)
     return replace(best, tried=tuple(tried))
@@ -168,12 +182,10 @@ def _steps(curve: Curve, mean: float, target_s: float, most: int) -> Iterable[Pl
         yield Plan(most, work * (1 + 1e-9))
 
 
-def finished(search: Generator[None, None, Plan]) -> Plan:
+def finished(search: Search[T]) -> T:
     """The outcome of a search that may take its time."""
     while True:
         try:
             next(search)
         except StopIteration as end:
-            found = end.value
-            assert isinstance(found, Plan)
-            return found
+            return cast(T, end.value)

@@ -25,6 +25,9 @@ from lezero.serve.batching.model import BatchedModel
 _LOG = logger("serve")
 _RECENT = 1024
 _MOST_KINDS, _MOST_LETTERS = 20, 300
+_SEARCHED = 0.02
+"""Share of the time under load that may go into looking for a plan; idle time goes there anyway."""
+_PAUSE_S = 1e-4
 _ENDED = "the server's loop of batches has failed"
 
 
@@ -89,6 +92,8 @@ class Runner:
         self._wake = threading.Condition()
         self._jobs: set[Ask] = set()
         self._stopping = False
+        self._spare_s = 0.0
+        """Seconds that the search for a plan may take under load."""
         self._kinds: set[tuple[type, str, int]] = set()
         """Kinds of errors, by the place that raised them, whose traceback is in the log."""
         self._began: float | None = None
@@ -168,6 +173,8 @@ class Runner:
             self.counts.steps += 1
             self.counts.busy_s += took
             self.counts.sizes.append(len(batch.items))
+            if self.batcher.is_searching and self.batcher.waiting:
+                self._search_under_load(took)
         if self._plans != self.batcher.plans:
             self._plans = self.batcher.plans
             self._tell_plan()
@@ -188,8 +195,19 @@ class Runner:
                 found = self.batcher.next(now)
                 if isinstance(found, Batch):
                     return found
-                self._wake.wait(None if found is None else max(0.0, found - now))
+                seconds = None if found is None else max(0.0, found - now)
+                if self.batcher.is_searching:
+                    self.batcher.search()
+                    seconds = _PAUSE_S  # in which requests come in
+                self._wake.wait(seconds)
             return None
+
+    def _search_under_load(self, step_s: float) -> None:
+        self._spare_s += _SEARCHED * step_s
+        if self._spare_s > 0:
+            began = time.monotonic()
+            self.batcher.search()
+            self._spare_s -= time.monotonic() - began
 
     def _answers(self, batch: Batch) -> list[Any]:
         """An answer or an error for each item; after an error each item runs by itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_it_does_so_with_noise_and_requests_of_many_sizes() -> None:
 
 def test_a_rehearsal_is_what_happens() -> None:
     arrivals = Arrivals([1.0, 1.5, 2.0, 10.0], [1, 1, 1, 1])
-    late = arrivals.share_late
+    late = lambda *given, **noise: finished(arrivals.share_late(*given, **noise))  # noqa: E731
     one = lambda work: 1.0  # noqa: E731
     assert late(1.0, Plan(1), one, 1.0) == 0.5, "at 2, 3, 4 and 11"
     assert late(1.0, Plan(4), one, 1.5) == 0.0, "one alone, then two, then one"
@@ -79,7 +80,21 @@ def test_where_no_plan_holds_the_target_some_run_together() -> None:
 
 def test_the_search_goes_in_small_pieces() -> None:
     search = tune(measured(MODELS["linear"]), [1.0], TARGET, 256)
-    assert sum(1 for _ in search) > 20
+    assert sum(1 for _ in search) > 100, "3000 requests are rehearsed some twenty times"
+
+
+def test_a_plan_stays_unless_another_one_is_worth_it() -> None:
+    curve = measured(MODELS["linear"])
+    best = finished(tune(curve, [1.0], TARGET, 256))
+    near = Plan(256, work=best.work - 1)
+    kept = finished(tune(curve, [1.0], TARGET, 256, near))
+    assert kept == replace(near, rate=kept.rate)
+    assert kept.rate > 0.98 * best.rate
+    assert kept.tried[0].rate == kept.rate, "it is tried first"
+    left = finished(tune(curve, [1.0], TARGET, 256, Plan(256, work=1.0)))
+    assert left.rate > 0.98 * best.rate
+    names = [x.name for x in left.tried]
+    assert len(names) == len(set(names))
 
 
 def test_requests_that_no_plan_answers_in_time_do_not_spoil_it_for_others() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -220,3 +221,24 @@ def test_stopping_tells_those_that_wait(model: Doubling) -> None:
     runner.stop()
     assert isinstance(waits.wait(), StoppedError)
     assert runner.active == 0
+
+
+def test_plans_are_looked_for_when_nothing_runs_and_a_little_under_load(model: Doubling) -> None:
+    curve = Curve([(1, 0.1), (2, 0.2)])
+    runner = Runner(model, Batcher(curve, target_s=60.0, waiting=500))
+    runner.start()
+    try:
+        asked = [Asked(runner, 1) for _ in range(200)]
+        assert all(a.wait() == [2] for a in asked)
+        began = time.monotonic()
+        while runner.batcher.plans == 1 and time.monotonic() - began < 20:
+            time.sleep(0.01)
+        assert runner.batcher.plans > 1, "much faster than it seemed; nobody asked since"
+        found: list[float] = []
+        runner.batcher.search = lambda: found.append(time.sleep(0.001) or 0.001)  # type: ignore
+        runner._spare_s = 0.0
+        for _ in range(100):
+            runner._search_under_load(0.004)
+        assert 3 <= len(found) <= 8, "2% of 0.4 s, a millisecond each"
+    finally:
+        runner.stop()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lezero.serve.batching.batcher import Ask, Batch, Batcher, FullError
 from lezero.serve.batching.curve import Curve
 from lezero.serve.batching.model import COUNTS
-from lezero.serve.batching.plan import LATE, Arrivals, Plan, held_rate, poisson
+from lezero.serve.batching.plan import LATE, Arrivals, Plan, Search, finished, held_rate, poisson
 
 Seconds = Callable[[float, float], float]
 """(work, now) → seconds of a step."""
@@ -61,6 +61,7 @@ def drive(batcher: Batcher, asks: Sequence[tuple[float, Ask]], seconds: Seconds)
             at += 1
         if running is not None and ends <= now:
             batcher.done(running, took)
+            batcher.search()
             for ask, _ in running.items:
                 left[ask] -= 1
                 if left[ask] == 0:
@@ -90,10 +91,10 @@ def best_fixed(seconds: Seconds, count: int, works: Sequence[float] = (1.0,)) ->
         for delay_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03):
             plan = Plan(most, delay_s=delay_s)
 
-            def late(rate: float, plan: Plan = plan) -> float:
+            def late(rate: float, plan: Plan = plan) -> Search[float]:
                 return arrivals.share_late(rate, plan, lambda w: seconds(w, 0.0), TARGET)
 
-            rate = outcome(held_rate(late, best * 1.005 or 5.0))
+            rate = finished(held_rate(late, best * 1.005 or 5.0))
             if rate:
                 best, which = rate, plan
     return best, which
@@ -105,14 +106,6 @@ def late_when_tuned(
     """The share that a batcher that tunes itself refuses or answers too late."""
     batcher = Batcher(measured(seconds), target_s=TARGET, waiting=1000)
     return 1 - drive(batcher, stream(rate, count, works), seconds).in_time / count
-
-
-def outcome(search) -> float:
-    while True:
-        try:
-            next(search)
-        except StopIteration as end:
-            return end.value
 
 
 __all__ = ["LATE", "TARGET", "Told", "best_fixed", "drive", "late_when_tuned", "measured", "stream"]
