@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -79,11 +80,19 @@ def run_ranks(command: Sequence[str], rate: str, timeout_s: float) -> list[dict[
             one = subprocess.Popen([*inside, *command], env=env, stdout=log, stderr=log)
             stack.callback(_end, one)
             started.append((one, log))
-        return [_result(one, log, timeout_s) for one, log in started]
+        end = time.monotonic() + timeout_s
+        while any(one.poll() is None for one, _ in started):
+            if any(one.poll() for one, _ in started):
+                break  # the other one may wait for it
+            if time.monotonic() > end:
+                raise RuntimeError(f"the ranks did not end in {timeout_s:g} s")
+            time.sleep(0.05)
+        started.sort(key=lambda pair: not pair[0].poll())  # the one that failed first
+        return [_result(one, log) for one, log in started]
 
 
-def _result(process: subprocess.Popen[bytes], log: Any, timeout_s: float) -> dict[str, Any]:
-    status = process.wait(timeout_s)
+def _result(process: subprocess.Popen[bytes], log: Any) -> dict[str, Any]:
+    status = process.wait()
     log.seek(0)
     lines = [line for line in log.read().splitlines() if line.strip()] or ["no message"]
     if status:

@@ -36,6 +36,7 @@ _LOST = (
 )
 _TIMEOUT_S = 600.0
 _LET_GO_S = 0.01
+_CABLE_S = 3.0
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -99,13 +100,21 @@ def _check_place() -> None:
 
 
 def need_interface() -> None:
-    """`DistributedError` where Gloo would find no network interface, with what there is."""
+    """`DistributedError` where Gloo would find no network interface, with what there is.
+
+    One that was just switched on is waited for: its cable takes a moment to be seen.
+    """
     import psutil
 
-    found = psutil.net_if_stats()
-    up = [name for name, stats in found.items() if stats.isup]
     wanted = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    missing = [name for name in wanted.split(",") if name and name not in up]
+    end = time.monotonic() + _CABLE_S
+    while True:
+        found = psutil.net_if_stats()
+        up = [name for name, stats in found.items() if stats.isup]
+        missing = [name for name in wanted.split(",") if name and name not in up]
+        if not set(missing) & set(found) or time.monotonic() > end:
+            break
+        time.sleep(0.05)
     listed = ", ".join(f"{name} ({'up' if name in up else 'down'})" for name in sorted(found))
     if missing:
         raise DistributedError(

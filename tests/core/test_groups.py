@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,3 +84,23 @@ def patience() -> tuple[float, float]:
 def test_a_new_group_waits_as_long_as_the_ranks_said_when_they_joined(ranks: RankPool) -> None:
     assert ranks(2, patience, timeout_s=23) == [(23, 23), (23, 23)]
     assert groups.joined_timeout_s() == 600
+
+
+def test_an_interface_that_was_just_switched_on_is_waited_for(monkeypatch) -> None:
+    import psutil
+
+    looks = iter([False, False, True])
+    state = lambda up: SimpleNamespace(isup=up)  # noqa: E731
+    found = lambda: {"lo": state(True), "eth5": state(next(looks))}  # noqa: E731
+    monkeypatch.setattr(psutil, "net_if_stats", found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth5")
+    groups.need_interface()
+    assert not list(looks), "three looks"
+    monkeypatch.setattr(groups, "_CABLE_S", 0.1)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth5": state(False)})
+    with pytest.raises(DistributedError, match=r"'eth5' that is up; this machine has eth5 \(down\)"):
+        groups.need_interface()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth6")
+    monkeypatch.setattr(groups, "_CABLE_S", 100.0)
+    with pytest.raises(DistributedError, match="'eth6'"):
+        groups.need_interface()
