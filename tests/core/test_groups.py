@@ -98,7 +98,9 @@ def test_an_interface_that_was_just_switched_on_is_waited_for(monkeypatch) -> No
     assert not list(looks), "three looks"
     monkeypatch.setattr(groups, "_CABLE_S", 0.1)
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth5": state(False)})
-    with pytest.raises(DistributedError, match=r"'eth5' that is up; this machine has eth5 \(down\)"):
+    with pytest.raises(
+        DistributedError, match=r"'eth5' that is up; this machine has eth5 \(down\)"
+    ):
         groups.need_interface()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth6")
     monkeypatch.setattr(groups, "_CABLE_S", 100.0)
