@@ -155,6 +155,7 @@ class Runner:
             _LOG.error("the loop of batches failed", exc_info=error)
             self._break(error)
         self.cancel_all()
+        self._note_plan()  # one that was found since the last step
 
     def _step(self, batch: Batch) -> None:
         failed = self.counts.failed_steps
@@ -175,6 +176,9 @@ class Runner:
             self.counts.sizes.append(len(batch.items))
             if self.batcher.is_searching and self.batcher.waiting:
                 self._search_under_load(took)
+        self._note_plan()
+
+    def _note_plan(self) -> None:
         if self._plans != self.batcher.plans:
             self._plans = self.batcher.plans
             self._tell_plan()
