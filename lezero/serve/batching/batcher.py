@@ -10,6 +10,7 @@ at most.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -133,7 +134,9 @@ class Batcher:
         self._fixed = plan is not None
         self.plans = 1
         """Plans so far."""
-        self._take_plan(plan or finished(tune(curve, list(self._mix), target_s, most)))
+        self._basis = copy.deepcopy(curve), list(self._mix)
+        """The curve and the mix that the plan, or the one that is looked for, goes by."""
+        self._take_plan(plan or finished(tune(*self._basis, target_s, most)))
 
     @property
     def waiting(self) -> int:
@@ -292,10 +295,11 @@ class Batcher:
         return list(zip(kinds[:end], works[:end], strict=True))
 
     def _take_plan(self, plan: Plan) -> None:
+        curve, mix = self._basis  # what has changed since a search began, the next one is for
         self.plan = plan
-        self._mean = sum(self._mix) / len(self._mix)
+        self._mean = sum(mix) / len(mix)
         self._full_work = max(self._mean, min(plan.work, plan.most * self._mean))
-        self._planned_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
+        self._planned_s = [curve.seconds(x * self._full_work) for x in _WATCHED]
 
     def _new_search(self) -> Search[Plan] | None:
         """A search for a plan, where things are no longer what they were when this one was made."""
@@ -305,4 +309,5 @@ class Batcher:
         changed.append(mean / self._mean)
         if self._seen < _ENOUGH or all(1 / _SHIFT < x < _SHIFT for x in changed):
             return None
-        return tune(self.curve, list(self._mix), self.target_s, self.most, self.plan)
+        self._basis = copy.deepcopy(self.curve), list(self._mix)
+        return tune(*self._basis, self.target_s, self.most, self.plan)

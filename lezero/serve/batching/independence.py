@@ -65,6 +65,8 @@ def _check(run: Run, row: Row, other: Row, coarseness: float) -> bool:
         raise
     except Exception:
         return False
+    if any(beside.keys() != alone.keys() for beside in placed):
+        raise ConfigError("module: gives other outputs for other rows, so they cannot share a step")
     for name, x in alone.items():
         if not all(_same(x, beside[name], coarseness) for beside in placed):
             raise ConfigError(
@@ -136,6 +138,8 @@ def _mirrored(x: Tensor) -> Tensor:
 
 def _same(alone: Tensor, beside: Tensor, coarseness: float) -> bool:
     """Equal but for rounding, whose size comes from the largest numbers of a row."""
+    if alone.shape != beside.shape:
+        return False
     kind = torch.complex128 if alone.is_complex() else torch.float64
     if _floats(alone):
         coarseness = max(coarseness, torch.finfo(alone.dtype).eps)

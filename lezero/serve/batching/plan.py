@@ -26,6 +26,8 @@ _WORTH = 1.02
 _TOGETHER = 8
 _ARRIVALS = 3000
 _CLOSE = 1.01
+_SLOW = 0.002
+"""Of what steps in a row would hold: the lowest rate that is tried."""
 _PIECE = 200
 """Steps that are rehearsed in one piece: about half a millisecond."""
 
@@ -158,7 +160,7 @@ def tune(
         one = Tried(max(1, round(full / mean)), plan.delay_s, None, best.rate or 0.0)
         if any(x.name == one.name for x in tried):
             return best
-        low = known or 0.05 * at_most
+        low = known or _SLOW * at_most
         rate = yield from held_rate(lambda rate: late(plan, rate), low, at_most)
         tried.append(replace(one, rate=rate or None))
         return replace(plan, rate=rate) if rate else best

@@ -155,7 +155,6 @@ class Runner:
             _LOG.error("the loop of batches failed", exc_info=error)
             self._break(error)
         self.cancel_all()
-        self._note_plan()  # one that was found since the last step
 
     def _step(self, batch: Batch) -> None:
         failed = self.counts.failed_steps
@@ -193,8 +192,10 @@ class Runner:
 
     def _next(self) -> Batch | None:
         """The next step, as soon as there is one; None: it is over."""
-        with self._wake:
-            while not self._stopping:
+        while True:
+            with self._wake:
+                if self._stopping:
+                    return None
                 now = time.monotonic()
                 found = self.batcher.next(now)
                 if isinstance(found, Batch):
@@ -203,8 +204,9 @@ class Runner:
                 if self.batcher.is_searching:
                     self.batcher.search()
                     seconds = _PAUSE_S  # in which requests come in
-                self._wake.wait(seconds)
-            return None
+                if self._plans == self.batcher.plans:
+                    self._wake.wait(seconds)
+            self._note_plan()
 
     def _search_under_load(self, step_s: float) -> None:
         self._spare_s += _SEARCHED * step_s
@@ -244,7 +246,11 @@ class Runner:
         """An error in one line; the first one of each kind with its traceback."""
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         kind = (type(error), frame.f_code.co_filename, line)
-        words = next(iter(str(error).strip().splitlines()), "")[:_MOST_LETTERS]
+        try:
+            text = str(error)
+        except BaseException:  # of the module, as the error is
+            text = "an error that cannot be told in words"
+        words = next(iter(text.strip().splitlines()), "")[:_MOST_LETTERS]
         said = f"{type(error).__name__}: {words}"
         if kind in self._kinds or len(self._kinds) == _MOST_KINDS:
             return said

@@ -64,7 +64,14 @@ def answer_kind(accept: str, asked: str) -> str:
 
 
 def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:
-    """The body of an answer; `Problem` (500) for what JSON lacks: infinite and complex numbers."""
+    """The body of an answer; `Problem` (500) for what JSON lacks, infinite and complex numbers, and
+    for rows that cannot be put together."""
+    for name, x in rows[0].items():
+        if others := {tuple(row[name].shape) for row in rows} - {tuple(x.shape)}:
+            problem = (
+                f"rows of output {name} are {tuple(x.shape)} and {others.pop()}; ask one by one"
+            )
+            raise Problem(500, problem, code="model_error")
     found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     found = {name: x[0] if is_single else x for name, x in found.items()}
     if kind == TENSORS:
@@ -121,7 +128,8 @@ def _unknown(name: str, model: InferModule) -> bool:
 
 def _tensor(value: Any, dtype: torch.dtype, name: str) -> Tensor:
     """A tensor of nested lists, whose numbers must be of the kind of `dtype` and in its range:
-    whole ones for whole types, and true and false for bool alone. Floating types round to nearest.
+    whole ones for whole types, and true and false for bool alone. Floating types round to nearest,
+    by way of fp64 and, for those of 16 bits, of fp32.
     """
     numbers, shape = _flat(value, name)
     kinds, allowed = _allowed(dtype)

@@ -101,3 +101,8 @@ def test_requests_that_no_plan_answers_in_time_do_not_spoil_it_for_others() -> N
     mix = [1.0] * 9 + [40.0]
     plan = finished(tune(measured(MODELS["linear"]), mix, TARGET, 256))
     assert plan == finished(tune(measured(MODELS["linear"]), [1.0], TARGET, 256))
+
+
+def test_a_target_that_only_few_requests_hold_is_said_with_their_rate() -> None:
+    plan = finished(tune(Curve([(1, 0.045), (2, 0.09)]), [1.0], TARGET, 256))
+    assert 0.1 < plan.rate < 0.5, "two that come within 40 ms of each other are late"

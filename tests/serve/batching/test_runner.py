@@ -51,6 +51,19 @@ class Leaving(Doubling):
         return super().run(items)
 
 
+class Speechless(Doubling):
+    """Raises for 14 what cannot even be told."""
+
+    def run(self, items: Sequence[Any]) -> Sequence[Any]:
+        class NoWordsError(Exception):
+            def __str__(self) -> str:
+                raise ValueError("no words")
+
+        if 14 in items:
+            raise NoWordsError
+        return super().run(items)
+
+
 class Unsure(Doubling):
     """Does not even know whether 14 is a number."""
 
@@ -114,8 +127,9 @@ def test_an_answer_that_cannot_be_judged_harms_no_other() -> None:
         assert Asked(runner, 3).wait() == [6]
 
 
-def test_a_model_that_ends_the_program_harms_no_other() -> None:
-    for runner in running(Leaving()):
+@pytest.mark.parametrize("kind", [Leaving, Speechless])
+def test_a_model_that_ends_the_program_or_cannot_say_why_harms_no_other(kind) -> None:
+    for runner in running(kind()):
         asked = [Asked(runner, number) for number in (1, 14, 2)]
         assert asked[0].wait() == [2]
         assert isinstance(asked[1].wait(), FailedError)
@@ -225,15 +239,17 @@ def test_stopping_tells_those_that_wait(model: Doubling) -> None:
 
 def test_plans_are_looked_for_when_nothing_runs_and_a_little_under_load(model: Doubling) -> None:
     curve = Curve([(1, 0.1), (2, 0.2)])
-    runner = Runner(model, Batcher(curve, target_s=60.0, waiting=500))
+    told: list[int] = []
+    made = Batcher(curve, target_s=60.0, waiting=500)
+    runner = Runner(model, made, tell_plan=lambda: told.append(made.plans))
     runner.start()
     try:
         asked = [Asked(runner, 1) for _ in range(200)]
         assert all(a.wait() == [2] for a in asked)
         began = time.monotonic()
-        while runner.batcher.plans == 1 and time.monotonic() - began < 20:
+        while not told and time.monotonic() - began < 20:
             time.sleep(0.01)
-        assert runner.batcher.plans > 1, "much faster than it seemed; nobody asked since"
+        assert told, "much faster than it seemed; nobody asked since"
         found: list[float] = []
         runner.batcher.search = lambda: found.append(time.sleep(0.001) or 0.001)  # type: ignore
         runner._spare_s = 0.0

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from lezero.core.errors import ConfigError
 from lezero.serve.batching.module import InferModule
 from lezero.serve.server.exchange import JSON
-from lezero.serve.server.inference import TENSORS, _from_tensors, answer_kind, read_inputs
+from lezero.serve.server.inference import (
+    TENSORS,
+    _from_tensors,
+    answer_kind,
+    read_inputs,
+    told_outputs,
+)
 from lezero.serve.server.problem import Problem
 
 
@@ -109,3 +116,19 @@ def test_a_shape_beyond_64_bits_is_refused() -> None:
         _from_tensors(len(header).to_bytes(8, "little") + header)
     assert caught.value.status == 400
     assert "\n" not in str(caught.value)
+
+
+def test_outputs_whose_shape_follows_the_batch_are_refused() -> None:
+    class Trims(torch.nn.Module):
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            return x[:, : int(n.max())]
+
+    with pytest.raises(ConfigError, match="depend on each other"):
+        InferModule(Trims(), {"x": torch.randn(2, 6), "n": torch.tensor([2, 5])})
+
+
+def test_rows_of_unlike_shapes_are_told_of() -> None:
+    rows = [{"y": torch.zeros(4)}, {"y": torch.zeros(8)}]
+    with pytest.raises(Problem, match=r"rows of output y are \(4,\) and \(8,\)") as found:
+        told_outputs(rows, False, JSON)
+    assert found.value.status == 500
