@@ -146,9 +146,17 @@ def is_generation(path: Path) -> bool:
 
 
 def checkpoint_root(path: Path) -> Path:
-    """The folder that holds the generations of `path`, a checkpoint root or a run folder."""
+    """The folder that holds the generations of `path`, a checkpoint root or a run folder;
+    `FileError` where it is both, since nobody knows which one is meant."""
     inner = path / "checkpoints"
-    return inner if inner.is_dir() and not list_generations(path) else path
+    if not list_generations(path):
+        return inner if inner.is_dir() else path
+    if inner.is_dir() and list_generations(inner):
+        raise FileError(
+            f"{path}: holds checkpoints, and those of a run in {inner.name}/; name {inner}, or one "
+            f"generation, as {list_generations(path)[-1]}"
+        )
+    return path
 
 
 def _load(path: Path, mark: str | None, reader: Reader) -> Loaded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lezero.files import read_small, seal, step_path, unseal, write_file
 FORMAT = 1
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 _LIMIT = 1 << 12
+_USUAL = ("best", "last")
 
 
 def write_mark(root: Path, name: str, step: int) -> None:
@@ -39,15 +41,22 @@ def read_mark(root: Path, name: str) -> int | None:
 
 def read_marks(root: Path) -> tuple[dict[int, str], list[Path]]:
     """The marks in `root`: their names by step (the first, where a step has several), and the files
-    of those that are damaged."""
+    of those that are damaged. Others may keep JSON of theirs there."""
     names: dict[int, str] = {}
     damaged = []
     for path in sorted(Path(root).glob("*.json")):
         try:
             step = read_mark(root, path.stem)
         except FileError:
-            damaged.append(path)
+            if path.stem in _USUAL or _speaks_of_a_mark(path):
+                damaged.append(path)
             continue
         if step is not None:
             names.setdefault(step, path.stem)
     return names, damaged
+
+
+def _speaks_of_a_mark(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return b'"mark"' in file.read(_LIMIT)
+    return True

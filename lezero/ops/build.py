@@ -93,8 +93,13 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
         with _lock(folder / f"{name}.lock"):
             if _origin(path) != made_from:
                 logger("ops").info("building %s for this machine, once", name)
-                with tempfile.TemporaryDirectory(dir=folder) as aside:
-                    _keep(_compile(sources, tools, Path(aside)), path, made_from)
+                aside = folder / f"{name}.building"
+                shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed in it
+                aside.mkdir()
+                try:
+                    _keep(_compile(sources, tools, aside), path, made_from)
+                finally:
+                    shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         why = error.strerror or error
         raise BuildError(f"cannot keep the library {name} in {folder} ({why})") from None

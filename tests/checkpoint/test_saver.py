@@ -87,6 +87,17 @@ def test_a_damaged_mark_is_told_and_what_it_may_mean_stays(tmp_path):
         load(tmp_path, mark="worst")
 
 
+def test_json_of_others_beside_generations_is_no_mark(tmp_path, caplog):
+    with Saver(tmp_path, keep=2) as saver:
+        for step in (1, 2, 3, 4):
+            (tmp_path / "metrics.json").write_text(f'{{"step": {step}}}')
+            (tmp_path / "notes.json").write_bytes(b"\xff\x00 no JSON" * 1000)
+            saver.save(step, {}, {})
+            saver.wait()
+    assert steps(tmp_path) == [3, 4]
+    assert "damaged" not in caplog.text
+
+
 def test_a_failed_write_is_told_and_the_next_one_works(tmp_path, monkeypatch):
     told = []
     saver = Saver(tmp_path, on_error=lambda step, error: told.append((step, str(error))))
