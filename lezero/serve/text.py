@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 _BROKEN = "\ufffd"
 _LONG = 16
 _CONTEXT = 8
+_LONGEST = 4
+"""Tokens of one character: no more than its bytes in UTF-8."""
 
 
 class Detokenizer:
@@ -24,13 +26,15 @@ class Detokenizer:
     alone may decode otherwise than after others (many decoders drop a leading space). So each new
     token is decoded behind those of the last piece that was given, and those behind it that are
     held back. A window begins where a piece began and a piece ends with a whole character, so no
-    character is cut. A long run of invalid bytes is given up to a token where a cut changes
-    nothing: four bytes later a UTF-8 decoder has forgotten where it began.
+    character is cut. The first one, of the prompt's last tokens, is widened to where a character
+    begins: tokenizers that fall back to bytes decode a whole run of them as U+FFFD when its first
+    ones are the rest of a character. A long run of invalid bytes is given up to a token where a cut
+    changes nothing: four bytes later a UTF-8 decoder has forgotten where it began.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(before[-_CONTEXT:])
+        self._window = list(before[_start_of_window(decode, before) :])
         self._known = len(self._window)
         self._given = decode(self._window) if self._window else ""
 
@@ -71,6 +75,27 @@ class Detokenizer:
         if len(rest) < _LONG // 2 or first + rest != text:
             return ""
         return self._give(first, middle)
+
+
+def _start_of_window(decode: Callable[[list[int]], str], before: Sequence[int]) -> int:
+    """Where the last tokens begin with a whole character; any place where none begins near."""
+    latest = max(0, len(before) - _CONTEXT)
+    for start in range(latest, max(0, latest - _LONG), -1):
+        if _begins_whole(decode, before[start : start + _LONGEST]):
+            return start
+    return latest if latest > _LONG else 0
+
+
+def _begins_whole(decode: Callable[[list[int]], str], tokens: Sequence[int]) -> bool:
+    """Whether tokens begin with a whole character; also for U+FFFD written as bytes, whose text
+    gets shorter when it is complete."""
+    length = 0
+    for end in range(1, len(tokens) + 1):
+        text = decode(list(tokens[:end]))
+        if len(text) < length or (text and text[0] != _BROKEN):
+            return True
+        length = len(text)
+    return False
 
 
 class StopStrings:

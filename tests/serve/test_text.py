@@ -108,6 +108,18 @@ def test_the_text_goes_on_from_the_prompt() -> None:
     assert Detokenizer(inner.decode).add(world) == "wor"
 
 
+@pytest.mark.parametrize("end", ["ᚠᚢᚦ", "é" * 9, "😀é😀", "\ufffd" * 12, "ᚠ\ufffd" * 5, "Hello"])
+def test_a_prompt_of_bytes_is_cut_between_characters(end: str) -> None:
+    inner = byte_fallback()
+    for answer in ("ᚨᚱ", "😀,", "\ufffdé"):
+        for more in range(4):  # so that the cut falls on every byte of a character
+            known, new = f"Hello{end}{',' * more}{end}", f"{answer}{',' * more}"
+            first, second = (inner.encode(text).ids for text in (known, new))
+            detokenizer = Detokenizer(inner.decode, first)
+            told = "".join(detokenizer.add(token) for token in second) + detokenizer.finish()
+            assert inner.decode(first + second)[len(inner.decode(first)) :] == told
+
+
 def test_half_a_character_comes_out_at_the_end_only() -> None:
     tokens = list("é".encode())[:1]
     detokenizer = Detokenizer(bytes_tokenizer().decode)
