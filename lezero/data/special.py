@@ -13,6 +13,18 @@ from lezero.core.paths import expand_home
 EOS = "<|endoftext|>"
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 GENERATION = "generation_config.json"
+CHOOSING = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+    *("epsilon_cutoff", "eta_cutoff", "renormalize_logits", "remove_invalid_values"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens"),
+    *("begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "stop_strings"),
+    *("exponential_decay_length_penalty", "guidance_scale", "penalty_alpha", "token_healing"),
+    *("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping"),
+    *("force_words_ids", "constraints", "dola_layers", "watermarking_config"),
+    *("min_length", "min_new_tokens", "max_length", "max_new_tokens"),
+)
+"""Entries that say which tokens are chosen, and how many."""
 _LIMIT = 64 << 20
 
 

@@ -11,7 +11,7 @@ from lezero.models.huggingface import (
     load_hf,
     read_config,
     save_hf,
-    special_tokens,
+    token_entries,
     tokenizer_files,
 )
 from lezero.models.presets import PRESETS, preset
@@ -42,7 +42,7 @@ __all__ = [
     "preset",
     "read_config",
     "save_hf",
-    "special_tokens",
     "stop_tokens",
+    "token_entries",
     "tokenizer_files",
 ]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.core.paths import expand_home
-from lezero.data.special import GENERATION, read_object, stop_tokens
+from lezero.data.special import CHOOSING, GENERATION, read_object, stop_tokens
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.transformer import Transformer
@@ -189,9 +189,10 @@ def save_hf(
     """Writes `config.json` and safetensors that transformers opens with equal logits.
 
     The weights keep the type they have in the model; more than `shard_bytes` are split over files
-    with an index. Files of a tokenizer are copied from `tokenizer_folder`, and its end token
-    becomes the model's. Everything is written to a folder aside first and then moved in,
-    `config.json` last, so a failed save leaves what was there. Returns the folder.
+    with an index. Files of a tokenizer are copied from `tokenizer_folder`, and what is said there
+    of which tokens end a text and how tokens are chosen. Everything is written to a folder aside
+    first and then moved in, `config.json` last, so a failed save leaves what was there. Returns the
+    folder.
     """
     state = {name_there(name): tensor for name, tensor in export(model).items()}
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
@@ -222,7 +223,7 @@ def write_hf(
     data = {**to_hf(config, dtype), **(also or {})}
     copies = tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:
-        data |= special_tokens(Path(expand_home(tokenizer_folder)))
+        data |= token_entries(Path(expand_home(tokenizer_folder)))
     aside = root.parent / f".{root.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -306,19 +307,32 @@ def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
     return [*found, *(path for path in [root / GENERATION] if path.is_file())]
 
 
-def special_tokens(folder: Path) -> dict[str, Any]:
-    """Ids of the tokenizer's begin, end and padding tokens, where it names any; of the end, where
-    it does not, those of the model in the same folder."""
+def token_entries(folder: Path) -> dict[str, Any]:
+    """Entries of config.json for a tokenizer's folder: ids of its begin and padding tokens, of all
+    tokens that end a text by it or by the model beside it, and how tokens are chosen, where that
+    model's config.json is what says so."""
+    config = {} if (folder / GENERATION).is_file() else read_object(folder / "config.json")
+    found = {name: config[name] for name in CHOOSING if name in config}
+    named = _named_ids(folder)
     ends = stop_tokens(folder)
-    ids: dict[str, Any] = {"eos_token_id": list(ends)} if ends else {}
+    if "eos_token_id" in named and named["eos_token_id"] not in ends:
+        ends = (named["eos_token_id"], *ends)
+    if ends:
+        named["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
+    return {**found, **named}
+
+
+def _named_ids(folder: Path) -> dict[str, Any]:
+    """Ids of the tokenizer's begin, end and padding tokens, where it names any."""
     if not all((folder / name).is_file() for name in _TOKENIZER_FILES[:2]):
-        return ids
+        return {}
     tokenizer, settings = (read_json(folder / name) for name in _TOKENIZER_FILES[:2])
     added = {
         item.get("content"): item.get("id")
         for item in tokenizer.get("added_tokens") or []
         if isinstance(item, dict)
     }
+    ids: dict[str, Any] = {}
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,6 +249,16 @@ def test_a_quantized_folder_writes_text(tmp_path: Path) -> None:
     assert "".join(writer.write("ab", 4, temperature=0.0)).startswith("ab")
     assert json.loads((tmp_path / "q/config.json").read_text())["eos_token_id"] == 256
     assert (tmp_path / "q/decisions.json").is_file()
+    said = {"eos_token_id": [7, 256], "repetition_penalty": 1.3}
+    (tmp_path / "t/config.json").write_text(json.dumps(said))
+    save_quantized(model, tmp_path / "q", tokenizer_folder=tmp_path / "t")
+    assert said.items() <= json.loads((tmp_path / "q/config.json").read_text()).items()
+    other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    other.config = SimpleNamespace(to_dict=lambda: {"eos_token_id": [7, 9]})
+    lz.quantize_(other, lz.Int8Weight(), objective="size")
+    save_quantized(other, tmp_path / "other", tokenizer_folder=tmp_path / "t")
+    found = json.loads((tmp_path / "other/config.json").read_text())
+    assert (found["eos_token_id"], found["repetition_penalty"]) == ([7, 9], 1.3)
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])

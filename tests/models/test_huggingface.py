@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lezero.core.errors import ConfigError, CorruptError, FileError
-from lezero.models import Transformer, TransformerConfig, load_hf, save_hf, stop_tokens
+from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.rope import frequencies
 from tests.models.test_rope import SCALINGS, longrope
@@ -349,34 +349,6 @@ def test_a_failed_save_leaves_what_was_there(
         save_hf(build(tied=False), tmp_path / "out")
     assert torch.equal(logits(load_hf(tmp_path / "out")), logits(model))
     assert list(tmp_path.glob(".*")) == []
-
-
-def test_a_tokenizer_travels_with_its_end_token(tmp_path: Path) -> None:
-    source = tmp_path / "tokenizer"
-    source.mkdir()
-    added = {"added_tokens": [{"id": 3, "content": "<end>"}]}
-    (source / "tokenizer.json").write_text(json.dumps(added))
-    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
-    save_hf(build(), tmp_path / "out", tokenizer_folder=source)
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    assert stop_tokens(tmp_path / "out") == (3,)
-    assert stop_tokens(source) == ()
-    with pytest.raises(FileError, match="holds no tokenizer"):
-        save_hf(build(), tmp_path / "out", tokenizer_folder=tmp_path)
-
-
-def test_what_is_said_beside_a_tokenizer_travels_with_it(tmp_path: Path) -> None:
-    source = tmp_path / "tokenizer"
-    source.mkdir()
-    (source / "tokenizer.json").write_text("{}")
-    (source / "config.json").write_text('{"eos_token_id": [3, 4]}')
-    save_hf(build(), tmp_path / "out", tokenizer_folder=source)
-    assert stop_tokens(tmp_path / "out") == (3, 4)
-    said = {"eos_token_id": [5, 4], "repetition_penalty": 1.05}
-    (source / "generation_config.json").write_text(json.dumps(said))
-    save_hf(build(), tmp_path / "out", tokenizer_folder=source)
-    assert stop_tokens(tmp_path / "out") == (5, 4)
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == said
 
 
 def test_a_model_without_weights_cannot_be_saved(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lezero.core.errors import FileError
+from lezero.data.special import CHOOSING
 from lezero.serve.generation_config import read_generation
 
 ACTING: dict[str, Any] = {
@@ -42,6 +43,7 @@ def test_what_acts_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     found = read_generation(folder(tmp_path, {**ACTING, "repetition_penalty": 1.05}))
     assert found.repetition_penalty == 1.05
     assert set(found.unheeded) == set(ACTING) - {"min_new_tokens "}
+    assert {*found.unheeded, "repetition_penalty"} <= set(CHOOSING)  # what a saved model keeps
     found.tell()
     (warned,) = [record.message for record in caplog.records]
     assert all(name in warned for name in found.unheeded)

@@ -46,7 +46,7 @@ from lezero.files import (
     write_part,
 )
 from lezero.files.folder import aside, cannot_write
-from lezero.models import Transformer, TransformerConfig, special_tokens, tokenizer_files
+from lezero.models import Transformer, TransformerConfig, token_entries, tokenizer_files
 from lezero.models.hf_config import to_hf
 from lezero.models.huggingface import read_json
 
@@ -69,10 +69,10 @@ def save_quantized(
 
     layout: "lezero" keeps every bit and is what `lz.load_quantized` reads; "compressed-tensors" is
     for other servers (`lezero.compress.quantize.exported` says what it can hold). Files of a
-    tokenizer are copied from `tokenizer_folder`. A folder that was written by this in the same
-    layout is replaced; any other that holds something, and one to which files were added, is
-    refused. Raises `OrderError` when no layer is quantized, `ConfigError` for what a layout cannot
-    hold, and `FileError`.
+    tokenizer are copied from `tokenizer_folder`, and what is said there of which tokens end a text
+    and how tokens are chosen. A folder that was written by this in the same layout is replaced; any
+    other that holds something, and one to which files were added, is refused. Raises `OrderError`
+    when no layer is quantized, `ConfigError` for what a layout cannot hold, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
     check_names(model, "lz.save_quantized")
@@ -90,10 +90,12 @@ def save_quantized(
         _DOCUMENT: {"format": FORMAT, "readable_from": READABLE_FROM, "layers": layers}
     }
     config = _config_json(model)
+    said = {} if tokenizer_folder is None else token_entries(Path(expand_home(tokenizer_folder)))
     if isinstance(model, Transformer):
         documents["model"] = model.config.to_dict()
-        if tokenizer_folder is not None:
-            config |= special_tokens(Path(expand_home(tokenizer_folder)))
+        config |= said
+    else:
+        config = said | config  # what its own config says counts
     report = model.__dict__.get(REPORT)
     if isinstance(report, QuantizationReport):
         documents["decisions"] = report.decisions.to_json()
