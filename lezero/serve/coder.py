@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,9 @@ class Coder:
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant.
 
-        A content is text, or a list of {"type": "text", "text": …}, which goes to a template that
-        reads such parts as it is, and to others as one text. Other keys, such as name, are the
-        template's to read.
+        A content is text, or a list of {"type": "text", "text": …}, which goes to the template as
+        it is where that reads the parts of such a message, and elsewhere as one text. Other keys,
+        such as name, are the template's to read.
 
         Raises `ConfigError` for messages without role or content, and where the tokenizer has no
         chat template, or it fails.
@@ -84,21 +83,33 @@ class Coder:
                 "this model's tokenizer has no chat template: give a prompt and use generate"
             )
         _check_messages(messages)
-        if not self._reads_parts and any(isinstance(x["content"], list) for x in messages):
-            messages = [{**x, "content": joined(x["content"])} for x in messages]
-        return render(self.template, messages, self._specials)
+        return render(self.template, self._readable(messages), self._specials)
 
-    @functools.cached_property
-    def _reads_parts(self) -> bool:
-        """Whether the template writes the text of a part, and not the part as it is."""
-        part = {"type": "text", "text": "lezero-text", "lezero-key": ""}
+    def _readable(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages, with parts as one text where the template would write them as they are,
+        or leave out what it writes of a text. Found out with marks in place of the texts."""
+        numbers = [i for i, x in enumerate(messages) if isinstance(x["content"], list)]
+        if not numbers:
+            return messages
+        texts = {i: f"lezero {i} text" for i in numbers}
+        keys = {i: f"lezero {i} key" for i in numbers}
+        parts = {i: [{"type": "text", "text": texts[i], keys[i]: ""}] for i in numbers}
+        as_parts, as_texts = self._tried(messages, parts), self._tried(messages, texts)
+        one_text = {
+            i: joined(messages[i]["content"])
+            for i in numbers
+            if as_parts is None
+            or keys[i] in as_parts
+            or (texts[i] not in as_parts and texts[i] in (as_texts or ""))
+        }
+        return _with_contents(messages, one_text)
+
+    def _tried(self, messages: Sequence[Message], contents: Mapping[int, Any]) -> str | None:
+        """What the template makes of the messages with other contents; None where it fails."""
         try:
-            found = render(
-                self.template or "", [{"role": "user", "content": [part]}], self._specials
-            )
+            return render(self.template or "", _with_contents(messages, contents), self._specials)
         except ConfigError:
-            return False
-        return part["text"] in found and "lezero-key" not in found
+            return None
 
 
 def open_coder(place: str | Path, folder: Path | None) -> Coder:
@@ -152,6 +163,10 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     if text is not None and (not isinstance(text, str) or len(text) > _LIMIT):
         raise FileError(f"{path}: its chat template is no text of at most {_LIMIT >> 20} MiB")
     return text, special_tokens(folder)
+
+
+def _with_contents(messages: Sequence[Message], contents: Mapping[int, Any]) -> list[Message]:
+    return [{**x, "content": contents.get(i, x["content"])} for i, x in enumerate(messages)]
 
 
 def _check_messages(messages: Sequence[Message]) -> None:

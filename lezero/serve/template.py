@@ -27,9 +27,7 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
     )
     try:
         return str(
-            _environment()
-            .from_string(template)
-            .render(
+            _compiled(template).render(
                 messages=list(messages),
                 add_generation_prompt=True,
                 tools=None,
@@ -42,6 +40,11 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
     except broken as error:
         what = str(error) or type(error).__name__
         raise ConfigError(f"messages: the model's chat template fails: {what}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(template: str) -> Any:
+    return _environment().from_string(template)
 
 
 @functools.cache

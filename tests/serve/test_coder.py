@@ -179,6 +179,25 @@ def test_names_and_parts_are_what_the_template_makes_of_them(tmp_path, content):
         llm.chat_tokens([{"role": "user", "content": [{"type": "image"}]}])
 
 
+ALL_PARTS = "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}"
+ALL_PARTS += "{% endfor %}"
+FIRST = "{% if messages[0].role != 'system' %}{{ raise_exception('first') }}{% endif %}" + ALL_PARTS
+LAST = "{% if messages | length < 2 %}{{ raise_exception('more') }}{% endif %}" + ALL_PARTS
+OF_USERS = "{{ messages[0].content }}{% for p in messages[1].content %}{{ p.text }}{% endfor %}"
+ONE = "{{ messages[0].content + ' ' + messages[1].content }}"
+
+
+@pytest.mark.parametrize("template", [ALL_PARTS, FIRST, LAST, OF_USERS, ONE])
+def test_no_text_of_parts_is_lost(template):
+    texts = {"system": "Be brief.", "user": "What is 2+2?"}
+    parts = [
+        {"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts.items()
+    ]
+    found = coder(template).prompt(parts)
+    assert all(text in found for text in texts.values())
+    assert "'text'" not in found
+
+
 def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):
     train_tokenizer(["a few words, a few more words"] * 9, 300).save(tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
