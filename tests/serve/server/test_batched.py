@@ -298,6 +298,20 @@ def test_a_browser_asks(which, size, encoder, tmp_path: Path) -> None:
         assert browser.problems == []
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_page_shows_whole_numbers_as_they_are(tmp_path: Path) -> None:
+    model = InferModule(torch.nn.Identity(), torch.zeros(1, 1, dtype=torch.int64))
+    with serving_batches(model) as client, Browser(str(CHROMIUM), tmp_path) as browser:
+        browser.open(client.url, 390, 844)
+        browser.wait("at('state').textContent === 'ready'")
+        text = f'{{"inputs": [{2**53 + 1}]}}'
+        browser.run(f"at('text').value = {text!r}")
+        browser.run("at('send').click()")
+        browser.wait("document.querySelectorAll('.turn small:not([hidden])').length === 1")
+        shown = browser.run("document.querySelector('.turn.assistant p').textContent")
+        assert shown == f'{{"output":[{2**53 + 1}]}}'
+
+
 def test_a_plan_can_be_given(encoder, capsys) -> None:
     with serving_batches(encoder, Plan(4, delay_s=0.001)) as client:
         assert client.ask("/v1/embeddings", {"input": TEXTS}).status == 200
