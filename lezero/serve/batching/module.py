@@ -28,6 +28,8 @@ _FORM = "PACKAGE.MODULE:FUNCTION"
 _LOG = logger("serve")
 _MOST_ROWS = 2048
 """Of a request: each of them takes memory of its own, however short it is."""
+_SHOWN, _LETTERS = 5, 80
+"""Names that an error tells of what a client gave, and letters of each, or of a shape."""
 
 
 class InferModule(BatchedModel):
@@ -77,7 +79,7 @@ class InferModule(BatchedModel):
         """
         if set(inputs) != set(self.example):
             wanted = ", ".join(self.example)
-            raise ConfigError(f"inputs: got {', '.join(inputs) or 'none'}, needed are {wanted}")
+            raise ConfigError(f"inputs: got {_some(inputs) or 'none'}, needed are {wanted}")
         ranks = {name: x.dim() - self.example[name].dim() for name, x in inputs.items()}
         if set(ranks.values()) not in ({0}, {-1}):
             raise ConfigError(self._wrong(inputs))
@@ -100,8 +102,9 @@ class InferModule(BatchedModel):
 
     def _wrong(self, inputs: Mapping[str, Tensor]) -> str:
         found = [
-            f"inputs.{name}: got {str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, allowed "
-            f"is {self.shape_text(name)}, with or without a batch dim before"
+            f"inputs.{name}: got {str(x.dtype).removeprefix('torch.')} "
+            f"{_cut(str(tuple(x.shape)))}, allowed is {self.shape_text(name)}, with or without a "
+            "batch dim before"
             for name, x in inputs.items()
         ]
         return "; ".join(found)
@@ -196,6 +199,16 @@ def _named(given: Any, what: str) -> Row:
         if not isinstance(x, Tensor) or x.dim() == 0 or 0 in x.shape or x.is_complex():
             raise ConfigError(f"{what}.{name}: allowed is a real tensor with a batch in dim 0")
     return {str(name): x.detach() for name, x in given.items()}
+
+
+def _some(names: Iterable[str]) -> str:
+    every = sorted(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(map(_cut, every[:_SHOWN])) + more
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…"
 
 
 def _check_forms(example: Row, largest: Row) -> None:

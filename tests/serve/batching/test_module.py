@@ -116,11 +116,15 @@ def test_the_order_of_a_clients_inputs_does_not_matter() -> None:
         ({"ids": torch.ones(2, 3).long(), "scale": torch.ones(3)}, "rows"),
         ({"ids": torch.ones(0, 3).long(), "scale": torch.ones(0)}, "rows"),
         ({"ids": torch.ones(2, 3, 4, 5).long(), "scale": torch.ones(2)}, "batch dim"),
+        ({f"{i:05}": torch.ones(1) for i in range(15000)}, "00003, 00004 and 14995 more, needed"),
+        ({"x" * 10**5: torch.ones(1)}, "got x{80}…, needed are"),
+        ({"ids": torch.ones([1] * 9999).long(), "scale": torch.ones(2)}, "1…, allowed is int64"),
     ],
 )
 def test_inputs_that_are_not_the_examples_are_named(inputs: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         several().rows(inputs)
+    assert len(str(caught.value)) < 400
 
 
 class Shares(nn.Module):
