@@ -98,9 +98,7 @@ def test_two_tensors_never_get_one_name(tmp_path):
 def test_a_run_whose_folder_holds_checkpoints_too_is_named(root, tmp_path):
     write_generation(root.parent, 20, tensors={"model/w": torch.zeros(2)}, documents={})
     for use in (load, lambda path: export_weights(path, tmp_path / "out.safetensors")):
-        with pytest.raises(
-            FileError, match=r"of a run in checkpoints/; name .*, or one"
-        ):
+        with pytest.raises(FileError, match=r"of a run in checkpoints/; name .*, or one"):
             use(root.parent)
     assert load(root).step == 3
     assert load(step_path(root.parent, 20)).step == 20
