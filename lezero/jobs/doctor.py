@@ -16,6 +16,7 @@ from typing import Any
 
 import lezero.jobs.ceiling_checks
 import lezero.jobs.machine_checks
+import lezero.jobs.native_checks
 import lezero.jobs.software_checks  # noqa: F401  (importing a file registers its checks)
 from lezero.core import facts as core_facts
 from lezero.core.checks import SEVERITIES, Check, Context, Finding, checks

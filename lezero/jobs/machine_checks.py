@@ -9,7 +9,7 @@ import uuid
 from pathlib import Path
 
 from lezero.core.checks import Check, Context, Finding, checks
-from lezero.jobs.software_checks import python
+from lezero.jobs.software_checks import OTHER_CACHE, python
 from lezero.report import units
 
 GIB, MIB = 2**30, 2**20
@@ -177,7 +177,7 @@ class CacheCheck(Check):
                     title="the cache folder cannot be written",
                     cause=f"{context.cache}: {error.strerror or error}. Ceilings are measured each "
                     "time they are needed.",
-                    fix="export LEZERO_CACHE=/tmp/lezero-cache",
+                    fix=OTHER_CACHE,
                 )
             ]
         finally:

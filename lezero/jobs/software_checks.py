@@ -17,6 +17,9 @@ from lezero.core.checks import Check, Context, Finding, checks
 from lezero.core.errors import ConfigError
 from lezero.core.flags import FLAGS, flag
 
+OTHER_CACHE = "export LEZERO_CACHE=/tmp/lezero-cache"
+"""The command where the cache folder cannot be written."""
+
 OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
 # Bundles of others; `vision`, since torchvision breaks beside a CPU torch; and those that nothing
@@ -196,7 +199,7 @@ class CompilerCheck(Check):
                 cause, fix = "torch.compile looks for g++; clang++ is here.", "export CXX=clang++"
             else:
                 cause = "torch.compile on a CPU needs one; training then stays eager."
-                fix = _install("g++")
+                fix = install_command("g++")
             return [Finding(severity="warning", title="no g++ compiler", cause=cause, fix=fix)]
         answer = []
         if problem := _no_cpp("g++" if chosen is None else chosen):
@@ -205,7 +208,7 @@ class CompilerCheck(Check):
                     severity="warning",
                     title=f"{'g++' if chosen is None else f'CXX={chosen}'} compiles no C++",
                     cause=f"{problem}. torch.compile on a CPU takes it; training then stays eager.",
-                    fix=_install("--reinstall g++") if chosen is None else "unset CXX",
+                    fix=install_command("--reinstall g++") if chosen is None else "unset CXX",
                 )
             )
         header = Path(sysconfig.get_path("include") or "/") / "Python.h"
@@ -215,7 +218,9 @@ class CompilerCheck(Check):
                     severity="warning",
                     title="the headers of Python are missing",
                     cause=f"torch.compile on a CPU needs {header}; training then stays eager.",
-                    fix=_install(f"python{platform.python_version().rpartition('.')[0]}-dev"),
+                    fix=install_command(
+                        f"python{platform.python_version().rpartition('.')[0]}-dev"
+                    ),
                 )
             )
         gpu = bool(context.facts.accelerators) and context.torch.get("accelerator") == "cuda"
@@ -229,49 +234,6 @@ class CompilerCheck(Check):
                 )
             )
         return answer or [Finding(severity="ok", title=f"compiler {chosen or 'g++'}")]
-
-
-@checks.register("native-ops")
-class NativeOpsCheck(Check):
-    """The C kernels of LeZero's ops are built; where one cannot be, what runs instead."""
-
-    def run(self, context: Context) -> list[Finding]:
-        ops = context.torch.get("native", [])
-        found = []
-        for op in ops:
-            if op["problem"]:
-                built = "compiler found" not in op["problem"]
-                found.append(
-                    Finding(
-                        severity="warning",
-                        title=f"the kernel of '{op['name']}' cannot be built: {op['otherwise']}",
-                        cause=f"{op['problem']}.",
-                        fix=f"LEZERO_LOG=debug {python()} -m lezero doctor"
-                        if built
-                        else _install("gcc g++"),
-                    )
-                )
-            elif not op["kernel"]:
-                found.append(
-                    Finding(
-                        severity="note",
-                        title=f"no kernel of '{op['name']}' suits this processor",
-                        cause=f"It lacks the instruction sets; {op['otherwise']}.",
-                    )
-                )
-        if "native_error" in context.torch:
-            found.append(
-                Finding(
-                    severity="warning",
-                    title="a native library ends the process that loads it",
-                    cause=f"{context.torch['native_error']}.",
-                    fix=f"rm -r {context.cache / 'native'}",
-                )
-            )
-        running = [f"{op['name']} ({op['kernel']})" for op in ops if op["kernel"]]
-        if running and not found:
-            found.append(Finding(severity="ok", title=f"native ops: {', '.join(running)}"))
-        return found
 
 
 @checks.register("environment")
@@ -384,7 +346,7 @@ def _pip(what: str) -> str:
     return f"{python()} -m pip install {what}"
 
 
-def _install(package: str) -> str:
+def install_command(package: str) -> str:
     return f"sudo apt-get install {package}"
 
 

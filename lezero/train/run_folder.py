@@ -65,6 +65,9 @@ class RunFolder:
             taken = self._take()
         except OSError as error:
             return f"run: {self.path} cannot be written ({error.strerror or error})"
+        except UnicodeEncodeError:
+            named = ascii(str(self.path))
+            return f"run: this locale cannot write the name {named}; set PYTHONUTF8=1"
         if taken:
             return ""
         return (

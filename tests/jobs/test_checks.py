@@ -77,6 +77,7 @@ def findings_of(name: str, **changes: Any) -> list[Finding]:
 GPU = core_facts.Accelerator("cuda", "cuda", 0, "A GPU", 80 << 30, "9.0")
 CODEC = {"name": "codec", "kernel": "avx2", "problem": "", "otherwise": "codecs run slowly"}
 NO_CODEC = {**CODEC, "kernel": ""}
+TWO = (NO_CODEC, {**NO_CODEC, "name": "adamw"})
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("native-ops", {"torch": {"native": [CODEC]}}, "ok", "native ops: codec (avx2)"),
     ("native-ops", {"torch": {"native": [NO_CODEC]}}, "note", "no kernel of 'codec' suits"),
@@ -85,6 +86,12 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         {"torch": {"native": [{**NO_CODEC, "problem": "no C compiler found"}]}},
         "warning",
         "the kernel of 'codec' cannot be built: codecs run slowly",
+    ),
+    (
+        "native-ops",
+        {"torch": {"native": [{**x, "problem": "cannot keep it in /x (no)"} for x in TWO]}},
+        "warning",
+        "the kernels of 'codec', 'adamw' cannot be built: codecs run slowly",
     ),
     ("native-ops", {"torch": {"native_error": "SIGILL"}}, "warning", "ends the process"),
     ("cores", {"cpu": {"usable": 1, "quota": 1.0}}, "warning", "2 threads on 1 usable"),
