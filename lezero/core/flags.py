@@ -35,6 +35,7 @@ FLAGS: dict[str, Flag] = {
     "TORCHELASTIC_RESTART_COUNT": Flag(
         int, 0, "how often the launcher has started the ranks again; it sets this itself"
     ),
+    "TORCHELASTIC_RUN_ID": Flag(str, "", "which launch this is; the launcher sets this itself"),
 }
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}

@@ -3,6 +3,7 @@
 config.yaml  data.json (what was read and left out)  decisions.json  metrics.jsonl
 forecast.json  hardware.json  sample.json  report.html
 checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
+.launch (the launch that the generations are of)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lezero.core import groups
 from lezero.core.config import dump_yaml
 from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
+from lezero.core.flags import flag
 from lezero.models import generate
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class RunFolder:
         self.tokenizer = path / "tokenizer"
         self.metrics = path / "metrics.jsonl"
         self.report = path / "report.html"
+        self.launch = path / ".launch"
 
     def create(self) -> None:
         """Makes the folder and takes it for this run.
@@ -63,6 +66,8 @@ class RunFolder:
             write_aside(self.path / ".writable", "")
             (self.path / ".writable").unlink()
             taken = self._take()
+            if taken and flag("TORCHELASTIC_RESTART_COUNT") == 0:
+                self.launch.unlink(missing_ok=True)
         except OSError as error:
             return f"run: {self.path} cannot be written ({error.strerror or error})"
         except UnicodeEncodeError:
@@ -97,6 +102,17 @@ class RunFolder:
                     return False
             self._lock = lock
             return True
+
+    def begin(self) -> None:
+        """Writes that the generations here are those that this launch goes on from."""
+        if groups.is_main():
+            write_aside(self.launch, flag("TORCHELASTIC_RUN_ID"))
+
+    def begun(self) -> bool:
+        """Whether this launch has begun here before its ranks were started again; rank 0 asks."""
+        if flag("TORCHELASTIC_RESTART_COUNT") == 0 or not self.launch.exists():
+            return False
+        return self.launch.read_text(encoding="utf-8") == flag("TORCHELASTIC_RUN_ID")
 
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""

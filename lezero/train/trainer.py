@@ -14,7 +14,6 @@ from lezero.comm import watch
 from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
 from lezero.core.errors import ConfigError, FileError, LeZeroError
-from lezero.core.flags import flag
 from lezero.data import EvalLoader, Loader
 from lezero.files import list_generations
 from lezero.models import Transformer
@@ -171,17 +170,19 @@ class Trainer:
             self._resume()
         else:
             self._notes += leave_history(self.saver, 0)
+        self.folder.begin()
 
     def _find_checkpoint(self) -> checkpoint.Loaded | None:
         """What the newest generation of this run says of itself; its tensors come later.
 
         That all are damaged is an error.
         """
-        there = bool(list_generations(self.folder.checkpoints)) if groups.is_main() else None
-        # Ranks that a launcher started again go on with what they had, whatever the config says.
-        again = flag("TORCHELASTIC_RESTART_COUNT") > 0
-        wanted = self.config.checkpoint.resume or again
-        if not wanted or not groups.broadcast_object(there):
+        there = False
+        if groups.is_main():
+            # Ranks that a launcher started again go on with what they had, whatever the config says
+            wanted = self.config.checkpoint.resume or self.folder.begun()
+            there = wanted and bool(list_generations(self.folder.checkpoints))
+        if not groups.broadcast_object(there):
             return None
         return engine_state.peek(self.folder.checkpoints)
 
