@@ -71,6 +71,7 @@ def pack(engine: Engine) -> Packed:
             "precision": {**engine.precision.state(), "asked": engine.asked_precision},
             "skipped_in_a_row": engine.skipped_in_a_row,
             "tried": engine.tuner.taken,
+            "ahead": engine.tuner.ahead,
         },
         "extra_state": {n: v for n, v in state.items() if not isinstance(v, torch.Tensor)},
         "optimizer": optimizer,
@@ -197,7 +198,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     model.load_state_dict(saved)
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
-    engine.tuner.forget(list(state["tried"]))
+    engine.tuner.forget(list(state["tried"]), state.get("ahead"))
     _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
     if _same_ranks(loaded.documents):

@@ -59,6 +59,7 @@ class Tuner:
     `failed`.
 
     taken: the seconds of what the trial has timed so far; None stands for a step that failed.
+    ahead: how many steps the run still took when the trial began; None: there is none under way.
     """
 
     def __init__(
@@ -75,14 +76,14 @@ class Tuner:
         self.accumulate, self.taken = accumulate, list[float | None]()
         self._asked, self._asked_attention = compile, attention
         self._form: Forms | None = None
-        self.forget([])
+        self.forget([], None)
 
-    def forget(self, taken: list[float | None]) -> None:
+    def forget(self, taken: list[float | None], ahead: int | None) -> None:
         """The form is found anew, from decisions that are replayed or else from what a loaded run
-        has `taken`."""
+        has `taken` of a trial that began so many steps `ahead` of its end."""
         if self._form is not None:
             self._form.off()
-        self.taken, self._form = taken, None
+        self.taken, self.ahead, self._form = taken, ahead, None
         self._made: dict[tuple[str, str], Forms] = {}
         self._trial: Generator[Forms, float, Forms] | None = None
         self._suspect: Forms | None = None
@@ -101,7 +102,9 @@ class Tuner:
         """The form of the next step; the first time, what there is to try is found out. steps: how
         many the run still takes (None: 10,000)."""
         if self._form is None:
-            self.precision, self.steps = precision, _HORIZON if steps is None else max(1, steps)
+            if self.ahead is None:
+                self.ahead = _HORIZON if steps is None else max(1, steps)
+            self.precision, self.steps = precision, self.ahead
             self._trial, before, self.taken = self._choose(), self.taken, []
             self._to(next)
             for seconds in before:
@@ -139,7 +142,7 @@ class Tuner:
             with watch.busy("finds the form of its steps"):  # which may build a kernel
                 self._form = step(self._trial)
         except StopIteration as end:
-            self._form, self._trial = end.value, None
+            self._form, self._trial, self.ahead = end.value, None, None
             self._made = {}
         self.form.on()
 

@@ -153,9 +153,10 @@ def test_a_run_that_is_interrupted_goes_on_where_its_trial_was(after):
     before = take(first, figures, most=after)
     first.form.off()
     second = tuner()
-    second.forget(list(first.taken))
+    second.forget(list(first.taken), first.ahead)
     second.decisions.replay = Decisions.from_json(first.decisions.to_json()).replay
-    assert before + take(second, figures, seen=before) == forms
+    left = 10  # of which no trial would begin
+    assert before + take(second, figures, left, seen=before) == forms
     assert second.form.name == whole.form.name
     assert whole.taken == second.taken == []
 
@@ -314,13 +315,15 @@ def test_a_checkpoint_knows_what_was_timed(tmp_path, monkeypatch):
     def engine():
         model = Model(block=PlainBlock)
         return Engine(
-            model, AdamW(model), loss=next_token_loss, precision="fp32", attention="torch"
-        )
+            model, AdamW(model), loss=next_token_loss, precision="fp32", attention="torch",
+            total_steps=20,
+        )  # fmt: skip
 
     first, second = engine(), engine()
     for i in range(3):
         first.train_step(batch(i))
     second.load(first.save(tmp_path))
+    assert second.tuner.ahead == first.tuner.ahead == 20
     second.train_step(batch(3))
     assert len(first.tuner.taken) == 3
     assert second.tuner.taken[:3] == first.tuner.taken
