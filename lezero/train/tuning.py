@@ -186,11 +186,13 @@ class Tuner:
         )  # fmt: skip
 
     def _no_kernel(self) -> str:
-        """Why LeZero's attention cannot run here, where it cannot."""
+        """Why LeZero's attention cannot run here, where it cannot. One that a resumed run had stays
+        in another precision too, which serves it as torch's: the run may switch back to bf16."""
         cpu = self.precision.place.type == "cpu"
-        if self.precision.name != "bf16" or not cpu or not kernel_name():
-            return "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
         old = self.decisions.replay.get("attention")
+        narrow = self.precision.name == "bf16" or old is not None
+        if not narrow or not cpu or not kernel_name():
+            return "LeZero's kernel computes in bf16 on CPUs with AVX512-BF16"
         wanted = old is None or old.chosen == "lezero"
         return (
             "the kernel could not be built; the log says why" if wanted and not available() else ""

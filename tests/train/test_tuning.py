@@ -192,15 +192,19 @@ def test_attention_is_tried_in_turns_and_remembered(monkeypatch):
     again = tuner(decisions=then, attention="auto")
     assert take(again, {}, precision="bf16") == []
     assert again.form.attention == "lezero"
-    # What computes in fp32 has no use for it, whatever was recorded.
+    # What computes in fp32 has no use for it.
     for steps, precision, why in ((1000, "fp32", "computes in bf16"), (10, "bf16", "too few")):
         other = tuner(attention="auto")
         take(other, {"eager": (1.0, 1.0)}, steps, most=1, precision=precision)
         assert other.decisions.records["attention"].chosen == "torch"
         assert why in other.decisions.records["attention"].reason
-    then = Decisions.from_json(made.decisions.to_json())
-    assert take(tuner(decisions=then, attention="auto"), {}) == []
-    assert then.records["attention"].chosen == "torch"
+    # But a run that was switched to fp32 may switch back, and then has the kernel that it had.
+    for kernel, chosen in (("a kernel", "lezero"), ("", "torch")):
+        monkeypatch.setattr(tuning, "kernel_name", lambda kernel=kernel: kernel)
+        then = Decisions.from_json(made.decisions.to_json())
+        again = tuner(decisions=then, attention="auto")
+        assert take(again, {}) == []
+        assert then.records["attention"].chosen == again.form.attention == chosen
 
 
 # what a trial would have left behind ---------------------------------------------------------
