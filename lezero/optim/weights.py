@@ -34,6 +34,8 @@ from lezero.optim.groups import parameter_groups
 
 Masters = Literal["none", "fp32", "remainder"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_KEYS = {"fp32": "master", "remainder": "remainder"}
+"""What a master is called in the state."""
 _PIECE = 1 << 20  # elements encoded at once: the plain operations take many times their memory
 _TORCHS_OWN = ("maximize", "amsgrad")
 _TYPES = (torch.float32, torch.bfloat16)
@@ -67,6 +69,15 @@ class WeightOptimizer(Optimizer):
                 value = _copied(reference.read(_local(parameter), _local(extra)))
                 found[name] = _placed(value, parameter, parameter.shape)
         return found
+
+    @torch.no_grad()
+    def take_exact(self, parameter: Tensor, value: Tensor) -> None:
+        """Makes the fp32 `value` that of a parameter in bf16 which this optimizer updates, in full
+        where it keeps masters; other parameters stay as they are."""
+        held = any(parameter is p for group in self.param_groups for p in group["params"])
+        if held and self._masters != "none" and parameter.dtype == torch.bfloat16:
+            local = _local(value).to(_local(parameter).device, copy=True)
+            self._keep(parameter, self.state[parameter], local)
 
     def check_state(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
         """Raises `ConfigError` for state of a file that cannot belong to `parameter`."""
@@ -218,18 +229,20 @@ class WeightOptimizer(Optimizer):
 
     def _fit_master(self, parameter: Tensor, state: dict[str, Any]) -> None:
         """Gives state the kind of master asked for, exactly, whatever kind it was loaded with."""
-        wanted = {"fp32": "master", "remainder": "remainder"}.get(self._masters)
-        if parameter.dtype != torch.bfloat16:
-            wanted = None
-        found = next((key for key in ("master", "remainder") if key in state), None)
+        wanted = _KEYS.get(self._masters) if parameter.dtype == torch.bfloat16 else None
+        found = next((key for key in _KEYS.values() if key in state), None)
         if found == wanted:
             return
         value = reference.read(_local(parameter), _local(state.pop(found) if found else None))
         if wanted is not None:
-            weight, remainder = exact.split(value)
-            _local(parameter).copy_(weight)
-            extra = value if wanted == "master" else remainder
-            state[wanted] = _placed(extra, parameter, parameter.shape)
+            self._keep(parameter, state, value)
+
+    def _keep(self, parameter: Tensor, state: dict[str, Any], value: Tensor) -> None:
+        """Writes an fp32 value as a weight in bf16 and its master."""
+        weight, remainder = exact.split(value)
+        _local(parameter).copy_(weight)
+        extra = value if self._masters == "fp32" else remainder
+        state[_KEYS[self._masters]] = _placed(extra, parameter, parameter.shape)
 
 
 def listed(params: nn.Module | Iterable[Any], weight_decay: float, what: str) -> list[Any]:

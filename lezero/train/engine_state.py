@@ -196,6 +196,10 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
         engine.optimizer, names_of(engine), tensors, loaded.documents["optimizer"]
     )
     model.load_state_dict(saved)
+    if (take_exact := getattr(engine.optimizer, "take_exact", None)) is not None:
+        for name, parameter in names_of(engine).items():
+            if saved[name].dtype == torch.float32 != parameter.dtype:
+                take_exact(parameter, saved[name])  # which loading has rounded
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
     engine.tuner.forget(list(state["tried"]), state.get("ahead"))

@@ -1,4 +1,4 @@
-"""Optimizers of torch under the engine: sparse gradients, late parameters, what cannot work."""
+"""Optimizers of torch under the engine: sparse gradients, late parameters, masters, refusals."""
 
 import copy
 
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lezero.core.decisions import Decision
 from lezero.core.errors import ConfigError, NumericsError, OrderError
-from lezero.optim import Schedule
+from lezero.optim import AdamW, Schedule
 from lezero.train.engine import Engine
 
 
@@ -172,3 +172,30 @@ def test_an_engine_begins_from_the_rate_that_the_optimizer_has():
     assert first_rate() == 0.005
     optimizer.load_state_dict(state)
     assert first_rate() == 0.5
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_weights_saved_in_fp32_become_the_masters_of_weights_in_bf16(kind, steps, tmp_path):
+    """Each of their bits, one that lies between two of bf16 included."""
+
+    def engine(dtype, masters):
+        model = nn.Linear(4, 4).to(dtype)
+        optimizer = AdamW(model, lr=1e-3, masters=masters)
+        return Engine(
+            model, optimizer, loss=lambda model, x: model(x).square().mean(), precision="bf16",
+            compile="off",
+        )  # fmt: skip
+
+    first, second = engine(torch.float32, "none"), engine(torch.bfloat16, kind)
+    for _ in range(steps):
+        first.train_step(torch.ones(2, 4))
+    with torch.no_grad():
+        first.model.weight[0, 0] = 1 + 2**-8
+    second.load(first.save(tmp_path))
+    for _ in range(2):
+        exact = second.optimizer.masters(second.model)
+        for name, value in first.model.named_parameters():
+            assert torch.equal(exact[name], value), name
+        second.load(second.save(tmp_path))
+    second.train_step(torch.ones(2, 4))
