@@ -6,15 +6,53 @@ import math
 from typing import Any
 
 from lezero import checkpoint
+from lezero.core import groups
 from lezero.core.errors import FileError
 from lezero.data.loader import Rows
-from lezero.train import recipe
+from lezero.files import list_generations
+from lezero.train import engine_state, recipe
 from lezero.train.config import RunConfig
+from lezero.train.run_folder import RunFolder
 
 
 def finite(loss: float) -> float | None:
     """The loss, or None for one that is NaN or infinite."""
     return loss if math.isfinite(loss) else None
+
+
+def find_checkpoint(folder: RunFolder, resume: bool) -> checkpoint.Loaded | None:
+    """What the newest generation that the run goes on from says of itself; its tensors come later.
+
+    That all are damaged is an error.
+    """
+    there = False
+    if groups.is_main():
+        # Ranks that a launcher started again go on with what they had, whatever the config says.
+        there = (resume or folder.begun()) and bool(list_generations(folder.checkpoints))
+    return engine_state.peek(folder.checkpoints) if groups.broadcast_object(there) else None
+
+
+class BestLosses:
+    """Each validation loss of a run that was the best one so far, with its step, which is marked
+    "best" when it is written."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, float] = {}
+
+    def add(self, step: int, loss: float) -> None:
+        self._found[step] = loss
+
+    def forget(self, step: int) -> None:
+        """That step was not written: what is not on the disk is not the best one there."""
+        self._found.pop(step, None)
+
+    @property
+    def step(self) -> int | None:
+        return next(reversed(self._found), None)
+
+    @property
+    def loss(self) -> float | None:
+        return None if self.step is None else self._found[self.step]
 
 
 def validation_set(config: RunConfig, rows: Rows) -> dict[str, Any]:

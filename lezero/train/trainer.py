@@ -15,7 +15,6 @@ from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.data import EvalLoader, Loader
-from lezero.files import list_generations
 from lezero.models import Transformer
 from lezero.parallel.zero import sharding_of
 from lezero.parallel.zero.agreement import agree
@@ -23,7 +22,14 @@ from lezero.train import engine_state, recipe
 from lezero.train.callbacks import Callback
 from lezero.train.config import RunConfig
 from lezero.train.engine import Engine, StepResult
-from lezero.train.history import cursor_of, finite, leave_history, validation_set
+from lezero.train.history import (
+    BestLosses,
+    cursor_of,
+    find_checkpoint,
+    finite,
+    leave_history,
+    validation_set,
+)
 from lezero.train.prospect import Prospect, foresee
 from lezero.train.run_folder import RunFolder, flat
 from lezero.train.run_log import RunLog
@@ -82,8 +88,7 @@ class Trainer:
         self.callbacks: list[Callback] = [self.log, *callbacks]
         self.saver: checkpoint.Saver | None = None
         self.validation: EvalLoader | None = None
-        self.best: float | None = None
-        self._best_before: tuple[int, float | None] = (-1, None)
+        self._bests = BestLosses()
         self.last_loss: float | None = None
         self.last_validation: float | None = None
         self._owes_validation = False
@@ -96,6 +101,11 @@ class Trainer:
         self._written: dict[str, Decision] = {}
         self._failed: deque[tuple[int, Exception]] = deque()
         self._notes: list[tuple[str, str]] = []
+
+    @property
+    def best(self) -> float | None:
+        """The best validation loss of a step that was written, or is about to be."""
+        return self._bests.loss
 
     def run(self) -> TrainResult:
         """Trains to `train.steps` (or a signal) and returns how it ended.
@@ -144,7 +154,7 @@ class Trainer:
         self.loader, self.validation = recipe.loaders(config, self.data)
         if self.validation is not None and self.data.validation is not None:
             self._validated_on = validation_set(config, self.data.validation)
-        found = self._find_checkpoint()
+        found = find_checkpoint(self.folder, config.checkpoint.resume)
         if found is not None:
             self._check_same_run(found)
         self.folder.write_json("data.json", self.data.findings)
@@ -171,20 +181,6 @@ class Trainer:
         else:
             self._notes += leave_history(self.saver, 0)
         self.folder.begin()
-
-    def _find_checkpoint(self) -> checkpoint.Loaded | None:
-        """What the newest generation of this run says of itself; its tensors come later.
-
-        That all are damaged is an error.
-        """
-        there = False
-        if groups.is_main():
-            # Ranks that a launcher started again go on with what they had, whatever the config says
-            wanted = self.config.checkpoint.resume or self.folder.begun()
-            there = wanted and bool(list_generations(self.folder.checkpoints))
-        if not groups.broadcast_object(there):
-            return None
-        return engine_state.peek(self.folder.checkpoints)
 
     def _kept_precision(self, found: checkpoint.Loaded | None) -> str | None:
         """What a resumed run goes on in; None where the config says it."""
@@ -240,7 +236,9 @@ class Trainer:
                 )
                 self._notes.append((text, "warning"))
             return
-        self.best, self.last_validation = progress["best"], progress.get("validation_loss")
+        if progress["best"] is not None:
+            self._bests.add(progress.get("best_step", -1), progress["best"])
+        self.last_validation = progress.get("validation_loss")
 
     # steps -------------------------------------------------------------------------------------
 
@@ -299,8 +297,7 @@ class Trainer:
         self._saved_step = -1  # what is saved of this step does not know this validation
         better = math.isfinite(loss) and (self.best is None or loss < self.best)
         if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another
-            self._best_before = self.engine.step, self.best
-            self.best = loss
+            self._bests.add(self.engine.step, loss)
             if self.config.checkpoint.every:
                 self.save("best")
         return True
@@ -326,7 +323,8 @@ class Trainer:
         documents = packed.documents | {
             "cursor": self.loader.state(),
             "progress": {
-                "best": self.best,
+                "best": self._bests.loss,
+                "best_step": self._bests.step,
                 "loss": self.last_loss,
                 "validation_loss": self.last_validation,
                 "validated_on": self._validated_on,
@@ -359,8 +357,7 @@ class Trainer:
         """`then`: what happens now; empty for the last try, whose failure ends the run anyway."""
         while self._failed:
             step, error = self._failed.popleft()
-            if step == self._best_before[0]:  # what is not on the disk is not the best one there
-                self.best = self._best_before[1]
+            self._bests.forget(step)
             if then:
                 self.event(f"checkpoint of step {step} was not written, {then}: {error}", "error")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 
@@ -55,6 +56,31 @@ def test_a_best_generation_that_was_not_written_is_not_the_best(tmp_path, monkey
     monkeypatch.setattr(Crew, "write", full)
     changes = {"train__steps": 8, "checkpoint": {"every": 8}}
     assert train(tmp_path, [3.0, 2.0, 2.5, 2.9], **changes)[:2] == (2.5, 6)
+
+
+def test_of_several_that_were_not_written_none_is_the_best(tmp_path, monkeypatch):
+    """Of step 4 that is heard only after step 6 was validated, too."""
+    validated, write = threading.Event(), Crew.write
+
+    def slow_and_full(crew, root, step, *rest):
+        if step == 4:
+            validated.wait(60)
+        if step in (4, 6):
+            raise FileError("the disk is full")
+        write(crew, root, step, *rest)
+
+    class Waits(Callback):
+        def on_step(self, trainer, result):
+            if result.step == 7:
+                trainer.saver.wait()
+
+        def on_validation(self, trainer, loss):
+            if trainer.engine.step == 6:
+                validated.set()
+
+    monkeypatch.setattr(Crew, "write", slow_and_full)
+    changes = {"train__steps": 8, "checkpoint": {"every": 8}}
+    assert train(tmp_path, [5.0, 4.0, 3.0, 4.5], Waits(), **changes)[:2] == (4.5, 8)
 
 
 def test_the_best_begins_anew_on_another_validation_set(tmp_path, capsys):
