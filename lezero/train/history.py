@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ from lezero import checkpoint
 from lezero.core import groups
 from lezero.core.errors import FileError
 from lezero.data.loader import Rows
-from lezero.files import list_generations
+from lezero.files import list_generations, read_generation, step_path
 from lezero.train import engine_state, recipe
 from lezero.train.config import RunConfig
 from lezero.train.run_folder import RunFolder
@@ -83,6 +84,15 @@ def leave_history(saver: checkpoint.Saver, step: int) -> list[tuple[str, str]]:
         many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
         notes.append((f"moved aside: {many} after step {step}, as superseded-…", "info"))
     return notes
+
+
+def mark_best(saver: checkpoint.Saver, step: int) -> None:
+    """Marks a good generation "best" whose mark a kill has prevented. A mark that cannot be read
+    stays."""
+    with contextlib.suppress(FileError, OSError):
+        if saver.leads and checkpoint.read_mark(saver.root, "best") != step:
+            read_generation(step_path(saver.root, step), select=lambda _: False)
+            saver.mark("best", step)
 
 
 def cursor_of(loaded: checkpoint.Loaded, config: RunConfig, vocab: int) -> Any:

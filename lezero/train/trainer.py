@@ -28,6 +28,7 @@ from lezero.train.history import (
     find_checkpoint,
     finite,
     leave_history,
+    mark_best,
     validation_set,
 )
 from lezero.train.prospect import Prospect, foresee
@@ -210,6 +211,8 @@ class Trainer:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
         assert self.saver is not None
         self._notes += leave_history(self.saver, loaded.step)
+        if self._bests.step is not None:
+            mark_best(self.saver, self._bests.step)
         changes = self.folder.changes(documents["config"], self.config)
         now = checkpoint.environment()
         differences = checkpoint.environment_difference(documents["environment"], now)

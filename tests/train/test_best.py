@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from lezero import checkpoint
+from lezero.checkpoint import saver
 from lezero.checkpoint.crew import Crew
 from lezero.core.errors import FileError
 from lezero.files import list_generations, step_of
@@ -81,6 +82,14 @@ def test_of_several_that_were_not_written_none_is_the_best(tmp_path, monkeypatch
     monkeypatch.setattr(Crew, "write", slow_and_full)
     changes = {"train__steps": 8, "checkpoint": {"every": 8}}
     assert train(tmp_path, [5.0, 4.0, 3.0, 4.5], Waits(), **changes)[:2] == (4.5, 8)
+
+
+def test_a_best_generation_that_a_kill_left_without_its_mark_gets_it(tmp_path, monkeypatch):
+    changes = {"checkpoint": {"every": 2, "keep": 1}}
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_mark", lambda root, name, step: None)
+        assert train(tmp_path, [3.0, 2.0], train__steps=4, **changes) == (2.0, None, [4])
+    assert train(tmp_path, [2.5, 2.6], train__steps=8, **changes) == (2.0, 4, [4, 8])
 
 
 def test_the_best_begins_anew_on_another_validation_set(tmp_path, capsys):
