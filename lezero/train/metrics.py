@@ -6,7 +6,9 @@
 [Note: a file that a kill cannot spoil]
 Each line is one `write` to the end of the file. A kill can tear the last line only; the next writer
 starts a new line after it, and the reader skips what it cannot read and counts it. When a run goes
-back (a resume event, or a step number that does not rise) the reader drops the old rows above.
+back (a resume event, or a step number that does not rise) the reader drops the old rows above, and
+after a resume event what happened with these steps, too. At an event `begin`, of a run that starts
+anew in the folder of another, it drops all of that, but for its notes.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from lezero.core.errors import FileError, need_extra
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 
-RESUME = "resume"
+BEGIN, RESUME = "begin", "resume"
+_OF_STEPS = {"checkpoint", "skipped", "validation"}
+"""Events that are void with their step."""
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _OLD_NAMES = {"memory": "memory_bytes"}
 _MAX_LINE, _MAX_COLUMNS = 1 << 20, 64
@@ -75,6 +79,8 @@ class MetricsWriter:
         except OSError as error:
             raise FileError(f"{self.path}: cannot be written ({error.strerror})") from error
         self._torn = not _ends_whole(self._file)
+        self.goes_on = os.fstat(self._file).st_size > 0
+        """Whether the file held something before."""
 
     def step(self, record: StepRecord) -> None:
         """Appends one step. A loss that is not finite becomes null, named in "nonfinite"."""
@@ -86,7 +92,8 @@ class MetricsWriter:
     ) -> None:
         """Appends something that happened: "resume", "checkpoint", "skipped", "validation", …
 
-        `resume` needs its step: what the file holds above that step is void from here on.
+        `resume` needs its step: what the file holds above that step is void from here on. At
+        `begin` all of it is.
         """
         if event == RESUME and step is None:
             raise ValueError("a resume event needs the step that the run goes on from")
@@ -205,7 +212,9 @@ class _Reader:
             if not isinstance(data["event"], str) or not (whole or step is None):
                 return False
             if data["event"] == RESUME and isinstance(step, int):
-                self._void(step + 1)
+                self._leave(step, _OF_STEPS)
+            elif data["event"] == BEGIN:
+                self._leave(-1, {*_OF_STEPS, RESUME})
             self.made.events.append(data)
         elif isinstance(step, int) and whole:
             self._void(step)
@@ -213,6 +222,15 @@ class _Reader:
         else:
             return False
         return True
+
+    def _leave(self, step: int, kinds: set[str]) -> None:
+        """Forgets what the file holds of the steps after this one, events of these kinds too."""
+        self._void(step + 1)
+        self.made.events = [
+            event
+            for event in self.made.events
+            if event["event"] not in kinds or (event.get("step") or 0) <= step
+        ]
 
     def _void(self, step: int) -> None:
         """Forgets the rows from `step` on: the run went back."""

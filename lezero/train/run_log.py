@@ -80,6 +80,8 @@ class RunLog(Callback):
             self.metrics.event(
                 "resume", step=trainer.resumed_from, text=text, changed=trainer.changed
             )
+        elif self.metrics.goes_on:
+            self.metrics.event("begin", text="begins anew")
         for text, level in self._early:
             self.on_event(trainer, text, level)
 

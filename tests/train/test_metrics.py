@@ -88,6 +88,29 @@ def test_after_a_resume_the_repeated_steps_count_once(tmp_path):
         MetricsWriter.event(writer, "resume")
 
 
+@pytest.mark.parametrize(("start", "left"), [("begin", 0), ("resume", 10)])
+def test_what_happened_in_a_history_that_was_left_is_void(tmp_path, start, left):
+    path = tmp_path / "m.jsonl"
+    kinds = ("checkpoint", "validation", "skipped", "resume")
+    with MetricsWriter(path) as writer:
+        assert not writer.goes_on
+        writer.event("note", step=20, text="stays")
+        for step in (10, 20):
+            writer.step(record(step, 9.0))
+            for kind in kinds:
+                writer.event(kind, step=step)
+    with MetricsWriter(path) as writer:
+        assert writer.goes_on
+        writer.event(start, step=left or None)
+        writer.step(record(11, 1.0))
+    found = read_metrics(path)
+    assert found.steps == ([10, 11] if left else [11])
+    for kind in kinds[:3]:
+        assert [event["step"] for event in found.happened(kind)] == ([10] if left else [])
+    assert [event["step"] for event in found.happened("resume")] == ([10, 20, 10] if left else [])
+    assert len(found.happened("note")) == 1
+
+
 def test_a_run_that_starts_again_without_a_word_replaces_what_it_repeats(tmp_path):
     path = tmp_path / "m.jsonl"
     for loss, steps in ((9.0, 20), (1.0, 5)):

@@ -222,7 +222,9 @@ def test_without_resume_histories_do_not_mix(copied):
     assert "moved aside: 3 checkpoints after step 0" in recorder.events()[0]
     assert len(list(trainer.folder.checkpoints.glob("superseded-step-*"))) == 2  # keep
     assert checkpoint.read_mark(trainer.folder.checkpoints, "last") == 7
-    assert read_metrics(copied / "run/metrics.jsonl").steps == list(range(1, 8))
+    told = read_metrics(copied / "run/metrics.jsonl")
+    assert told.steps == list(range(1, 8))
+    assert [event["step"] for event in told.happened("checkpoint")] == [5, 7]
     train(copied, recorder := Recorder(), train__steps=9)
     assert recorder.steps() == [8, 9]
 
