@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lezero as lz
@@ -131,7 +132,16 @@ class GivesIt(Detector):
         return self.norm(y), y
 
 
-@pytest.mark.parametrize("kind", [Detector, Viewed, GivesIt])
+class Tied(Detector):
+    """The weight of the convolution decodes, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.relu(self.norm(self.conv(x)))
+        score = torch.sigmoid(F.conv_transpose2d(z, self.conv.weight)).mean((1, 2, 3))
+        return torch.cat([640 * self.box(z).mean((2, 3)), score[:, None]], 1)
+
+
+@pytest.mark.parametrize("kind", [Detector, Viewed, GivesIt, Tied])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_reader_counts_however_small_its_part(kind: Any, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,14 @@ from torch import Tensor
 def is_dense(x: Tensor) -> bool:
     """Whether it has strides, and its values lie where these say."""
     return x.layout == torch.strided
+
+
+def place(x: Any) -> tuple[int, int] | None:
+    """The number of the memory that a dense tensor is of, and where in it it begins; of anything
+    else `None`."""
+    if not isinstance(x, Tensor) or not is_dense(x):
+        return None
+    return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
 def dense_parts(x: Tensor) -> list[Tensor]:
