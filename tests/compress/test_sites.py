@@ -108,3 +108,10 @@ def test_groups_that_would_divide_are_named():
         lz.quantize_(nn.Linear(48, 8), lz.Nf4(), objective="size")
     with pytest.raises(lz.ConfigError, match=r"the 48 inputs of .*; no multiple of 32 does"):
         lz.quantize_(nn.Linear(48, 8), lz.Int4Weight(), objective="size")
+
+
+@pytest.mark.parametrize("scheme", [lz.Fp8, lz.Int8Weight, lz.Int8WeightActivation, lz.Int4Weight])
+def test_a_small_embedding_needs_no_groups(scheme: Any) -> None:
+    """As T5's position biases: one number a head."""
+    blocks = [nn.Sequential(nn.Embedding(32, 8), nn.Linear(64, 64)) for _ in range(2)]
+    lz.quantize_(nn.Sequential(*blocks), scheme(group=32), objective="size")

@@ -25,7 +25,8 @@ class Fp8(Scheme):
     then multiplies float8 (bf16 models; inputs and outputs multiples of 16), which is faster than
     bf16 in prompts and batches; elsewhere it only costs time. Those of an output head stay."""
     group: int | Literal["row", "tensor"] = "row"
-    """Inputs that share a scale: "row", "tensor", or a multiple of 32 that divides them."""
+    """Inputs of linear layers that share a scale: "row", "tensor", or a multiple of 32 that divides
+    them. Of embeddings and convolutions each row has one."""
     scales: str = "minmax"
     """Which range of weights a scale covers: "minmax" or "mse"; of rows and tensors also
     "percentile" or "kl"."""
@@ -44,7 +45,7 @@ class Fp8(Scheme):
     def target(self, site: Site) -> Target | None:
         if site.is_vocabulary and self.vocabulary == "keep":
             return None
-        group = "row" if site.kind == "conv" else group_for(site, self.group, 1)
+        group = group_for(site, self.group, 1) if site.kind == "linear" else "row"
         rounds = site.kind == "linear" and not site.is_vocabulary
         activations = self.activations if rounds else "float"
         return Target(Grid("fp8", group=group), activations, has_kernel=False)

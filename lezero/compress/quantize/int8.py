@@ -24,7 +24,8 @@ class Int8Weight(Scheme):
     """
 
     group: int | Literal["row", "tensor"] = "row"
-    """Inputs that share a scale: "row" (each output channel), "tensor", or a multiple of 32."""
+    """Inputs of linear layers that share a scale: "row" (each output channel), "tensor", or a
+    multiple of 32. Of the vocabulary and of embeddings each row has one."""
     zero_point: bool = False
     """Whether 0 may lie elsewhere than in the middle of the codes."""
     method: str = "nearest"
@@ -46,7 +47,8 @@ class Int8Weight(Scheme):
             return None
         if site.kind == "conv":
             return Target(Grid("int8"), has_kernel=False)
-        group = "row" if site.is_vocabulary else group_for(site, self.group)
+        rows = site.is_vocabulary or site.kind == "embedding"
+        group = "row" if rows else group_for(site, self.group)
         kept: Literal["fp16", "fp32"] = "fp16" if isinstance(group, int) else "fp32"
         return Target(Grid("int8", group, self.zero_point, kept))
 
