@@ -304,12 +304,12 @@ def test_the_paths_of_every_kind_of_batch_count() -> None:
             assert replay.is_chain is is_chain
 
 
-def test_a_batch_like_another_is_not_run_again_for_its_order() -> None:
-    calls = []
+def test_of_batches_that_are_alike_two_are_run() -> None:
     model, x = Loops().eval(), torch.randn(4, 64)
+    calls: list[int] = []
     model.register_forward_pre_hook(lambda module, args: calls.append(1))
     with torch.no_grad(), Spill() as spill:
-        Replay(model, [(x, 1)], blocks(model), spill)
-        alone = len(calls)
+        Replay(model, [(x, 1)] * 2, blocks(model), spill)
+        two = len(calls)
         Replay(model, [(x, 1)] * 5, blocks(model), spill)
-        assert len(calls) == 2 * alone
+        assert len(calls) == 2 * two

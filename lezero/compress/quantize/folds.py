@@ -11,7 +11,8 @@ outputs is nothing (an expert that no token chose).
 
 Both modules are in one repeated block, whose outputs are what must stay. Elsewhere it would not be
 enough that the model's outputs stay: what the last norm gives to a head is what others read as the
-model's hidden states, or as a text's embedding.
+model's hidden states, or as a text's embedding. That nothing else reads what lies within the block,
+or its weights, is seen before (`leaks.py`).
 """
 
 from __future__ import annotations

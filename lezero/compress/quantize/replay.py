@@ -8,12 +8,15 @@ needs.
 
 [Note: which outputs are stored]
 What block k - 1 gave, and the last block of each list of blocks (a decoder reads the encoder's).
-The others hand on zeros of the right shape, which take no memory. Whether block k then gets the
-inputs that it gets in an ordinary run is checked bit for bit, before anything is changed, on the
+The others hand on zeros of the right shape, which take no memory. Whether block k then gets and
+gives what it does in an ordinary run is checked bit for bit, before anything is changed, on the
 first batch and on each that has other arguments than those before it; a model with other paths
 between its blocks (skip connections) computes all blocks before k each time instead. So does one
 whose blocks give back a dataclass, whose tensors are not stored one by one, or are given or give
-back an object that they may write to: what they write is not stored.
+back an object that they may write to: what they write is not stored. And so does one whose blocks
+read what another keeps (on a module, in a dictionary), which would be of the last batch that went
+through that one. Tensors are seen as they are read (`leaks.py`); of numbers the check tells, which
+goes block by block through two batches at least, as calibration does.
 
 [Note: what blocks may write to]
 Dataclasses, partials and bound methods are looked into: they are values like others as long as the
@@ -38,9 +41,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lezero.compress.quantize.batches import Batch, Reached, call, first_call, plain
+from lezero.compress.quantize.batches import (
+    Batch,
+    Reached,
+    call,
+    first_call,
+    plain,
+    tensors_of,
+)
+from lezero.compress.quantize.leaks import Leaks
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.tensors import is_dense, raw
+from lezero.nn.modes import uncompiled
 
 Run = Callable[..., Any]
 _VALUES = (bool, int, float, complex, str, bytes, slice, range, Enum, torch.Size, np.generic)
@@ -55,6 +67,8 @@ class Replay:
     `why_no_chain`: the reason where they are not, for a report.
     `state`: the class of an object that blocks may write to, see [Note: what blocks may write to];
     none is run twice with it. Empty where there is none.
+    `open`: blocks of which others read more than they give out. `read_elsewhere`: ids of parameters
+    that are read outside of their block.
     """
 
     def __init__(
@@ -66,13 +80,16 @@ class Replay:
     ) -> None:
         self.model, self.batches, self.spill = model, batches, spill
         self.state = self.why_no_chain = ""
+        self.open: set[nn.Module] = set()
+        self.read_elsewhere: set[int] = set()
         self.blocks = self._in_order(blocks)
         if self.state:
             self.why_no_chain = f"blocks share an object that they may write to ({self.state})"
+        for batch in _unlike(batches, shapes=True) if self.blocks else ():
+            self._watch(batch)
         self.is_chain = not self.why_no_chain
-        for batch in _unlike(batches, shapes=False) if self.blocks else ():
-            self.is_chain = self.is_chain and self._check(batch)
-        if not self.is_chain and not self.why_no_chain:
+        if self.is_chain and self.blocks and not self._check():
+            self.is_chain = False
             self.why_no_chain = "blocks read more than what the block before them gave"
 
     def run(self, batch: int, block: int, visit: Run, *, store: bool = True) -> bool:
@@ -121,9 +138,11 @@ class Replay:
         """The blocks that the first batch comes to, in that order; none when a batch comes to one
         of them twice, or in another order. Batches of the same shapes go the same way."""
         self._shapes: dict[tuple[int, int], Any] = {}
-        self._walks: dict[int, dict[int, str]] = {}
+        self._walks: dict[int, dict[int, tuple[str, str]]] = {}
         self.blocks = blocks
         ways = [self._walk(batch) for batch in _unlike(self.batches, shapes=True)]
+        if len(ways) == 1 < len(self.batches):
+            ways.append(self._walk(1))
         first = ways[0]
         for way in ways:
             here = set(way)
@@ -137,16 +156,18 @@ class Replay:
         return [blocks[index] for index in first]
 
     def _walk(self, batch: int) -> list[int]:
-        """The blocks that a batch comes to, one after the other, with digests of what they get."""
+        """The blocks that a batch comes to, one after the other; notes digests of what they get and
+        give."""
         order: list[int] = []
         seen = self._walks[batch] = {}
 
         def noting(index: int, forward: Run) -> Run:
             def note(*args: Any, **kwargs: Any) -> Any:
                 order.append(index)
-                seen[index] = _digest((args, kwargs))
+                given = _digest((args, kwargs))
                 held = [(x, list(_leaves(x))) for x in _objects((args, kwargs))]
                 output = forward(*args, **kwargs)
+                seen[index] = given, _digest(output)
                 self.state = self.state or _opaque((args, kwargs, output)) or _written(held)
                 for made in _objects(output):
                     self.why_no_chain = f"blocks give back an object ({type(made).__name__})"
@@ -159,27 +180,50 @@ class Replay:
             first_call(self.model, self.batches[batch], batch)
         return order
 
-    def _check(self, batch: int) -> bool:
-        """Walks a batch through the unchanged blocks by replay, comparing their inputs."""
-        same, wanted = True, self._walks[batch]
+    def _watch(self, batch: int) -> None:
+        """Runs a batch that was run before: what blocks make once, and keep for all, is there."""
+        leaks = Leaks([module for _, module in self.blocks])
+        forwards = {
+            k: leaks.within(module, module.forward, _leaves)
+            for k, (_, module) in enumerate(self.blocks)
+        }
+        with self._replaced(forwards), uncompiled(), leaks:
+            leaks.given_out(tensors_of(call(self.model, self.batches[batch])))
+        self.open |= leaks.open
+        self.read_elsewhere |= leaks.weights
+        if leaks.reaches_blocks and not self.why_no_chain:
+            self.why_no_chain = "blocks read values that another keeps"
 
-        for index, (_, module) in enumerate(self.blocks):
-            forward = module.forward
-
-            def visit(*args: Any, index: int = index, forward: Run = forward, **kwargs: Any) -> Any:
-                nonlocal same
-                same = same and _digest((args, kwargs)) == wanted[index]
-                return forward(*args, **kwargs)
-
-            try:
-                same = self.run(batch, index, visit) is (index in wanted) and same
-            except Exception:  # zeros led a path between the blocks astray
-                same = False
-            if not same:
-                break
-        for index in range(len(self.blocks)):
-            self.spill.drop((batch, index))
+    def _check(self) -> bool:
+        """Walks batches through the unchanged blocks by replay, comparing what these get and give:
+        the first of each kind, and one more, side by side."""
+        other = list(self._walks)[-1]
+        batches = dict.fromkeys([*_unlike(self.batches, shapes=False), other])
+        same = all(
+            self._repeats(batch, index) for index in range(len(self.blocks)) for batch in batches
+        )
+        for batch in batches:
+            for index in range(len(self.blocks)):
+                self.spill.drop((batch, index))
         return same
+
+    def _repeats(self, batch: int, index: int) -> bool:
+        """Whether a block gets and gives by replay what it did in an ordinary run."""
+        forward = self.blocks[index][1].forward
+        seen: list[tuple[str, str]] = []
+
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            given = _digest((args, kwargs))
+            output = forward(*args, **kwargs)
+            seen.append((given, _digest(output)))
+            return output
+
+        try:
+            self.run(batch, index, visit)
+        except Exception:  # zeros led a path between the blocks astray
+            return False
+        wanted = self._walks[batch]
+        return seen == ([wanted[index]] if index in wanted else [])
 
     @contextmanager
     def _replaced(self, forwards: dict[int, Run]) -> Iterator[None]:

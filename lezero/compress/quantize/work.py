@@ -115,6 +115,7 @@ class Work:
                 f"{replay.why_no_chain}: each was calibrated by running all blocks before it"
             )
         self.scaling.state = replay.state if replay.blocks else ""
+        self.private -= replay.read_elsewhere
         last = max((k for k, (n, _) in enumerate(replay.blocks) if self._sites_in(n)), default=-1)
         for index, (name, block) in enumerate(replay.blocks[: last + 1]):
             self._block(replay, index, block, self._sites_in(name), index < last)
@@ -142,7 +143,7 @@ class Work:
                 def again() -> list[Tensor]:
                     return comparable(forward(*args, **kwargs))
 
-                if first and not replay.state:
+                if first and not replay.state and block not in replay.open:
                     groups = self.scaling.groups(capture.inputs, sites)
                     folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
                 elif folds:
