@@ -109,6 +109,9 @@ class _Contest:
         rate = forecast
         while self._late(None, rate) > LATE and rate > forecast / 8:
             rate /= _STEP
+        if rate == forecast:
+            while self._late(None, rate * _STEP) <= LATE:
+                rate *= _STEP
         return rate
 
     def _lates(self, sides: Sequence[Plan | None], rate: float) -> dict[Plan | None, float]:

@@ -32,7 +32,7 @@ LEAST_COSINE = 0.99
 """Of each vector to fp32's, for "auto" to take other weights."""
 _SHORT = ("thank you!", "thanks!", "yes", "ok", ",", "a", "?", "heck", "hello", "cheap flights")
 _USUAL = (12, 24, 48)
-_TIMED = 3
+_TIMED = 9
 _TEXT = (
     "The harbour was quiet when the first boats came in, and the price of fish had fallen again. "
     "How do I reset my password? To install the package, run the command below and restart the "
@@ -190,6 +190,7 @@ def _vectors(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder)
 
 
 def _seconds(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder) -> float:
+    """Of one step; the lower quartile, since what other programs add is no property of weights."""
     import time
 
     took = []
@@ -197,7 +198,7 @@ def _seconds(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder)
         began = time.perf_counter()
         _vectors(model, items, folder)
         took.append(time.perf_counter() - began)
-    return sorted(took[1:])[_TIMED // 2]
+    return sorted(took[1:])[_TIMED // 4]
 
 
 def _closing(encoding: Any) -> list[int]:
