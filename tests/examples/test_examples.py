@@ -117,7 +117,7 @@ def test_the_example_of_the_readme_trains(outcomes: dict[str, Outcome], place: P
     rows = [line.split() for line in outcomes["README"].output.splitlines() if line[:1].isdigit()]
     assert [row[0] for row in rows] == [str(step) for step in range(1, 21)]
     assert float(rows[-1][1]) < float(rows[0][1])
-    assert list((place / "README/runs/first").iterdir())
+    assert list((place / "README/runs/loop").iterdir())
 
 
 def test_the_configs_of_the_training_page_are_ones() -> None:
