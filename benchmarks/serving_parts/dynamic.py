@@ -115,9 +115,9 @@ class _Contest:
         return rate
 
     def _lates(self, sides: Sequence[Plan | None], rate: float) -> dict[Plan | None, float]:
-        """Share that is late of each side, over all rounds; the sides in turns."""
+        """Share that is late of each side, the median over rounds; the sides in turns."""
         rounds = [{s: self._late(s, rate, seed) for s in sides} for seed in range(_ROUNDS)]
-        return {side: statistics.fmean(found[side] for found in rounds) for side in sides}
+        return {side: statistics.median(found[side] for found in rounds) for side in sides}
 
     def _ladder(self, sides: Sequence[Plan | None], start: float) -> dict[Plan | None, _Rungs]:
         """Rates and shares that were late, from where all sides hold to where none does."""
