@@ -202,7 +202,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
                 take_exact(parameter, saved[name])  # which loading has rounded
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
-    engine.tuner.forget(list(state["tried"]), state.get("ahead"))
+    engine.tuner.forget(list(state["tried"]), state["ahead"])
     _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
     if _same_ranks(loaded.documents):

@@ -240,7 +240,7 @@ class Trainer:
                 self._notes.append((text, "warning"))
             return
         if progress["best"] is not None:
-            self._bests.add(progress.get("best_step", -1), progress["best"])
+            self._bests.add(progress["best_step"], progress["best"])
         self.last_validation = progress.get("validation_loss")
 
     # steps -------------------------------------------------------------------------------------

@@ -9,35 +9,26 @@ that a convolution gave out, views of it too, and for its weight and bias, which
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.compress.quantize.batches import tensors_of
-from lezero.compress.quantize.tensors import place
+from lezero.compress.quantize.watched import Watched
 
 
-class Readers(TorchDispatchMode):
+class Readers(Watched):
     """What the convolutions and batch norms of a model have to do with each other, over the runs
     inside of `watching`."""
 
     def __init__(self, convs: Sequence[nn.Module], norms: Sequence[nn.Module]) -> None:
-        super().__init__()
+        super().__init__((conv, conv.parameters(False)) for conv in convs)
         self.convs, self.norms = convs, norms
         # None stands for all that is neither.
         self._of: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
         self._sources: dict[nn.Module, set[nn.Module | None]] = defaultdict(set)
-        # Held weakly, so that no activation outlives its use; its number is not given out again.
-        self._made: dict[int, tuple[StorageWeakRef, nn.Module]] = {}
-        self._inside: nn.Module | None = None
-        # By where a weight begins: a view of another part of it is made by an op, which shows.
-        self._owner = {place(weight): conv for conv in convs for weight in conv.parameters(False)}
-        self._owner.pop(None, None)
 
     def pairs(self) -> list[tuple[nn.Module, nn.Module]]:
         """Convolutions that one batch norm alone reads, which reads nothing else."""
@@ -58,51 +49,32 @@ class Readers(TorchDispatchMode):
             with self:
                 yield self._given_out
         finally:
-            self._made.clear()
-            self._inside = None
+            self.forget()
             for hook in hooks:
                 hook.remove()
 
-    def __torch_dispatch__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        self._note(pytree.tree_leaves((args, kwargs)), self._inside)
-        return function(*args, **kwargs)
-
-    def _note(self, leaves: Sequence[Any], reader: nn.Module | None) -> None:
+    def reads(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
-            conv = self._maker(leaf)
+            conv = self.maker(leaf)
             if conv is not None:
-                self._of[conv].add(reader)
-            owner = self._owner.get(place(leaf))
-            if owner is not None and owner is not reader:
-                self._of[owner].add(None)
-
-    def _maker(self, leaf: Any) -> nn.Module | None:
-        """The convolution whose outputs' memory a tensor is of."""
-        where = place(leaf)
-        found = None if where is None else self._made.get(where[0])
-        return None if found is None else found[1]
+                self._of[conv].add(self.inside)
+            owned = self.owner(leaf)
+            if owned is not None and owned[1] is not self.inside:
+                self._of[owned[1]].add(None)
 
     def _enter(self, conv: nn.Module, args: Any) -> None:
-        self._inside = conv
+        self.inside = conv
 
     def _convolved(self, conv: nn.Module, args: Any, output: Tensor) -> None:
-        self._inside = None
-        memory = output.untyped_storage()
-        self._made[memory._cdata] = (StorageWeakRef(memory), conv)
+        self.inside = None
+        self.take(output, conv)
 
     def _begin(self, norm: nn.Module, args: Any) -> None:
-        self._sources[norm].add(self._maker(args[0]) if args else None)
-        self._inside = norm
+        self._sources[norm].add(self.maker(args[0]) if args else None)
+        self.inside = norm
 
     def _end(self, norm: nn.Module, args: Any, output: Any) -> None:
-        self._inside = None
+        self.inside = None
 
     def _given_out(self, outputs: Any) -> None:
-        self._note(tensors_of(outputs), None)
+        self.reads(tensors_of(outputs))

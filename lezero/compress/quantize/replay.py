@@ -188,7 +188,7 @@ class Replay:
             for k, (_, module) in enumerate(self.blocks)
         }
         with self._replaced(forwards), uncompiled(), leaks:
-            leaks.given_out(tensors_of(call(self.model, self.batches[batch])))
+            leaks.reads(tensors_of(call(self.model, self.batches[batch])))
         self.open |= leaks.open
         self.read_elsewhere |= leaks.weights
         if leaks.reaches_blocks and not self.why_no_chain:

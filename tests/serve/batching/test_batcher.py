@@ -321,10 +321,12 @@ def test_sizes_that_change_while_a_plan_is_looked_for_call_for_another() -> None
     made = batcher()
     drive(made, stream(100, 600, [1.0]), linear)
     drive(made, stream(60, 300, [1.5]), linear)
-    assert made.is_searching or made.plans > 1
-    made._search = made._search or made._new_search()
-    for _ in range(600):
-        made._mix.append(8.0)
+    while made.is_searching:
+        made.search()
+    made._mix.extend([3.0] * 600)
+    made._search = made._new_search()
+    assert made.is_searching
+    made._mix.extend([8.0] * 600)
     while made.is_searching:
         made.search()
     assert made._new_search() is not None, "the plan is for the sizes of before"

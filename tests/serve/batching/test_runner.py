@@ -255,6 +255,6 @@ def test_plans_are_looked_for_when_nothing_runs_and_a_little_under_load(model: D
         runner._spare_s = 0.0
         for _ in range(100):
             runner._search_under_load(0.004)
-        assert 3 <= len(found) <= 8, "2% of 0.4 s, a millisecond each"
+        assert 1 <= len(found) <= 9, "2% of 0.4 s, a millisecond each"
     finally:
         runner.stop()
