@@ -176,7 +176,7 @@ class App:
         await exchange.reply(200, text, "text/plain; version=0.0.4; charset=utf-8")
 
     async def _stats(self, exchange: Exchange) -> None:
-        await exchange.reply_json(200, self.face.stats())
+        await exchange.reply_json(200, {**self.face.stats(), "draining": self.draining})
 
     async def _page(self, exchange: Exchange) -> None:
         body, policy = page()

@@ -125,6 +125,19 @@ def ask(browser: Browser, text: str, tokens: int) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_it_tells_that_the_server_ends(tmp_path: Path) -> None:
+    llm = small_llm(longest=8192)
+    with serving(llm, name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
+        browser.open(client.url, 1280, 800)
+        browser.wait("at('state').textContent === 'ready'")
+        running = client.begin({"prompt": "abc", "max_tokens": 8000, "ignore_eos": True})
+        browser.wait("at('state').textContent === 'answering'")
+        client.server.stop()
+        browser.wait("at('state').textContent === 'shutting down'")
+        running.close()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_long_name_leaves_room_on_a_small_phone(tmp_path: Path) -> None:
     name = "a-model-" * 20
     with serving(small_llm(), name=name) as client, Browser(str(CHROMIUM), tmp_path) as browser:

@@ -36,6 +36,7 @@ def test_running_answers_end_first() -> None:
         until(lambda: client.server.app.draining)
         assert client.ask("/ready").json == {"status": "draining"}
         assert client.ask("/ready").status == 503
+        assert client.ask("/stats").json["draining"] is True
         assert client.ask("/health").status == 200
         refused = client.complete("x")
         assert refused.status == 503
