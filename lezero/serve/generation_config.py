@@ -1,9 +1,9 @@
 """What a Hugging Face folder says of how its model's tokens are chosen.
 
 transformers heeds `generation_config.json`, or where there is none the same entries of
-`config.json`, even where a caller asks for the likeliest tokens. Of these the repetition penalty is
-heeded here too; others that would change such an answer are named, once. What asks for chance
-(temperature, top_p and the like) and for lengths is left to the caller.
+`config.json`, even where a caller asks for the likeliest tokens. Of these the end tokens and the
+repetition penalty are heeded here too; others that would change such an answer are named, once.
+What asks for chance (temperature, top_p and the like) and for lengths is left to the caller.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from lezero.core.errors import FileError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
-from lezero.data.special import GENERATION, read_object
-from lezero.serve.sampling import LEAST, MOST
+from lezero.data.special import GENERATION, read_object, stop_tokens
+from lezero.serve.sampling import LEAST, MOST, SamplingParams
 
 # Entries that change which token is the likeliest, or which tokens are taken, by when they act.
 _ABOVE_ZERO = (
@@ -37,12 +37,19 @@ _LOG = logger("serve")
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """repetition_penalty: of requests that name none. unheeded: entries that act in transformers
-    and not here. source: the file."""
+    """repetition_penalty: of requests that name none. end_tokens: those that end an answer.
+    unheeded: entries that act in transformers and not here. source: the file."""
 
     repetition_penalty: float = 1.0
+    end_tokens: frozenset[int] = frozenset()
     unheeded: tuple[str, ...] = ()
     source: str = ""
+
+    def added_to(self, params: SamplingParams) -> SamplingParams:
+        """With the repetition penalty, where nobody asks for another one."""
+        if params.repetition_penalty is not None or self.repetition_penalty == 1:
+            return params
+        return params.model_copy(update={"repetition_penalty": self.repetition_penalty})
 
     def tell(self) -> None:
         """Warns of entries that are not heeded."""
@@ -68,7 +75,8 @@ def read_generation(place: str | os.PathLike[str]) -> GenerationDefaults:
     acting = [name for name in _ABOVE_ZERO if _acts(data.get(name), lambda x: x > 0)]
     acting += [name for name in _OTHER_THAN_ONE if _acts(data.get(name), lambda x: x != 1)]
     acting += [name for name in _NOT_EMPTY if _is_there(data.get(name))]
-    return GenerationDefaults(_penalty(data, path), tuple(acting), str(path))
+    ends = frozenset(stop_tokens(folder))
+    return GenerationDefaults(_penalty(data, path), ends, tuple(acting), str(path))
 
 
 def _penalty(data: dict[str, Any], path: Path) -> float:

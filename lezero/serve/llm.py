@@ -87,7 +87,7 @@ class LLM:
         before = resident_bytes()
         self.program, read_coder = open_program(model, weights)
         own.tell()
-        self._penalty = own.repetition_penalty
+        self._own = own
         self._draft = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = read_coder() if coder is None and read_coder is not None else coder
         give_back_free_blocks()  # of the weights as they were
@@ -280,7 +280,7 @@ class LLM:
         An empty text begins with the model's start tokens, or else its end-of-text token.
         sample: tells answers apart that have the prompt and the seed in common.
         """
-        ends: frozenset[int] = frozenset() if self.coder is None else self.coder.end_tokens
+        ends = self._own.end_tokens if self.coder is None else self.coder.end_tokens
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ConfigError(f"priority: got {priority!r}, allowed are whole numbers")
         if params.stop and self.coder is None:
@@ -292,7 +292,7 @@ class LLM:
         if isinstance(prompt, str) and not tokens:
             end = self._coder().end_token
             tokens = [] if end is None else self._known_tokens([end], "prompt")
-        params = self._with_named_ends(self._with_own_penalty(params))
+        params = self._with_named_ends(self._own.added_to(params))
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample)
 
@@ -310,12 +310,6 @@ class LLM:
                 held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
                 raise ConfigError(f"{name}: holds {held}, allowed is 0 to {most}")
         return tokens
-
-    def _with_own_penalty(self, params: SamplingParams) -> SamplingParams:
-        """With what the model's folder says, where nobody asks for another repetition penalty."""
-        if params.repetition_penalty is not None or self._penalty == 1:
-            return params
-        return params.model_copy(update={"repetition_penalty": self._penalty})
 
     def _with_named_ends(self, params: SamplingParams) -> SamplingParams:
         """With special tokens that stop strings name as tokens that end the answer, since they

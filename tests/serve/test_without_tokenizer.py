@@ -45,6 +45,23 @@ def test_a_folder_of_weights_alone_takes_tokens(weights: Path) -> None:
         llm.generate([[5]], SamplingParams(stop="x"))
 
 
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_the_models_own_end_tokens_end_an_answer(weights: Path, file: str) -> None:
+    free = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    (whole,) = LLM(weights, weights="fp32", context=64).generate([[5, 6, 7]], free)
+    end = whole.tokens[3]
+    (weights / "generation_config.json").unlink(missing_ok=True)
+    told = json.loads((weights / "config.json").read_text())
+    named = {"eos_token_id": [end, 96]}
+    (weights / file).write_text(json.dumps({**told, **named} if file == "config.json" else named))
+    llm = LLM(weights, weights="fp32", context=64)
+    (found,) = llm.generate([[5, 6, 7]], GREEDY)
+    assert found.tokens == whole.tokens[: whole.tokens.index(end) + 1]
+    assert found.reason == "stop"
+    (found,) = llm.generate([[5, 6, 7]], free)
+    assert found.tokens == whole.tokens
+
+
 def test_it_is_not_served(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(weights), "--port", "0"]) == 2
     assert "holds no tokenizer, without which answers have no text" in capsys.readouterr().err
