@@ -21,6 +21,7 @@ import torch
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.ops.cross_entropy.reference import IGNORED
+from lezero.train.randomness import seeded
 
 Batch = Any
 Count = Callable[[Batch], int]
@@ -57,10 +58,15 @@ class Counter:
     def ask(self, loss: Callable[[Batch], torch.Tensor], batch: Batch) -> bool:
         """Finds out whether the model shifts: whether a label in the first column changes its loss.
 
-        Two forward passes: with a label in the first column alone, and with none at all. A model
-        that shifts gives the same twice (NaN, zero, or what else it adds to the loss). Raises
-        `ConfigError` when it cannot be called so.
+        Two forward passes, which draw the same numbers: with a label in the first column alone, and
+        with none at all. A model that shifts gives the same twice (NaN, zero, or what else it adds
+        to the loss). Raises `ConfigError` when it cannot be called so.
         """
+
+        def drawn(given: Batch) -> torch.Tensor:
+            with seeded(0, 0, 0):
+                return loss(given)
+
         labels = _labels_by_token(batch)
         assert labels is not None
         nothing = torch.full_like(labels, IGNORED)
@@ -68,12 +74,12 @@ class Counter:
         first[:, :1] = labels.amax().clamp(min=0) if labels.numel() else 0
         try:
             with_first, without = (
-                float(loss({**batch, "labels": each})) for each in (first, nothing)
+                float(drawn({**batch, "labels": each})) for each in (first, nothing)
             )
         except LeZeroError:
             raise
         except Exception as error:
-            loss(batch)  # a model that fails on its own batch says so itself
+            drawn(batch)  # a model that fails on its own batch says so itself
             raise ConfigError(
                 "counted: whether the model shifts 'labels' by one could not be found out, since "
                 f"its loss fails where labels are {IGNORED} ({type(error).__name__}: {error}). Say "

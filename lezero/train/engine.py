@@ -258,7 +258,7 @@ class Engine:
     def _find_shift(self, batches: list[Batch]) -> None:
         """Before the first `labels` are counted: whether the model shifts them (see `Counter`)."""
         for batch in filter(self.count.must_ask, batches):
-            with evaluating(self.model), seeded(self.seed, 0, 0), self.precision.autocast():
+            with evaluating(self.model), self.precision.autocast():
                 shifted = self.count.ask(lambda each: self.loss(self.model, private(each)), batch)
             log.info("labels are counted %s", "after a shift by one" if shifted else "as they are")
 

@@ -124,6 +124,35 @@ def test_any_model_is_asked_whether_it_shifts(shift, zero_if_empty, extra):
     assert engine.train_step(batch).tokens == (4 if shift else 5)
 
 
+def test_a_model_that_always_draws_numbers_is_asked_twice_with_the_same():
+    class Noisy(Own):
+        def forward(self, x, labels):
+            self.extra = 0.1 * torch.randn(()) ** 2  # as the latent of a VAE adds
+            return super().forward(x, labels)
+
+    ids = torch.arange(8).view(2, 4)
+    for shift, tokens in ((True, 6), (False, 8)):
+        engine = own_engine(Noisy(shift, zero_if_empty=True))
+        generator = torch.get_rng_state()
+        assert engine.train_step({"x": ids, "labels": ids}).tokens == tokens
+        assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_the_question_leaves_the_batch_as_it_is():
+    seen = []
+
+    class Writing(Own):
+        def forward(self, x, labels):
+            seen.append((self.training, x.clone()))
+            x[:, 0] = 0  # as a model that writes its own start token does
+            return super().forward(x, labels)
+
+    ids = torch.arange(8).view(2, 4) + 1
+    own_engine(Writing(shift=True)).train_step({"x": ids.clone(), "labels": ids})
+    assert [training for training, _ in seen] == [False, False, True]
+    assert torch.equal(seen[-1][1], ids)
+
+
 def test_a_model_that_cannot_be_asked_is_an_error_and_a_broken_one_speaks_for_itself():
     class Embeds(Own):
         def forward(self, x, labels):
