@@ -283,15 +283,16 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 def _move_in(aside: Path, root: Path) -> None:
     """Replaces the weights in `root`; what neither side of the layout knows is left alone."""
-    root.mkdir(parents=True, exist_ok=True)
     fresh = {path.name for path in aside.iterdir()}
+    for name in fresh:  # a disk that is full may say so here only
+        with open(aside / name, "rb") as file:
+            os.fsync(file.fileno())
+    root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").unlink(missing_ok=True)  # a half-replaced folder must not open
     for path in root.glob("model*.safetensors*"):
         if path.name not in fresh:
             path.unlink()
     for name in [*sorted(fresh - {"config.json"}), "config.json"]:
-        with open(aside / name, "rb") as file:
-            os.fsync(file.fileno())
         os.replace(aside / name, root / name)
 
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,9 @@ def test_shards_are_read_and_written(tmp_path: Path) -> None:
     model = load_hf(tmp_path / "theirs")
     assert difference(logits(model), logits(theirs)) < 1e-6
     save_hf(model, tmp_path / "ours", shard_bytes=20_000)
-    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    shards = [load_file(file) for file in (tmp_path / "ours").glob("*.safetensors")]
+    assert len(shards) > 2
+    assert all(sum(t.nbytes for t in shard.values()) <= 20_000 for shard in shards)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert difference(logits(model), logits(again)) < 1e-6
     save_hf(model, tmp_path / "ours")  # a smaller layout replaces the larger one
@@ -227,6 +230,22 @@ def test_old_style_config_is_understood() -> None:
     assert (config.rope_scaling.kind, config.rope_scaling.factor) == ("linear", 2.0)
     assert config.context == 64
     assert not config.tied
+
+
+def test_the_configs_own_original_context_counts_first_as_in_transformers() -> None:
+    inner = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    data = {**SMALL, "max_position_embeddings": 8192, "model_type": "llama", "rope_scaling": inner}
+    data["original_max_position_embeddings"] = 2048
+    theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
+        transformers.LlamaConfig.from_dict(copy.deepcopy(data))
+    )
+    torch.testing.assert_close(frequencies(from_hf(data))[0], theirs.inv_freq, rtol=1e-6, atol=0)
+
+
+def test_the_first_28_layers_see_everything_where_nothing_is_said() -> None:
+    data = {**SMALL, "use_sliding_window": True, "sliding_window": 8, "num_key_value_heads": 4}
+    assert from_hf({**data, "model_type": "qwen2"}).sliding_window is None
+    assert from_hf({**data, "model_type": "qwen2", "max_window_layers": 0}).sliding_window == 8
 
 
 @pytest.mark.parametrize(
@@ -335,8 +354,9 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         load_hf(tmp_path)
 
 
+@pytest.mark.parametrize("call", ["save_file", "os.fsync"])  # NFS and quotas refuse in fsync
 def test_a_failed_save_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build()
     save_hf(model, tmp_path / "out")
@@ -344,11 +364,29 @@ def test_a_failed_save_leaves_what_was_there(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("lezero.models.huggingface.save_file", full)
+    monkeypatch.setattr(f"lezero.models.huggingface.{call}", full)
     with pytest.raises(FileError, match="No space left on device"):
         save_hf(build(tied=False), tmp_path / "out")
     assert torch.equal(logits(load_hf(tmp_path / "out")), logits(model))
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_folder_that_is_half_replaced_does_not_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_hf(build(), tmp_path, shard_bytes=20_000)
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if target.name.endswith(".index.json"):
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(FileError, match="Input/output error"):
+        save_hf(build(norm_eps=0.1), tmp_path, shard_bytes=20_000)
+    with pytest.raises(FileError, match=r"config\.json"):
+        load_hf(tmp_path)
 
 
 def test_a_model_without_weights_cannot_be_saved(tmp_path: Path) -> None:
