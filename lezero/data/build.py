@@ -33,7 +33,7 @@ from lezero.data.tokenizer import (
 from lezero.files.folder import aside, commit
 
 _NEWS_S = 20.0
-_BUILD = 8
+_BUILD = 9
 """Form of the findings, the split and what is read: a folder of another form is made again."""
 _log = logger("data")
 

@@ -2,15 +2,17 @@
 
 [Note: a share of the text]
 Documents are chosen by numbers that come from their words and the seed, so the choice does not
-change with their order, nor much with their number. A share of the documents is about that share of
-the text where there are many; where what is held out is more than twice the share of the text, or
-less than half of it, they are chosen by their numbers and their lengths; and where that cannot give
-it either, as with a few books, each is divided near its end. Prompts with responses are not.
+change with their order, nor much with their number, and copies of a document go together. A share
+of the documents is about that share of the text where there are many; where what is held out is
+more than twice the share of the text, or less than half of it, they are chosen by their numbers and
+their lengths; and where that cannot give it either, as with a few books, each is divided near its
+end. Prompts with responses are not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections.abc import Iterator
 
@@ -70,20 +72,21 @@ class Split:
         used = [i for i, part in enumerate(documents) if part != DROPPED]
         if self.share <= 0 or not used:
             return 0.0
-        if len(used) == 1:
+        used.sort(key=lambda i: (self._places[i], i))
+        first, last = self._places[used[0]], self._places[used[-1]]
+        if first == last:  # a single document, or copies of it
             if self._pairs[used[0]]:
                 raise ConfigError(
                     f"data.validation: got {self.share:g}, but {self._last_pair} is the only "
                     "document, and a prompt with its response cannot be divided; give data.train "
                     "more pairs, or set data.validation to 0 or to files"
                 )
-            documents[used[0]] = TRAIN
+            self._put(TRAIN, first, documents, used)
             return self.share
-        used.sort(key=lambda i: (self._places[i], i))
         if HELD not in documents:
-            documents[used[0]] = HELD
+            self._put(HELD, first, documents, used)
         elif TRAIN not in documents:
-            documents[used[-1]] = TRAIN
+            self._put(TRAIN, last, documents, used)
         if self._is_near(documents, used):
             return 0.0
         chosen = self._by_length(used)
@@ -96,6 +99,12 @@ class Split:
         for i in used:
             documents[i] = TRAIN
         return self.share
+
+    def _put(self, part: int, place: float, documents: list[int], used: list[int]) -> None:
+        """The document of this place, and all its copies, into `part`."""
+        for i in used:
+            if self._places[i] == place:
+                documents[i] = part
 
     def _is_near(self, parts: list[int] | dict[int, int], used: list[int]) -> bool:
         """Whether both parts of the text are at least half of what was asked for, and what is held
@@ -110,10 +119,12 @@ class Split:
         total = sum(self._sizes[i] for i in used)
         wanted, held = self.share * total, 0
         parts = dict.fromkeys(used, TRAIN)
-        for i in used:
-            after = held + self._sizes[i]
+        for _, copies in itertools.groupby(used, self._places.__getitem__):
+            together = list(copies)
+            after = held + sum(self._sizes[i] for i in together)
             if held < wanted and after <= 2 * wanted and after < total:
-                parts[i], held = HELD, after
+                parts |= dict.fromkeys(together, HELD)
+                held = after
         return parts
 
 
@@ -121,9 +132,10 @@ def select(
     documents: Iterator[Document], parts: list[int], part: int, cut: float
 ) -> Iterator[Document]:
     """The documents of a part; cut: the share that is held out of the end of each."""
-    count, alone = 0, parts.count(TRAIN) == 1
-    for document, belongs in zip(documents, parts, strict=False):
-        count += 1
+    alone = parts.count(TRAIN) == 1
+    for document, belongs in itertools.zip_longest(documents, parts):
+        if document is None or belongs is None:
+            raise FileError("data: the files changed while they were read; start again")
         if cut and belongs == TRAIN and document.prompt is None:
             at = _place_of_cut(document, cut, alone)
             text = document.text[:at] if part == TRAIN else document.text[at:]
@@ -131,8 +143,6 @@ def select(
                 yield Document(text, document.source)
         elif belongs == part:
             yield document
-    if count != len(parts):
-        raise FileError("data: the files changed while they were read; start again")
 
 
 def _place_of_cut(document: Document, share: float, alone: bool) -> int:

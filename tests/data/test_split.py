@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 
+from lezero.core.errors import ConfigError, FileError
 from lezero.data import prepare
 from lezero.data.build import Data
+from lezero.data.reading import Document
+from lezero.data.split import TRAIN, select
+from lezero.data.store import TokenRows
 from tests.data.test_build import config, jsonl, text_of
 
 
@@ -20,6 +24,14 @@ def share_of(data: Data) -> float:
         "validation": data.validation.tokens,
     }
     return data.validation.tokens / (data.train.tokens + data.validation.tokens)
+
+
+def documents_of(data: Data, rows: TokenRows | None) -> list[str]:
+    assert rows is not None
+    tokens = text_of(rows, data.tokenizer)
+    assert tokens[-1] == data.tokenizer.eos
+    ends = [token if token < 256 else 0 for token in tokens]
+    return bytes(ends).decode().split("\0")[:-1]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -51,9 +63,70 @@ def test_documents_of_about_one_length_are_chosen_by_their_words_alone(tmp_path:
         jsonl(tmp_path / "d.jsonl", *({"text": f"document {i:04}"} for i in range(count)))
         data = prepare(config(tmp_path, validation=0.1, sequence=14), tmp_path / "cache")
         assert data.validation is not None
-        text = bytes(token for token in text_of(data.validation, data.tokenizer) if token < 256)
-        found.append(set(text.split(b"document ")))
+        found.append(set(documents_of(data, data.validation)))
     assert len(found[0] ^ found[1]) <= 2
+
+
+def test_another_seed_holds_out_other_documents(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d.jsonl", *({"text": f"document {i:04}"} for i in range(200)))
+    held = []
+    for seed in (0, 1):
+        data = prepare(config(tmp_path, validation=0.1, seed=seed), tmp_path / "cache")
+        held.append(set(documents_of(data, data.validation)))
+    assert len(held[0] - held[1]) > 5
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.1, 0.9999])
+def test_copies_that_are_kept_are_held_out_together_or_not_at_all(
+    tmp_path: Path, share: float
+) -> None:
+    texts = [f"{i:02}" * 50 for i in range(12)]
+    jsonl(tmp_path / "d.jsonl", *({"text": text} for text in texts + texts[:6]))
+    for seed in range(4):
+        asked = config(tmp_path, validation=share, duplicates="keep", seed=seed)
+        data = prepare(asked, tmp_path / "cache")
+        train, held = documents_of(data, data.train), documents_of(data, data.validation)
+        assert not set(train) & set(held)
+
+
+def test_a_document_and_its_copies_are_divided_at_one_place(tmp_path: Path) -> None:
+    jsonl(tmp_path / "d.jsonl", *[{"text": "0123456789"}] * 3)
+    for share, at in ((0.2, 8), (0.79, 2)):
+        asked = config(tmp_path, validation=share, duplicates="keep")
+        data = prepare(asked, tmp_path / "cache")
+        assert documents_of(data, data.train) == ["0123456789"[:at]] * 3
+        assert documents_of(data, data.validation) == ["0123456789"[at:]] * 3
+    jsonl(tmp_path / "d.jsonl", *[{"prompt": "a", "response": "b"}] * 3)
+    with pytest.raises(ConfigError, match="is the only document"):
+        prepare(asked, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_one_long_document_is_no_reason_to_divide_any(tmp_path: Path, copies: int) -> None:
+    texts = ["long" * 750, *[f"{i:03}" * 33 for i in range(30)] * copies]
+    jsonl(tmp_path / "d.jsonl", *({"text": text} for text in texts))
+    for seed in range(4):  # the long one is the first to be chosen with some of them
+        asked = config(tmp_path, validation=0.05, duplicates="keep", seed=seed)
+        data = prepare(asked, tmp_path / "cache")
+        train, held = documents_of(data, data.train), documents_of(data, data.validation)
+        assert sorted(train + held) == sorted(texts)
+        assert not set(train) & set(held)
+
+
+def test_a_document_of_the_validation_files_is_held_out_once(tmp_path: Path) -> None:
+    jsonl(tmp_path / "v.jsonl", {"text": "twice"}, {"text": "once"}, {"text": "twice"})
+    jsonl(tmp_path / "t.jsonl", {"text": "to train on"})
+    asked = config(tmp_path / "t.jsonl", validation=[str(tmp_path / "v.jsonl")])
+    data = prepare(asked, tmp_path / "cache")
+    assert documents_of(data, data.validation) == ["twice", "once"]
+    assert data.findings["left_out"] == {"duplicate": 1}
+
+
+@pytest.mark.parametrize("read", [1, 3])
+def test_files_that_change_while_they_are_read_are_told(read: int) -> None:
+    documents = iter([Document("text", "a file")] * read)
+    with pytest.raises(FileError, match="the files changed while they were read"):
+        list(select(documents, [TRAIN, TRAIN], TRAIN, 0.0))
 
 
 def test_pairs_of_unequal_length_are_told_of(
@@ -76,3 +149,4 @@ def test_a_pair_is_never_the_duplicate_of_a_text(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", *lines)
     data = prepare(config(tmp_path / "a.jsonl"), tmp_path / "cache")
     assert data.findings["documents"] == len(lines)
+    assert data.findings["left_out"] == {}
