@@ -339,6 +339,13 @@ def test_trained_tokenizer_comes_from_the_training_text_alone(tmp_path):
     assert other.tokenizer.eos == data.tokenizer.encode("b")[0]
 
 
+def test_trained_tokenizer_comes_from_prompts_and_responses(tmp_path):
+    pairs = [{"prompt": f"apple banana {i}", "response": f"cherry zebra {i}"} for i in range(20)]
+    jsonl(tmp_path / "t.jsonl", *pairs)
+    data = prepare(config(tmp_path / "t.jsonl", tokenizer={"train": 300}), tmp_path / "cache")
+    assert [len(data.tokenizer.encode(word)) for word in (" banana", " zebra")] == [1, 1]
+
+
 def test_python_docs_are_real_text_in_a_fixed_order():
     texts = python_docs()
     size = sum(len(text) for _, text in texts)

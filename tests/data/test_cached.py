@@ -1,0 +1,44 @@
+"""What cached token files depend on, and what a checkpoint knows them by."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lezero.data import DataConfig, prepare, store
+from tests.data.test_build import config, text_of
+
+
+def trained_on(cache: Path, **settings: Any) -> bytes:
+    data = prepare(DataConfig(tokenizer="bytes", sequence=8, **settings), cache)
+    return bytes(t if t < 256 else 0 for t in text_of(data.train, data.tokenizer))
+
+
+def test_a_file_that_changed_under_its_old_time_is_read_anew(tmp_path: Path) -> None:
+    """As `cp -p` and rsync leave it."""
+    file = tmp_path / "a.txt"
+    file.write_text("the first words")
+    before = os.stat(file)
+    settings = {"train": [str(file)], "validation": 0.0}
+    assert trained_on(tmp_path / "cache", **settings) == b"the first words\0"
+    file.write_text("the other words")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert trained_on(tmp_path / "cache", **settings) == b"the other words\0"
+
+
+def test_a_file_that_is_held_out_from_now_on_is_no_longer_trained_on(tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{name}.txt") for name in "abc"]
+    for path in files:
+        Path(path).write_text(f"text {path[-5]}")
+    for count, text in ((2, b"text a\0text b\0"), (1, b"text a\0")):
+        settings = {"train": files[:count], "validation": files[count:]}
+        assert trained_on(tmp_path / "cache", **settings) == text
+
+
+def test_a_checkpoint_knows_rows_of_another_tokenizer(tmp_path: Path) -> None:
+    """Tokens may have the same numbers and mean other words."""
+    (tmp_path / "a.txt").write_text("some text")
+    data = prepare(config(tmp_path), tmp_path / "cache")
+    manifest = {**store.read_manifest(data.folder), "tokenizer": "another"}
+    assert store.open_rows(data.folder, manifest, "train", 8).digest != data.train.digest
