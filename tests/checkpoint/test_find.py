@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lezero.checkpoint import export_weights, load
+from lezero.checkpoint import export_weights, find, load
 from lezero.core.errors import CorruptError, FileError
 from lezero.files import step_path, write_generation
 
@@ -47,6 +47,23 @@ def test_a_named_generation_fails_loudly(root, tmp_path):
     renamed = tmp_path / "mine"
     shutil.copytree(step_path(root, 2), renamed)
     assert load(renamed).step == 2
+
+
+def test_a_list_that_a_writer_has_overtaken_is_read_again(root, monkeypatch):
+    listed = find.list_generations
+
+    def slow(folder):
+        found = listed(folder)
+        if found[-1] == step_path(root, 3):  # the writer prunes before they are opened
+            write_generation(root, 4, tensors={}, documents={})
+            for path in found:
+                shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(find, "checkpoint_root", lambda path: path)  # it lists them, too
+    monkeypatch.setattr(find, "list_generations", slow)
+    loaded = load(root)
+    assert (loaded.step, loaded.rejected) == (4, [])
 
 
 def test_none_good_lists_all(root, caplog):

@@ -1,5 +1,6 @@
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from lezero.checkpoint import Saver, load, read_mark
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.files import list_generations, read_generation
 
 
@@ -44,10 +45,13 @@ def test_buffers_are_reused_and_follow_a_new_shape(tmp_path):
             saver.save(step, {"w": torch.full((4,), float(step))}, {})
             assert saver._buffers._views["w"].data_ptr() == block
         saver.save(3, {"w": torch.ones(2, 2).t(), "e": torch.empty(0, dtype=torch.int8)}, {})
+        saver.save(4, {"w": torch.full((2, 2), 0.5).double(), "e": torch.empty(0)}, {})
     assert torch.equal(
         read_generation(tmp_path / "step-00000002").tensors["w"], torch.full((4,), 2)
     )
-    assert load(tmp_path).tensors["e"].dtype == torch.int8
+    assert read_generation(tmp_path / "step-00000003").tensors["e"].dtype == torch.int8
+    last = load(tmp_path).tensors["w"]  # the same shape in another type
+    assert torch.equal(last, torch.full((2, 2), 0.5, dtype=torch.float64))
 
 
 def test_retention_keeps_newest_and_marked(tmp_path):
@@ -87,6 +91,15 @@ def test_a_damaged_mark_is_told_and_what_it_may_mean_stays(tmp_path):
         load(tmp_path, mark="worst")
 
 
+def test_the_file_of_another_mark_is_no_mark(tmp_path):
+    with Saver(tmp_path) as saver:
+        saver.save(1, {}, {})
+        saver.mark("last", 1)
+    shutil.copy(tmp_path / "last.json", tmp_path / "best.json")
+    with pytest.raises(CorruptError, match=r"best\.json: this is no mark 'best'"):
+        read_mark(tmp_path, "best")
+
+
 def test_json_of_others_beside_generations_is_no_mark(tmp_path, caplog):
     with Saver(tmp_path, keep=2) as saver:
         for step in (1, 2, 3, 4):
@@ -121,6 +134,22 @@ def test_a_failed_write_is_told_and_the_next_one_works(tmp_path, monkeypatch):
     assert saver.wait() is None
     assert steps(tmp_path) == [1, 3]
     saver.close()
+
+
+def test_a_failed_write_moves_nothing_aside_and_prunes_nothing(tmp_path, monkeypatch):
+    with Saver(tmp_path) as saver:
+        for step in (7, 8, 9):
+            saver.save(step, {}, {})
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with Saver(tmp_path, keep=1, on_error=lambda step, error: None) as saver:
+        saver.save(1, {"w": torch.ones(3)}, {})
+        assert isinstance(saver.wait(), FileError)
+    assert steps(tmp_path) == [7, 8, 9]
+    assert not list(tmp_path.glob("superseded-*"))
 
 
 def test_the_default_report_is_one_message_and_a_broken_callback_does_no_harm(

@@ -1,5 +1,6 @@
 """Folders of writers that work side by side."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -40,3 +41,19 @@ def test_what_a_living_writer_holds_stays(tmp_path: Path) -> None:
         assert (mine / "file").read_text() == "kept"
         assert os.listdir(tmp_path) == [mine.name]
     assert os.listdir(tmp_path) == []
+
+
+def test_without_locks_only_an_old_folder_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A young one may be that of a living writer, on a network file system as here."""
+    for name in (".tmp-young", ".tmp-old"):
+        (tmp_path / name).mkdir()
+    os.utime(tmp_path / ".tmp-old", (1, 1))
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert remove_stale(tmp_path) == [tmp_path / ".tmp-old"]
+    assert os.listdir(tmp_path) == [".tmp-young"]

@@ -267,6 +267,28 @@ def test_links_and_devices_are_never_opened(two):
         read_generation(path.parent / "step-00000099")
 
 
+def test_everything_is_on_the_disk_before_the_generation_has_its_name(tmp_path, monkeypatch):
+    done = []
+
+    def noted(call, name):
+        def wrapped(first, *rest):
+            done.append(name(first))
+            return call(first, *rest)
+
+        return wrapped
+
+    def opened(descriptor):
+        return os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", noted(os.fsync, opened))
+    monkeypatch.setattr(os, "rename", noted(os.rename, lambda source: "named"))
+    write_generation(tmp_path, 1, tensors=tensors_of(), documents={})
+    before, after = done[: done.index("named")], done[done.index("named") + 1 :]
+    assert {FILE, "manifest.json"} <= set(before[:-1])
+    assert before[-1].startswith(".tmp-")
+    assert after == [tmp_path.name]
+
+
 # Disk full.
 
 

@@ -1,6 +1,7 @@
 """Parameter groups, AdamW and schedules."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -30,6 +31,17 @@ def test_norms_biases_embeddings_and_tied_heads_are_not_decayed():
     held = [p for g in groups for p in g["params"]]
     assert len(held) == 5
     assert all(p.requires_grad for p in held)
+
+
+def test_bags_of_embeddings_scales_and_wide_biases_are_not_decayed():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bag, self.line = nn.EmbeddingBag(7, 4), nn.Linear(4, 4)
+            self.gain = nn.Parameter(torch.ones(4))
+            self.bias = nn.Parameter(torch.zeros(3, 4))
+
+    assert decayed_names(Own()) == {"line.weight"}
 
 
 def test_adamw_equals_torch():
@@ -91,6 +103,21 @@ def test_schedules_warm_up_stay_in_range_and_end_at_final(kind):
     if kind == "wsd":
         assert factors[10:80] == [1.0] * 70
         assert factors[80] < 1
+
+
+def test_a_cosine_is_half_a_cosine():
+    schedule = Schedule(kind="cosine", warmup=20, final=0.1)
+    for along in (0.25, 0.5, 0.75):
+        found = schedule.factor(19 + round(80 * along), 100)
+        assert found == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * along)))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
+def test_steps_after_the_last_keep_the_final_rate(kind):
+    schedule = Schedule(kind=kind, warmup=10, final=0.05)
+    assert [schedule.factor(step, 100) for step in (99, 100, 150, 10_000)] == pytest.approx(
+        [0.05] * 4
+    )
 
 
 def test_schedule_bad_values():

@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from lezero.core import device
+from lezero.core import device, facts
 from lezero.core.errors import CapacityError, ConfigError
 from lezero.memory.pool import _libc
 from lezero.models import Transformer, TransformerConfig
@@ -319,3 +320,14 @@ def test_on_an_accelerator_only_what_lies_there_counts(monkeypatch: pytest.Monke
     assert parts["libraries"] == 64 << 20
     assert total == sum(parts.values())
     assert free_bytes(there) == 5 << 30
+
+
+def test_ranks_of_one_machine_share_the_memory_that_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = SimpleNamespace(available=12 << 30, limit=8 << 30)
+    monkeypatch.setattr(facts, "memory", lambda: memory)
+    spec = StepSpec(batch=1, tokens=1)
+    assert free_bytes(spec) == 8 << 30
+    assert free_bytes(spec.with_(ranks=4)) == 2 << 30
+    assert free_bytes(spec.with_(ranks=4, ranks_here=2)) == 4 << 30

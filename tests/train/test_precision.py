@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from lezero.core import device
 from lezero.core.decisions import Decisions
 from lezero.train import precision
 from lezero.train.engine import Engine
@@ -34,6 +35,15 @@ def test_auto_takes_bf16_only_where_it_is_not_slower(monkeypatch, fp32, chosen):
     figures = {name: figure["s a product"] for name, figure in record.candidates.items()}
     assert figures == {"bf16": 1.0, "fp32": fp32}
     assert "native bf16: avx512_bf16" in record.reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "chosen"),
+    [((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")],
+)
+def test_auto_is_fp16_on_gpus_without_bf16(monkeypatch, capability, chosen):
+    monkeypatch.setattr(device, "capability", lambda *_: capability)
+    assert precision.resolve("auto", torch.device("cuda"), Decisions()) == chosen
 
 
 def test_what_a_run_had_before_a_resume_is_not_measured_again(monkeypatch):

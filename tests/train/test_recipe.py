@@ -76,6 +76,13 @@ def test_validation_passes_are_micro_batches_of_the_same_rows(tmp_path, accumula
     assert torch.equal(torch.cat(passes), torch.cat([batch["tokens"] for batch in whole]))
 
 
+def test_the_order_of_the_rows_is_that_of_the_datas_seed(tmp_path):
+    """Which is the same under another seed of the weights."""
+    made = config(tmp_path, data__seed=5, train__seed=7)
+    loader, _ = recipe.loaders(made, recipe.build_data(made))
+    assert loader.order.seed == 5
+
+
 def test_what_is_missing_for_the_report_is_said_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"lezero\[tensorboard\]"):

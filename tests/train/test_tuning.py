@@ -301,6 +301,31 @@ def test_a_form_that_fails_in_a_step_is_left_and_the_step_taken(compiler, monkey
     assert all(layer._compiled_call_impl is None for layer in model.layers)
 
 
+def test_a_form_that_fails_midway_leaves_no_gradient_behind(monkeypatch):
+    """The first micro-batch of two had made one already."""
+    x = torch.arange(8.0).view(4, 2)
+    weights = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model, calls = nn.Linear(2, 1), []
+
+        def loss(model, micro, calls=calls, fails=fails):
+            calls.append(micro)
+            if fails and len(calls) == 2:
+                raise RuntimeError("the compiler broke")
+            return model(micro).square().mean()
+
+        engine = Engine(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, accumulate=2,
+            precision="fp32", compile="off",
+        )  # fmt: skip
+        monkeypatch.setattr(engine.tuner, "failed", lambda error: True)
+        engine.train_step(x)
+        assert len(calls) == (4 if fails else 2)
+        weights.append(model.weight.tolist())
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize("form", ["auto", "off"])
 def test_what_is_frozen_moves_once_a_step_and_not_in_a_skipped_one(form):
     model = Stateful()
