@@ -145,6 +145,14 @@ def test_angles_that_change_in_mid_sequence_turn_all_keys_anew(
         assert row == tokens[len(prompt) :]
 
 
+def test_a_prompt_beside_one_that_goes_alone_is_drawn_by_its_own_number() -> None:
+    model = build_attentive(**GROWING[0])
+    long, other, short = list(range(1, 13)), [9, 8, 7], [5, 6, 7]
+    found = [generate(model, [first, short], 4, **SAMPLED)[1] for first in (long, other)]
+    assert found[0] == found[1]
+    assert found[0] != generate(model, short, 4, **SAMPLED)[0]
+
+
 @pytest.mark.parametrize("start", [4, 9, 10, 11, 20])
 def test_longrope_is_greedy_as_transformers_where_that_agrees_with_itself(
     start: int, tmp_path: Any

@@ -50,6 +50,11 @@ def test_ties_keep_exactly_k_tokens() -> None:
     assert found[0].tolist() == [0.5, 0.5, 0, 0, 0, 0]
 
 
+def test_tokens_that_reach_top_p_exactly_are_enough() -> None:
+    found = probabilities(torch.zeros(1, 4), Sampling(temperature=1.0, top_p=0.5))
+    assert found[0].tolist() == [0.5, 0.5, 0, 0]
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
