@@ -20,9 +20,10 @@ GRIDS = [
 ]
 
 
-def inputs_of(x_MK: torch.Tensor) -> Inputs:
+def inputs_of(*batches: torch.Tensor) -> Inputs:
     inputs = Inputs("layer", image=False, hessian=True)
-    inputs.add(x_MK)
+    for x_MK in batches:
+        inputs.add(x_MK)
     return inputs
 
 

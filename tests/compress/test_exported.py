@@ -109,6 +109,17 @@ def test_w8a8_differs_by_how_tokens_are_rounded_and_by_nothing_else(tmp_path: Pa
     same_weights(theirs, model)
 
 
+def test_inputs_in_blocks_are_written_as_floats(tmp_path: Path) -> None:
+    """The layout has no blocks of a token; the layers beside keep their 8 bits."""
+    model = quantized(lz.Int8WeightActivation(vocabulary="keep", exact_above=None))
+    model.get_submodule(LAYER).x_block = 32
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    floats = [g for g in config["config_groups"].values() if g["input_activations"] is None]
+    assert [group["targets"] for group in floats] == [[f"model.{LAYER}"]]
+    assert floats[0]["format"] == "pack-quantized"
+
+
 def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
     for scheme, said in (
         (lz.Nf4(group=32), "nf4"),

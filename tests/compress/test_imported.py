@@ -14,10 +14,12 @@ from torch import Tensor, nn
 import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.models.hf_config import to_hf
 from lezero.models.huggingface import name_there
 from lezero.nn.meta import parameters_on_meta
+from lezero.ops.quantize import Grid, dequantize, quantize
 from lezero.profiler import MemorySampler
 from tests.compress.test_quantize import small, tokens
 from tests.ranks import RankPool
@@ -269,6 +271,17 @@ def test_an_order_that_is_missing_is_refused_where_it_counts(tmp_path: Path) -> 
         wanted = write(desc_act, G)
         found = quantized_layers(load_quantized(tmp_path, OneLayer()))["up"]
         assert torch.equal(found.weight.decode(torch.float32), wanted)
+
+
+def test_rows_of_an_ordered_weight_have_the_inputs_in_their_places() -> None:
+    grid, order = Grid("int4", GROUP, scale_dtype="fp16"), torch.randperm(64)
+    made = quantize(torch.randn(32, 64), grid)
+    weight = OrderedWeight.ordered(made, order, grid, torch.float32)
+    wanted = torch.empty(32, 64)
+    wanted[:, order] = dequantize(*made, grid)
+    ids = torch.tensor([3, 0])
+    assert torch.equal(weight.decode(), wanted)
+    assert torch.equal(weight.rows(ids), wanted[ids])
 
 
 def test_what_is_null_counts_as_not_given(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
+from lezero.compress.quantize import speed
 from lezero.compress.quantize.folds import near
 from lezero.compress.quantize.layer import relative_error
 from tests.compress.test_quantize import difference
@@ -113,6 +114,26 @@ def test_a_layer_whose_outputs_would_be_useless_stays() -> None:
     assert first.reason == "its outputs would be farther off than zeros"
     assert (first.error or 0) > 1
     assert second.quantized
+
+
+def test_what_would_not_become_smaller_stays() -> None:
+    """Rows of one weight have a byte and a scale each, where they had two bytes."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(1, 64)).bfloat16()
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    first, second = lz.quantization_report(model).layers
+    assert first.quantized
+    assert not second.quantized
+    assert second.reason == "it would not become smaller"
+
+
+@pytest.mark.parametrize(("after", "kept"), [(0.985, False), (0.975, True)])
+def test_what_is_faster_by_less_than_the_margin_stays(
+    after: float, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed.LayerSpeed, "measure", lambda *_: (1.0, after))
+    model = nn.Sequential(nn.Linear(64, 64))
+    lz.quantize_(model, lz.Int8Weight(), data=torch.randn(4, 64))
+    assert lz.quantization_report(model).layers[0].quantized is kept
 
 
 class Routed(nn.Module):

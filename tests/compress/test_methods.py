@@ -51,6 +51,16 @@ def test_gptq_is_its_algorithm():
     assert (codes != result.codes).float().mean() < 0.02  # fp32 rounds a few ties otherwise
 
 
+@pytest.mark.parametrize("method", [Nearest, AWQ, GPTQ])
+def test_mse_scales_weigh_errors_by_the_inputs(method):
+    made = torch.Generator().manual_seed(0)
+    w, grid = torch.tensor([[0.9, 0.33, -0.21, 0.47] * 8]), Grid("int4", group=32)
+    x = torch.randn(200, 32, generator=made)
+    plain = method().codes(w.clone(), grid, "mse", inputs_of(torch.ones(64, 32)))
+    x[:, ::4] *= 1e-3  # of the largest weights
+    assert float(method().codes(w.clone(), grid, "mse", inputs_of(x)).scale) < float(plain.scale)
+
+
 @pytest.mark.parametrize("size", [1e-25, 1e-21, 1e-19, 1e-15, 1e15])
 def test_gptq_takes_inputs_of_any_size(size):
     torch.manual_seed(0)

@@ -69,6 +69,18 @@ def test_mse_has_the_least_error():
     assert error("mse") <= min(error(name) for name in ("minmax", "kl")) * 1.02
 
 
+@pytest.mark.parametrize("name", ["percentile", "kl", "mse"])
+def test_values_that_came_before_larger_ones_keep_their_places(name: str) -> None:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 400_000, generator=made)
+    larger = 4 * x.abs().amax(1, keepdim=True)
+    one, parts = observers.get(name)(), observers.get(name)()
+    one.observe(torch.cat([x, larger], 1))
+    for part in (x, larger):
+        parts.observe(part)
+    torch.testing.assert_close(parts.range(256), one.range(256), rtol=0.02, atol=0)
+
+
 def test_values_of_one_sign_have_half_of_the_codes_of_a_linear_layer() -> None:
     made = torch.Generator().manual_seed(0)
     x, layer = torch.randn(400, 64, generator=made).relu() ** 2, torch.nn.Linear(64, 64)

@@ -324,14 +324,20 @@ def test_inputs_of_the_output_head_are_rounded_only_when_asked_to(tied):
     assert found == {"int8": (8, 16), "int8_activations": (8, 8)}
 
 
-def test_bias_correction_takes_the_mean_error_out():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    data = torch.randn(256, 64) + 2
-    with torch.no_grad():
-        wanted = model(data).mean(0)
-        lz.quantize_(model, lz.Int4Weight(bias_correction=True), data=data, objective="size")
-        assert (model(data).mean(0) - wanted).abs().max() < 1e-3
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_bias_correction_takes_the_mean_error_out(kind):
+    def error(**given):
+        torch.manual_seed(0)
+        image = kind == "conv"
+        layer = nn.Conv2d(8, 16, 3, padding=1, bias=False) if image else nn.Linear(64, 64)
+        model, data = nn.Sequential(layer), torch.randn((8, 8, 6, 6) if image else (256, 64)) + 2
+        scheme = lz.Int8Weight(**given) if image else lz.Int4Weight(**given)
+        with torch.no_grad():
+            wanted = model(data)
+            lz.quantize_(model, scheme, data=data, objective="size")
+            return (model(data) - wanted).transpose(0, 1).flatten(1).mean(1).abs().max()
+
+    assert error(bias_correction=True) < 0.01 * error()
 
 
 def test_batch_norms_are_folded_into_convolutions():

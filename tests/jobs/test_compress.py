@@ -15,6 +15,7 @@ from lezero.cli.main import main
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.jobs.compress import compress
 from lezero.jobs.compress_config import CompressConfig
+from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
 from lezero.nn.meta import parameters_on_meta
 from tests.leaks import own_cache
@@ -203,6 +204,33 @@ def test_only_rows_of_the_text_calibrate_and_measure(
         assert int((given == given[0]).all(1).sum()) == 1  # a loader fills up with the first
         assert max(len(part) for part in seen["data"]) <= batch
         assert sum(len(part["tokens"]) for part in seen["held"]) == 8
+
+
+@pytest.mark.parametrize("objective", ["size", "speed"])
+def test_what_the_config_asks_for_is_asked_of_quantize(
+    objective: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def looks(model: Any, scheme: Any, **given: Any) -> None:
+        seen.update(given)
+        raise lz.NumericsError("enough")
+
+    monkeypatch.setattr("lezero.jobs.compress.quantize_", looks)
+    wanted = {"objective": objective, "budget": 0.25, "filter": ["*mlp*"]}
+    with pytest.raises(lz.NumericsError, match="enough"):
+        compress(CompressConfig.parse(settings(place, tmp_path, **wanted)))
+    assert {name: seen[name] for name in wanted} == {**wanted, "filter": ("*mlp*",)}
+
+
+def test_perplexity_counts_each_target_once() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(5, 6, 11), torch.randint(0, 11, (5, 6))
+    targets[3:, 1:] = -100
+    rows = torch.arange(5)
+    batches = [{"tokens": rows[part], "targets": targets[part]} for part in rows.split([3, 2])]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert perplexity(lambda tokens: logits[tokens], batches) == pytest.approx(float(loss.exp()))
 
 
 def test_a_filter_without_patterns_is_refused(place: Path, tmp_path: Path) -> None:
