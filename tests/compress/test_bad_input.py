@@ -14,21 +14,21 @@ import torch
 from torch import nn
 
 import lezero as lz
-from lezero.compress.quantize import speed, spill, work
+from lezero.compress.quantize import report, speed, spill, work
 from lezero.core import facts
 from tests.compress.test_quantize import small, tokens
 
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Checks that classes, parameter objects, values, strides and modes are as before."""
-    classes = {name: type(module) for name, module in model.named_modules()}
+    """Checks that classes, attributes, parameters, values, strides and modes are as before."""
+    kinds = {n: (type(m), {*vars(m), report.REPORT}) for n, m in model.named_modules()}
     state = copy.deepcopy(model.state_dict())
     ids = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     training = {name: module.training for name, module in model.named_modules()}
     strides = [parameter.stride() for parameter in model.parameters()]
     yield
-    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert {n: (type(m), {*vars(m), report.REPORT}) for n, m in model.named_modules()} == kinds
     assert {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)} == ids
     assert [parameter.stride() for parameter in model.parameters()] == strides
     now = model.state_dict()

@@ -27,7 +27,6 @@ class Journal:
     def __init__(self, spill: Spill) -> None:
         self._spill = spill
         self._modules: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
-        self._values: dict[int, tuple[Tensor, Tensor]] = {}
         self._released: dict[int, nn.Parameter] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
 
@@ -40,13 +39,8 @@ class Journal:
             own[name] = own[name].copy()
         self._modules[id(module)] = (module, type(module), own)
 
-    def keep_values(self, tensor: Tensor) -> None:
-        """Call it before values of `tensor` (a small one) are written to."""
-        if id(tensor) not in self._values and id(tensor) not in self._released:
-            self._values[id(tensor)] = (tensor, tensor.detach().clone())
-
     def save_values(self, parameter: nn.Parameter) -> None:
-        """As `keep_values`, to the disk: for weights."""
+        """Call it before values of `parameter` are written to."""
         if id(parameter) not in self._released:
             self._spill.put(("original", id(parameter)), parameter.data)
             # A view with gaps comes back without them.
@@ -83,10 +77,6 @@ class Journal:
             self.restore(module)
         for key in list(self._released):
             self._give_back(key)
-        for tensor, before in self._values.values():
-            with torch.no_grad(), mode_of(tensor):
-                tensor.data.copy_(before)
-        self._values.clear()
 
     def _give_back(self, key: int) -> None:
         parameter = self._released[key]
