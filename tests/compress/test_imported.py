@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
+from lezero.compress.quantize.foreign import Foreign, read_layer
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
+from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.models.hf_config import to_hf
 from lezero.models.huggingface import name_there
@@ -284,6 +286,23 @@ def test_rows_of_an_ordered_weight_have_the_inputs_in_their_places() -> None:
     assert torch.equal(weight.rows(ids), wanted[ids])
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_fills_up_the_last_int32_is_not_read(method: str) -> None:
+    N, K = 30, 60
+    codes, zeros = torch.randint(0, 16, (64, 32)), torch.randint(0, 16, (2, 32))
+    if method == "awq":
+        parts = {"qweight": awq_words(codes[:K]), "qzeros": awq_words(zeros)}
+    else:
+        parts = {"qweight": words(codes[:, :N].T, 4).T, "qzeros": words(zeros, 4)}
+    scales = torch.rand(2, 32)
+    parts["scales"] = scales[:, :N]
+    form = {"quant_method": method, "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+    layer = read_layer(parts, (N, K), Foreign(**form))
+    zero, scale = (x.repeat_interleave(32, 0) for x in (zeros, scales))
+    found = PackedWeight.of(layer.made, layer.grid, torch.float32).decode()
+    assert torch.equal(found, ((codes - zero) * scale)[:K, :N].T)
+
+
 def test_what_is_null_counts_as_not_given(tmp_path: Path) -> None:
     zeros = torch.full((32, 1), 8)
     form = {**dict.fromkeys(("checkpoint_format", "group_size", "desc_act", "dynamic"))}
@@ -296,6 +315,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"quant_method": "aqlm"}, "'aqlm' is not read"),
     "bits": ({"bits": 3}, "bits 3; read are 4 and 8"),
     "group": ({"group_size": 24}, "group_size 24"),
+    "group of 48": ({"group_size": 48}, "group_size 48; read are -1 and multiples of 32"),
+    "some layers": ({"dynamic": {"-:lm_head": {}}}, "dynamic .other settings for some layers"),
     "another group": ({"group_size": 64}, r"should be \(2, "),
     "version": ({"quant_method": "awq", "version": "gemv"}, "'gemv'"),
     "layout": ({"checkpoint_format": "marlin"}, "'marlin'"),

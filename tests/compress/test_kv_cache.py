@@ -116,6 +116,12 @@ def test_the_ends_of_a_type_stay_finite(dtype, bits):
     assert (back.double() - x.double()).abs().max() <= 1.02 * most / (2**bits - 1)
 
 
+def test_spreads_without_an_inverse_are_no_further_off_than_half_a_step():
+    x = torch.linspace(0, 1e-38, 8).view(1, 1, 1, 8)
+    kept = quantize_kv(x)
+    assert ((dequantize_kv(kept) - x).abs() <= kept.scale.float() / 2).all()
+
+
 def test_bytes_are_those_of_codes_scales_and_least_values():
     for dtype, of_a_group in ((torch.bfloat16, 4), (torch.float16, 4), (torch.float32, 6)):
         x = torch.randn(2, 3, 64, 32).to(dtype)

@@ -54,6 +54,7 @@ FORGERIES = {
     "bool shape": (lambda b: entry(b).update(shape=[True]), "no list of sizes"),
     "larger": (lambda b: entry(b).update(shape=[5]), "do not fill"),
     "begin": (lambda b: part(b).update(begin=8), "overlaps or leaves a gap"),
+    "gap": (lambda b: part(b).update(begin=part(b)["begin"] + 8), "overlaps or leaves a gap"),
     "negative begin": (lambda b: part(b).update(begin=-8), "out of range"),
     "file": (lambda b: part(b).update(file="/etc/passwd"), "not listed"),
     "digest": (lambda b: part(b).update(chunks=["zz"]), "64 hexadecimal"),
@@ -80,7 +81,11 @@ def test_a_forged_manifest_is_refused(forge, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["../../etc/passwd", "/etc/passwd", "..", "sub/tensors-0.safetensors", "manifest.json"]
+    "name",
+    [
+        *("../../etc/passwd", "/etc/passwd", "..", "sub/tensors-0.safetensors", "manifest.json"),
+        "tensors-0.safetensors/../../etc/passwd",
+    ],
 )
 def test_names_that_lead_elsewhere_are_never_opened(forge, name):
     def change(body):

@@ -30,6 +30,7 @@ ODD = [
     ((1, 1, 15, 2), (16, 1, 2, 2), {"stride": (1, 2)}),
     ((2, 8, 8), (264, 1, 2), {"padding": (1,), "stride": (1,), "dilation": (1,), "groups": 8}),
     ((2, 2, 28, 28), (16, 1, 3, 3), {"padding": (3, 3), "groups": 2}),
+    ((2, 4, 9, 7), (6, 4, 3, 3), {"padding": (2, 1), "dilation": (2, 2)}),
     ((1, 16, 2, 1), (8, 16, 4, 1), {"padding": (2, 2), "stride": (1, 3), "dilation": (1, 2)}),
     ((5, 48, 2), (48, 1, 2), {"padding": (4,), "stride": (3,), "dilation": (3,), "groups": 48}),
     ((1, 64, 1), (8, 8, 1), {"padding": (3,), "stride": (2,), "dilation": (2,), "groups": 8}),
@@ -136,6 +137,8 @@ def test_empty_batches_and_wrong_shapes() -> None:
     for name, wrong in (("x", given["x"][:, :3]), ("scale", given["scale"][:3])):
         with pytest.raises(ConfigError, match="conv_int8"):
             conv_int8(**{**given, name: wrong})
+    with pytest.raises(ConfigError, match="groups that divide O"):
+        conv_int8(**layer((2, 8, 6, 6), (5, 4, 3, 3), torch.float32), groups=2)
 
 
 def test_an_input_that_is_smaller_than_the_kernel_is_refused() -> None:
