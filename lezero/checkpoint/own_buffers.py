@@ -40,6 +40,7 @@ def _has_bytes(value: Tensor) -> bool:
 
 
 def _digest(value: Tensor) -> str:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().data
+    host = value.detach().cpu().contiguous()
+    # Of one value, torch calls any stride contiguous, but views bytes only where it is 1.
+    data = host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy().data
     return f"{value.dtype} {list(value.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

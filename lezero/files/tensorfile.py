@@ -140,7 +140,8 @@ def write_forms(
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The values of a contiguous CPU tensor as writable bytes; shares its memory."""
-    flat = tensor.reshape(-1).view(torch.uint8)
+    # Of one value, torch calls any stride contiguous, but views bytes only where it is 1.
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return memoryview(_numpy(flat)).cast("B")
 
 

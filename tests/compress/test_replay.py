@@ -313,3 +313,23 @@ def test_of_batches_that_are_alike_two_are_run() -> None:
         two = len(calls)
         Replay(model, [(x, 1)] * 5, blocks(model), spill)
         assert len(calls) == 2 * two
+
+
+class Shifted(nn.Module):
+    """Gives its blocks one value of a row, which lies as the row does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(64) for _ in range(2))
+        self.register_buffer("row", torch.randn(1, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            x, _ = block(x, shift=self.row[:, 1])
+        return x
+
+
+def test_one_value_of_a_row_is_kept_for_the_next_block() -> None:
+    model, x = Shifted(), torch.randn(4, 64)
+    lz.quantize_(model, lz.Int4Weight(method="gptq"), data=[x, x + 1], objective="size")
+    assert len(lz.quantization_report(model).layers) == 2

@@ -29,7 +29,8 @@ FILE = "tensors-00000.safetensors"
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    a, b = a.resolve_conj().contiguous(), b.resolve_conj().contiguous()
+    plain = (x.resolve_conj().resolve_neg() for x in (a, b))
+    a, b = (x.clone(memory_format=torch.contiguous_format) for x in plain)
     return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
@@ -87,7 +88,8 @@ def test_round_trip_of_any_tensors_and_documents(tmp_path_factory, spec, documen
 
 
 def test_views_tied_and_overlapping_tensors_keep_their_values(tmp_path):
-    base = torch.arange(24.0).reshape(4, 6)
+    base, square = torch.arange(24.0).reshape(4, 6), torch.randn(4, 4)
+    turned = torch.randn(3, dtype=torch.complex64)
     tensors = {
         "a": base,
         "tied": base,
@@ -96,7 +98,14 @@ def test_views_tied_and_overlapping_tensors_keep_their_values(tmp_path):
         "strided": base[::2, ::3],
         "expanded": base[:1].expand(5, 6),
         "parameter": torch.nn.Parameter(base.clone()),
-        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "square": square,
+        "square transposed": square.t(),
+        "bits": square.view(torch.int32),
+        "complex": turned,
+        "conjugate": turned.conj(),
+        "negative": turned.conj().imag,
+        "one negative": turned[:1].conj().imag,
+        "one of a column": base[:1, 2],
     }
     read = read_generation(write_generation(tmp_path, 1, tensors=tensors, documents={})).tensors
     assert all(same_bits(read[name], tensors[name].detach()) for name in tensors)
@@ -127,6 +136,23 @@ def test_many_files_chunks_and_threads(tmp_path, monkeypatch, small_chunks):
         assert all(same_bits(read[name], tensors[name]) for name in tensors)
     picked = read_generation(path, select=lambda name: name == "t5").tensors
     assert list(picked) == ["t5"]
+
+
+def test_some_rows_are_read_of_a_tensor_in_parts(tmp_path, small_chunks):
+    """120 bytes a row: chunks begin in the middle of rows."""
+    whole, made, path = torch.randn(50, 30), tmp_path / "made", tmp_path / "step-00000001"
+    made.mkdir()
+    parts = [
+        generation.write_part(
+            *(made, f"{start}-", {"w": whole[start:stop]}),
+            {"w": generation.Slice((50, 30), start)},
+        )
+        for start, stop in ((0, 20), (20, 50))
+    ]
+    generation.commit_parts(made, path, 1, parts, {})
+    for rows in ((0, 50), (3, 17), (13, 29), (20, 21), (41, 50), (7, 7)):
+        read = read_generation(path, rows=lambda name, shape, rows=rows: rows).tensors["w"]
+        assert same_bits(read, whole[slice(*rows)])
 
 
 @pytest.mark.parametrize(

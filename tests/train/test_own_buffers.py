@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lezero.checkpoint import export_weights, load
+from lezero.checkpoint.own_buffers import _digest
 from lezero.core import groups
 from lezero.optim import AdamW
 from lezero.parallel.zero import Zero, shard_
@@ -67,3 +68,9 @@ def test_each_rank_goes_on_with_its_own_buffers(ranks, tmp_path, stage):
     weights = load_file(tmp_path / "weights.safetensors")
     assert weights["mean"].tolist() == saved[0][1][0]
     assert not any(name.startswith("buffers") for name in weights)
+
+
+def test_one_value_of_a_row_has_the_digest_of_a_value_by_itself() -> None:
+    column = torch.randn(1, 3)[:, 1]
+    assert _digest(column) == _digest(column.clone(memory_format=torch.contiguous_format))
+    assert _digest(column) != _digest(column + 1)

@@ -43,7 +43,9 @@ def nbytes(x: Tensor) -> int:
 
 def raw(x: Tensor) -> list[Tensor]:
     """The bytes of its parts, flat."""
-    return [part.contiguous().flatten().view(torch.uint8) for part in dense_parts(x)]
+    parts = (part.contiguous() for part in dense_parts(x))
+    # Of one value, torch calls any stride contiguous, but views bytes only where it is 1.
+    return [part.as_strided((part.numel(),), (1,)).view(torch.uint8) for part in parts]
 
 
 def same_bits(one: Tensor, two: Tensor) -> bool:
