@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lezero.core import groups
+from lezero.core.tensors import flat_bytes
 
 
 def pack_own_buffers(buffers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
@@ -40,7 +41,5 @@ def _has_bytes(value: Tensor) -> bool:
 
 
 def _digest(value: Tensor) -> str:
-    host = value.detach().cpu().contiguous()
-    # Of one value, torch calls any stride contiguous, but views bytes only where it is 1.
-    data = host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy().data
+    data = flat_bytes(value.detach().cpu().contiguous()).numpy().data
     return f"{value.dtype} {list(value.shape)} {hashlib.blake2b(data, digest_size=16).hexdigest()}"

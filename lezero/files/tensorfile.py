@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from lezero.core.errors import FileError
+from lezero.core.tensors import flat_bytes
 
 CHUNK = 16 << 20
 """Bytes of a tensor that share one digest."""
@@ -140,9 +141,7 @@ def write_forms(
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The values of a contiguous CPU tensor as writable bytes; shares its memory."""
-    # Of one value, torch calls any stride contiguous, but views bytes only where it is 1.
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    return memoryview(_numpy(flat)).cast("B")
+    return memoryview(_numpy(flat_bytes(tensor))).cast("B")
 
 
 def empty_bytes(size: int) -> tuple[Tensor, memoryview]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.core.errors import FileError
+from lezero.core.tensors import flat_bytes
 from lezero.nn.unsized import UnsizedParameter
 
 _SHOWN = 5
@@ -126,7 +127,7 @@ def same_bits(a: object, b: object) -> bool:
         return a is b
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return torch.equal(flat_bytes(a.contiguous()), flat_bytes(b.contiguous()))
 
 
 def _rehearse(module: nn.Module, given: dict[str, Any], source: str) -> tuple[list[str], list[str]]:

@@ -24,6 +24,7 @@ from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
+from lezero.core.tensors import flat_bytes
 from lezero.data import Data, Loader
 from lezero.jobs import exchange
 from lezero.jobs.judge import Judge, Watch
@@ -297,10 +298,8 @@ def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """A digest of the bits of each tensor."""
     digests = {}
     for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digests[name] = hashlib.blake2b(
-            flat.view(torch.uint8).numpy().data, digest_size=16
-        ).hexdigest()
+        flat = flat_bytes(tensor.detach().cpu().contiguous())
+        digests[name] = hashlib.blake2b(flat.numpy().data, digest_size=16).hexdigest()
     return digests
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lezero.core.tensors import flat_bytes
+
 
 def is_dense(x: Tensor) -> bool:
     """Whether it has strides, and its values lie where these say."""
@@ -43,9 +45,7 @@ def nbytes(x: Tensor) -> int:
 
 def raw(x: Tensor) -> list[Tensor]:
     """The bytes of its parts, flat."""
-    parts = (part.contiguous() for part in dense_parts(x))
-    # Of one value, torch calls any stride contiguous, but views bytes only where it is 1.
-    return [part.as_strided((part.numel(),), (1,)).view(torch.uint8) for part in parts]
+    return [flat_bytes(part.contiguous()) for part in dense_parts(x)]
 
 
 def same_bits(one: Tensor, two: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lezero.core import device, groups, in_flight
+from lezero.core.tensors import flat_bytes
 from lezero.parallel.zero import checks
 
 
@@ -26,6 +27,6 @@ def share(named: Iterable[tuple[str, torch.Tensor]]) -> None:
             if not checks.moves(data.device.type):
                 data = data.to(device.device())
             with groups.watched("broadcast", data.shape, data.dtype, name):
-                in_flight.wait(dist.broadcast(data.view(-1).view(torch.uint8), 0, async_op=True))
+                in_flight.wait(dist.broadcast(flat_bytes(data), 0, async_op=True))
             if data.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(data)
