@@ -60,6 +60,14 @@ def test_every_norm_is_as_torchs_and_the_same_at_all_stages(ranks: RankPool) -> 
         grad_norm(nn.Linear(2, 2), 0)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_clips_nothing(bad: float) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.tensor([5.0, bad, 7.0])
+    assert not math.isfinite(float(clip_grad_norm_([weight], 1.0)))
+    assert torch.equal(weight.grad.nan_to_num(), torch.tensor([5.0, bad, 7.0]).nan_to_num())
+
+
 def clipped_alone(stage: int) -> None:
     model = shard_(make(), Zero(stage=stage))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
