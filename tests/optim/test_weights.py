@@ -235,6 +235,18 @@ def test_shards_give_the_same_bits_as_one_rank(ranks: RankPool, kind: str) -> No
             assert same(found, alone)
 
 
+def test_exact_values_change_only_what_the_optimizer_updates() -> None:
+    made = nn.Linear(4, 4).bfloat16()
+    optimizer = AdamW([made.weight], masters="fp32")
+    before, exact = made.bias.detach().clone(), torch.full((4, 4), 1 + 2**-12)
+    optimizer.take_exact(made.bias, exact[0])
+    assert torch.equal(made.bias, before)
+    assert made.bias not in optimizer.state
+    optimizer.take_exact(made.weight, exact)
+    assert torch.equal(made.weight, exact.bfloat16())
+    assert torch.equal(optimizer.masters({"w": made.weight})["w"], exact)
+
+
 @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
 def test_a_copy_goes_on_alike(kind: Any) -> None:
     made = model()
