@@ -310,6 +310,27 @@ def test_hosts_keep_the_mean_too() -> None:
     assert length == 8
 
 
+def test_what_a_neighbour_of_the_host_sends_is_owed_by_it_alone() -> None:
+    saved = Feedback(0, 1, "fp32", CPU)
+    saved.error(WORKER, "k", 8, (Span("w", 0, 8, 0),)).fill_(1.0)
+    kept = Feedback(0, 4, "fp32", CPU, share=2)
+    kept.load_state_dict([saved.state_dict()])
+    mine = kept.error(WORKER, "k", 4, (Span("w", 0, 4, 0),))
+    assert mine.tolist() == [2.0] * 4  # of the sum of two ranks
+    kept.leave((Span("w", 0, 8, 0),))  # the neighbour sends elements 4 to 8
+    assert kept.error(WORKER, "other", 4, (Span("w", 4, 8, 0),)).tolist() == [0.0] * 4
+    assert not any(spare([kept.state_dict()]))
+
+
+def test_what_is_owed_is_paid_once() -> None:
+    kept, spans = Feedback(0, 1, "fp32", CPU), (Span("w", 0, 4, 0),)
+    kept.error(WORKER, "k", 4, spans).fill_(2.0)
+    for paid in (3.0, 1.0):  # a step of two backwards has two sums
+        flat = torch.ones(4)
+        kept.pay("k", flat, spans)
+        assert flat.tolist() == [paid] * 4
+
+
 def paid(
     states: list[State], hosts: list[list[int]], feedback: str, operation: str
 ) -> tuple[torch.Tensor, State]:
