@@ -14,6 +14,7 @@ from lezero.comm import Mesh, Wire
 from lezero.comm.block_codec import BlockCodec
 from lezero.comm.coded import Coded
 from lezero.comm.flat import Flat, chunks
+from lezero.core import groups
 from lezero.elastic.launcher import usable_cores
 from lezero.jobs import dist_test
 from lezero.jobs.dist_test_view import text
@@ -128,6 +129,37 @@ def test_a_broken_coded_all_reduce_is_told(ranks: RankPool, codec: str, what: st
     assert all("all_reduce" in text for text in told)
     for chunk in ("float32, 1 elements", "bfloat16, 333 elements", "float32, 70001 elements"):
         assert any(chunk in text for text in told), told
+
+
+def broken_gather(what: str) -> list[str]:
+    """Parameters come wrong from a gather: on all ranks alike, or by a rounding on one."""
+    decode = BlockCodec.decode
+
+    def wrong(self: Any, payload: Any, out: torch.Tensor, add: bool = False) -> None:
+        decode(self, payload, out, add)
+        if what == "off":
+            out.mul_(1.5)
+        elif what == "nan":
+            out[:1] = torch.nan
+        elif groups.rank():
+            out.mul_(1 + 2**-8)
+
+    with pytest.MonkeyPatch.context() as patch, Mesh({"ranks": 2}) as mesh:
+        patch.setattr(BlockCodec, "decode", wrong)
+        return check(mesh, "ranks", what, Wire(gather="int8", topology="flat")).wrong
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("off", "allowed difference"),
+        ("nan", "is nan, not"),
+        ("one rank", "ranks end with different bits"),
+    ],
+)
+def test_a_broken_gather_is_told(ranks: RankPool, what: str, reason: str) -> None:
+    told = ranks(2, broken_gather, what)[0]
+    assert any("all_gather float32, 333 elements" in text and reason in text for text in told)
 
 
 def measured() -> list[Any]:
