@@ -112,7 +112,7 @@ class Backward:
             gradient = torch.zeros_like(gradient)
         held.used = True
         bucket = self._of[held]
-        bucket.write(held, gradient, keep=not self.sync)
+        bucket.write(held, gradient)
         if self._turns is not None and bucket.ready:
             self._turns.came(bucket)
             self._turns.launch()

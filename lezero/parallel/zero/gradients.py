@@ -127,9 +127,9 @@ class Bucket:
         """A gradient came after the reduction had started."""
         return self.sent and self.flat is not None
 
-    def write(self, held: Held, gradient: torch.Tensor, *, keep: bool) -> None:
-        """Takes in a gradient of the whole parameter; `keep`: it stays over several backwards."""
-        flat = self._take(keep)
+    def write(self, held: Held, gradient: torch.Tensor) -> None:
+        """Takes in a gradient of the whole parameter."""
+        flat = self._take()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         again = held in self.written
@@ -143,7 +143,7 @@ class Bucket:
 
     def launch(self) -> None:
         """Starts the sum over the ranks; parameters without a gradient count as zeros."""
-        flat = self._take(keep=False)
+        flat = self._take()
         layout = self.segment.layout
         for held in self.segment.helds:
             if held not in self.written:
@@ -256,7 +256,7 @@ class Bucket:
             if tensor is not self._own:
                 self.lent.give(tensor)
 
-    def _take(self, keep: bool) -> torch.Tensor:
+    def _take(self) -> torch.Tensor:
         if self.flat is not None:
             return self.flat
         segment, layout = self.segment, self.segment.layout
@@ -264,7 +264,7 @@ class Bucket:
             self._direct = self._can_deposit_directly()
             self.flat = self._own_grads() if self._direct else self._temporary()
             return self.flat
-        carried = segment.compute in self.lines.types and not (keep or self.lent.wide)
+        carried = segment.compute in self.lines.types and not self.lent.wide
         self.flat = self.lent.take(layout.numel, segment.compute if carried else self._wide)
         if layout.contiguous:
             self.flat[layout.places[0].rows.numel :].zero_()

@@ -227,3 +227,19 @@ def zeroed_in_16_bits(stage):
 def test_zeros_of_zero_grad_count_beside_gradients_of_16_bits(ranks, stage):
     for found in ranks(2, zeroed_in_16_bits, stage):
         assert all((gradient == 3).all() for gradient in found)
+
+
+def collected_in_16_bits(stage):
+    """256 and nine times 1, which bf16 would drop, collected; then 1 of a usual backward."""
+    model = shard_(nn.Linear(1, 1, bias=False).bfloat16(), Zero(stage=stage))
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    with no_sync(model):
+        for x in (256 * one, *[one] * 9):
+            model(x).sum().backward()
+    model(one).sum().backward()
+    return float(whole(model.weight.grad))
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_no_sync_adds_gradients_of_16_bits_up_in_fp32(ranks, stage):
+    assert ranks(2, collected_in_16_bits, stage) == [266.0] * 2
