@@ -243,3 +243,23 @@ def collected_in_16_bits(stage):
 @pytest.mark.parametrize("stage", range(4))
 def test_no_sync_adds_gradients_of_16_bits_up_in_fp32(ranks, stage):
     assert ranks(2, collected_in_16_bits, stage) == [266.0] * 2
+
+
+def arrived(stage, axes, steps):
+    """How much of a constant gradient, with entries of very different sizes, has not arrived."""
+    wire = Wire(codec="int4", feedback="both")
+    model = layer(stage, 7, 33, wire=wire, mesh=Mesh(axes))
+    x = torch.rand(1, 33, generator=torch.Generator().manual_seed(groups.rank()))
+    x[:, :11] *= 1e-2
+    total = torch.zeros(7, 33)
+    for _ in range(steps):
+        model(x).sum().backward()
+        total += whole(model.weight.grad)
+        model.zero_grad()
+    sharding_of(model).close()
+    wanted = groups.all_reduce_sum(x.clone()) / groups.world_size() * steps
+    return float((total / wanted - 1).abs().max())
+
+
+def test_what_a_codec_keeps_of_small_gradients_arrives_over_both_axes(ranks):
+    assert max(ranks(4, arrived, *CUTS[1], 60)) < 0.5
