@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,14 @@ def without_accelerator(nothing_left_behind: None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         hide_accelerators(patch)
         yield
+
+
+@pytest.fixture
+def not_under_nohup() -> Iterator[None]:
+    """Whatever the tests run under: an ignored SIGHUP is inherited by whom they start."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)

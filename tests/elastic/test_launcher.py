@@ -178,8 +178,11 @@ def test_module_and_program(tmp_path, capfd, monkeypatch):
     assert "rank 0 ended with exit status 7" in err
 
 
+@pytest.mark.usefixtures("not_under_nohup")
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["ctrl-c", "sigterm", "closed terminal"],
 )
 def test_signal_gives_the_ranks_time_to_save(tmp_path, number, status):
     script = write(
@@ -188,7 +191,7 @@ def test_signal_gives_the_ranks_time_to_save(tmp_path, number, status):
         "    time.sleep(0.3)\n"
         f"    open({str(tmp_path)!r} + '/saved' + rank, 'w').close()\n"
         "    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, save); signal.signal(signal.SIGINT, save)\n"
+        "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(n, save)\n"
         "child = os.fork()\n"
         f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close() if child else None\n"
         # In parts: a signal just before a sleep begins is handled when that ends.

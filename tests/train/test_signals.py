@@ -34,14 +34,6 @@ def start_lz(*words: object) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.fixture
-def not_under_nohup():
-    """Whatever the tests run under: an ignored SIGHUP is inherited by whom they start."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.usefixtures("not_under_nohup")
 def test_sigterm_ctrl_c_and_a_closed_terminal_save_and_a_later_start_resumes(tmp_path):
     started = []
