@@ -63,7 +63,9 @@ def several(hosts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def test_the_hierarchical_topology_is_checked_too(ranks: RankPool) -> None:
-    for one in ranks(4, several, [[0, 1], [2, 3]])[0]:
+    found = ranks(4, several, [[0, 1], [2, 3]])[0]
+    assert {"as they are", "int4", "gather int8"} <= {one["name"] for one in found}
+    for one in found:
         assert not one["wrong"], one
         assert one["compared"] > 0
 
