@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import subprocess
 import time
+import zlib
 
 import pytest
 import torch
@@ -39,6 +43,38 @@ def listening(machines: int) -> str:
 def test_ranks_of_one_machine_listen_there_only(ranks: RankPool) -> None:
     assert ranks(2, listening, 1) == ["127.0.0.1"] * 2
     assert ranks(2, listening, 2) == ["0.0.0.0"] * 2  # whatever the name of rank 0 stands for
+
+
+def strangers() -> list[dict[str, str]]:
+    """What arrives where others send too: without the token, with another one, or with garbage."""
+    made = board.Board()
+    port, own = made.addresses[1 - made.rank].port, made._token
+    strange = zlib.compress(json.dumps([made.rank, {"told": "by a stranger"}]).encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as out:
+        for body in (strange, bytes(len(own)) + strange, own, own + b"no message"):
+            out.sendto(body, ("127.0.0.1", port))
+    made.send({"told": "by a rank"})
+    groups.barrier()
+    found = [message for _, message in made.receive(1.0)]
+    made.close()
+    return found
+
+
+def test_messages_without_the_token_of_the_job_are_ignored(ranks: RankPool) -> None:
+    assert ranks(2, strangers) == [[{"told": "by a rank"}]] * 2
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid")
+def test_a_process_is_stopped_or_gone_even_where_nobody_asked_for_its_status() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert board.process_state(process.pid) == "T"
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert board.process_state(process.pid) == ""
+    assert board.process_state(process.pid) == ""
+    assert board.process_state(os.getpid()) not in ("", "T", "?")
 
 
 def unreachable(how: str) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 
 from lezero.comm import judge
 from lezero.comm.board import Address
-from lezero.comm.calls import NOTHING, History
+from lezero.comm.calls import NOTHING, Call, History, Window
 from lezero.comm.judge import BEAT_S, MISSED_S, Judge
 
 PATIENCE_S = 30.0
@@ -27,11 +27,16 @@ class Scene:
         self.judge, self.now = Judge(board, History(), 0.0, PATIENCE_S), 0.0
 
     def hear(
-        self, entered: int = 4, left: int = 4, state: str = "runs", since_s: float = 0.0
+        self,
+        entered: int = 4,
+        left: int = 4,
+        state: str = "runs",
+        since_s: float = 0.0,
+        window: Window = NOTHING,
     ) -> None:
         doing = "compiles" if state == "busy" else ""
         message = {"at": [entered, left], "state": [state, doing, since_s], "place": "train.py:3"}
-        self.judge.heard(self.judge.peers[1], {**message, "window": NOTHING.to_json()}, self.now)
+        self.judge.heard(self.judge.peers[1], {**message, "window": window.to_json()}, self.now)
 
     def told(
         self,
@@ -58,6 +63,18 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(judge.log, "warning", lambda text, *words: said.append(text % words))
     return said
+
+
+def test_what_a_rank_told_before_is_known_still() -> None:
+    scene, theirs = Scene(), History()
+    for number in range(1, 101):
+        theirs.add(Call("all_reduce", (4,), "float32", f"p{number}"))
+    for last in (40, 100, 60):  # the last one answers a question
+        scene.hear(window=theirs.window(last))
+    peer = scene.judge.peers[1]
+    for number in (40, 100, 60):
+        assert peer.call(number) == theirs.call(number)
+    assert peer.window == theirs.window()
 
 
 @pytest.mark.parametrize("refused", [False, True])
