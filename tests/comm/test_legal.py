@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from lezero.comm import codec as codecs
 from lezero.comm.legal import LEGAL, Case, problems
@@ -77,6 +78,8 @@ def test_an_all_reduce_that_would_lose_for_good_is_refused() -> None:
         link.check("reduce_scatter")
         with pytest.raises(ConfigError, match=r"encodes twice.*set feedback: both"):
             link.check("all_reduce")
+        with pytest.raises(ConfigError, match="encodes twice"):
+            link.all_reduce(torch.ones(4), key="x")
 
 
 def test_the_page_has_every_rule() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lezero.comm import pending
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
 from lezero.comm.pending import Call, Pending, Queue, Steps
@@ -46,6 +47,32 @@ def test_an_interrupted_step_is_not_taken_for_the_last_one() -> None:
     assert not pending.finished
     with pytest.raises(DistributedError, match="failed before"):
         queue.launch(steps(), CALL)
+
+
+class Comes(Later):
+    """Comes when it is waited for."""
+
+    def block(self, deadline: float) -> None:
+        self.come = True
+
+
+def test_of_too_many_in_flight_the_oldest_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending, "IN_FLIGHT", 2)
+    waits, queue = [Comes() for _ in range(4)], Queue(1.0, CPU)
+    launched = [queue.launch(iter([wait]), CALL) for wait in waits]  # type: ignore[arg-type]
+    assert [one.finished for one in launched] == [True, True, False, False]
+    queue.drain()
+    assert all(one.finished for one in launched)
+
+
+def test_steps_are_taken_without_autograd() -> None:
+    def steps() -> Steps:
+        flat.mul_(2)
+        yield from ()
+
+    flat = torch.ones(4, requires_grad=True)
+    Queue(1.0, CPU).launch(steps(), CALL).wait()
+    assert flat.tolist() == [2.0] * 4
 
 
 class Stream:
