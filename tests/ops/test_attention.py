@@ -300,6 +300,16 @@ def test_the_mode_redirects_what_fits_and_nothing_else():
 
 
 @needs_kernel
+@pytest.mark.parametrize("scale", [0.02, 0.5])
+def test_the_mode_keeps_the_scale(scale):
+    *tensors, grad = case(1, 4, 4, 70, 70, 64)
+    asked = lambda *x: F.scaled_dot_product_attention(*x, scale=scale)  # noqa: E731
+    with FastAttention():
+        mine = run(asked, tensors, grad)
+    assert max(errors(mine, run(asked, [x.double() for x in tensors], grad))) < 0.012
+
+
+@needs_kernel
 def test_few_heads_on_many_cores_stay_torchs(monkeypatch):
     q, k, v = (x.requires_grad_() for x in case(1, 2, 2, 20, 20, 64)[:3])
     monkeypatch.setattr(torch, "get_num_threads", lambda: 5)

@@ -127,6 +127,21 @@ def test_it_equals_the_reference(form, bits, name, kernel, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
+def test_the_eps_of_norms_counts_where_numbers_are_small(kernel, monkeypatch):
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    torch.manual_seed(0)
+    weights, angles = layers(PLAIN, "bf16", count=1), tables(PLAIN)
+    table, chunks = torch.arange(8)[None].int(), torch.tensor([[0, 40, 0]], dtype=torch.int32)
+    x = torch.randn(40, PLAIN.dim) * PLAIN.eps**0.5  # its mean square is as large as eps
+    found, expected = x.clone(), x.clone()
+    Decoder(PLAIN, weights).run(found, *angles, chunks, table, poisoned(PLAIN))
+    reference.run(PLAIN, weights, expected, *angles, chunks, table, poisoned(PLAIN))
+    assert (found - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("name", ["grouped", "window"])
 @pytest.mark.parametrize(("form", "bits"), CACHES)
 def test_a_row_is_the_same_alone_beside_others_and_in_any_chunk(
