@@ -157,6 +157,12 @@ def test_presence_and_frequency_count_the_answer_only() -> None:
     torch.testing.assert_close(shares(params, rows_V, history), wanted.double(), atol=0.04, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_presence_and_frequency_act_alone_too(name: str) -> None:
+    row = Row(SamplingParams(temperature=0.0, **{name: 0.5}), 0, 3, 0, [1, 0], 1)
+    assert tokens(draw(torch.tensor([[1.0, 0.9, 0.0]]), [row])) == [1]
+
+
 def test_log_probabilities_are_the_models_own() -> None:
     rows_RV = logits(3, 60)
     wanted = rows_RV.log_softmax(-1)
