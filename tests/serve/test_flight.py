@@ -110,6 +110,21 @@ def answered_apart(program: Flying, act: Act) -> list[Any]:
     return [(request.answer, request.reason) for request in requests]
 
 
+def test_who_comes_while_steps_fly_has_its_turn() -> None:
+    engine = Engine(Flying(), blocks=60, max_requests=20, longest=256)
+    long, late = (
+        Request(str(new), [1, 2, 3], SamplingParams(temperature=0, max_tokens=new))
+        for new in (100, 2)
+    )
+    engine.add(long)
+    for _ in range(5):
+        engine.step()
+    engine.add(late)
+    for _ in range(5):
+        engine.step()
+    assert (late.reason, long.reason) == ("length", None)
+
+
 def test_all_leave_while_a_step_flies() -> None:
     program = Flying()
     engine = Engine(program, blocks=60, max_requests=20, longest=256)
@@ -138,7 +153,7 @@ def test_embeddings_between_steps_preempt_requests_that_fly() -> None:
     assert found == answered(Walking(), asked(), blocks=12)
 
 
-def test_a_trial_of_the_model_between_steps_changes_nothing() -> None:
+def test_a_trial_of_the_model_between_steps_changes_nothing(caplog: Any) -> None:
     def act(engine: Engine, requests: list[Request], steps: int) -> None:
         if steps % 4 == 2:
             assert engine.works()
@@ -146,6 +161,7 @@ def test_a_trial_of_the_model_between_steps_changes_nothing() -> None:
     for blocks in (6, 200):  # few: some requests give theirs back for it
         found = answered(Flying(), asked(), blocks=blocks, act=act)
         assert found == answered(Walking(), asked(), blocks=blocks)
+    assert not caplog.text  # no flight was lost to it
 
 
 def test_what_is_not_greedy_is_waited_for() -> None:
