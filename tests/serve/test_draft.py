@@ -147,6 +147,25 @@ def test_a_new_request_finds_what_the_draft_has_seen() -> None:
     assert sum(fed) - first < first - 40
 
 
+def test_what_the_draft_has_seen_is_found_by_its_owner_alone() -> None:
+    draft, prompt = inner(drafted(small())), [5] * 40
+
+    def shared(salt: str) -> int:
+        request = Request("a", [*prompt, 7], SamplingParams(temperature=0), salt=salt)
+        request.computed = len(prompt)
+        fed: list[int] = []
+        run = draft.program.run
+        runs(draft.program, lambda given: fed.append(len(given[0].tokens)) or run(given))
+        draft.guess([request])
+        runs(draft.program, run)
+        request.tokens.append(8)
+        draft.guess([request])
+        draft.guess([])
+        return len(request.prompt) - fed[0]
+
+    assert [shared(salt) for salt in ("alice", "bob", "alice")] == [0, 0, 32]
+
+
 def test_what_cannot_be_a_draft_is_refused() -> None:
     with pytest.raises(ConfigError, match="draft: got none"):
         LLM(small(), speculate="draft")
@@ -158,8 +177,10 @@ def test_what_cannot_be_a_draft_is_refused() -> None:
 
 def test_the_forecast_counts_the_draft() -> None:
     llm = drafted(small(), cache_bytes=1 << 20)
-    draft = inner(llm)
-    assert llm.forecast.cache_bytes + draft.pool.count * draft.program.block_bytes <= 1 << 20
+    draft = inner(llm).program
+    kept = llm.engine.pool.count * draft.block_bytes
+    assert llm.forecast.cache_bytes + kept <= 1 << 20
+    assert llm.forecast.draft_bytes == draft.weight_bytes + kept
     assert any(line.startswith("draft") for line in llm.forecast.lines())
 
 
