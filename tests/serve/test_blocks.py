@@ -127,6 +127,15 @@ def test_forgotten_blocks_are_not_found() -> None:
     pool.check([])
 
 
+def test_blocks_that_were_ever_held_are_counted() -> None:
+    pool, counts = BlockPool(10, 4), []
+    for count in (3, 2, 4):
+        blocks = pool.allocate(count)
+        counts.append(pool.touched_count)
+        pool.release(blocks)
+    assert counts == [3, 3, 4]
+
+
 def test_misuse_is_an_assertion() -> None:
     pool = BlockPool(2, 2)
     blocks = pool.allocate(2)

@@ -90,6 +90,21 @@ def test_a_request_that_made_room_draws_a_token_before_it_does_so_again() -> Non
     plan.check()
 
 
+def test_blocks_that_a_spared_request_shares_make_no_room() -> None:
+    plan = scheduler(blocks=6)
+    a, b = (request(str(n), [9, 9, 9, 9, n]) for n in (1, 2))
+    for item in (a, b):
+        plan.add(item)
+        run(plan)
+    assert a.blocks[0] == b.blocks[0]
+    a.made_room = True
+    free = plan.pool.free_count
+    plan.make_room(free + 2, once=True)  # b alone would free one
+    assert b.state is State.RUNNING
+    plan.make_room(free + 1, once=True)
+    assert (a.state, b.state) == (State.RUNNING, State.WAITING)
+
+
 def test_priority_comes_before_arrival() -> None:
     plan = scheduler(room=4, requests=4)
     for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -5)):
@@ -126,6 +141,7 @@ def test_the_last_in_turn_is_preempted_and_goes_on_where_it_was() -> None:
     while not a.reason:
         run(plan)
     assert run(plan)[0] == ("b", 4, 5)  # its first block was still found
+    assert b.cached == 0  # which nobody had computed before it
     while plan.running or plan.waiting:
         run(plan)
     assert (len(a.answer), len(b.answer), len(c.answer)) == (9, 9, 1)
