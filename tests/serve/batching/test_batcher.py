@@ -112,6 +112,39 @@ def test_a_wrong_curve_at_the_start_is_unlearnt() -> None:
     assert sum(late[-2000:]) <= 20
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_where_answers_come_late_requests_are_refused_sooner(late: bool) -> None:
+    made = batcher(curve=Curve([(1, 0.03), (2, 0.06)]), target_s=0.05, plan=Plan(1))
+    for second in range(40):
+        made.add(Ask([1.0]), second)
+        step = made.next(second)
+        assert isinstance(step, Batch)
+        made.done(step, 0.06 if late else 0.03, learn=False)
+    made.add(Ask([1.0]), 100.0)
+    assert isinstance(made.next(100.0), Batch)
+    soon = Ask([1.0])
+    if late:
+        with pytest.raises(FullError, match=r"would take 0\.080 s, the target"):
+            made.add(soon, 100.02)
+    else:
+        made.add(soon, 100.02)
+    assert soon.foretold_s == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("works", "is_long"), [([4.0], False), ([6.0], True), ([1.0, 1.0], False), ([1.0, 2.0], True)]
+)
+def test_an_item_is_long_beyond_the_target_and_a_list_beyond_half_of_it(
+    works: list[float], is_long: bool
+) -> None:
+    made, ask = (
+        batcher(curve=Curve([(1, 0.01), (2, 0.02)]), target_s=0.05, plan=Plan(8)),
+        Ask(works),
+    )
+    made.add(ask, 0.0)
+    assert ask.is_long == is_long
+
+
 def test_kinds_do_not_run_together() -> None:
     made = batcher(plan=Plan(8))
     for kind in "abab":

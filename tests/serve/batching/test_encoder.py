@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
+from lezero.serve.batching import encoder
 from lezero.serve.batching.encoder import LEAST_COSINE, SentenceEncoder
 from lezero.serve.batching.model import measured
 from tests.serve.server.batch_running import tiny_encoder
@@ -49,6 +51,28 @@ def test_the_weights_are_a_decision_that_can_be_overridden(folder: Path) -> None
             assert float(one @ two) > LEAST_COSINE - 0.02
     with pytest.raises(ConfigError, match="int4"):
         SentenceEncoder(folder, "int4")  # type: ignore[arg-type]
+
+
+def test_fast_weights_that_spoil_one_text_are_not_taken(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, vectors, exact = encoder._opened, encoder._vectors, []
+
+    def noted(place: Any, weights: str, *given: Any) -> Any:
+        model = opened(place, weights, *given)
+        exact.extend([model] if weights == "fp32" else [])
+        return model
+
+    def spoilt(model: Any, items: Any, place: Any) -> torch.Tensor:
+        found = vectors(model, items, place).clone()
+        if model not in exact:
+            found[0, 0] += 0.5
+        return found
+
+    monkeypatch.setattr(encoder, "_opened", noted)
+    monkeypatch.setattr(encoder, "_vectors", spoilt)
+    monkeypatch.setattr(encoder, "_seconds", lambda model, *given: float(model in exact))
+    assert SentenceEncoder(folder).weights == "fp32"
 
 
 def test_what_a_text_costs_grows_with_its_tokens(folder: Path) -> None:

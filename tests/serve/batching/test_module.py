@@ -85,6 +85,11 @@ def test_inputs_and_outputs_have_names_and_free_dims() -> None:
     assert "int64 (1–8)" in model.description
 
 
+def test_nan_in_one_of_several_outputs_is_no_answer() -> None:
+    row = {"sum": torch.tensor(3), "scaled": torch.tensor([1.0, torch.nan])}
+    assert not several().is_sound(row)
+
+
 class Two(nn.Module):
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.sum(1) + 10 * b.sum(1)

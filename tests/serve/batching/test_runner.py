@@ -173,6 +173,12 @@ def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:
     assert Asked(runner, 5).wait() == [10]
 
 
+def test_what_is_left_of_a_request_that_failed_does_not_run(runner, model) -> None:
+    assert isinstance(Asked(runner, 13, *range(1, 9)).wait(), FailedError)
+    assert Asked(runner, 50).wait() == [100]
+    assert not {x for step in model.steps for x in step} & set(range(3, 9))
+
+
 def test_each_request_that_fails_is_one_line_and_its_kind_one_traceback(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
