@@ -77,6 +77,14 @@ def test_a_rate_is_a_bucket_for_each_client() -> None:
     assert len(limit._buckets) <= 10_000
 
 
+def test_unused_times_add_up_to_a_minutes_worth() -> None:
+    now = 0.0
+    limit = RateLimit(60, clock=lambda: now)
+    assert limit.wait_s("a") == 0
+    now = 3600.0
+    assert [limit.wait_s("a") for _ in range(90)].count(0) == 60
+
+
 def test_a_public_address_needs_keys_or_the_word() -> None:
     llm = small_llm()
     for host in ("0.0.0.0", "::"):

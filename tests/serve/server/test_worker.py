@@ -14,6 +14,7 @@ import torch
 from lezero.core.errors import LeZeroError
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
+from lezero.serve.server import app
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.metrics import Metrics
 from lezero.serve.server.run import Server
@@ -144,6 +145,20 @@ def test_an_engine_that_always_fails_is_not_healthy(caplog) -> None:
         assert client.ask("/health").status == 503
         assert client.ask("/ready").status == 503
         assert client.complete("x").status == 503
+
+
+def test_a_step_that_does_not_end_is_not_healthy(monkeypatch) -> None:
+    llm, gate = poisoned_llm(), threading.Event()
+    run = llm.program.run
+    with serving(llm) as client:
+        runs(llm.program, lambda fed: gate.wait(20) and run(fed))
+        monkeypatch.setattr(app, "_STALLED_S", 0.05)
+        with client.begin({"prompt": [1, 2], "max_tokens": 1}) as connection:
+            until(lambda: client.ask("/health").status == 503)
+            assert client.ask("/health").json == {"status": "stalled"}
+            gate.set()
+            assert connection.recv(20).startswith(b"HTTP/1.1 200 ")
+        until(lambda: client.ask("/health").status == 200)
 
 
 def test_a_loop_that_fails_tells_those_who_wait(monkeypatch, caplog) -> None:
