@@ -65,6 +65,15 @@ def test_auto_is_int8_where_bf16_does_not_fit_and_says_so(monkeypatch):
     assert LLM(small(), kv="bf16", context=128).program.kv == "bf16"
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_auto_counts_whole_blocks_and_what_the_draft_keeps(drafts):
+    need = 80 * BF16 * (2 if drafts else 1)
+    for form, room in (("bf16", need), ("int8", need - 1)):
+        asked: dict[str, Any] = {"speculate": "draft", "draft": small()} if drafts else {}
+        llm = LLM(small(), **asked, context=65, max_requests=1, cache_bytes=room)
+        assert llm.program.kv == form
+
+
 def test_what_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="kv: got 'int4', allowed are auto, bf16, int8"):
         LLM(small(), kv="int4")  # type: ignore[arg-type]

@@ -25,15 +25,16 @@ GRIDS = {
     "4 a row": Grid("int4"),
     "8": Grid("int8"),
     "8 of 32": Grid("int8", 32, scale_dtype="fp16"),
+    "8 of 128": Grid("int8", 128),  # the last group is shorter
     "8 zero points": Grid("int8", 96, True, "bf16"),
 }
 
 
-def layer(N: int, grid: Grid | None, x_bits: int = 16, bias: bool = False) -> nn.Linear:
+def layer(N: int, grid: Grid | None, bias: bool = False, **inputs: Any) -> nn.Linear:
     made: Any = nn.Linear(K, N, bias=bias)
     if grid is not None:
         packed = PackedWeight.of(quantize(made.weight.detach(), grid), grid, torch.float32)
-        QuantizedLinear(made, packed, made.bias, x_bits=x_bits).take_over(made)
+        QuantizedLinear(made, packed, made.bias, **inputs).take_over(made)
     return made  # type: ignore[no-any-return]
 
 
@@ -69,8 +70,17 @@ def test_scales_keep_the_type_that_all_have() -> None:
 
 
 def test_layers_without_codes_and_other_activations_become_bf16() -> None:
-    for other in (layer(16, None), layer(16, GRIDS["8"], x_bits=8)):
+    static = layer(16, GRIDS["8"], x_bits=8, input_scale=torch.tensor(0.02))
+    assert merged([static]).bits == 16
+    for other in (layer(16, None), layer(16, GRIDS["8"], x_bits=8), static):
         assert merged([layer(16, GRIDS["8"]), other]).bits == 16
+
+
+@pytest.mark.parametrize(("x_bits", "x_block"), [(16, 0), (8, 0), (8, 32)])
+def test_products_round_their_inputs_as_the_layer_does(x_bits: int, x_block: int) -> None:
+    made = layer(32, GRIDS["8 of 32"], x_bits=x_bits, x_block=x_block)
+    x = torch.randn(4, K)
+    torch.testing.assert_close(multiply(x, merged([made])), made(x), rtol=1e-5, atol=1e-5)
 
 
 def test_inputs_of_codes_are_rounded_in_blocks_where_they_were_kept() -> None:

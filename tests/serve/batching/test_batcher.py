@@ -131,6 +131,18 @@ def test_where_answers_come_late_requests_are_refused_sooner(late: bool) -> None
     assert soon.foretold_s == pytest.approx(0.04)
 
 
+def test_long_requests_that_are_late_do_not_let_others_be_refused() -> None:
+    made = batcher(curve=Curve([(1, 0.03), (2, 0.06)]), target_s=0.05, plan=Plan(1))
+    for second in range(40):
+        made.add(Ask([1.0, 1.0]), second)
+        for took in (0.03, 0.09):
+            step = made.next(second)
+            assert isinstance(step, Batch)
+            made.done(step, took)
+    assert made.curve.spread() > 1.2
+    assert made.margin == 1.0
+
+
 @pytest.mark.parametrize(
     ("works", "is_long"), [([4.0], False), ([6.0], True), ([1.0, 1.0], False), ([1.0, 2.0], True)]
 )
@@ -275,8 +287,9 @@ def test_a_fixed_plan_waits_its_delay_and_stays() -> None:
     assert max(len(batch.items) for batch in told.batches) == 4
 
 
-def test_cancelled_requests_do_not_run() -> None:
-    made = batcher(plan=Plan(8))
+@pytest.mark.parametrize("is_long", [False, True])
+def test_cancelled_requests_do_not_run(is_long: bool) -> None:
+    made = batcher(plan=Plan(8), target_s=1e-4 if is_long else TARGET)
     asks = [Ask([1.0, 1.0]) for _ in range(3)]
     for ask in asks:
         made.add(ask, 0.0)
@@ -285,6 +298,7 @@ def test_cancelled_requests_do_not_run() -> None:
     found = made.next(0.0)
     assert isinstance(found, Batch)
     assert {ask for ask, _ in found.items} == {asks[0], asks[2]}
+    assert {ask.is_long for ask in asks} == {is_long}
 
 
 def test_random_orders_lose_nothing() -> None:

@@ -40,6 +40,14 @@ def test_it_does_so_with_noise_and_requests_of_many_sizes() -> None:
     assert late <= LATE, f"{late:.1%} late at 95% of {fixed:.0f}/s, which {which} holds"
 
 
+def test_steps_that_were_slow_of_late_lower_what_a_plan_holds() -> None:
+    plain, noisy = measured(MODELS["linear"]), measured(MODELS["linear"])
+    plain.ratios.clear()
+    noisy.ratios.extend([1.0, 1.0, 1.0, 1.5] * 10)
+    rates = [finished(tune(curve, [1.0], TARGET, 1)).rate for curve in (plain, noisy)]
+    assert rates[1] < 0.95 * rates[0]
+
+
 def test_a_rehearsal_is_what_happens() -> None:
     arrivals = Arrivals([1.0, 1.5, 2.0, 10.0], [1, 1, 1, 1])
     late = lambda *given, **noise: finished(arrivals.share_late(*given, **noise))  # noqa: E731
