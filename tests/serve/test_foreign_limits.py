@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.hub.foreign import load_foreign
 from lezero.serve.foreign import TransformersProgram, _longest
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
@@ -94,6 +95,16 @@ def test_models_with_states_are_refused_by_what_they_are(kind: str, tmp_path: Pa
         match=r"does not keep keys and values of each token.*use the model's own generate",
     ):
         LLM(saved(tmp_path, HYBRID[kind]))
+
+
+def test_a_model_that_goes_on_otherwise_than_from_its_keys_is_refused(gpt2: Path) -> None:
+    class Forgetful(TransformersProgram):
+        def _caches_of(self, fed: Any) -> list[Any]:
+            return [transformers.DynamicCache() for _ in fed]
+
+    program = Forgetful(load_foreign(str(gpt2), torch.float32))
+    with pytest.raises(FileError, match="gives other numbers where it goes on"):
+        program.try_out("a folder")
 
 
 def held(program: Any) -> int:

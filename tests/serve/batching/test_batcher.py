@@ -112,14 +112,18 @@ def test_a_wrong_curve_at_the_start_is_unlearnt() -> None:
     assert sum(late[-2000:]) <= 20
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_where_answers_come_late_requests_are_refused_sooner(late: bool) -> None:
+@pytest.mark.parametrize(
+    ("waited", "took", "late"), [(0.0, 0.03, False), (0.0, 0.06, True), (0.03, 0.03, True)]
+)
+def test_where_answers_come_late_requests_are_refused_sooner(
+    waited: float, took: float, late: bool
+) -> None:
     made = batcher(curve=Curve([(1, 0.03), (2, 0.06)]), target_s=0.05, plan=Plan(1))
     for second in range(40):
         made.add(Ask([1.0]), second)
-        step = made.next(second)
+        step = made.next(second + waited)
         assert isinstance(step, Batch)
-        made.done(step, 0.06 if late else 0.03, learn=False)
+        made.done(step, took, learn=False)
     made.add(Ask([1.0]), 100.0)
     assert isinstance(made.next(100.0), Batch)
     soon = Ask([1.0])
@@ -207,6 +211,17 @@ def test_what_waits_of_other_kinds_counts_by_its_steps() -> None:
     late = Ask([1.0], "b")
     made.add(late, 0.0)
     assert late.foretold_s == pytest.approx(0.02)
+
+
+def test_of_a_request_in_parts_what_is_left_counts() -> None:
+    made = batcher(curve=Curve([(1, 0.01), (2, 0.02)]), target_s=0.1, plan=Plan(2))
+    made.add(Ask([1.0] * 4), 0.0)
+    step = made.next(0.0)
+    assert isinstance(step, Batch)
+    made.done(step, 0.02)
+    other = Ask([1.0], "b")
+    made.add(other, 0.02)
+    assert other.foretold_s == pytest.approx(0.03)
 
 
 def test_kinds_that_came_long_ago_are_forgotten() -> None:
