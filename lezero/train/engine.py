@@ -276,8 +276,8 @@ class Engine:
         return total, bool(stops)
 
     def _set_lr(self) -> float:
-        if self.schedule is not None:
-            self.rates.schedule(self.schedule.factor(self.step, self.total_steps or 1))
+        planned, last = self.schedule, self.total_steps or 1
+        self.rates.begin_step(None if planned is None else planned.factor(self.step, last))
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _passes(

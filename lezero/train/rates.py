@@ -12,8 +12,9 @@ class Rates:
     """The base rates of an optimizer's groups, which each group keeps as `engine_lr` (`initial_lr`
     belongs to torch's schedulers, which begin with it where they find one).
 
-    A group's base is the rate that it has when the engine is made or the group is added, or, where
-    that is what the schedule of an earlier engine has made of a base, that base.
+    A group's base is the rate that it has when the engine is made or, if it is added later, at the
+    next step, save or load; or, where that is what the schedule of an earlier engine has made of a
+    base, that base.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -28,9 +29,12 @@ class Rates:
                 group["engine_lr"] = _copy(group["lr"])
             self._bases.append(_copy(group["engine_lr"]))
 
-    def schedule(self, factor: float) -> None:
-        """Sets the rate of each group to its base times `factor`."""
+    def begin_step(self, factor: float | None) -> None:
+        """Sets the rate of each group to its base times the schedule's `factor`; None: no schedule,
+        rates stay."""
         self.take_new()
+        if factor is None:
+            return
         for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
             group["lr"] = base * factor
             group["scheduled_lr"] = float(group["lr"])

@@ -112,6 +112,25 @@ def test_a_group_that_joined_has_a_rate_of_its_own(tmp_path):
         assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.1, counts]
 
 
+def test_a_group_that_joined_goes_on_with_a_rate_set_since(tmp_path, told):
+    """Its base is the rate that it was trained with first, whenever a save asks for it."""
+
+    def joined():
+        engine = make(0.1)
+        engine.model.register_parameter("late", nn.Parameter(torch.ones(())))
+        engine.optimizer.add_param_group({"params": [engine.model.late], "lr": 0.4})
+        return engine
+
+    engine = joined()
+    step(engine)
+    engine.optimizer.param_groups[-1]["lr"] = 0.05
+    path = engine.save(tmp_path)
+    other = joined()
+    other.load(path)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.1, 0.05]
+    assert told() == []
+
+
 def test_a_scheduler_of_torch_made_after_the_engine_goes_on_after_a_load(tmp_path, told):
     """It puts a rate of its own into `initial_lr`, which is no other base of the engine."""
 
