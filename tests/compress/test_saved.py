@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils import prune
 
 import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
@@ -19,6 +20,7 @@ from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.speed import LayerSpeed
 from lezero.files import seal, unseal, write_generation
 from lezero.models import Transformer, TransformerConfig, save_hf
+from lezero.nn.meta import parameters_on_meta
 from lezero.train.writer import open_writer
 from tests.compress.test_quantize import small, tokens
 
@@ -113,6 +115,27 @@ def test_any_module_is_loaded_into_the_float_one(
     assert type(other[0]) is nn.Linear
     with pytest.raises(lz.OrderError, match="no layer is quantized"):
         save_quantized(model, tmp_path / "n")
+
+
+def pruned(layer: nn.Module) -> nn.Module:
+    return prune.l1_unstructured(layer, "weight", 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("around", [nn.utils.weight_norm, nn.utils.spectral_norm, pruned])
+def test_a_layer_that_computes_its_weight_is_loaded_beside_quantized_ones(
+    around: Any, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 32), around(nn.Linear(32, 32)))
+
+    model, x = lz.quantize_(build(), lz.Int8Weight(), objective="size").eval(), torch.randn(4, 32)
+    save_quantized(model, tmp_path / "q")
+    with parameters_on_meta():
+        on_meta = build()
+    for given in (build(), on_meta):
+        assert torch.equal(load_quantized(tmp_path / "q", given)(x), model(x))
 
 
 def test_folders_are_replaced_only_where_they_are_ours(copied: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Which layers are found: vocabularies whatever the filter takes, and lazy layers."""
+"""Which layers are found: vocabularies whatever the filter takes, lazy layers, and those whose
+weight something else has too."""
 
 from __future__ import annotations
 
@@ -101,6 +102,81 @@ def test_nothing_but_such_layers_is_an_error() -> None:
     pruned(model[0])
     with pytest.raises(lz.ConfigError, match=r"no layer fits.*biases that are parameters"):
         lz.quantize_(model, lz.Int8Weight(), objective="size")
+
+
+class Keeping(nn.Module):
+    """Reads the weight of its first layer where it keeps it too."""
+
+    def __init__(self, keep: Any, find: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.find = nn.Linear(64, 64), nn.Linear(64, 64), find
+        self.kept = keep(self.one)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x)) + nn.functional.linear(x, self.find(self.kept))
+
+
+KEPT = {
+    "list": (lambda layer: [layer.weight], lambda kept: kept[0]),
+    "set": (lambda layer: {layer.weight}, lambda kept: next(iter(kept))),
+    "nested": (lambda layer: {"by name": ([layer.weight], 1)}, lambda kept: kept["by name"][0][0]),
+    "hidden module": (lambda layer: [Sharing(layer)], lambda kept: kept[0].inner.weight),
+}
+
+
+class Sharing(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.inner.weight = layer.weight
+
+
+@pytest.mark.parametrize("data", [None, torch.randn(4, 64)], ids=["no data", "data"])
+@pytest.mark.parametrize("how", KEPT)
+def test_a_weight_that_the_model_keeps_beside_its_layer_stays(how: str, data: Any) -> None:
+    model, x = Keeping(*KEPT[how]), torch.randn(3, 64)
+    before = model.one.weight
+    wanted = model(x)
+    lz.quantize_(model, lz.Int8Weight(), data=data, objective="size")
+    assert [*quantized_layers(model)] == ["two"]
+    assert model.one.weight is before
+    assert torch.allclose(model(x), wanted, atol=0.05)
+
+
+def test_a_layer_that_the_model_keeps_in_a_list_too_is_quantized() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.again = {"first": [model[0]], "all": [model]}
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    assert [*quantized_layers(model)] == ["0"]
+
+
+class Spread(nn.Module):
+    """A norm and layers of which some have one value for all, in one place of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.one, self.two = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norm.weight = nn.Parameter(torch.ones(1).expand(64))
+        self.two.weight = nn.Parameter(torch.randn(1, 64).expand(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(self.norm(x)).tanh())
+
+
+@pytest.mark.parametrize(
+    "scheme", [lz.Int8WeightActivation(smooth=0.5), lz.Int4Weight(group=32, method="awq")]
+)
+def test_what_lies_in_memory_more_than_once_is_neither_quantized_nor_scaled(scheme: Any) -> None:
+    model = nn.Sequential(*(Spread() for _ in range(2)))
+    before = [(p, p.clone()) for x in model for p in (x.norm.weight, x.two.weight)]
+    x = torch.randn(64, 64) * torch.logspace(0, 2, 64)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    assert [*quantized_layers(model)] == ["0.one", "1.one"]
+    for parameter, values in before:
+        assert torch.equal(parameter, values)
+        assert parameter.stride()[0] == 0
 
 
 def test_groups_that_would_divide_are_named():

@@ -33,6 +33,7 @@ from lezero.compress.quantize.modules import (
     quantized_layers,
 )
 from lezero.compress.quantize.report import REPORT, QuantizationReport
+from lezero.compress.quantize.tensors import kept_beside
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.core.paths import expand_home
@@ -294,7 +295,7 @@ def _expect(
 ) -> list[_Bias]:
     """Checks, on a twin without memory, that the tensors are those of the rebuilt model."""
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in [*model.parameters(), *model.buffers(), *kept_beside(model)]:
         twin = torch.empty_like(tensor, device="meta")
         memo[id(tensor)] = nn.Parameter(twin) if isinstance(tensor, nn.Parameter) else twin
     rehearsal = copy.deepcopy(model, memo)

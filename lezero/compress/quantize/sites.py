@@ -1,8 +1,9 @@
 """Which weights of a model can be quantized, and who uses each.
 
-A site is one weight and the layers that share it. Layers of exactly the classes below count, not
-subclasses, whose forward could do something else: `nn.Linear`, `nn.Embedding`, `nn.Conv1d`,
-`nn.Conv2d` and transformers' `Conv1D` (a linear layer with a transposed weight).
+A site is one weight and the layers that share it; nothing else of the model may hold it. Layers of
+exactly the classes below count, not subclasses, whose forward could do something else: `nn.Linear`,
+`nn.Embedding`, `nn.Conv1d`, `nn.Conv2d` and transformers' `Conv1D` (a linear layer with a
+transposed weight).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lezero.compress.quantize.parts import at_once
+from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.nn.blocks import blocks
 
@@ -109,11 +111,13 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
             if key == "weight" and kind is not None and chosen(name, module):
                 users[id(parameter)].append(User(name, module, kind))
     inside = tuple(f"{name}." for name, _ in blocks(model))
+    beside = {id(tensor) for tensor in kept_beside(model)}
     sites = []
     for key, layers in users.items():
         parameter = parameters[key]
         kinds = {(user.kind, type(user.module).__name__) for user in layers}
-        if len(layers) < len(owners[key]) or not _fits(parameter, kinds):
+        shared = len(layers) < len(owners[key]) or key in beside
+        if shared or not _fits(parameter, kinds):
             continue
         outside = not any(user.name.startswith(inside) for user in layers) if inside else True
         vocabulary = outside and tuple(parameter.shape) in words
@@ -156,7 +160,7 @@ def _nothing_fits(model: nn.Module, filter: Filter) -> ConfigError:
         + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
         f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
         "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16 "
-        "and biases that are parameters"
+        "that nothing else holds, each value in memory of its own, and biases that are parameters"
     )
 
 
@@ -182,7 +186,8 @@ def _fits(parameter: nn.Parameter, kinds: set[tuple[Kind, str]]) -> bool:
     shared = len(kinds) == 1 or kinds == {("linear", "Linear"), ("embedding", "Embedding")}
     inputs = parameter.shape[1:].numel()
     floats = parameter.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return shared and floats and parameter.numel() > 0 and inputs <= _MOST_INPUTS
+    plain = is_dense(parameter) and not overlaps(parameter)
+    return shared and floats and plain and parameter.numel() > 0 and inputs <= _MOST_INPUTS
 
 
 def _check_has_shape(parameter: nn.Parameter, layer: str) -> None:

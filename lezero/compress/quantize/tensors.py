@@ -1,11 +1,15 @@
-"""Tensors of any layout as what they hold in memory."""
+"""Tensors of any layout as what they hold in memory, and those that a model keeps beside its
+parameters and buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 from lezero.core.tensors import flat_bytes
 
@@ -21,6 +25,38 @@ def place(x: Any) -> tuple[int, int] | None:
     if not isinstance(x, Tensor) or not is_dense(x):
         return None
     return x.untyped_storage()._cdata, int(x.storage_offset())
+
+
+def overlaps(x: Tensor) -> bool:
+    """Whether a dense tensor may have values that share a place in memory, as `expand` makes them:
+    nothing can be written to one alone."""
+    end = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= end:
+            return True
+        end += stride * (size - 1)
+    return False
+
+
+def kept_beside(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors in the attributes of a model's modules, and in lists, tuples, sets and dicts there,
+    also in each other. Of a module that only such a list holds: its parameters and buffers too."""
+    registered = list(model.modules())
+    seen = {id(module) for module in registered}
+    waiting = [x for m in registered for name, x in vars(m).items() if name not in _TABLES]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            yield value
+        if not isinstance(value, list | tuple | set | frozenset | dict | nn.Module):
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            waiting += vars(value).values()
+        else:
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 def dense_parts(x: Tensor) -> list[Tensor]:
