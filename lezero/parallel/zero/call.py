@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C import _functorch
+from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
-from lezero.parallel.zero.unit import UNIT, Unit
+from lezero.parallel.zero.unit import UNIT, Unit, passed_on
 
 _classes: dict[tuple[type, bool], type] = {}
 
@@ -27,7 +28,10 @@ class _Sharded:
         unit: Unit = self.__dict__[UNIT]
         if unit.depth and unit.module is not self:
             return super().__call__(*args, **keywords)  # type: ignore[misc]
-        return _within(unit, super().__call__, args, keywords)  # type: ignore[misc]
+        call = super().__call__  # type: ignore[misc]
+        if unit.shares and unit.alone:
+            return _alone(unit, call, args, keywords)
+        return _within(unit, call, args, keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(
@@ -89,6 +93,18 @@ def _within(
     finally:
         output = leave(unit, output)
     return output
+
+
+def _alone(
+    unit: Unit, call: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
+    """A block that is called by itself, inside of the root, which has what it shares. Both listen
+    for backward, the root to a view of what comes out."""
+
+    def inner(*args: Any, **keywords: Any) -> Any:
+        return tree_map(passed_on, _within(unit, call, args, keywords))
+
+    return _within(unit.sharding.root, inner, args, keywords)
 
 
 @functools.cache

@@ -81,9 +81,11 @@ def _shard_with_units(model: nn.Module, config: Zero, lines: Lines) -> None:
         raise
     sharding = Sharding(config, lines, units)
     _split(model, sharding)
+    roots = {id(module) for held in sharding.root.helds for module, _ in held.places}
     for unit in sharding.units:
-        if unit is sharding.root or unit.helds:
-            announce(unit.module, unit)
+        if unit is not sharding.root:
+            unit.shares = any(id(part) in roots for part in unit.module.modules())
+        announce(unit.module, unit)
     for module in list(_parts(sharding.root, sharding)):
         announce(module, sharding.root)
     model.__dict__[SHARDING] = sharding

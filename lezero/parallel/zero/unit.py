@@ -96,7 +96,8 @@ def _show(held: Held, parameter: nn.Parameter) -> None:
             register(module, attribute, parameter)
 
 
-def _passed_on(value: Any) -> Any:
+def passed_on(value: Any) -> Any:
+    """A view of a tensor that gradients can come to: new, so that a unit can listen to it."""
     return (
         value.view_as(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
     )
@@ -126,7 +127,8 @@ class Call:
 class Unit:
     """`name` is the module's path ("" for the root). `task`: autograd's number of the backward in
     which that of this unit has begun, None before. `awaited`: calls whose graph lives and had no
-    backward; a rank's own affair, of which only rank 0's tells (`plan`)."""
+    backward; a rank's own affair, of which only rank 0's tells (`plan`). `shares`: the module has
+    parameters that the root holds, since another module has them too."""
 
     def __init__(self, name: str, module: nn.Module, segments: list[Segment], index: int) -> None:
         self.name, self.module, self.segments, self.index = name, module, segments, index
@@ -136,6 +138,7 @@ class Unit:
         self.sharding: Sharding
         self.slots: list[Slot] | None = None
         self.slot: Slot | None = None
+        self.shares = False
         self.depth = 0
         self.in_backward = False
         self.task: int | None = None
@@ -164,6 +167,13 @@ class Unit:
     @property
     def computing(self) -> bool:
         return self.depth > 0 or self.in_backward
+
+    @property
+    def alone(self) -> bool:
+        """Whether a call of it would find the root's parameters split. After a backward that failed
+        they seem whole until a call outside of it begins."""
+        root = self.sharding.root
+        return not root.depth and not (root.in_backward and torch._C._current_graph_task_id() != -1)
 
     # called by the module -------------------------------------------------------------------
 
@@ -244,7 +254,7 @@ class Unit:
         shared = self.slots is not None and not self.is_root
         found = new_tensors(self.module if shared else None, output)
         if shared and not found:
-            output = tree_map(_passed_on, output)
+            output = tree_map(passed_on, output)
             found = new_tensors(None, output)
         for tensor in found:
             tensor.register_hook(functools.partial(self._before_backward, call))

@@ -148,23 +148,27 @@ def mapping(model, tokens):
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+def fail(*_):
+    raise KeyError("on purpose")
+
+
+def failed_backward(model, tokens):
+    logits = model(tokens[:, :-1])
+    logits.register_hook(fail)
+    with pytest.raises(KeyError):
+        logits.sum().backward()
+    model.zero_grad()
+
+
 def failing(model, tokens):
     """An exception in the middle of a forward, and one in a backward, leave a usable model."""
-
-    def fail(*_):
-        raise KeyError("on purpose")
-
     hook = model.blocks[1].down.register_forward_hook(fail)
     with pytest.raises(KeyError):
         model(tokens[:, :-1])
     hook.remove()
     with torch.no_grad():
         model(tokens[:, :-1])
-    logits = model(tokens[:, :-1])
-    logits.register_hook(fail)
-    with pytest.raises(KeyError):
-        logits.sum().backward()
-    model.zero_grad()
+    failed_backward(model, tokens)
     loss_of(model, tokens).backward()
 
 
@@ -177,6 +181,18 @@ def by_parts(model, tokens):
     """Modules that are no blocks, called alone, beside a call of the model."""
     x = model.head(model.norm(model.blocks[1](model.embed(tokens))))
     (x.square().mean() + loss_of(model, tokens)).backward()
+
+
+def by_blocks(model, tokens):
+    """Blocks that share a weight, called alone, after a failure and beside a call of the model."""
+    failed_backward(model, tokens)
+    x = torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True)
+    first, _, last = model.blocks
+    for reentrant in (False, True):
+        x = first(checkpoint(last, first(x), use_reentrant=reentrant))
+    with torch.no_grad():
+        first(x)
+    (model.blocks[1](x).square().mean() + loss_of(model, tokens)).backward()
 
 
 def compiled(model, tokens):
@@ -232,6 +248,7 @@ CASES = {
     "evaluated": (Tiny, {}, evaluated),
     "by forward": (Tiny, {}, by_forward),
     "by parts": (Tiny, {}, by_parts),
+    "by blocks": (Shared, {}, by_blocks),
 }
 
 
@@ -302,10 +319,6 @@ def test_frozen_parameters_cost_neither_bytes_nor_memory(ranks, stage):
 
 def failing_often(stage):
     """How many gradient buffers there are after each of several backwards that failed."""
-
-    def fail(*_):
-        raise KeyError("on purpose")
-
     model = shard_(make(), Zero(stage=stage))
     model.blocks[0].register_forward_hook(lambda *a: a[2].register_hook(fail) and None)
     counts = []
