@@ -138,6 +138,22 @@ def test_a_layer_that_computes_its_weight_is_loaded_beside_quantized_ones(
         assert torch.equal(load_quantized(tmp_path / "q", given)(x), model(x))
 
 
+def test_a_parameter_keeps_the_strides_that_the_model_has(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        conv = nn.ConvTranspose2d(3, 32, 3, bias=False).to(memory_format=torch.channels_last)
+        return nn.Sequential(conv, nn.Flatten(), nn.Linear(2048, 8)).eval()
+
+    model, x = lz.quantize_(build(), lz.Int8Weight(), objective="size"), torch.randn(2, 3, 6, 6)
+    save_quantized(model, tmp_path / "q")
+    with parameters_on_meta():
+        on_meta = build()
+    for given in (build(), on_meta):
+        found = load_quantized(tmp_path / "q", given)
+        assert found[0].weight.stride() == model[0].weight.stride() != (288, 9, 3, 1)
+        assert torch.equal(found(x), model(x))
+
+
 def test_folders_are_replaced_only_where_they_are_ours(copied: Path, tmp_path: Path) -> None:
     model = load_quantized(copied)
     save_quantized(model, tmp_path / "q")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.spill import Spill
+from lezero.compress.quantize.tensors import arranged, strides_of
 
 _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -43,8 +44,7 @@ class Journal:
         """Call it before values of `parameter` are written to."""
         if id(parameter) not in self._released:
             self._spill.put(("original", id(parameter)), parameter.data)
-            # A view with gaps comes back without them.
-            self._strides[id(parameter)] = torch.empty_like(parameter, device="meta").stride()
+            self._strides[id(parameter)] = strides_of(parameter)
             self._released[id(parameter)] = parameter  # now that there is something to give back
 
     def release(self, parameter: nn.Parameter) -> None:
@@ -83,8 +83,7 @@ class Journal:
         with mode_of(parameter):
             values = self._spill.get(("original", key))
             if parameter.data.shape != values.shape:
-                stride = self._strides[key]
-                parameter.data = values if stride == values.stride() else _arranged(values, stride)
+                parameter.data = arranged(values, self._strides[key])
             else:
                 parameter.data.copy_(values)
 
@@ -93,9 +92,3 @@ def mode_of(tensor: Tensor) -> AbstractContextManager[object]:
     """In it new values for `tensor` are made and written. One of `torch.inference_mode` takes
     no others: with values of the outside no op would read it any more."""
     return torch.inference_mode(tensor.is_inference())
-
-
-def _arranged(values: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy with these strides: `channels_last`, a transposed weight."""
-    made = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
-    return made.copy_(values)

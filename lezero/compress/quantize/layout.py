@@ -22,7 +22,7 @@ from lezero.compress.quantize.modules import (
 )
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
-from lezero.compress.quantize.tensors import same_bits
+from lezero.compress.quantize.tensors import arranged, same_bits, strides_of
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
@@ -109,7 +109,8 @@ def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one.
+    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one, and keep
+    their strides (`channels_last`), which a file does not have.
 
     Assigning makes a parameter for each name. Where `state` has two values for what was one (a
     bias corrected in one of its places), each name keeps its own.
@@ -119,7 +120,12 @@ def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = Tru
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 names.setdefault(id(parameter), []).append((module, name))
-    model.load_state_dict(state, strict=strict, assign=True)
+    given = {
+        name: arranged(state[name], strides_of(parameter))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in state and state[name].shape == parameter.shape
+    }
+    model.load_state_dict({**state, **given}, strict=strict, assign=True)
     for (owner, first), *others in names.values():
         one = owner._parameters[first]
         assert one is not None

@@ -38,6 +38,19 @@ def overlaps(x: Tensor) -> bool:
     return False
 
 
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Its strides (`channels_last`, a transposed weight); of a view with gaps, without them."""
+    return torch.empty_like(x, device="meta").stride()
+
+
+def arranged(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The values with these strides; a copy where theirs are others."""
+    if values.stride() == stride:
+        return values
+    made = torch.empty_strided(values.shape, stride, dtype=values.dtype, device=values.device)
+    return made.copy_(values)
+
+
 def kept_beside(model: nn.Module) -> Iterator[Tensor]:
     """Tensors in the attributes of a model's modules, and in lists, tuples, sets and dicts there,
     also in each other. Of a module that only such a list holds: its parameters and buffers too."""
