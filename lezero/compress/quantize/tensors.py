@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_TABLES = ("_parameters", "_buffers", "_modules")
-
 from lezero.core.tensors import flat_bytes
+
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def is_dense(x: Tensor) -> bool:
