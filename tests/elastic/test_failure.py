@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from lezero.core.errors import ConfigError, DistributedError
+from lezero.elastic import worker
 from lezero.elastic.failure import Failure, explain, first_cause, read_record
 
 
@@ -50,3 +54,23 @@ def test_records_of_torch_and_damaged_ones_are_read(tmp_path):
         path.write_text(text)
         assert read_record(str(path)) == {}
     assert read_record(str(tmp_path / "none")) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "final"),
+    [
+        (2, None, True),
+        (1, None, False),
+        (1, ConfigError("train.lr: got -1"), True),
+        (1, ImportError("no module"), True),
+        (1, DistributedError("rank 1 is gone"), False),
+        (1, ValueError("bad sum"), False),
+    ],
+)
+def test_what_another_try_may_heal_is_started_again(tmp_path, monkeypatch, code, error, final):
+    """A rank that misses one that died is to be started again, though its error is explained."""
+    monkeypatch.setenv(worker.ERROR_FILE, str(tmp_path / "error.json"))
+    monkeypatch.delattr("sys.last_exc", raising=False)
+    monkeypatch.setattr("sys.last_value", error, raising=False)
+    assert worker._status(code, None) == code
+    assert Failure(0, code, read_record(str(tmp_path / "error.json"))).final is final

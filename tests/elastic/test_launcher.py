@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from lezero.core.errors import CapacityError, ConfigError, DistributedError
-from lezero.elastic import LaunchConfig, launch, output, restarts
+from lezero.elastic import LaunchConfig, launch, launcher, output, restarts
 from lezero.elastic.launcher import _resolve
 
 LZ = [sys.executable, "-c", "import sys; from lezero.cli.main import main; sys.exit(main())"]
@@ -54,10 +54,12 @@ def test_output_arguments_and_environment(tmp_path, capfd):
         "assert os.environ['EXTRA'] == 'x'\n"
         "assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))\n",
     )
-    before = dict(os.environ)
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    before, handlers = dict(os.environ), [signal.getsignal(number) for number in numbers]
     config = LaunchConfig(ranks=2, threads=3, oversubscribe=True)
     assert launch(config, [script, "a$b", "${local_rank}", "--n=1"], env={"EXTRA": "x"}) == 0
     assert dict(os.environ) == before
+    assert [signal.getsignal(number) for number in numbers] == handlers
     out, err = capfd.readouterr()
     assert out == "0 ['a$b', '${local_rank}', '--n=1'] __main__ 3\n"  # rank 0 alone, untouched
     assert sorted(err.splitlines()) == [
@@ -210,7 +212,8 @@ def test_second_signal_does_not_wait(tmp_path):
     script = write(
         tmp_path,
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close()\n"
+        "child = os.fork()\n"
+        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close() if child else None\n"
         "time.sleep(60)\n",
     )
     process = subprocess.Popen([*LZ, "launch", script], stderr=subprocess.PIPE, text=True)
@@ -223,6 +226,36 @@ def test_second_signal_does_not_wait(tmp_path):
     assert process.wait(10) == 143
     process.stderr.close()
     assert not left(script)
+
+
+def test_a_closed_terminal_ends_ranks_that_are_deaf_after_their_grace(tmp_path):
+    script = write(
+        tmp_path,
+        "for number in (signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)\n"
+        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close()\n"
+        "time.sleep(60)\n",
+    )
+    own = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # also under nohup
+    lz = [*LZ[:2], own + LZ[2]]
+    process = subprocess.Popen([*lz, "launch", "--grace", "0.2", script], stderr=subprocess.DEVNULL)
+    wait_for(tmp_path / "ready0")
+    process.send_signal(signal.SIGHUP)
+    start = time.monotonic()
+    assert process.wait(30) == 129
+    assert time.monotonic() - start < 4.5
+    assert not left(script)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "given", "found"),
+    [(1, 0, "", 8), (3, 0, "", 2), (8, 0, "", 1), (2, 0, "3", 3), (2, 5, "3", 5)],
+)
+def test_ranks_share_the_cores_unless_threads_are_given(monkeypatch, ranks, asked, given, found):
+    monkeypatch.setattr(launcher, "usable_cores", lambda: 8)
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    config = LaunchConfig(ranks=ranks, threads=asked)
+    assert launcher._threads(config, {}) == found
+    assert launcher._threads(config, {"OMP_NUM_THREADS": "7"}) == (asked or 7)
 
 
 def test_nothing_survives_a_killed_launcher(tmp_path):

@@ -74,12 +74,23 @@ def test_loads_and_checks_the_outputs(tmp_path, suffix):
     assert torch.equal(from_pytorch(network(), str(path)).eval()(X), source(X))
 
 
+class CountsAndDraws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + torch.rand(())
+
+
 def test_the_check_leaves_flags_buffers_and_randomness_as_they_were(tmp_path):
-    path = save(trained().state_dict(), tmp_path / "model.safetensors")
-    module = network()
+    path = save(trained().append(CountsAndDraws()).state_dict(), tmp_path / "model.safetensors")
+    module = network().append(CountsAndDraws())
     module[3].eval()
     flags, random_state = [m.training for m in module.modules()], torch.get_rng_state()
     from_pytorch(module, path, example_inputs=(X,))
+    assert module[4].calls == 0
     assert [m.training for m in module.modules()] == flags
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(p.grad is None for p in module.parameters())

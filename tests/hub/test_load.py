@@ -55,6 +55,27 @@ def test_numbers_up_to_the_largest_and_infinite_ones_are_loaded(tmp_path):
         from_pytorch(nn.Linear(2, 1, bias=False).double(), path)
 
 
+@pytest.mark.parametrize(
+    ("given", "kind", "rounds"),
+    [
+        (torch.float16, torch.bfloat16, True),
+        (torch.bfloat16, torch.float16, True),
+        (torch.float64, torch.float32, True),
+        (torch.bfloat16, torch.float32, False),
+        (torch.float16, torch.float32, False),
+    ],
+)
+def test_a_loss_of_digits_or_of_range_is_told_and_nothing_else(tmp_path, given, kind, rounds):
+    path = save({"weight": torch.ones(1, 2, dtype=given)}, tmp_path / "model.pt")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        module = from_pytorch(nn.Linear(2, 1, bias=False).to(kind), path)
+    assert module.weight.dtype == kind
+    assert [f"'weight' is {given}, the module's {kind}" in str(one.message) for one in told] == (
+        [True] if rounds else []
+    )
+
+
 def test_integers_that_would_wrap_around_are_refused(tmp_path):
     module = nn.Linear(1, 1)
     module.register_buffer("index", torch.zeros(2, dtype=torch.int32))
