@@ -1,12 +1,13 @@
 """Every seeded fault is caught and named: check, step and parameter."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
+from lezero.core import groups
 from lezero.core.errors import NumericsError
 from lezero.data import Loader
 from lezero.jobs.verification import read
@@ -15,7 +16,7 @@ from lezero.train import engine as engine_module
 from lezero.train import engine_state, recipe
 from lezero.train.engine import Engine
 from lezero.train.gradients import Replicated
-from tests.jobs.verify_runs import STEPS, rank_verifies
+from tests.jobs.verify_runs import STEPS, rank_verifies_each
 
 pytestmark = pytest.mark.usefixtures("without_accelerator")  # there a resume is bit for bit
 
@@ -114,24 +115,30 @@ def frozen(patch):
     patch.setattr(recipe, "build_model", built)
 
 
-def late(set_lr):
+def late(factor):
     """The engine reports the right rate and trains with another one."""
 
-    def changed(self):
-        lr = set_lr(self)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * 1.01
-        return lr
+    def change(set_lr):
+        def changed(self):
+            lr = set_lr(self)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr * factor
+            return lr
 
-    return changed
+        return changed
+
+    return change
 
 
-def unclipped(update):
-    def changed(self, *arguments):
-        self.clip = None
-        return update(self, *arguments)
+def clipped_at(limit):
+    def change(update):
+        def changed(self, *arguments):
+            self.clip = limit
+            return update(self, *arguments)
 
-    return changed
+        return changed
+
+    return change
 
 
 def one_step_ahead(set_lr):
@@ -163,6 +170,26 @@ def forgets(*keys):
         patch.setattr(engine_state, "restore", changed)
 
     return seed
+
+
+def counts_twice(train_step):
+    def changed(self, batch):
+        result = train_step(self, batch)
+        return replace(result, tokens=2 * result.tokens)
+
+    return changed
+
+
+def tells_another_loss(patch):
+    """After a resume, of which all else is right."""
+    restore = engine_state.restore
+
+    def changed(engine, loaded):
+        backward = engine._backward
+        engine._backward = lambda *given: 1.001 * backward(*given)
+        return restore(engine, loaded)
+
+    patch.setattr(engine_state, "restore", changed)
 
 
 def skips_a_step(patch):
@@ -201,17 +228,22 @@ FAULTS = {
     "resume: step lost": (forgets("step"), "resume: learning rate", 3, None),
     "resume: clips otherwise": (forgets("seed"), "resume: parameters", 3, FIRST),
     "data order: a batch repeats": (loader_method("__next__", repeats), "data order", 4, None),
+    "resume: another loss": (tells_another_loss, "resume: loss", 3, None),
+    "tokens: counted twice": (engine_method("train_step", counts_twice), "tokens", 1, None),
     "schedule: one step ahead": (
         engine_method("_set_lr", one_step_ahead), "learning rate", 1, None,
     ),
-    "schedule: told, not done": (engine_method("_set_lr", late), "update", 1, FIRST),
+    "schedule: told, not done": (engine_method("_set_lr", late(1.01)), "update", 1, FIRST),
     "decay: norms too": (optimizer_made(decay_everything), "update", 1, FIRST),
     "betas: swapped": (
         optimizer_made(lambda _, made: made.param_groups[0].update(betas=(0.95, 0.9))),
         "update", 2, "layers.0.self_attn.q_proj.weight",
     ),
     "clip: ignored": (
-        engine_method("_update", unclipped), "clipping", 1, FIRST,
+        engine_method("_update", clipped_at(None)), "clipping", 1, FIRST,
+    ),
+    "clip: a little too far": (
+        engine_method("_update", clipped_at(0.999)), "clipping", 1, FIRST,
     ),
     "gradients: kept from the step before": (
         lambda patch: patch.setattr(nn.Module, "zero_grad", lambda *a, **k: None),
@@ -255,6 +287,13 @@ def test_bf16_hides_no_fault(run, monkeypatch, name):
     assert (found.first.check, found.first.step, found.first.parameter) == (check, step, parameter)
 
 
+def test_8_bit_moments_hide_no_update_of_another_size(run, monkeypatch):
+    engine_method("_set_lr", late(4.0))(monkeypatch)
+    found = verify(run(optimizer="adamw8bit"), 1)
+    assert found.first is not None
+    assert found.first.check == "update"
+
+
 def test_what_is_said_of_a_fault(run, monkeypatch):
     UNDIVIDED(monkeypatch)
     found = verify(run(accumulate=4), 2)
@@ -288,17 +327,20 @@ def second_rank_reads_elsewhere(patch):
     patch.setattr(Loader, "mine", changed)
 
 
+def second_rank_goes_further(patch):
+    engine_method("_set_lr", late(1.5 if groups.rank() else 1.0))(patch)
+
+
 def test_faults_of_two_ranks(ranks, text, tmp_path):
+    faults = (never_meet, second_rank_reads_elsewhere, second_rank_goes_further)
+    cases = [(fault, {}) for fault in faults]
     env = {"LEZERO_CACHE": str(text / "cache")}
-    for _, first, *_ in ranks(
-        2, rank_verifies, text, tmp_path, never_meet, 1, timeout_s=180, env=env
-    ):
-        assert first.startswith("step 1, gradient of embed_tokens.weight")
-    told = ranks(
-        2, rank_verifies, text, tmp_path, second_rank_reads_elsewhere, 1, timeout_s=180, env=env
-    )
-    for _, first, *_ in told:
-        assert first == "step 1, data order: where sample 2 belongs, there is sample 3 (rank 1)"
+    for told in ranks(2, rank_verifies_each, text, tmp_path, cases, 1, timeout_s=180, env=env):
+        gradient, order, parted = [first for _, first, _ in told]
+        assert gradient.startswith("step 1, gradient of embed_tokens.weight")
+        assert order == "step 1, data order: where sample 2 belongs, there is sample 3 (rank 1)"
+        assert parted.startswith("step 1, ranks of ")
+        assert parted.endswith(": rank 1 has other values than rank 0")
 
 
 def test_the_record_travels(run, monkeypatch):

@@ -55,6 +55,28 @@ def test_what_is_kept_stays_within_the_bound():
     assert bounded["kept"] < 100 << 20
 
 
+def test_the_bound_counts_no_libraries_and_holds_in_late_steps_too():
+    code = """
+    import json, torch
+    from lezero.memory import HostPool
+    pool = HostPool(8 << 30, share=0.01)
+    pool.enable()
+    found = [pool.stats().kept]
+    for _ in range(16):
+        pool.after_step()
+    x = torch.ones(64 << 20)
+    del x
+    for _ in range(8):
+        found.append(pool.stats().kept)
+        pool.after_step()
+    print(json.dumps([*found, pool.stats().kept]))
+    """
+    first, *kept, last = run(code)
+    assert first < 32 << 20
+    assert min(kept) > 200 << 20
+    assert last < 80 << 20
+
+
 def test_the_flag_switches_it_off():
     off = run(CODE.format(enable=True, share=0.5), LEZERO_POOL="0")
     assert off["on"] is False

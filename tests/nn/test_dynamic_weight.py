@@ -1,6 +1,7 @@
 """DynamicWeightGenerator: a custom layer that uses it, equality with the loop, bad input."""
 
 import io
+import itertools
 import warnings
 
 import pytest
@@ -128,8 +129,8 @@ def test_starts_with_the_variance_of_a_static_layer():
     torch.manual_seed(0)
     x = torch.randn(64, 64, 8, 8)
     static = torch.nn.Conv2d(64, 64, 3, padding=1)(x).std()
-    for gate in ("softmax", "sigmoid"):
-        ratio = Dynamic(channels=64, gate=gate)(x).std() / static
+    for gate, kernels in itertools.product(("softmax", "sigmoid"), (4, 16)):
+        ratio = Dynamic(channels=64, gate=gate, kernels=kernels)(x).std() / static
         assert 0.7 < ratio < 1.5
 
 

@@ -19,7 +19,7 @@ from lezero.core.errors import CapacityError, ConfigError
 from lezero.memory.pool import _libc
 from lezero.models import Transformer, TransformerConfig
 from lezero.ops.attention import available
-from lezero.plan import Forecast, StepSpec, forecast, measure
+from lezero.plan import Forecast, StepSpec, capacity, forecast, measure
 from lezero.plan.forecast import STATED_ERROR, free_bytes, memory_of
 from lezero.plan.table import duration, render
 from lezero.plan.trace import Call, trace_step
@@ -132,10 +132,21 @@ def test_accumulated_gradients_stand_beside_the_activations() -> None:
     assert gained == once.state_bytes["gradients"]
 
 
+def test_work_and_time_grow_with_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "time_call", lambda *_, **__: (1e-3, True))
+    once, often = (foresee(accumulate=count, budget_s=60.0) for count in (1, 5))
+    assert often.flops == 5 * once.flops
+    for phase in ("forward", "backward"):
+        assert often.time_parts[phase] == pytest.approx(5 * once.time_parts[phase], rel=0.2)
+    assert often.time_parts["update"] == pytest.approx(once.time_parts["update"])
+
+
 def test_several_ranks_keep_their_buckets_and_send_them() -> None:
     alone, two = foreseen(), foresee(ranks=2)
     assert two.memory_parts["gradients"] >= alone.state_bytes["gradients"]
-    assert two.time_parts["communication"] > 0
+    seconds = alone.state_bytes["gradients"] / 1.2e9
+    assert two.time_parts["communication"] == pytest.approx(seconds)
+    assert two.flops == 2 * alone.flops
     assert two.tokens_per_step == 2 * alone.tokens_per_step
 
 
@@ -198,16 +209,25 @@ def _peak_of(run: Callable[[], None]) -> int:
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    full = foresee(batch=64, tokens=64)
     small = foresee(batch=8, tokens=64, accumulate=8)
-    made = foresee(batch=64, tokens=64, limit=small.memory_bytes + (1 << 20))
-    assert made.memory_bytes == pytest.approx(full.memory_bytes, rel=0.02)
+    limit = small.memory_bytes + (1 << 20)
+    made = foresee(batch=32, tokens=64, accumulate=2, limit=limit)
+    assert made.memory_bytes > limit
     assert not made.fits
+    assert made.suggestions[0].startswith("train.accumulate=8 (micro-batches of 8;")
     with pytest.raises(CapacityError) as caught:
         made.require_fit()
     assert "does not fit" in str(caught.value)
     assert "train.accumulate=" in str(caught.value)
     assert caught.value.exit_status == 1
+
+
+def test_what_is_suggested_comes_with_what_costs_least_first() -> None:
+    spec = StepSpec(batch=1, tokens=256, ranks=2)
+    assert [text for _, text in capacity._one_change_each(spec)] == [
+        *("", "zero.stage=1", "zero.stage=2", "zero.stage=3", "train.precision=bf16"),
+        *("train.pool=false", "data.sequence=128", "data.sequence=64"),
+    ]
 
 
 def test_a_model_too_large_for_any_batch_says_so() -> None:
@@ -315,7 +335,8 @@ def test_on_an_accelerator_only_what_lies_there_counts(monkeypatch: pytest.Monke
     monkeypatch.setattr(device, "memory_free", lambda: 5 << 30)
     _, host = memory_of(trace, spec)
     total, parts = memory_of(trace, there)
-    assert "checkpoint" in host
+    state = trace.state_bytes
+    assert host["checkpoint"] == state["parameters"] + state["optimizer"]
     assert parts.keys().isdisjoint({"checkpoint", "pool"})
     assert parts["libraries"] == 64 << 20
     assert total == sum(parts.values())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import random
+import signal
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from lezero.core import groups
 from lezero.core.errors import ConfigError, DistributedError
 from lezero.data import Loader
 from lezero.optim import AdamW, Schedule
-from lezero.train import Trainer
+from lezero.train import Callback, Trainer
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
 from tests.train.runs import config, filled_cache, settings
@@ -309,23 +312,33 @@ def test_ranks_times_accumulation_is_what_counts(ranks):
             assert losses == pytest.approx(alone, abs=1e-10)
 
 
+def drawn():
+    return [torch.rand(()).item(), np.random.randn(), random.gauss(0, 1)]
+
+
 def save_and_load(folder):
     """Saves on two ranks, goes on, loads, goes on again."""
     batches = [mine(b) for b in global_batches(6)]
     engine = make(dropout=0.2)
     for batch in batches[:3]:
         engine.train_step(batch)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(groups.rank())
+    for _ in range(groups.rank()):
+        drawn()  # leaves a second number of a pair with one rank alone
     path = engine.save(folder)
-    on = [engine.train_step(batch).loss for batch in batches[3:]]
+    on = [engine.train_step(batch).loss for batch in batches[3:]], drawn()
     other = make(dropout=0.2)
     other.load(path)
-    again = [other.train_step(batch).loss for batch in batches[3:]]
+    again = [other.train_step(batch).loss for batch in batches[3:]], drawn()
     return on, again
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_bit_for_bit(ranks, tmp_path):
-    for on, again in ranks(2, save_and_load, tmp_path):
-        assert on == again
+    (on, again), (other, other_again) = ranks(2, save_and_load, tmp_path)
+    assert (on, other) == (again, other_again)
+    assert on[0] == other[0]
+    assert on[1] != other[1], "each rank draws as it did"
 
 
 def unlike(folder):
@@ -363,3 +376,20 @@ def elsewhere(folder):
 def test_ranks_may_know_the_data_by_other_paths(ranks, filled_cache, tmp_path):
     settings(tmp_path)
     assert ranks(2, elsewhere, tmp_path, env={"LEZERO_CACHE": str(filled_cache)}) == [2, 2]
+
+
+class Signalled(Callback):
+    def on_step(self, trainer, result):
+        if groups.rank() == 1 and result.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def signalled(folder):
+    result = Trainer(config(folder, train__steps=6), [Signalled()]).run()
+    return result.step, result.exit_status
+
+
+def test_a_signal_to_one_rank_ends_the_run_of_all_with_its_status(ranks, filled_cache, tmp_path):
+    settings(tmp_path)
+    env = {"LEZERO_CACHE": str(filled_cache)}
+    assert ranks(2, signalled, tmp_path, env=env) == [(3, 143), (3, 143)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.ops.attention import available
@@ -161,3 +164,16 @@ def test_repeated_blocks_are_the_longest_list_of_one_class():
     assert speed.repeated_blocks(model) == list(model.layers)
     assert speed.repeated_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
     assert speed.repeated_blocks(nn.Linear(2, 2)) == []
+
+
+def test_ranks_of_one_machine_share_the_memory_that_is_kept_free(monkeypatch):
+    def pool(limit):
+        return SimpleNamespace(enable=lambda: True, bound=limit)
+
+    monkeypatch.setattr(speed, "HostPool", pool)
+    monkeypatch.setattr(speed, "memory_limit", lambda: 8 << 30)
+    monkeypatch.setattr(groups, "ranks_here", lambda: 4)
+    made = speed.host_pool(decisions := Decisions())
+    assert made is not None
+    assert made.bound == 2 << 30
+    assert "up to 2.0 GiB" in decisions.records["host memory pool"].reason

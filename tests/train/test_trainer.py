@@ -216,7 +216,10 @@ def test_other_data_or_another_model_is_refused(copied):
 def test_without_resume_histories_do_not_mix(copied):
     """The old generations, of higher numbers, must neither be resumed nor crowd out the new."""
     fresh = {"every": 5, "keep": 2, "resume": False}
-    _, trainer = train(copied, recorder := Recorder(), train__steps=7, checkpoint=fresh)
+    best, root = [], copied / "run/checkpoints"
+    recorder = Recorder(at1=lambda _: best.append(checkpoint.read_mark(root, "best")))
+    _, trainer = train(copied, recorder, train__steps=7, checkpoint=fresh)
+    assert best == [None], "a mark would later be that of a new generation"
     assert recorder.steps() == list(range(1, 8))
     assert steps_in(copied) == [5, 7]
     assert "moved aside: 3 checkpoints after step 0" in recorder.events()[0]
@@ -245,8 +248,9 @@ def flip_a_bit(generation: Path) -> None:
 def test_a_damaged_generation_is_named_and_the_newest_good_one_used(copied):
     root = copied / "run/checkpoints"
     flip_a_bit(root / "step-00000020")
-    train(copied, recorder := Recorder(), train__steps=17)
+    _, trainer = train(copied, recorder := Recorder(), train__steps=17)
     assert recorder.steps() == [16, 17]
+    assert trainer.loader.samples == 17 * 8, "no sample is left out, and none taken twice"
     assert "step-00000020 is damaged and was not used" in recorder.events()[0]
     assert "tensors-00000.safetensors" in recorder.events()[0]
     assert "tensor 'random/0/torch' is damaged" in recorder.events()[0]
