@@ -113,3 +113,13 @@ def test_operations_are_timed_where_the_step_runs(monkeypatch: pytest.MonkeyPatc
     times = OpTimes.of_this_machine(spec)
     times.measure([product(64, 64, 64)])
     assert set(places) == {"cuda"}
+
+
+def test_threads_are_those_of_a_rank_meanwhile_and_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(measure.facts, "usable_cores", lambda: 8)
+    before = torch.get_num_threads()
+    with measure.as_in_a_step(StepSpec(batch=1, tokens=1, ranks=2)):
+        assert torch.get_num_threads() == 4
+    assert torch.get_num_threads() == before

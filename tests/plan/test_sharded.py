@@ -127,6 +127,19 @@ def test_time_of_an_exchange_is_by_the_probe() -> None:
     assert coded["codec"] > 0
 
 
+@pytest.mark.parametrize(("stage", "exchanges"), [(0, 2), (1, 2), (2, 5), (3, 5)])
+def test_small_exchanges_go_with_each_backward_that_reduces_and_with_the_norm(
+    stage: int, exchanges: int
+) -> None:
+    step = spec(
+        stage, wire=Wire(topology="flat"), levels=(Level("loopback", 1e-3, 1e9),), accumulate=4
+    )
+    found = communication.seconds(Trace(), step)["communication"]
+    assert found == pytest.approx(exchanges * 1e-3)
+    unclipped = communication.seconds(Trace(), step.with_(clip=False))["communication"]
+    assert unclipped == pytest.approx((exchanges - 1) * 1e-3)
+
+
 def test_a_codec_of_gathers_is_of_no_account_where_nothing_is_gathered() -> None:
     wire = Wire(gather="int8")
     assert [sharded.topology(spec(stage, wire=wire)) for stage in (0, 1)] == ["shared", "flat"]

@@ -86,3 +86,15 @@ def test_under_nohup_a_closed_terminal_ends_nothing():
         signal.signal(signal.SIGHUP, before)
     assert not asked
     assert request.signal is None
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_the_handlers_of_before():
+    asked = []
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    with graceful_stop(lambda: asked.append(1)) as request:
+        signal.raise_signal(signal.SIGINT)
+        assert (asked, request.exit_status) == ([1], 130)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in numbers] == before
