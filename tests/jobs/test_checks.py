@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +145,24 @@ def test_what_each_check_says(
 ) -> None:
     found = [item for item in findings_of(name, **dict(changes)) if item.severity == severity]
     assert [item for item in found if title in item.title], found
+
+
+def test_little_room_and_a_slow_disk_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints go where the user stands, figures into the cache folder."""
+    free = {Path.cwd(): 1 << 30, tmp_path: 3 << 30}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=free[Path(path).absolute()])
+    )
+    given: dict[str, Any] = {"cache": tmp_path, "ceilings": SimpleNamespace(disk_write=40e6)}
+    room, slow = findings_of("disk", **given)
+    assert (room.severity, slow.severity) == ("warning", "note")
+    assert room.title == "only 1.00 GiB of disk is free"
+    assert "writes only 40" in slow.title
+    free[Path.cwd()] = 3 << 30
+    given["ceilings"] = SimpleNamespace(disk_write=60e6)
+    assert [found.severity for found in findings_of("disk", **given)] == ["ok"]
 
 
 def test_a_variable_with_a_bad_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from lezero.core.errors import FileError, MissingExtraError
 from lezero.models import Transformer, TransformerConfig, load_hf
 from lezero.models.huggingface import save_hf
+from lezero.optim import AdamW8bit
 from lezero.parallel.zero import full_parameters, shard_
 from lezero.train import recipe
 from lezero.train.config import TrainConfig
@@ -100,3 +101,16 @@ def test_exact_weights_are_not_lost_in_a_resume_without_masters():
     assert "train.masters: fp32 → none" in recipe.lost_state(TrainConfig(), exact.to_dict())
     for before, now in ((TrainConfig(), TrainConfig()), (TrainConfig(), exact), (exact, kept)):
         assert recipe.lost_state(now, before.to_dict()) == ""
+
+
+@pytest.mark.usefixtures("without_accelerator")
+def test_the_step_that_is_forecast_is_the_one_of_the_config(tmp_path):
+    train = {"steps": 7, "batch": 12, "accumulate": 3, "pool": False, "clip": None}
+    made = config(tmp_path, train={**train, "precision": "bf16", "optimizer": "adamw8bit"})
+    build, spec = recipe.plan_inputs(made, 64, world=2)
+    assert (spec.batch, spec.accumulate, spec.ranks, spec.steps) == (2, 3, 2, 7)
+    assert (spec.tokens, spec.precision, spec.pool, spec.clip) == (32, "bf16", False, False)
+    assert spec.saves, "each run writes its last generation"
+    assert isinstance(spec.make_optimizer(build()), AdamW8bit)
+    _, usual = recipe.plan_inputs(config(tmp_path), 64, world=1)
+    assert (usual.batch, usual.pool, usual.clip) == (8, True, True)
