@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from lezero.core.errors import ConfigError
 from lezero.data import Loader
 from lezero.jobs.plain_loop import global_batch, learning_rate
+from lezero.jobs.verification import Largest
 from lezero.jobs.verify import verify
 from lezero.optim import AdamW, Schedule
 from lezero.train import recipe
@@ -145,3 +147,6 @@ def test_the_record_is_what_the_report_reads(run):
     assert data["verdict"] == found.summary
     assert len(data["losses"]) == len(data["plain_losses"]) == 2
     assert [p.name for p in folder.iterdir()] == ["verify.json"]
+    lost = replace(found, drift=math.nan, loss=found.loss.of_two(Largest(share=math.nan)))
+    told = json.loads(json.dumps(lost.to_json(), allow_nan=False))
+    assert (told["drift"], told["loss"]["share"]) == ("nan", "nan")

@@ -321,10 +321,23 @@ def test_durations_are_readable() -> None:
 
 
 @pytest.mark.skipif(_libc() is None, reason="the heap is replayed with glibc only")
-def test_the_pool_is_part_of_the_forecast() -> None:
+def test_the_pool_is_part_of_the_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     with_pool, without = foreseen(batch=32), foresee(batch=32, pool=False)
     assert "pool" in with_pool.memory_parts
     assert "allocator" in without.memory_parts
+    replayed = []
+
+    def resident_bytes(events: object, live: int, *, keep: bool, **_: object) -> int:
+        replayed.append((keep, live))
+        return live + 5
+
+    trace, spec = trace_step(tiny, StepSpec(batch=2, tokens=32)), StepSpec(batch=2, tokens=32)
+    monkeypatch.setattr(type(trace), "mapped_bytes", 100)  # which no heap holds
+    monkeypatch.setitem(memory_of.__globals__, "resident_bytes", resident_bytes)
+    for pool, name in ((True, "pool"), (False, "allocator")):
+        assert memory_of(trace, spec.with_(pool=pool))[1][name] == 5
+    heap = trace.peak()[0] - 100
+    assert replayed == [(True, heap), (False, heap)]
 
 
 def test_on_an_accelerator_only_what_lies_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,3 +124,11 @@ def test_a_crash_there_is_a_message_here(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(module.subprocess, "run", hang)
     with pytest.raises(LeZeroError, match="timed out"):
         measure_apart(folder=tmp_path, timeout_s=0.5)
+
+
+def test_a_figure_is_the_lower_quartile_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = module._Bench(None, replace(Effort.tiny(), seconds_each=1.0), Path())
+    for repeats in (1, 2):
+        rounds = iter((0.5, 0.4, 0.1, 0.9, 0.2, 0.3))  # the first one warms up
+        monkeypatch.setattr(bench, "_round", lambda *_, rounds=rounds: next(rounds))
+        assert bench.seconds(lambda: None, repeats) == pytest.approx(0.2 / repeats)

@@ -1,0 +1,23 @@
+"""What is drawn within a micro-batch belongs to it, whoever computes it."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from lezero.train.randomness import seeded
+
+
+def drawn(*place: int) -> tuple[float, ...]:
+    with seeded(*place):
+        return tuple(torch.rand(4).tolist())
+
+
+def test_each_seed_step_and_micro_batch_draws_numbers_of_its_own_again_and_again():
+    places = list(itertools.product((0, 1), (0, 1, 11), (0, 1, 11)))
+    before = torch.get_rng_state()
+    found = [drawn(*place) for place in places]
+    assert len(set(found)) == len(places)
+    assert [drawn(*place) for place in reversed(places)] == found[::-1]
+    assert torch.equal(torch.get_rng_state(), before)
