@@ -40,3 +40,20 @@ def summed_over_hosts(codec: str) -> list[float]:
 @pytest.mark.skipif(not signal.available(), reason="no compiler, or not Linux")
 def test_hosts_sum_in_fp32_before_a_codec_that_auto_chose_too(ranks: RankPool) -> None:
     assert ranks(4, summed_over_hosts, "auto") == ranks(4, summed_over_hosts, "int8")
+
+
+def summed_along_a_line() -> torch.Tensor:
+    """Eight ranks in two lines of two hosts each, whose ranks take turns."""
+    with Link(Wire(), Mesh({"s": 4, "lines": 2}), "s", hosts=[[0, 1], [2, 3]]) as link:
+        assert link.topology == "hierarchical"
+        flat = values(groups.rank(), 64, torch.float32)
+        link.all_reduce(flat, key="x").wait()
+        return flat
+
+
+@pytest.mark.skipif(not signal.available(), reason="no compiler, or not Linux")
+def test_each_line_of_a_mesh_sums_over_its_own_hosts(ranks: RankPool) -> None:
+    found = ranks(8, summed_along_a_line)
+    for rank, total in enumerate(found):
+        a, b, c, d = (values(other, 64, torch.float32) for other in range(rank % 2, 8, 2))
+        assert torch.equal(total, (a + b) + (c + d))
