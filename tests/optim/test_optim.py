@@ -127,3 +127,37 @@ def test_schedule_bad_values():
         Schedule(kind="linear", decay=0.5)
     with pytest.raises(ConfigError, match="warmup"):
         Schedule(warmup=-1)
+
+
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+def test_each_group_has_options_of_its_own(kind):
+    own = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-2, "weight_decay": 0.3}
+    make = torch.Generator().manual_seed(0)
+    mine, theirs = ([nn.Parameter(torch.ones(8)) for _ in range(2)] for _ in range(2))
+    optimizers = [
+        made([{"params": held[:1]}, {"params": held[1:], **own}], lr=1e-3, **more)
+        for made, held, more in (
+            (kind, mine, {"masters": "fp32"}),
+            (torch.optim.AdamW, theirs, {}),
+        )
+    ]
+    for _ in range(3):
+        for p, q in zip(mine, theirs, strict=True):
+            p.grad = torch.randn(8, generator=make)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "remainder"])
+def test_weights_of_32_bits_beside_shorter_ones_keep_no_master(masters):
+    weights = [nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8).bfloat16())]
+    optimizer = AdamW(weights, masters=masters)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    long, short = (set(optimizer.state[weight]) for weight in weights)
+    assert long == {"step", "exp_avg", "exp_avg_sq"}
+    assert len(short - long) == 1

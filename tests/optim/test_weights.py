@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from lezero.core.errors import ConfigError, FileError
-from lezero.optim import AdamW, AdamW8bit
+from lezero.optim import AdamW, AdamW8bit, weights
 from tests.ranks import RankPool
 
 MODES = ("none", "fp32", "remainder")
@@ -110,7 +110,7 @@ def test_training_goes_on_bit_for_bit_after_loading(kind: Any, way: str) -> None
     other = copy.deepcopy(made)
     again = kind(other, lr=1.0, masters="remainder")
     if way == "torch":
-        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        again.load_state_dict(optimizer.state_dict())  # of which it takes copies
     else:
         packed = pack_optimizer(optimizer, dict(made.named_parameters()))
         unpack_optimizer(again, dict(other.named_parameters()), *packed)
@@ -138,13 +138,16 @@ def test_state_of_another_shape_or_type_is_refused_before_it_is_used() -> None:
 
 
 def test_small_parameters_keep_fp32_state_and_the_bytes_are_told() -> None:
-    made = nn.Sequential(nn.Linear(1024, 512), nn.Linear(32, 512), nn.LayerNorm(512))
+    made = nn.Sequential(
+        *(nn.Linear(1024, 512), nn.Linear(32, 512), nn.LayerNorm(512)),
+        *(nn.Linear(64, 64, bias=False), nn.Linear(63, 66, bias=False)),
+    )
     optimizer = AdamW8bit(made)
     for parameter in made.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     states = [optimizer.state[p] for p in made.parameters()]
-    assert [s["exp_avg"].dtype == torch.uint8 for s in states] == [True, *[False] * 5]
+    assert [s["exp_avg"].dtype == torch.uint8 for s in states] == [True, *[False] * 5, True, False]
     held = sum(v.nbytes for k, v in states[0].items() if k != "step")
     assert held / (1024 * 512) == 2 + 8 / 256
 
@@ -235,6 +238,20 @@ def test_shards_give_the_same_bits_as_one_rank(ranks: RankPool, kind: str) -> No
             assert same(found, alone)
 
 
+def cut_by_columns() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    cut = distribute_tensor(torch.ones(64, 64), init_device_mesh("cpu", (1,)), [Shard(1)])
+    weight = nn.Parameter(cut)
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(ConfigError, match=r"cut as .*1.*; allowed is Shard\(0\)"):
+        AdamW8bit([weight]).step()
+
+
+def test_a_parameter_that_is_cut_by_columns_is_refused(ranks: RankPool) -> None:
+    ranks(1, cut_by_columns)
+
+
 def test_exact_values_change_only_what_the_optimizer_updates() -> None:
     made = nn.Linear(4, 4).bfloat16()
     optimizer = AdamW([made.weight], masters="fp32")
@@ -244,7 +261,23 @@ def test_exact_values_change_only_what_the_optimizer_updates() -> None:
     assert made.bias not in optimizer.state
     optimizer.take_exact(made.weight, exact)
     assert torch.equal(made.weight, exact.bfloat16())
-    assert torch.equal(optimizer.masters({"w": made.weight})["w"], exact)
+    exact.zero_()  # the caller's own still
+    assert (optimizer.masters({"w": made.weight})["w"] == 1 + 2**-12).all()
+    made.weight.grad = torch.zeros_like(made.weight)
+    optimizer.step()  # the first, with a master before it
+    assert optimizer.masters({"w": made.weight})["w"][0, 0] == pytest.approx(1 + 2**-12, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_masters_that_are_given_are_the_callers_own(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = AdamW([weight], masters="fp32")
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    first = optimizer.masters({"w": weight})["w"]
+    kept = first.clone()
+    first.zero_()
+    assert torch.equal(optimizer.masters({"w": weight})["w"], kept)
 
 
 @pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
@@ -285,6 +318,22 @@ def test_moments_of_torch_become_8_bits(dtype: torch.dtype) -> None:
     allowed = 2e-4 + torch.finfo(dtype).eps * made[0].weight.abs()
     assert ((weight - made[0].weight).abs() <= allowed).float().mean() > 0.99
     train(other, eight, 1, begin=4)
+
+
+@pytest.mark.parametrize("piece", [50, 250], ids=["below a row", "rows left over"])
+def test_moments_are_encoded_alike_in_any_pieces(monkeypatch: Any, piece: int) -> None:
+    made = model()
+    theirs = torch.optim.AdamW(made.parameters(), lr=1e-3)
+    train(made, theirs, 3)
+    found = []
+    for elements in (weights._PIECE, piece):
+        monkeypatch.setattr(weights, "_PIECE", elements)
+        other = copy.deepcopy(made)
+        eight = AdamW8bit(list(other.parameters()), lr=1e-3)
+        eight.load_state_dict(copy.deepcopy(theirs.state_dict()))
+        train(other, eight, 1, begin=3)
+        found.append(dict(other.state_dict()) | eight.state[other[0].weight])
+    assert same(*found)
 
 
 def test_the_number_of_steps_stays_on_the_host() -> None:
