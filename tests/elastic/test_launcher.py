@@ -135,10 +135,12 @@ def test_exception_is_shown_once_without_frames_of_the_launcher(tmp_path, capfd)
 def test_user_errors_are_told_once_and_never_restarted(tmp_path, capfd):
     script = write(
         tmp_path,
+        f"open({str(tmp_path)!r} + '/starts' + rank, 'a').write('x')\n"
         "from lezero.core.errors import ConfigError\nraise ConfigError('train.lr: got -1')\n",
     )
     assert run(script) == 2
     assert capfd.readouterr().err == "error: train.lr: got -1\n"
+    assert {(tmp_path / f"starts{rank}").read_text() for rank in range(2)} == {"x"}
 
 
 def test_commands_that_explain_themselves_are_not_repeated(tmp_path, capfd):
@@ -196,6 +198,7 @@ def test_signal_gives_the_ranks_time_to_save(tmp_path, number, status):
         "for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP): signal.signal(n, save)\n"
         "child = os.fork()\n"
         f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close() if child else None\n"
+        "if child and rank == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"  # hears it even so
         # In parts: a signal just before a sleep begins is handled when that ends.
         "for _ in range(600): time.sleep(0.1)\n",
     )
@@ -259,14 +262,23 @@ def test_ranks_share_the_cores_unless_threads_are_given(monkeypatch, ranks, aske
 
 
 def test_nothing_survives_a_killed_launcher(tmp_path):
+    """The second one goes with its agent, which cannot stop the ranks any more."""
     script = write(
         tmp_path,
-        f"open({str(tmp_path)!r} + '/ready' + rank, 'w').close()\ntime.sleep(60)\n",
+        f"open({str(tmp_path)!r} + '/ready' + sys.argv[1], 'w').close()\ntime.sleep(60)\n",
     )
-    process = subprocess.Popen([*LZ, "launch", script], stderr=subprocess.DEVNULL)
-    wait_for(tmp_path / "ready0")
-    process.kill()
-    process.wait()
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    first, second = (
+        subprocess.Popen([*LZ, "launch", script, word], stderr=subprocess.DEVNULL, env=env)
+        for word in "01"
+    )
+    wait_for(tmp_path / "ready0", tmp_path / "ready1")
+    (agent,) = psutil.Process(second.pid).children()
+    agent.suspend()
+    for process in (first, second, agent):
+        process.kill()
+    for process in (first, second):
+        process.wait()
     end = time.monotonic() + 10
     while left(script) and time.monotonic() < end:
         time.sleep(0.05)
