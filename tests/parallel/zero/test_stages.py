@@ -73,3 +73,22 @@ def test_what_each_rank_holds(ranks):
             assert layout["head.weight"] == layout["embed.weight"]
             start = (0, 7, 14)[rank] if stage else 0
             assert layout["embed.weight"] == ((19, 12), start, start + rows)
+
+
+def gathered_ahead():
+    """While each block but the last computes: whether the next has begun to be gathered."""
+    model = shard_(make(blocks=4), Zero(stage=3))
+    found = []
+    for block, following in zip(model.blocks, sharding_of(model).units[1:-1], strict=False):
+        block.norm.register_forward_hook(
+            lambda *_, unit=following: found.append(unit.gathering or unit.valid)
+        )
+    with torch.no_grad():
+        for tokens in batches(2):
+            model(tokens)
+    return found
+
+
+def test_the_next_block_is_gathered_while_one_computes(ranks):
+    """From the second forward on, when it is known which one is next."""
+    assert ranks(2, gathered_ahead) == [[False] * 3 + [True] * 3] * 2
