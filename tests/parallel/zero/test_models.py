@@ -143,6 +143,15 @@ def dropped(model, tokens):
     without_sync(model, tokens)
 
 
+def unfrozen(model, tokens):
+    """What is trained changes from one backward to the next."""
+    model.blocks[2].requires_grad_(False)
+    loss_of(model, tokens).backward()
+    model.zero_grad()
+    model.requires_grad_(True)
+    loss_of(model, tokens).backward()
+
+
 def mapping(model, tokens):
     logits = model(tokens[:, :-1])["logits"]
     F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -220,6 +229,7 @@ CASES = {
     "many blocks": (Tiny, {"blocks": 7}, backward),
     "no blocks": (Tiny, {"blocks": 1}, backward),
     "frozen": (Frozen, {}, backward),
+    "unfrozen": (Frozen, {}, unfrozen),
     "unused": (Unused, {}, backward),
     "shared": (Shared, {}, backward),
     "recompute": (Checkpointed, {}, backward),
