@@ -155,10 +155,13 @@ def test_it_is_put_on_the_accelerator(
     moved: list[torch.device] = []
     real = foreign.load_foreign(str(folders["gpt2"]))
     monkeypatch.setattr(real, "to", lambda place: moved.append(place) or real)
-    monkeypatch.setattr(foreign, "load_foreign", lambda place, dtype: real)
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(foreign, "load_foreign", lambda place, dtype: asked.append(dtype) or real)
+    monkeypatch.setattr(foreign, "cpu", lambda: SimpleNamespace(native_bf16=False))
     monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 1))
     foreign.open_foreign("a folder", "auto")
     assert moved == [torch.device("cuda", 1)]
+    assert asked == [torch.bfloat16], "whatever the processor multiplies"
     monkeypatch.undo()
     assert foreign.TransformersProgram(real.to("meta")).place == torch.device("meta")
 

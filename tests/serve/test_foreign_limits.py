@@ -14,6 +14,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.hub.foreign import load_foreign
 from lezero.serve.foreign import TransformersProgram, _longest
 from lezero.serve.llm import LLM
+from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts
 
@@ -21,6 +22,8 @@ _SMALL: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "intermediate_size": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256},
 }
+_ORIGINAL = "original_max_position_embeddings"
+LONG = {"rope_type": "longrope"}
 HYBRID = {
     "lfm2": transformers.Lfm2Config(
         **_SMALL, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3
@@ -82,6 +85,11 @@ def test_a_prompt_beyond_the_models_limit_is_refused_up_front(tmp_path: Path) ->
         ({"max_position_embeddings": None}, 2048),
         ({"max_seq_len": "99", "n_ctx": True}, 2048),
         ({}, 2048),
+        ({"n_ctx": 99, "rope_parameters": {**LONG, _ORIGINAL: 64}, _ORIGINAL: 32}, 64),
+        ({"n_ctx": 99, "rope_parameters": LONG, _ORIGINAL: 32}, 32),
+        ({"n_ctx": 99, "rope_parameters": {**LONG, _ORIGINAL: 640}}, 99),
+        ({"n_ctx": 99, "rope_parameters": LONG}, 99),
+        ({"n_ctx": 99, "rope_parameters": {"rope_type": "llama3", _ORIGINAL: 64}}, 99),
     ],
 )
 def test_what_configs_call_the_limit(named: dict[str, Any], longest: int) -> None:
@@ -105,6 +113,27 @@ def test_a_model_that_goes_on_otherwise_than_from_its_keys_is_refused(gpt2: Path
     program = Forgetful(load_foreign(str(gpt2), torch.float32))
     with pytest.raises(FileError, match="gives other numbers where it goes on"):
         program.try_out("a folder")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_a_step_reads_and_multiplies(tied: bool) -> None:
+    """A row of a table is next to nothing; one that is the head too is read whole."""
+    config = transformers.LlamaConfig(**_SMALL, tie_word_embeddings=tied)
+    model = transformers.LlamaForCausalLM(config)
+    program = TransformersProgram(model)
+    table, inside = 97 * 32, list(model.model.layers.parameters())
+    norms_and_angles = program.read_bytes - 4 * (table + sum(x.numel() for x in inside))
+    assert 4 * 32 <= norms_and_angles < 4 * table
+    assert program.weight_bytes - program.read_bytes == (0 if tied else 4 * table)
+    assert program.products == sum(x.numel() for x in inside if x.dim() == 2)
+
+
+def test_states_are_of_the_rows_that_are_asked_for(gpt2: Path) -> None:
+    program = TransformersProgram(load_foreign(str(gpt2), torch.float32))
+    tokens = [5, 6, 7, 8]
+    whole = program.states([Fed(tokens, 0, [0], range(4))])
+    some = program.states([Fed(tokens, 0, [0], [1, 3]), Fed(tokens, 0, [1], [2])])
+    assert torch.equal(some, whole[[1, 3, 2]])
 
 
 def held(program: Any) -> int:

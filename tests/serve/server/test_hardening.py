@@ -64,6 +64,7 @@ def test_a_long_body_in_chunks(client) -> None:
         (b'{"prompt": "\xff\xfe"}', "not UTF-8"),
         (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8"),
         (b'{"prompt": "\\ud800"}', "surrogate"),
+        (b'{"prompt": "x", "\\ud800": 1}', "surrogate"),
         (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
         (b'{"prompt": "x", "temperature": -Infinity}', "no JSON number"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
@@ -106,6 +107,16 @@ def test_other_ways_to_ask(client) -> None:
     assert client.ask("/health", host=f"localhost:{client.port}").status == 200
     assert client.ask("/health", host="localhost.evil.example").status == 421
     assert "access-control-allow-origin" not in client.ask("/v1/models").headers
+
+
+def test_no_answer_is_kept_on_its_way_or_taken_for_another_kind(client) -> None:
+    asked = {"prompt": "x", "max_tokens": 1}
+    found = [client.ask(path) for path in ("/", "/health", "/v1/models", "/nothing")]
+    found += [client.complete("x", max_tokens=1), client.complete(1.5)]
+    found.append(client.ask("/v1/completions", {**asked, "stream": True}))
+    for one in found:
+        assert one.headers["cache-control"] == "no-store"
+        assert one.headers["x-content-type-options"] == "nosniff"
 
 
 def test_a_target_with_its_host_is_understood(client) -> None:
@@ -152,7 +163,8 @@ def test_a_silent_client_is_cut_off(client) -> None:
         assert time.monotonic() - began < READ_S + 10
 
 
-def test_a_slow_sender_of_a_body_is_cut_off(client) -> None:
+def test_a_slow_sender_of_a_body_is_cut_off(client, monkeypatch) -> None:
+    monkeypatch.setattr("lezero.serve.server.exchange._LINGER_S", 60)  # it had its time
     with client.connect() as connection:
         connection.sendall(head("/v1/completions", 1000) + b"{")
         connection.settimeout(READ_S + 5)
