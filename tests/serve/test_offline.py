@@ -73,6 +73,35 @@ def test_a_bad_line_is_told_and_harms_no_other():
     assert llm.engine.pool.used_count == 0
 
 
+def test_lines_of_any_file_are_told_what_they_are(monkeypatch):
+    monkeypatch.setattr("lezero.serve.offline._LONGEST_LINE", 100)
+    good = '{"prompt": "a", "max_tokens": 2}'
+    broken = b'{"prompt": "\xff"}'.decode(errors="surrogateescape")
+    lines = ["\ufeff" + good, broken, good + " " * 100, good]
+    found = list(answer_lines(engine(), lines, GREEDY))
+    assert [answer.get("error") for answer in found] == [
+        *(None, "line 2: is not UTF-8"),
+        *(f"line 3: has {len(good) + 100} characters, allowed are 100", None),
+    ]
+
+
+def test_few_lines_are_read_ahead_and_their_priorities_count(monkeypatch):
+    llm, read, asked = engine(), [], []
+    request = llm.request
+
+    def noted(*given, priority=0):
+        asked.append(priority)
+        return request(*given, priority=priority)
+
+    monkeypatch.setattr(llm, "request", noted)
+    lines = (json.dumps({"prompt": "ab", "priority": n}) for n in range(60) if not read.append(n))
+    answers = answer_lines(llm, lines, GREEDY)
+    next(answers)
+    assert len(read) < 20
+    assert asked == read
+    answers.close()
+
+
 def test_a_field_with_null_counts_as_left_out():
     plain = {"prompt": "abc", "max_tokens": 3}
     nulls = {"priority": None, "temperature": None, "stop": None, "seed": None, "messages": None}

@@ -14,6 +14,8 @@ MESSAGES = [
 ]
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 SAME = [
+    "{{ add_generation_prompt }}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "a\n  {% if true %}\nb\n  {% endif %}\nc",
     "{% if tools is not none %}TOOLS{% endif %}{{ messages[0].content }}",
     "{% if tools %}T{% endif %}{% if documents is none %}no documents{% endif %}",
     "{{ strftime_now('%Y') }}",
@@ -50,6 +52,8 @@ def test_as_transformers_renders_it(template: str) -> None:
         ("{{ messages[0].nope.deeper }}", "chat template fails"),
         ("{% if %}", "chat template fails"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages[0].update(role='user') }}", "unsafe"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template fails"),
         ("{% for a in [1] %}" * 25 + "x" + "{% endfor %}" * 25, "too many statically nested"),
         ("{{ 'a' * 100000000000000 }}", "fails: MemoryError"),

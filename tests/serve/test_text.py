@@ -161,6 +161,7 @@ def test_a_stop_string_over_the_borders_of_pieces_is_found() -> None:
     assert stopped(["\n\n"], ["x\n", "y\n", "\nz"]) == ("x\ny", "\n\n")
     assert stopped(["END"], ["a E", "N"]) == ("a EN", None)
     assert stopped([], ["a", "b"]) == ("ab", None)
+    assert stopped(["b", "aab", "ab"], ["xa", "ab"]) == ("x", "aab"), "the longest of those"
 
 
 def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
