@@ -286,6 +286,7 @@ def _call(job: dict[str, Any], rank: int, port: int) -> tuple[str, Any, float]:
     start_s = 0.0
     try:
         groups.join(timeout_s=min(JOIN_S, job["timeout_s"]), backend="gloo")
+        groups.barrier()  # so that none leaves while another still joins
         if job["asked"] is not None:
             start_s = time.monotonic() - job["asked"]
         function: Any = importlib.import_module(job["module"])

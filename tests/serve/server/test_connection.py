@@ -105,14 +105,14 @@ def test_an_answer_may_take_longer_than_the_headers() -> None:
 
 def test_a_slow_reader_that_does_read_gets_its_whole_answer() -> None:
     async def run() -> None:
-        pieces, write_s = 200, 0.3
+        pieces, write_s = 300, 1.0  # takes 1.5 s in all
         async with answering(pieces, write_s=write_s) as (connect, _):
             reader, writer = await connect()
             writer.write(ASKED)
             await reader.readuntil(b"\r\n\r\n")
             for _ in range(pieces):
                 await reader.readexactly(PIECE)
-                await asyncio.sleep(0.004)
+                await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(run(), 10))
 
