@@ -340,21 +340,17 @@ def test_only_a_thread_that_stays_where_it_was_is_ended(alone, monkeypatch, move
     assert ended == ([] if moves else [watching.EXIT_STATUS])
 
 
-def asked_too_much():
-    """How long an unusual collective waits for the others' once asking has taken its share."""
-    watch = Watch.start()
-    watch._asking_s, seconds = 1e9, 0.0
-    if groups.rank() == 0:
-        start = time.monotonic()
-        for number in range(8):
-            watch.enter("all_reduce", (number,), torch.float32, "x")
-        seconds = time.monotonic() - start
-    groups.barrier()
-    return seconds
+def test_asking_takes_no_more_than_its_share(alone, monkeypatch):
+    asked = []
 
+    def ask(number):
+        asked.append(number)
+        alone._asking_s += 0.75 * watching._START_S
 
-def test_asking_takes_no_more_than_its_share(ranks):
-    assert ranks(2, asked_too_much)[0] < 4 * watching._ASK_S
+    monkeypatch.setattr(alone, "_ask", ask)
+    for number in range(8):
+        alone.enter("all_reduce", (number,), torch.float32, "x")
+    assert asked == [1, 2]
 
 
 def off():
