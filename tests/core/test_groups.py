@@ -77,6 +77,7 @@ def test_a_rank_that_left_is_told_of_where_documents_are_exchanged(ranks: RankPo
 
 def patience() -> tuple[float, float]:
     made: Any = groups.make([[0, 1]])
+    groups.barrier()  # so that none leaves while the other still makes it
     limit = made._get_backend(torch.device("cpu")).options._timeout
     return limit.total_seconds(), groups.joined_timeout_s()
 
