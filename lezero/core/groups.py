@@ -160,7 +160,8 @@ def make(
     Every rank calls this with the same arguments, in the same order. `kind` is the kind of device
     whose tensors the group moves; `timeout_s` is by default what the ranks have joined with. A part
     of one rank gets a group only with `single`; otherwise, and in a process without a group of all
-    ranks, the answer there is None.
+    ranks, the answer there is None. Ranks of a Gloo group go on when all have it: one that left
+    before would end the others' wait for it.
     """
     if not active():
         return None
@@ -177,6 +178,8 @@ def make(
             group = dist.new_group(list(part), limit, backend)
         if rank() in part:
             mine = group
+    if mine is not None and backend == "gloo":
+        in_flight.wait(dist.barrier(mine, async_op=True))
     return mine
 
 

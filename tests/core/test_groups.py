@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lezero.core import device, groups, meeting
 from lezero.core.errors import ConfigError, DistributedError
@@ -77,7 +78,6 @@ def test_a_rank_that_left_is_told_of_where_documents_are_exchanged(ranks: RankPo
 
 def patience() -> tuple[float, float]:
     made: Any = groups.make([[0, 1]])
-    groups.barrier()  # so that none leaves while the other still makes it
     limit = made._get_backend(torch.device("cpu")).options._timeout
     return limit.total_seconds(), groups.joined_timeout_s()
 
@@ -85,6 +85,20 @@ def patience() -> tuple[float, float]:
 def test_a_new_group_waits_as_long_as_the_ranks_said_when_they_joined(ranks: RankPool) -> None:
     assert ranks(2, patience, timeout_s=23) == [(23, 23), (23, 23)]
     assert groups.joined_timeout_s() == 600
+
+
+def late_maker() -> float:
+    made = dist.new_group
+    late = groups.rank() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda *a: (made(*a), time.sleep(late))[0])
+        began = time.monotonic()
+        groups.make([[0, 1]])
+    return time.monotonic() - began
+
+
+def test_ranks_go_on_when_all_have_their_new_group(ranks: RankPool) -> None:
+    assert min(ranks(2, late_maker)) > 0.7, "a rank that left earlier would end the other's wait"
 
 
 def test_an_interface_that_was_just_switched_on_is_waited_for(monkeypatch) -> None:
