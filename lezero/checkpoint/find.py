@@ -26,7 +26,7 @@ from lezero.files import (
     step_path,
 )
 
-_RELISTS = 20
+_RELISTS = 100
 
 T = TypeVar("T")
 
@@ -193,6 +193,11 @@ def _newest_good(root: Path, reader: Reader) -> Loaded:
             return _loaded(made, list(rejected.items()))
         if not gone:
             break
+    else:
+        raise FileError(
+            f"{root}: {_RELISTS} times a generation was removed while it was read: another process "
+            "saves here and keeps few. Load when it is done, or let it keep more (checkpoint.keep)."
+        )
     if not rejected:
         missing = "it is no folder" if not root.is_dir() else "it holds no generation"
         raise FileError(f"{root}: nothing to load, {missing}")

@@ -66,6 +66,23 @@ def test_a_list_that_a_writer_has_overtaken_is_read_again(root, monkeypatch):
     assert (loaded.step, loaded.rejected) == (4, [])
 
 
+def test_a_writer_that_is_always_faster_is_told_of(root, monkeypatch):
+    listed = find.list_generations
+
+    def overtaken(folder):
+        (*_, newest) = found = listed(folder)
+        write_generation(root, find.step_of(newest) + 1, tensors={}, documents={})
+        for path in found:
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(find, "checkpoint_root", lambda path: path)
+    monkeypatch.setattr(find, "list_generations", overtaken)
+    with pytest.raises(FileError, match=r"100 times a generation was removed while it was read"):
+        load(root)
+    assert [path.name for path in listed(root)] == ["step-00000103"]
+
+
 def test_none_good_lists_all(root, caplog):
     for step in (1, 2, 3):
         damage(step_path(root, step))
