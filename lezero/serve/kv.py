@@ -6,22 +6,11 @@ the rounding does (docs/lab-notes.md).
 
 from __future__ import annotations
 
-from typing import Literal
-
-from lezero.core.errors import ConfigError
 from lezero.core.facts import memory_limit
 from lezero.report.units import size
 from lezero.serve.forecast import SHARE, block_bytes
+from lezero.serve.options import KV
 from lezero.serve.program import Program
-
-KV = Literal["auto", "bf16", "int8"]
-_KV = ("auto", "bf16", "int8")
-
-
-def check_kv(kv: str) -> None:
-    """Raises `ConfigError` for a form that there is not."""
-    if kv not in _KV:
-        raise ConfigError(f"kv: got {kv!r}, allowed are {', '.join(_KV)}")
 
 
 def settle_kv(
@@ -39,7 +28,6 @@ def settle_kv(
     bf16: into `cache_bytes`, or where none were given, 30% of the memory that this process may use.
     What happens to be free plays no part, so that the same call gives the same answers again.
     """
-    check_kv(kv)
     if kv != "auto":
         _keep(kv, program, draft)
         return "as asked"

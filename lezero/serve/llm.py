@@ -27,8 +27,9 @@ from lezero.serve.forecast import (
     room_for_cache,
 )
 from lezero.serve.generation_config import GenerationDefaults, read_generation
-from lezero.serve.kv import KV, check_kv, settle_kv
-from lezero.serve.opening import Speculate, Weights, check_models, open_draft, open_program
+from lezero.serve.kv import settle_kv
+from lezero.serve.opening import open_draft, open_program
+from lezero.serve.options import KV, Speculate, Weights, check_options
 from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
@@ -79,9 +80,12 @@ class LLM:
         draft: str | Path | Transformer | None = None,
         coder: Coder | None = None,
     ) -> None:
-        check_models(speculate, draft, model)
-        check_kv(kv)
-        _check_whole(context=context, max_requests=max_requests, cache_bytes=cache_bytes)
+        check_options(
+            *(model, weights, kv, speculate, draft),
+            context=context,
+            max_requests=max_requests,
+            cache_bytes=cache_bytes,
+        )
         own = GenerationDefaults() if isinstance(model, Transformer) else read_generation(model)
         give_back_free_blocks()
         before = resident_bytes()
@@ -327,14 +331,6 @@ class LLM:
         if self.coder is None:
             raise ConfigError("this model has no tokenizer: give prompts as tokens, or a coder")
         return self.coder
-
-
-def _check_whole(**given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigError(f"{name}: got {value!r}, allowed is a whole number")
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}: got {value}, allowed is 1 or more")
 
 
 def _sound(text: Any, name: str = "prompt") -> str:

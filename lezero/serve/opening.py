@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -32,13 +30,10 @@ from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.foreign import open_foreign
 from lezero.serve.fused import FusedProgram, shape_of
+from lezero.serve.options import Weights
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Program
 
-Weights = Literal["auto", "fp32", "bf16", "int8", "int4"]
-WEIGHTS = ("auto", "fp32", "bf16", "int8", "int4")
-Speculate = Literal["off", "lookup", "draft"]
-_SPECULATE = ("off", "lookup", "draft")
 _GROUPS = (64, 32)
 _KEPT = {"auto": (4, 8), "int4": (4,)}
 """Bits of blocks in a GGUF file that are kept as they are, where most of its weights lie so."""
@@ -53,8 +48,6 @@ def open_program(
 ) -> tuple[Program, ReadCoder | None]:
     """The program of a model, and what reads its tokenizer; None for a `Transformer`, and for a
     Hugging Face folder of weights alone."""
-    if weights not in WEIGHTS:
-        raise ConfigError(f"weights: got {weights!r}, allowed are {', '.join(WEIGHTS)}")
     settle_first_calls()
     if isinstance(model, Transformer):
         return program_of(model, weights), None
@@ -118,35 +111,6 @@ def _own_blocks(place: str, weights: Weights) -> Transformer | None:
     if (weights == "auto" and slow) or kept_share(path, _KEPT[weights]) < 0.5:
         return None
     return load_gguf_blocks(path, others_int8=weights == "int4")
-
-
-def check_models(speculate: str, draft: object, model: object) -> None:
-    """Raises `ConfigError` for what is neither a place nor a `Transformer`, and where the way to
-    guess is not known, or lacks a model of its own."""
-    _check_kind("model", model)
-    if draft is not None:
-        _check_kind("draft", draft)
-    if speculate not in _SPECULATE:
-        raise ConfigError(f"speculate: got {speculate!r}, allowed are {', '.join(_SPECULATE)}")
-    if speculate == "draft" and draft is None:
-        raise ConfigError("draft: got none for speculate 'draft'; give a smaller model")
-    if speculate != "draft" and draft is not None:
-        raise ConfigError(
-            f"draft: got a model for speculate {speculate!r}; it is for speculate 'draft' only"
-        )
-    if draft is model and isinstance(draft, Transformer):
-        raise ConfigError("draft: got the model itself, which is used up; give a smaller one")
-
-
-def _check_kind(name: str, given: object) -> None:
-    if isinstance(given, str | os.PathLike | Transformer):
-        return
-    saves = hasattr(given, "save_pretrained")
-    remedy = "; save it and its tokenizer with save_pretrained, and give the folder"
-    raise ConfigError(
-        f"{name}: got {type(given).__name__}, allowed are a run, a Hugging Face folder, a .gguf "
-        f"file, or a Transformer of lezero.models{remedy if saves else ''}"
-    )
 
 
 def open_draft(draft: str | Path | Transformer, weights: Weights, target: Program) -> Program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -196,9 +197,23 @@ def test_options_without_a_meaning_are_refused(
     assert "prompt: got abc, which has no meaning for an input file" in capsys.readouterr().err
 
 
-def test_a_draft_is_told_how_it_is_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(folder), "--draft", str(folder)]) == 2
-    assert "draft: got a model for speculate 'off'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--draft", "{folder}"], "draft: got a model for speculate 'off'"),
+        (["--weights", "int5"], "weights: got 'int5', allowed are auto, fp32, bf16, int8, int4"),
+        (["--kv", "int4"], "kv: got 'int4', allowed are auto, bf16, int8"),
+        (["--context", "0"], "context: got 0, allowed is 1 or more"),
+    ],
+)
+def test_a_server_refuses_options_before_the_machine_is_measured(
+    folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    module = importlib.import_module("lezero.profiler.hardware")
+    monkeypatch.setattr(module, "hardware", lambda: pytest.fail("measures for ten seconds"))
+    words = [word.format(folder=folder) for word in words]
+    assert main(["serve", str(folder), *words, "--port", "0"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_keys_and_values_in_int8(
@@ -206,5 +221,3 @@ def test_keys_and_values_in_int8(
 ) -> None:
     assert len(answers(folder, tmp_path, "--kv", "int8")) == 2
     assert "keys/values int8: as asked" in capsys.readouterr().err
-    assert main(["serve", str(folder), "--kv", "int4"]) == 2
-    assert "kv: got 'int4', allowed are auto, bf16, int8" in capsys.readouterr().err

@@ -39,8 +39,8 @@ def serve_model(
     """Serves the model at a path until a signal ends it.
 
     Raises `ConfigError`, before the model is opened, where the address is open to others without
-    keys, or is taken, or the model is a folder of weights alone, and `FileError` where there is
-    nothing at its path.
+    keys, or is taken, the model is a folder of weights alone, or an option is not allowed, and
+    `FileError` where there is nothing at its path.
     """
     if not model:
         raise ConfigError(
@@ -56,21 +56,17 @@ def serve_model(
     from lezero.profiler.hardware import hardware
     from lezero.serve.forecast import resident_bytes
     from lezero.serve.llm import LLM
+    from lezero.serve.options import check_options
     from lezero.serve.server.record import record_of
     from lezero.serve.server.run import serve
 
+    cache_bytes = None if cache_mib is None else cache_mib << 20
+    numbers: dict[str, Any] = {"context": context, "max_requests": max_requests}
+    numbers["cache_bytes"] = cache_bytes
+    check_options(model, weights, kv, speculate, draft, **numbers)
     hardware()  # measures the machine once, so that speeds can be forecast
     before = resident_bytes()
-    llm = LLM(
-        model,
-        weights=weights,
-        kv=kv,
-        context=context,
-        max_requests=max_requests,
-        cache_bytes=None if cache_mib is None else cache_mib << 20,
-        speculate=speculate,
-        draft=draft,
-    )
+    llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft, **numbers)
     name = Path(model).resolve().name.removesuffix(".gguf") or "model"
     record = record_of(config.record, config.name or name, model)
     record.take_engine(llm, weights=weights, kv=kv)
