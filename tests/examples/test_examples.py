@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.house.floors import ROOT
+from tests.train.runs import filled_cache
+
+__all__ = ["filled_cache"]
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {
@@ -52,7 +55,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(place: Path) -> dict[str, Outcome]:
+def outcomes(place: Path, filled_cache: Path) -> dict[str, Outcome]:
     """Of all scripts, two at a time; each in the folder of its name in `place`."""
     scripts = dict(EXAMPLES)
     for name, page in PAGES.items():
@@ -63,11 +66,11 @@ def outcomes(place: Path) -> dict[str, Outcome]:
     names = list(scripts)
     with ThreadPoolExecutor(2) as pool:
         parts = ({name: scripts[name] for name in half} for half in (names[::2], names[1::2]))
-        halves = pool.map(lambda part: run(part, place), parts)
+        halves = pool.map(lambda part: run(part, place, filled_cache), parts)
         return {name: outcome for half in halves for name, outcome in half.items()}
 
 
-def run(scripts: dict[str, Path], place: Path) -> dict[str, Outcome]:
+def run(scripts: dict[str, Path], place: Path, cache: Path) -> dict[str, Outcome]:
     """Runs these one after another."""
     asked = []
     for name, path in scripts.items():
@@ -77,7 +80,7 @@ def run(scripts: dict[str, Path], place: Path) -> dict[str, Outcome]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.examples.forked"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LEZERO_CACHE": str(cache)},
         input="".join(json.dumps(one) + "\n" for one in asked),
         stdout=subprocess.PIPE,
         text=True,
