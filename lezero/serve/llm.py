@@ -80,12 +80,9 @@ class LLM:
         draft: str | Path | Transformer | None = None,
         coder: Coder | None = None,
     ) -> None:
-        check_options(
-            *(model, weights, kv, speculate, draft),
-            context=context,
-            max_requests=max_requests,
-            cache_bytes=cache_bytes,
-        )
+        sizes: dict[str, Any] = {"context": context, "max_requests": max_requests}
+        sizes["cache_bytes"] = cache_bytes
+        check_options(model, weights, kv, speculate, draft, **sizes)
         own = GenerationDefaults() if isinstance(model, Transformer) else read_generation(model)
         give_back_free_blocks()
         before = resident_bytes()
@@ -106,12 +103,7 @@ class LLM:
             why = self.program.why_longest
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}{why}")
         self.context = context or longest
-        self._kv = settle_kv(
-            *(kv, self.program, self._draft),
-            context=context,
-            max_requests=max_requests,
-            cache_bytes=cache_bytes,
-        )
+        self._kv = settle_kv(kv, self.program, self._draft, **sizes)
         blocks = self._blocks(cache_bytes, max_requests)
         guesser: Speculator | None = PromptLookup() if speculate == "lookup" else None
         if self._draft is not None:

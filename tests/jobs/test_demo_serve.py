@@ -14,15 +14,10 @@ from lezero.core.errors import LeZeroError
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.jobs import demo_serve
 from tests.serve.models import small
-from tests.train.runs import filled_cache
+from tests.train.runs import filled_cache, measured_machine
 
-__all__ = ["filled_cache"]
-
-
-@pytest.fixture(autouse=True)
-def a_measured_machine(filled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command starts takes ten seconds less."""
-    monkeypatch.setenv("LEZERO_CACHE", str(filled_cache))
+__all__ = ["filled_cache", "measured_machine"]
+pytestmark = pytest.mark.usefixtures("measured_machine")
 
 
 @pytest.fixture(scope="module")

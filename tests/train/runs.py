@@ -36,6 +36,12 @@ def filled_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def measured_machine(filled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that a test starts find the filled cache, and so take ten seconds less."""
+    monkeypatch.setenv("LEZERO_CACHE", str(filled_cache))
+
+
 @pytest.fixture(scope="module")
 def one_thread(filled_cache: Path) -> Iterator[None]:
     """One thread, here and in the processes that a test starts, and the filled cache.

@@ -60,13 +60,12 @@ def serve_model(
     from lezero.serve.server.record import record_of
     from lezero.serve.server.run import serve
 
-    cache_bytes = None if cache_mib is None else cache_mib << 20
-    numbers: dict[str, Any] = {"context": context, "max_requests": max_requests}
-    numbers["cache_bytes"] = cache_bytes
-    check_options(model, weights, kv, speculate, draft, **numbers)
+    sizes: dict[str, Any] = {"context": context, "max_requests": max_requests}
+    sizes["cache_bytes"] = None if cache_mib is None else cache_mib << 20
+    check_options(model, weights, kv, speculate, draft, **sizes)
     hardware()  # measures the machine once, so that speeds can be forecast
     before = resident_bytes()
-    llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft, **numbers)
+    llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft, **sizes)
     name = Path(model).resolve().name.removesuffix(".gguf") or "model"
     record = record_of(config.record, config.name or name, model)
     record.take_engine(llm, weights=weights, kv=kv)

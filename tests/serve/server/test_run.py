@@ -23,15 +23,10 @@ from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.run import Server
 from tests.serve.models import small
 from tests.serve.server.running import Client, read_all, serving, small_llm, until
-from tests.train.runs import filled_cache
+from tests.train.runs import filled_cache, measured_machine
 
-__all__ = ["filled_cache"]
-
-
-@pytest.fixture(autouse=True)
-def a_measured_machine(filled_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the command starts takes ten seconds less."""
-    monkeypatch.setenv("LEZERO_CACHE", str(filled_cache))
+__all__ = ["filled_cache", "measured_machine"]
+pytestmark = pytest.mark.usefixtures("measured_machine")
 
 
 LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "stream": True}
