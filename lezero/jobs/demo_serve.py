@@ -54,8 +54,8 @@ def serve_and_ask(model: Path, prompt: str) -> Iterator[str]:
         status = server.wait(_END_S)
         if status:
             raise LeZeroError(f"the server of the demo ended with status {status} after SIGTERM")
-        yield f"forecast    {said['decode']}"
-        yield f"measured    {ended['decode']}"
+        yield f"forecast    {said['tried']}"
+        yield f"measured    {ended['drawn']}"
         yield "server      ended cleanly (SIGTERM, exit status 0)"
 
 

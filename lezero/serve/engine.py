@@ -227,7 +227,8 @@ class Engine:
     def _guess(self) -> None:
         if self._speculator is None:
             return
-        decoding = [request for request in self.scheduler.running if request.pending == 1]
+        running = self.scheduler.running
+        decoding = [request for request in running if request.pending == 1 and request.guessed]
         try:
             self._speculator.guess(decoding)
         except Exception as error:

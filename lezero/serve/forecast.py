@@ -12,6 +12,7 @@ from lezero.core.facts import memory
 from lezero.profiler import hardware
 from lezero.report.units import size
 from lezero.serve.program import Program
+from lezero.serve.rehearsal import Paces
 
 SHARE = 0.3
 """Of the memory that is free, what the cache may take where nobody says."""
@@ -19,6 +20,8 @@ _LATER = 32 << 20
 """What libraries take once kernels run: their code, and what they keep. Measured: 37 MiB with bf16,
 int8 and int4 weights, 24 of them where torch's own products are compared, and 13 with fp32."""
 _ERROR, _LEAST_ERROR = 0.10, 32 << 20
+_PACE_ERROR = 0.15
+"""Of speeds that a rehearsal saw, where requests have few tokens behind them."""
 
 
 @dataclass(frozen=True)
@@ -132,30 +135,44 @@ def foresee(
     )
 
 
+def tried_lines(tried: Paces) -> list[str]:
+    """What a rehearsal says of the speeds to come, for people; nothing where it saw none."""
+    alone, drawn, filling = tried.alone.speed, tried.drawn.speed, tried.filling.speed
+    if alone is None or drawn is None or filling is None:
+        return []
+    return [
+        f"tried       decode {alone:,.0f} tokens/s for one request, {drawn:,.0f} where chance draws"
+        f" them; prefill {filling:,.0f}",
+        f"            expect these within {_PACE_ERROR:.0%}, and less behind long texts",
+    ]
+
+
 def compared(
     forecast: Forecast,
+    seen: Paces,
+    tried: Paces,
     *,
-    decode: float | None = None,
-    guessed: float | None = None,
-    prefill: float | None = None,
     taken: int | None = None,
     cache_share: float = 1.0,
 ) -> list[str]:
-    """What was measured, beside the forecast, for people. decode, guessed, prefill: tokens a
-    second, of steps without guesses and with some, and of prompts.
+    """What was measured, beside the forecast and the rehearsal, for people.
 
     taken: bytes that the process has beyond those before the model was opened. cache_share: part
     of the cache that was ever written, which alone takes memory.
     """
     lines = []
-    for name, speed, most in (
-        ("decode      {:,.0f} tokens/s for one request alone", decode, forecast.decode_tokens_s),
-        ("guesses     {:,.0f} tokens/s in steps that had some", guessed, None),
-        ("prefill     {:,.0f} tokens/s", prefill, forecast.prefill_tokens_s),
+    for name, words, ceiling in (
+        ("alone", "decode      {:,.0f} tokens/s for one request alone", forecast.decode_tokens_s),
+        ("drawn", "drawn       {:,.0f} tokens/s for one alone where chance draws them", None),
+        ("guessing", "guesses     {:,.0f} tokens/s in steps that had some", None),
+        ("filling", "prefill     {:,.0f} tokens/s", forecast.prefill_tokens_s),
     ):
-        if speed is not None:
-            share = "" if most is None else f", {speed / most:.0%} of the forecast's ceiling"
-            lines.append(name.format(speed) + share)
+        speed, expected = getattr(seen, name).speed, getattr(tried, name).speed
+        if speed is None:
+            continue
+        shares = [(expected, "of what was tried"), (ceiling, "of the forecast's ceiling")]
+        said = [f"{speed / of:.0%} {what}" for of, what in shares if of is not None]
+        lines.append(", ".join([words.format(speed), *said]))
     if taken is not None:
         steady = forecast.weight_bytes + forecast.draft_bytes + forecast.beside_bytes
         expected = steady + int(cache_share * forecast.cache_bytes)

@@ -40,6 +40,8 @@ class Request:
     """Tells apart answers to one prompt with one seed."""
     salt: str = ""
     """Requests share blocks only with those of equal salt."""
+    guessed: bool = True
+    """Whether its next tokens may be guessed, where the engine does that."""
 
     greedy: bool = field(init=False)
     """Its tokens are the most likely ones, and nothing else is asked of them."""

@@ -15,8 +15,9 @@ from lezero.profiler.ceilings import Ceilings
 from lezero.profiler.hardware import Hardware
 from lezero.report.units import size
 from lezero.serve import forecast as module
-from lezero.serve.forecast import compared
+from lezero.serve.forecast import compared, tried_lines
 from lezero.serve.llm import LLM
+from lezero.serve.rehearsal import Pace, Paces
 from tests.serve.models import small
 
 MEASURED = Ceilings("cpu", 1, "2", gemm_fp32=1e11, gemm_bf16=1e9, memory_read=1e10)
@@ -104,7 +105,8 @@ def test_guesses_are_told_beside_the_ceiling(ceilings: Any) -> None:
     assert drafted._draft is not None
     cost = drafted._draft.read_bytes / drafted.program.read_bytes
     assert drafted.forecast.faster == pytest.approx(9 / (1 + 8 * cost))
-    lines = compared(looking.forecast, decode=10.0, guessed=60.0)
+    seen = Paces(alone=Pace(10, 1.0), guessing=Pace(60, 1.0))
+    lines = compared(looking.forecast, seen, Paces())
     assert "of the forecast's ceiling" in lines[0]
     assert lines[1] == "guesses     60 tokens/s in steps that had some"
     same = LLM(small(), speculate="draft", draft=small(layers=3))
@@ -116,19 +118,33 @@ def test_what_was_measured_is_compared(ceilings: Any) -> None:
     ceilings(MEASURED)
     found = llm.forecast
     assert found.decode_tokens_s is not None
-    lines = compared(
-        found,
-        decode=found.decode_tokens_s / 2,
-        prefill=10.0,
-        taken=3 << 20,
-        cache_share=0.5,
+    seen = Paces(
+        alone=Pace(round(found.decode_tokens_s / 2 * 1e3), 1e3),
+        drawn=Pace(30, 1.0),
+        filling=Pace(10, 1.0),
     )
-    assert "50% of the forecast's ceiling" in lines[0]
+    tried = Paces(alone=Pace(round(found.decode_tokens_s * 1e3), 1e3), drawn=Pace(40, 1.0))
+    lines = compared(found, seen, tried, taken=3 << 20, cache_share=0.5)
+    assert lines.pop(1) == (
+        "drawn       30 tokens/s for one alone where chance draws them, 75% of what was tried"
+    )
+    assert lines[0].endswith("alone, 50% of what was tried, 50% of the forecast's ceiling")
     assert lines[1].startswith("prefill     10 tokens/s, ")
+    assert "tried" not in lines[1]
     expected = found.weight_bytes + found.cache_bytes // 2 + found.beside_bytes
     assert lines[2].startswith(f"memory      3.00 MiB taken; forecast {size(expected)} with")
     assert lines[2].endswith("; stated error 10%, at least 32.0 MiB")
-    assert compared(found) == []
+    assert compared(found, Paces(), tried) == []
+
+
+def test_what_was_tried_is_told() -> None:
+    tried = Paces(alone=Pace(4000, 1.0), drawn=Pace(1000, 1.0), filling=Pace(20_000, 1.0))
+    assert tried_lines(tried) == [
+        "tried       decode 4,000 tokens/s for one request, 1,000 where chance draws them; prefill "
+        "20,000",
+        "            expect these within 15%, and less behind long texts",
+    ]
+    assert tried_lines(Paces()) == []
 
 
 def test_what_opening_took_beside_the_weights_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:

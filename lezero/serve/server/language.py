@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lezero.core.errors import LeZeroError
 from lezero.serve.llm import LLM
-from lezero.serve.sampling import SamplingParams
+from lezero.serve.rehearsal import Paces, rehearse
 from lezero.serve.server.answers import Answerer
 from lezero.serve.server.asked import Form, read_asked
 from lezero.serve.server.coded import Encoder, TokenText
@@ -30,7 +29,7 @@ class LanguageFace(Face):
 
     def __init__(self, llm: LLM, config: ServeConfig, name: str) -> None:
         self.llm, self.name, self._config = llm, name, config
-        self.metrics = Metrics()
+        self.metrics, self.tried = Metrics(), Paces()
         self.answered = self.metrics.answered
         room = llm.engine.scheduler.max_requests + config.queue
         self.worker = Worker(llm, self.metrics, room)
@@ -43,10 +42,7 @@ class LanguageFace(Face):
         return self.worker.stalled_s()
 
     def rehearse(self) -> None:
-        params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
-        (answer,) = self.llm.generate([[0]], params)
-        if answer.error is not None:
-            raise LeZeroError(f"the model does not give even one token: {answer.error}")
+        self.tried = rehearse(self.llm.engine, self.llm.room)
 
     def start(self) -> None:
         self._lanes = Lanes("lezero-encoder")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lezero.memory.pool import give_back_free_blocks
-from lezero.serve.forecast import compared, resident_bytes
+from lezero.serve.forecast import compared, resident_bytes, tried_lines
 from lezero.serve.invariance import cost_lines, invariance_costs
 from lezero.serve.llm import LLM
 from lezero.serve.server.config import ServeConfig
@@ -21,6 +21,7 @@ class Server(Host):
         config = config or ServeConfig()
         face = LanguageFace(llm, config, config.name or name)
         super().__init__(face, config)
+        self.language = face
         self.llm, self.worker, self.metrics = llm, face.worker, face.metrics
 
 
@@ -47,6 +48,8 @@ def serve(
     give_back_free_blocks()
 
     def ready(server: Server) -> None:
+        for line in tried_lines(server.language.tried):
+            say(line)
         say(f"serving     {server.url} (page), {server.url}/v1 (OpenAI's protocol)")
 
     server.run(ready, alone=True)
@@ -56,9 +59,8 @@ def serve(
     on_host = before is not None and llm.program.place.type == "cpu"
     for line in compared(
         forecast,
-        decode=worker.alone.speed,
-        guessed=worker.guessing.speed,
-        prefill=worker.filling.speed,
+        worker.paces,
+        server.language.tried,
         taken=resident_bytes() - (before or 0) if on_host else None,
         cache_share=pool.touched_count / pool.count,
     ):

@@ -27,6 +27,7 @@ from lezero.core.log import logger
 from lezero.core.pools import release_pool
 from lezero.serve.answer import Answer, Named
 from lezero.serve.llm import LLM
+from lezero.serve.rehearsal import Paces
 from lezero.serve.request import Reason, Request
 from lezero.serve.server.embedder import Embedder, Embedding, EngineError, Outcome
 from lezero.serve.server.metrics import Metrics
@@ -62,23 +63,6 @@ class Event:
 Events = asyncio.Queue[Event | None]
 
 
-@dataclass
-class Pace:
-    """Tokens and seconds of steps of one sort."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self.tokens += tokens
-        self.seconds += seconds
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens a second; None where there were none."""
-        return self.tokens / self.seconds if self.tokens else None
-
-
 class _Job:
     """A request, the text it has so far, and where its events go."""
 
@@ -101,9 +85,7 @@ class Worker:
         """Why no request can be answered any more."""
         self.active = 0
         """Requests that have a place, those too whose prompts are still encoded."""
-        self.alone, self.guessing, self.filling = Pace(), Pace(), Pace()
-        """Of steps in which one request alone decoded, without guesses and with some, and of those
-        that prompts filled."""
+        self.paces = Paces()
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._jobs: dict[Request, _Job] = {}
@@ -283,9 +265,11 @@ class Worker:
             self._step_began = None
         took, fed, drafted = time.monotonic() - began, totals.fed - fed, totals.drafted - drafted
         if len(progress.tokens) == 1 and fed == progress.passes + drafted:
-            (self.guessing if drafted else self.alone).add(totals.drawn - drawn, took)
+            (request,) = progress.tokens
+            greedy = self.paces.alone if request.greedy else self.paces.drawn
+            (self.paces.guessing if drafted else greedy).add(totals.drawn - drawn, took)
         elif fed >= _FILLED and not drafted:
-            self.filling.add(fed, took)
+            self.paces.filling.add(fed, took)
         for request in dict.fromkeys([*progress.tokens, *progress.ended]):
             self._report(request, progress.tokens.get(request, ()))
         if progress.failures:

@@ -164,7 +164,10 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
     assert process.wait(20) == 0
     assert any(line.startswith("weights") for line in lines)
     assert "1 requests, 3 tokens in, 40 out" in rest
-    assert "tokens/s for one request alone" in rest
+    assert re.search(
+        r"drawn +[\d,]+ tokens/s for one alone where chance .* of what was tried", rest
+    )
+    assert lines[-3].startswith("tried       decode ")
 
 
 def test_a_low_limit_of_open_files_leaves_room_for_those_who_ask(tmp_path: Path) -> None:

@@ -312,6 +312,6 @@ def test_steps_in_one_call_count_as_each_alone(at_once: int) -> None:
         return worker
 
     worker = asyncio.run(ask())
-    assert worker.alone.tokens == 3 * 49
+    assert worker.paces.alone.tokens == 3 * 49
     assert sum(worker.metrics.between_tokens_s.counts) == 3 * 49
     assert llm.engine.totals.steps == 3 * 50
