@@ -1,14 +1,15 @@
 """Claim: `lz.LLM` answers faster than other engines on the same machine, and shares what it can.
 
 SmolLM2-135M, every side in a process of its own, rounds interleaved. One request decodes 64 tokens
-after a prompt of 32; a prompt of 512 is filled in; 16 requests decode at once; 16 requests share a
-prefix of 256 tokens before suffixes of 32, with and without sharing; text that repeats is continued
-with and without guesses looked up in it; what it costs that bits do not depend on neighbours is the
-time of products over torch's own; what int8 and int4 cost in quality is perplexity over bf16's,
-and the best of them is the faster one that stays within the bars of quantization. int4 opens the
-GGUF file and keeps its own blocks (Q4_1, the head Q8_0); bf16 and int8 open a folder in bf16 that
-was made of it. Beside them, from .peers: transformers in bf16, eager; llama.cpp and OpenVINO GenAI
-on the GGUF file as it is.
+after a prompt of 32, the likeliest ones, and 64 that chance draws ("drawn": temperature 1, as
+OpenAI's protocol has it unless told otherwise); a prompt of 512 is filled in; 16 requests decode at
+once; 16 requests share a prefix of 256 tokens before suffixes of 32, with and without sharing; text
+that repeats is continued with and without guesses looked up in it; what it costs that bits do not
+depend on neighbours is the time of products over torch's own; what int8 and int4 cost in quality is
+perplexity over bf16's, and the best of them is the faster one that stays within the bars of
+quantization. int4 opens the GGUF file and keeps its own blocks (Q4_1, the head Q8_0); bf16 and int8
+open a folder in bf16 that was made of it. Beside them, from .peers: transformers in bf16, eager;
+llama.cpp and OpenVINO GenAI on the GGUF file as it is.
 
 Then, each in processes of its own: what HTTP adds to a token, dynamic batching beside the best
 fixed batch, and a soak in which every answer is checked.
@@ -44,6 +45,7 @@ OF_PARTS = {
 }
 WORST = {"int8": 1.005, "int4": 1.02}
 """Perplexity over bf16's at most: the bars of quantization to 8 and to 4 bits."""
+BY_CHANCE = {"temperature": 1.0}
 SOAK_S = 600.0
 FOLDER = Path(__file__).resolve().parent
 
@@ -64,7 +66,8 @@ def main() -> None:
     figures = dict.fromkeys(_figures(Result({}, dict.fromkeys(OURS, ""))))
     if "engine" in wanted:
         result = _engine(options, place, missing)
-        keys = ["decode", "prefill", "together", "ready_s", "bytes_token", "perplexity"]
+        keys = ["decode", "drawn", "prefill", "together", "scaling", "ready_s", "bytes_token"]
+        keys.append("perplexity")
         keys += [f"invariance_{rows}" for rows in INVARIANCE]
         print(result.table(keys), end="\n\n", flush=True)
         figures |= _figures(result)
@@ -111,8 +114,8 @@ def _said(value: Any) -> str:
 
 
 def _figures(result: Result) -> dict[str, Any]:
-    def ratio(key: str, one: str, other: str) -> float | None:
-        top, bottom = of(one, key), of(other, key)
+    def ratio(key: str, one: str, other: str, by: str = "") -> float | None:
+        top, bottom = of(one, key), of(other, by or key)
         return None if top is None or bottom is None else top / bottom
 
     def of(name: str, key: str) -> float | None:
@@ -134,6 +137,8 @@ def _figures(result: Result) -> dict[str, Any]:
         "bf16_vs_transformers": ratio("decode", "bf16", "transformers"),
         "prefill_vs_transformers": ratio("prefill", best, "transformers"),
         "batch16_scaling": of(best, "scaling"),
+        "batch16_scaling_bf16": of("bf16", "scaling"),
+        "drawn_vs_likeliest": ratio("drawn", best, best, "decode"),
         "prefix_ttft_ratio": of(best, "prefix_ttft"),
         "speculation": of(best, "speculation"),
         **{f"invariance_{rows}": of(best, f"invariance_{rows}") for rows in INVARIANCE},
@@ -203,19 +208,21 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
     answered_s(llm, [random_tokens(vocab, 32, 9)], 8)  # the first call builds and warms
     seeds = itertools.count(10_000)
 
-    def seconds(rows: int, length: int, new: int) -> float:
+    def seconds(rows: int, length: int, new: int, **asked: float) -> float:
         prompts = [random_tokens(vocab, length, next(seeds)) for _ in range(rows)]
-        return answered_s(llm, prompts, new)
+        return answered_s(llm, prompts, new, **asked)
 
-    def decoded(rows: int) -> float:
-        return seconds(rows, PROMPT, DECODED + 1) - seconds(rows, PROMPT, 1)
+    def decoded(rows: int, **asked: float) -> float:
+        return seconds(rows, PROMPT, DECODED + 1, **asked) - seconds(rows, PROMPT, 1, **asked)
 
     one = DECODED / median_s(lambda: decoded(1))
+    drawn = DECODED / median_s(lambda: decoded(1, **BY_CHANCE))
     prefill = PREFILLED / median_s(lambda: seconds(1, PREFILLED, 1))
     together = TOGETHER * DECODED / median_s(lambda: decoded(TOGETHER))
     read = _read_bandwidth(llm.program.read_bytes)
     return {
         "decode": one,
+        "drawn": drawn,
         "prefill": prefill,
         "together": together,
         "scaling": together / one,

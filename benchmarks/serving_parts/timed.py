@@ -6,11 +6,13 @@ import time
 from typing import Any
 
 
-def answered_s(llm: Any, prompts: list[list[int]], new: int) -> float:
-    """Seconds until all prompts have `new` greedy tokens."""
+def answered_s(llm: Any, prompts: list[list[int]], new: int, **asked: float) -> float:
+    """Seconds until all prompts have `new` tokens, greedy ones unless others are asked for."""
     from lezero.serve.sampling import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    params = SamplingParams.parse(
+        {"temperature": 0, "seed": 0, **asked, "max_tokens": new, "ignore_eos": True}
+    )
     began = time.perf_counter()
     found = llm.generate(prompts, params)
     took = time.perf_counter() - began

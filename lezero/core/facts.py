@@ -33,7 +33,7 @@ _RENAMED = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fp16"}
 _RENAMED |= {"svebf16": "sve_bf16", "svei8mm": "sve_i8mm"}
 _SETS = (
     *("avx", "avx2", "fma", "f16c", "avx_vnni"),
-    *("avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("neon", "dotprod", "fp16", "bf16", "i8mm", "sve", "sve2", "sve_bf16", "sve_i8mm", "sme"),
 )

@@ -25,7 +25,8 @@ _LEAST_STEPS = 3
 _MOST_S = 1.0
 """After so long no longer prompt is begun; after half as long an answer is cut short."""
 _LIKELIEST = SamplingParams(max_tokens=1, temperature=0, repetition_penalty=1.0)
-_CHANCE = _LIKELIEST.model_copy(update={"temperature": 1.0, "top_p": 0.95, "seed": 0})
+_CHANCE = _LIKELIEST.model_copy(update={"temperature": 1.0, "seed": 0})
+"""What OpenAI's protocol asks for unless told otherwise."""
 
 
 @dataclass

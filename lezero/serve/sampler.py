@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.models.sampling import chance
+from lezero.ops.draw import draw_tokens, name_tokens, native
 from lezero.serve.likeliest import likeliest
 from lezero.serve.request import Request
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
@@ -61,14 +62,20 @@ class Row:
 def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
     """The token of each row, and its log-probabilities where they are asked for.
 
-    Log-probabilities are the model's own: fp32 `log_softmax` of the logits as they come. A row
-    whose largest logit is not a finite number gives an error in place of a token; others go on.
+    Log-probabilities are the model's own: log-softmax of the logits as they come, in fp32 (on a CPU
+    in fp64, rounded once). A row whose largest logit is not a finite number gives an error in place
+    of a token; others go on.
 
     The host asks an accelerator once, for what is found among the likeliest tokens; again only
-    for rows where these do not suffice.
+    for rows where these do not suffice. On a CPU kernels draw (see `lezero.ops.draw`).
     """
     assert logits_RV.shape[0] == len(rows), "one row of logits for each row"
+    if not rows:
+        return []
     logits_RV = device.with_doubles(logits_RV)
+    wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+    if native(wide_RV):
+        return _drawn_by_kernels(wide_RV, rows)
     found: list[Drawn | None] = [None] * len(rows)
     V, left = logits_RV.shape[1], list(range(len(rows)))
     for count in [*(count for count in _TRIED_FIRST if count < V), V]:
@@ -79,6 +86,46 @@ def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
             found[number] = drawn
         left = [number for number in left if found[number] is None]
     return [drawn for drawn in found if drawn is not None]
+
+
+def _drawn_by_kernels(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """The same by two calls, of which the second one is made where log-probabilities are asked."""
+    V = logits_RV.shape[1]
+    asked_R5 = torch.tensor([_numbers(row, V) for row in rows], dtype=torch.float64)
+    token_R, highest_R = draw_tokens(_penalized(logits_RV, rows), asked_R5)
+    tokens, highest = token_R.tolist(), highest_R.tolist()
+    wanted = [number for number, row in enumerate(rows) if row.params.logprobs is not None]
+    named: dict[int, TokenLogprob] = {}
+    if wanted:
+        most = min(max(rows[number].params.logprobs or 0 for number in wanted), V)
+        found = name_tokens(_rows(logits_RV, wanted), token_R[wanted], most)
+        for number, own, tokens_M, values_M in zip(
+            wanted, *(x.tolist() for x in found), strict=True
+        ):
+            count = min(rows[number].params.logprobs or 0, most)
+            pairs = zip(tokens_M[:count], values_M[:count], strict=True)
+            named[number] = TokenLogprob(own, tuple(pairs))
+    return [
+        _no_token(row, logits_RV, number)
+        if not math.isfinite(highest[number])
+        else Drawn(tokens[number], named.get(number))
+        for number, row in enumerate(rows)
+    ]
+
+
+def _numbers(row: Row, V: int) -> tuple[float, float, float, float, float]:
+    """What a row asks of its token, and its chance."""
+    params = row.params
+    top_k = min(params.top_k or V, V)
+    drawn = chance(row.seed, row.position, row.sample) if params.temperature > 0 else 0.0
+    return params.temperature, top_k, _top_p(params), params.min_p or 0.0, drawn
+
+
+def _no_token(row: Row, logits_RV: Tensor, number: int) -> Drawn:
+    """What is said where the largest score is no finite number: whether the model's own was."""
+    penalized = row.params.penalizes
+    sound = penalized and math.isfinite(float(likeliest(logits_RV[number : number + 1])[0]))
+    return Drawn(-1, error=no_token(row), sound=sound)
 
 
 def _tried(logits_RV: Tensor, rows: Sequence[Row], count: int) -> list[Drawn | None]:
@@ -113,13 +160,7 @@ def _tried(logits_RV: Tensor, rows: Sequence[Row], count: int) -> list[Drawn | N
     drawn: list[Drawn | None] = []
     for number, token in enumerate(tokens):
         if not math.isfinite(highest[number]):
-            own = (
-                likeliest(logits_RV[number : number + 1])[0]
-                if rows[number].params.penalizes
-                else None
-            )
-            sound = own is not None and math.isfinite(float(own))
-            drawn.append(Drawn(-1, error=no_token(rows[number]), sound=sound))
+            drawn.append(_no_token(rows[number], logits_RV, number))
         else:
             sure = number not in uncertain
             drawn.append(Drawn(token, logprobs.get(number)) if sure else None)
@@ -195,16 +236,7 @@ class _Asked:
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocabulary: int, place: torch.device) -> _Asked:
-        table = [
-            (
-                row.params.temperature,
-                min(row.params.top_k or vocabulary, vocabulary),
-                _top_p(row.params),
-                row.params.min_p or 0.0,
-                chance(row.seed, row.position, row.sample),
-            )
-            for row in rows
-        ]
+        table = [_numbers(row, vocabulary) for row in rows]
         columns = torch.tensor(table, dtype=torch.float64, device=place).split(1, dim=1)
         return cls(*columns)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lezero.core import facts
 from lezero.ops import native as ops_native
 from lezero.ops.build import BuildError, Source
 from lezero.ops.native import Kernel, Native, natives
@@ -131,3 +132,5 @@ def test_every_native_op_is_found() -> None:
         assert one.registration.exists()
         assert all(file.exists() for kernel in one.kernels for file in kernel.files)
         assert one.otherwise
+        needs = {name for kernel in one.kernels for name in kernel.needs}
+        assert needs <= set(facts._SETS), "a set that nobody looks for leaves its kernel out"

@@ -6,7 +6,8 @@ import torch
 
 from lezero.models import Sampling
 from lezero.models.sampling import choose
-from lezero.serve import Drawn, SamplingParams
+from lezero.ops.draw import native
+from lezero.serve import Drawn, SamplingParams, sampler
 from lezero.serve.likeliest import best_tokens, likeliest
 from lezero.serve.sampler import Row, draw
 
@@ -22,6 +23,16 @@ MIXED = [
     SamplingParams(presence_penalty=0.5, frequency_penalty=0.3, logprobs=1),
     SamplingParams(temperature=2.0, top_p=0.999),
 ]
+
+
+@pytest.fixture(autouse=True, params=["kernels", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What draws: the kernels of a CPU, or what accelerators run."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler, "native", lambda scores_RV: False)
+    elif not native(torch.zeros(1, 1)):
+        pytest.skip("no native kernel of draw")
+    return str(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -163,9 +174,11 @@ def test_presence_and_frequency_act_alone_too(name: str) -> None:
     assert tokens(draw(torch.tensor([[1.0, 0.9, 0.0]]), [row])) == [1]
 
 
-def test_log_probabilities_are_the_models_own() -> None:
+def test_log_probabilities_are_the_models_own(way: str) -> None:
     rows_RV = logits(3, 60)
     wanted = rows_RV.log_softmax(-1)
+    if way == "kernels":
+        wanted = rows_RV.double().log_softmax(-1).float()
     history = [1, 2, 3]
     asked = [
         SamplingParams(temperature=0.0, logprobs=0),
@@ -219,11 +232,15 @@ def test_the_likeliest_token_is_the_first_of_equals(vocabulary: int) -> None:
     assert best_tokens(rows_RV) == wanted.indices.where(wanted.values.isfinite(), -1).tolist()
 
 
+@pytest.mark.parametrize("way", ["torch"], indirect=True)
 @pytest.mark.parametrize("logprobs", [None, 0, 5])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("top_p", [None, 1.0])
 def test_the_device_is_asked_once(
-    monkeypatch: pytest.MonkeyPatch, temperature: float, logprobs: int | None, top_p: float | None
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    logprobs: int | None,
+    top_p: float | None,
 ) -> None:
     asked = []
 

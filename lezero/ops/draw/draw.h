@@ -1,0 +1,34 @@
+/* Drawing a token from a row of scores, and naming the likeliest ones. Formulas: reference.py. */
+#ifndef LEZERO_DRAW_H
+#define LEZERO_DRAW_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+#pragma GCC visibility push(hidden)
+
+/* What a row asks for, in the order of its five numbers. */
+typedef struct {
+  double temperature; /* 0: the likeliest token */
+  double top_k;       /* a whole number, 1 to V; V keeps all */
+  double top_p;       /* above 1 keeps all */
+  double min_p;       /* 0 keeps all */
+  double drawn;       /* in [0, 1) */
+} lezero_asked;
+
+/* The token of one row of V scores, and its largest score; where that is no finite number, token 0.
+ * Returns 0, or -1 where there is no memory. */
+int lezero_draw(const float *scores, int64_t V, const lezero_asked *asked, int64_t *token,
+                float *highest);
+/* Of one row: the log-probability of `token`, and the `most` likeliest tokens, best first, with
+ * theirs; NaN where the largest score is no finite number. Returns as above. */
+int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, float *own,
+                int64_t *likeliest, float *logprobs);
+
+#pragma GCC visibility pop
+#ifdef __cplusplus
+}
+#endif
+#endif

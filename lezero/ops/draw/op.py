@@ -1,0 +1,71 @@
+"""`draw_tokens` and `name_tokens`: the kernel of this machine or the reference."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lezero.core.errors import ConfigError
+from lezero.ops.draw import reference
+from lezero.ops.draw.native import NATIVE
+
+
+def native(scores_RV: Tensor) -> bool:
+    """Whether a kernel works on these scores."""
+    on_cpu = scores_RV.device.type == "cpu" and scores_RV.dtype == torch.float32
+    return on_cpu and NATIVE.available()
+
+
+def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each row of scores, int64 (R,), and the row's largest score, (R,).
+
+    scores_RV: fp32. asked_R5: fp64; of each row temperature (0 takes the likeliest token), top-k (1
+    to V, which keeps all), top-p (above 1 keeps all), min-p (0 keeps all), and a number in [0, 1)
+    that decides; filters work in this order. Among equal scores the lower token comes first. A row
+    does not depend on others. Where the largest score is NaN or infinite the token is 0. Raises
+    `ConfigError` for other shapes and types.
+    """
+    R = _rows("draw_tokens", scores_RV)
+    if asked_R5.shape != (R, 5) or asked_R5.dtype != torch.float64:
+        raise ConfigError(
+            f"draw_tokens: asked is {asked_R5.dtype} {tuple(asked_R5.shape)}; allowed is float64, "
+            f"({R}, 5)"
+        )
+    if not native(scores_RV):
+        return reference.draw_tokens(scores_RV, asked_R5)
+    token_R, highest_R = torch.empty(R, dtype=torch.int64), torch.empty(R)
+    NATIVE.ops.draw_tokens(scores_RV.contiguous(), asked_R5.contiguous(), token_R, highest_R)
+    return token_R, highest_R
+
+
+def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the given tokens, fp32 (R,), and the `most` likeliest tokens of each
+    row, int64 (R, most), with theirs; of equals the lower token comes first.
+
+    logits_RV: fp32. token_R: int64, 0 to V - 1. All is NaN where the largest logit is NaN or
+    infinite. Raises `ConfigError` for other shapes and types.
+    """
+    R = _rows("name_tokens", logits_RV)
+    if token_R.shape != (R,) or token_R.dtype != torch.int64:
+        raise ConfigError(
+            f"name_tokens: tokens are {token_R.dtype} {tuple(token_R.shape)}; allowed is int64, "
+            f"({R},)"
+        )
+    if not 0 <= most <= logits_RV.shape[1]:
+        raise ConfigError(f"most: got {most}, allowed is 0 to {logits_RV.shape[1]}")
+    if not native(logits_RV):
+        return reference.name_tokens(logits_RV, token_R, most)
+    own_R, likeliest_RM = torch.empty(R), torch.empty(R, most, dtype=torch.int64)
+    logprob_RM = torch.empty(R, most)
+    given = (logits_RV.contiguous(), token_R.contiguous())
+    NATIVE.ops.name_tokens(*given, own_R, likeliest_RM, logprob_RM)
+    return own_R, likeliest_RM, logprob_RM
+
+
+def _rows(what: str, scores_RV: Tensor) -> int:
+    if scores_RV.dim() != 2 or scores_RV.dtype != torch.float32 or not scores_RV.shape[1]:
+        raise ConfigError(
+            f"{what}: scores of {scores_RV.dtype} {tuple(scores_RV.shape)}; allowed are float32, "
+            "(R, V)"
+        )
+    return int(scores_RV.shape[0])
