@@ -12,6 +12,7 @@ from lezero.profiler.hardware import Hardware, hardware
 if TYPE_CHECKING:
     from lezero.profiler.ceilings import Ceilings as Ceilings
     from lezero.profiler.ceilings import GemmPoint as GemmPoint
+    from lezero.profiler.ceilings import ReadPoint as ReadPoint
     from lezero.profiler.compare import Comparison as Comparison
     from lezero.profiler.compare import Difference as Difference
     from lezero.profiler.compare import compare_states as compare_states
@@ -30,6 +31,7 @@ _NAMES = {
     "FlopCount": "lezero.profiler.flops",
     "GemmPoint": "lezero.profiler.ceilings",
     "MemorySampler": "lezero.profiler.memory",
+    "ReadPoint": "lezero.profiler.ceilings",
     "Spans": "lezero.profiler.spans",
     "compare_states": "lezero.profiler.compare",
     "compare_tensors": "lezero.profiler.compare",

@@ -21,7 +21,7 @@ from lezero.core.errors import FileError
 from lezero.core.facts import cache_folder
 from lezero.core.log import logger
 
-FORMAT = 1
+FORMAT = 2
 _WAIT_S = 180.0
 # Below this share of the processor time asked for, other programs ran beside the measurement.
 _UNDISTURBED = 0.8
@@ -46,11 +46,20 @@ class GemmPoint:
 
 
 @dataclass(frozen=True)
+class ReadPoint:
+    """Reading the same `size` bytes again and again, of which caches keep what they can."""
+
+    size: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class Ceilings:
     """What the machine reached. None or a missing key: not measured; `failed` says why.
 
     gemm_*: FLOP/s (int8: OP/s), the best of `gemm_curve`. memory_read and memory_copy: B/s over at
-    least 1 GiB where memory allows (a copy counts bytes read and written). memory_fresh: B/s of a
+    least 1 GiB where memory allows (a copy counts bytes read and written); read_curve: of fewer
+    bytes, which caches hold in part, the smallest first. memory_fresh: B/s of a
     first write to new memory, page faults included. disk_write: B/s with fsync in the cache folder.
     h2d, d2h: B/s between pinned host memory and the accelerator. op_overhead: seconds that a tiny
     operation costs. attention: "bf16_backward" and the like → FLOP/s of causal attention, counted
@@ -78,6 +87,7 @@ class Ceilings:
     d2h: float | None = None
     op_overhead: float | None = None
     gemm_curve: tuple[GemmPoint, ...] = ()
+    read_curve: tuple[ReadPoint, ...] = ()
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
@@ -110,10 +120,19 @@ class Ceilings:
 
         return min(points, key=distance).ops_per_s if points else self.gemm(dtype)
 
+    def read_at_most(self, size: int) -> float | None:
+        """B/s at which so many bytes are read again and again, at most: that of as many or the next
+        fewer that were measured, or of the fewest."""
+        if not self.read_curve:
+            return self.memory_read
+        fewer = [point for point in self.read_curve if point.size <= size]
+        return (fewer or self.read_curve[:1])[-1].bytes_per_s
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready values."""
         data = asdict(self)
         data["gemm_curve"] = [asdict(point) for point in self.gemm_curve]
+        data["read_curve"] = [asdict(point) for point in self.read_curve]
         return data
 
     @classmethod
@@ -124,13 +143,15 @@ class Ceilings:
             raise FileError("measured ceilings: not a record of this version")
         try:
             points = tuple(GemmPoint(**point) for point in data.get("gemm_curve", ()))
-            made = cls(**{**data, "gemm_curve": points})
+            reads = tuple(ReadPoint(**point) for point in data.get("read_curve", ()))
+            made = cls(**{**data, "gemm_curve": points, "read_curve": reads})
         except (TypeError, AttributeError) as error:
             raise FileError(f"measured ceilings: {error}") from None
         if not isinstance(made.attention, dict) or not isinstance(made.elementwise, dict):
             raise FileError("measured ceilings: attention and elementwise must be mappings")
         rates: list[Any] = [*made.attention.values(), *made.elementwise.values()]
         rates += [point.ops_per_s for point in points]
+        rates += [rate for point in reads for rate in (point.size, point.bytes_per_s)]
         rates += [value for key in known if (value := _rate(made, key)) is not None]
         if any(not isinstance(rate, float | int) or not 0 < rate < math.inf for rate in rates):
             raise FileError("measured ceilings: a rate is not a number above 0")

@@ -24,10 +24,12 @@ from typing import Any
 from lezero.core import device as devices
 from lezero.core.errors import LeZeroError
 from lezero.core.facts import cache_folder, memory
-from lezero.profiler.ceilings import Ceilings, GemmPoint
+from lezero.profiler.ceilings import Ceilings, GemmPoint, ReadPoint
 
 GIB, MIB = 2**30, 2**20
 _LONGEST_CALL_S = 0.25
+_READ_SIZES = tuple(MIB << power for power in range(10))
+"""Bytes of the curve of reads, in steps of two, up to half of what is read in all."""
 
 
 @dataclass(frozen=True)
@@ -212,11 +214,11 @@ def _product(place: Any, dtype: Any, m: int, k: int, n: int, layout: str) -> Cal
     return lambda: torch.mm(a, b, out=out)
 
 
-def _memory(bench: _Bench) -> dict[str, float]:
+def _memory(bench: _Bench) -> dict[str, Any]:
     """Streams over memory much larger than the caches; a quarter of what is free at most."""
     import torch
 
-    found: dict[str, float] = {}
+    found: dict[str, Any] = {}
     place = bench.place
     free = memory().available if place.type == "cpu" else devices.memory_free()
     size = max(MIB, min(bench.effort.memory, free // 4) // MIB * MIB)
@@ -225,11 +227,21 @@ def _memory(bench: _Bench) -> dict[str, float]:
         fresh = bench.seconds(lambda: torch.empty(part, dtype=torch.int8, device=place).fill_(1))
         found["memory_fresh"] = part / fresh
         block = torch.ones(size // 4, dtype=torch.float32, device=place)
-        reads = (lambda: torch.dot(block, block), lambda: torch.sum(block))
-        found["memory_read"] = size / min(bench.seconds(read) for read in reads)
+        found["memory_read"] = _read(bench, block)
+        sizes = [part for part in _READ_SIZES if part < size]
+        curve = [ReadPoint(part, _read(bench, block[: part // 4])) for part in sizes]
+        found["read_curve"] = (*curve, ReadPoint(size, found["memory_read"]))
         half = block.numel() // 2
         found["memory_copy"] = size / bench.seconds(lambda: block[:half].copy_(block[half:]))
     return found
+
+
+def _read(bench: _Bench, block: Any) -> float:
+    """B/s of the faster of two ways to read it."""
+    import torch
+
+    reads = (lambda: torch.dot(block, block), lambda: torch.sum(block))
+    return float(block.nbytes / min(bench.seconds(read) for read in reads))
 
 
 def _overhead(bench: _Bench) -> dict[str, float]:

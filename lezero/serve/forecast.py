@@ -20,7 +20,7 @@ _LATER = 32 << 20
 """What libraries take once kernels run: their code, and what they keep. Measured: 37 MiB with bf16,
 int8 and int4 weights, 24 of them where torch's own products are compared, and 13 with fp32."""
 _ERROR, _LEAST_ERROR = 0.10, 32 << 20
-_PACE_ERROR = 0.15
+_PACE_ERROR = 0.20
 """Of speeds that a rehearsal saw, where requests have few tokens behind them."""
 
 
@@ -112,7 +112,7 @@ def foresee(
     # Those that are kept are the accelerator's, which says nothing of a model on the CPU.
     alike = program.place.type == device.device().type
     ceilings = hardware(measure=False).ceilings if alike else None
-    read = None if ceilings is None else ceilings.memory_read
+    read = None if ceilings is None else ceilings.read_at_most(program.read_bytes)
     reached = [ceilings.gemm(form) for form in program.product_forms] if ceilings else []
     products = max((rate for rate in reached if rate is not None), default=None)
     return Forecast(

@@ -18,7 +18,7 @@ from lezero.serve.sampling import SamplingParams
 
 _LOG = logger("serve")
 _PROMPTS = (1, 16, 64, 256)
-"""Tokens of the prompts: the first one builds and warms, and the longest that ran counts."""
+"""Tokens of the prompts; the longest that ran counts."""
 _ANSWER = 49
 _LEAST_STEPS = 3
 """Of a request: its prompt, a step that may be slower than others, and one that counts."""
@@ -62,24 +62,23 @@ def rehearse(engine: Engine, room: int) -> Paces:
     """Runs a request after another through the engine, with prompts that grow while that is quick.
 
     room: tokens of a request at most. Raises `LeZeroError` where the model gives not even one
-    token; later ones without a token are told, and what was seen before counts.
+    token, or breaks off; later it is told, and what was seen before counts.
     """
-    began, seen, error = time.perf_counter(), Paces(), None
-    for length in _PROMPTS:
-        if length > 1 and (length + _LEAST_STEPS > room or time.perf_counter() > began + _MOST_S):
-            break
-        filling, alone, error = _tried(engine, room, length, _LIKELIEST)
-        if error is not None:
-            break
-        seen.filling, seen.alone = filling, alone
-    if error is None:
-        _, seen.drawn, error = _tried(engine, room, 1, _CHANCE)
+    _, _, error = _tried(engine, room, 1, _CHANCE)  # builds and warms
     if error is not None:
-        if not seen.filling.tokens:
-            raise LeZeroError(f"the model does not give even one token: {error}")
-        _LOG.warning(
-            "an answer that nobody asked for broke off before clients are let in: %s", error
-        )
+        raise LeZeroError(f"the model does not give even one token: {error}")
+    began, seen = time.perf_counter(), Paces()
+    for length, params in (*((length, _LIKELIEST) for length in _PROMPTS), (1, _CHANCE)):
+        if length > 1 and (length + _LEAST_STEPS > room or time.perf_counter() > began + _MOST_S):
+            continue
+        filling, decoding, error = _tried(engine, room, length, params)
+        if error is not None:
+            _LOG.warning("an answer that was tried before clients are let in broke off: %s", error)
+            break
+        if params is _CHANCE:
+            seen.drawn = decoding
+        else:
+            seen.filling, seen.alone = filling, decoding
     return seen
 
 

@@ -14,13 +14,23 @@ import pytest
 
 from lezero.core.errors import FileError
 from lezero.profiler import ceilings as module
-from lezero.profiler.ceilings import Ceilings, GemmPoint, cache_file, cached, load, store
+from lezero.profiler.ceilings import (
+    FORMAT,
+    Ceilings,
+    GemmPoint,
+    ReadPoint,
+    cache_file,
+    cached,
+    load,
+    store,
+)
 
 POINTS = (
     GemmPoint("fp32", 256, 256, 256, "nn", 1e11),
     GemmPoint("fp32", 2048, 512, 2048, "nn", 2e11),
     GemmPoint("fp32", 2048, 512, 2048, "nt", 3e11),
 )
+READS = (ReadPoint(1 << 22, 9e10), ReadPoint(1 << 26, 5e10), ReadPoint(1 << 30, 2e10))
 GOOD = Ceilings(
     device="cpu",
     threads=2,
@@ -28,6 +38,7 @@ GOOD = Ceilings(
     gemm_fp32=3e11,
     memory_read=2e10,
     gemm_curve=POINTS,
+    read_curve=READS,
     attention={"fp32_forward": 1e10},
     elementwise={"gelu_fp32": 2e9},
     failed={"gemm_int8": "not implemented"},
@@ -48,7 +59,20 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     store(path, GOOD)
     assert load(path) == GOOD
     assert os.listdir(path.parent) == ["ceilings.json"], "nothing is left aside"
-    assert json.loads(path.read_text())["format"] == 1
+    assert json.loads(path.read_text())["format"] == FORMAT
+
+
+@pytest.mark.parametrize(
+    ("size", "rate"),
+    [(1 << 22, 9e10), (1 << 25, 9e10), (1 << 26, 5e10), (1 << 29, 5e10), (1 << 34, 2e10)],
+)
+def test_reads_are_as_fast_as_those_of_as_many_or_fewer_bytes(size: int, rate: float) -> None:
+    assert GOOD.read_at_most(size) == rate
+
+
+def test_reads_of_fewer_bytes_than_were_measured_and_without_a_curve() -> None:
+    assert GOOD.read_at_most(1 << 20) == 9e10
+    assert replace(GOOD, read_curve=()).read_at_most(1 << 26) == 2e10
 
 
 def test_measured_once_then_kept_and_refreshed_on_demand(tmp_path: Path) -> None:
@@ -73,20 +97,30 @@ def test_the_key_is_machine_device_and_threads(tmp_path: Path) -> None:
 
 
 def damaged() -> dict[str, Any]:
-    whole = {"format": 1, "ceilings": GOOD.to_dict()}
+    whole = {"format": FORMAT, "ceilings": GOOD.to_dict()}
     return {
         "empty": "",
         "torn": json.dumps(whole)[:-40],
         "not an object": "[1, 2]",
-        "another format": {**whole, "format": 2},
-        "no ceilings": {"format": 1},
-        "unknown field": {"format": 1, "ceilings": {**GOOD.to_dict(), "colour": "red"}},
-        "text for a number": {"format": 1, "ceilings": {**GOOD.to_dict(), "gemm_fp32": "fast"}},
-        "negative": {"format": 1, "ceilings": {**GOOD.to_dict(), "memory_read": -1.0}},
-        "not finite": {"format": 1, "ceilings": {**GOOD.to_dict(), "disk_write": float("inf")}},
-        "bad point": {"format": 1, "ceilings": {**GOOD.to_dict(), "gemm_curve": [{"m": 1}]}},
-        "bad mapping": {"format": 1, "ceilings": {**GOOD.to_dict(), "elementwise": [1]}},
-        "bad rate": {"format": 1, "ceilings": {**GOOD.to_dict(), "attention": {"x": None}}},
+        "another format": {**whole, "format": FORMAT + 1},
+        "no ceilings": {"format": FORMAT},
+        "unknown field": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "colour": "red"}},
+        "text for a number": {
+            "format": FORMAT,
+            "ceilings": {**GOOD.to_dict(), "gemm_fp32": "fast"},
+        },
+        "negative": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "memory_read": -1.0}},
+        "not finite": {
+            "format": FORMAT,
+            "ceilings": {**GOOD.to_dict(), "disk_write": float("inf")},
+        },
+        "bad point": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "gemm_curve": [{"m": 1}]}},
+        "bad read": {
+            "format": FORMAT,
+            "ceilings": {**GOOD.to_dict(), "read_curve": [{"size": -4, "bytes_per_s": 1e9}]},
+        },
+        "bad mapping": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "elementwise": [1]}},
+        "bad rate": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "attention": {"x": None}}},
         "nested": "[" * 100_000,
         "binary": b"\xff\xfe\x00",
     }

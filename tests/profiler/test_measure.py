@@ -37,6 +37,7 @@ def test_every_figure_of_a_cpu_is_there(tiny: Ceilings) -> None:
         *tiny.elementwise.values(),
     ]
     assert tiny.failed == {}
+    assert [(x.size, x.bytes_per_s) for x in tiny.read_curve] == [(1 << 20, tiny.memory_read)]
     assert all(rate is not None and 0 < rate < math.inf for rate in rates)
     assert tiny.h2d is tiny.d2h is None
     assert tiny.op_overhead is not None
@@ -48,6 +49,15 @@ def test_every_figure_of_a_cpu_is_there(tiny: Ceilings) -> None:
     assert {point.layout for point in tiny.gemm_curve} == {"nn", "nt", "tn"}
     assert 0 < tiny.cpu_share <= 1
     assert Ceilings.from_dict(tiny.to_dict()) == tiny
+
+
+def test_reads_are_measured_of_rising_sizes(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        hide_accelerators(patch)
+        effort = replace(Effort.tiny(), memory=32 << 20)
+        found = measure(effort, tmp_path)
+    assert [point.size >> 20 for point in found.read_curve] == [1, 2, 4, 8, 16, 32]
+    assert all(point.bytes_per_s > 0 for point in found.read_curve)
 
 
 class Outputs(TorchDispatchMode):

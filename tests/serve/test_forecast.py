@@ -142,7 +142,7 @@ def test_what_was_tried_is_told() -> None:
     assert tried_lines(tried) == [
         "tried       decode 4,000 tokens/s for one request, 1,000 where chance draws them; prefill "
         "20,000",
-        "            expect these within 15%, and less behind long texts",
+        "            expect these within 20%, and less behind long texts",
     ]
     assert tried_lines(Paces()) == []
 

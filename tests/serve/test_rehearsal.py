@@ -56,7 +56,7 @@ def test_a_slow_model_is_not_tried_for_long(monkeypatch: pytest.MonkeyPatch) -> 
     llm = LLM(small(), weights="fp32")
     fed = timed(llm, monkeypatch, step_s=2.0, token_s=0.0)
     seen = rehearse(llm.engine, llm.room)
-    assert fed == [1] * 6, "a prompt, and two tokens of each sort"
+    assert fed == [1] * 9, "a prompt and two tokens, to get warm and of each sort"
     assert seen.alone.speed == seen.drawn.speed == pytest.approx(0.5)
     assert seen.filling.speed == pytest.approx(0.5)
 
@@ -109,7 +109,7 @@ def test_what_breaks_later_is_told_and_served(caplog: pytest.LogCaptureFixture) 
     seen = rehearse(llm.engine, llm.room)
     assert seen.alone.tokens == 47
     assert seen.drawn.speed is None
-    assert "broke off before clients are let in: the model's logits" in caplog.text
+    assert "are let in broke off: the model's logits" in caplog.text
     assert llm.engine.pool.used_count == 0
 
 

@@ -1,9 +1,10 @@
 /* Vectors as the compiler makes them; one source, built once for each instruction set.
  *
  * [Note: candidates] Sorting a vocabulary takes longer than a small model's step, and few tokens nearly
- * always decide: those that score within some temperatures of the best. They are collected and sorted,
- * and where they do not suffice, twice as far down. A pass over the row finds the largest score of each
- * BLOCK first, so that collecting reads only blocks that hold a candidate. */
+ * always decide: those that score within some temperatures of the best. They are collected, and where
+ * they do not suffice, twice as far down. A pass over the row finds the largest score of each BLOCK first,
+ * so that collecting reads only blocks that hold a candidate. Many candidates, as of a flat row, go into
+ * buckets by their score, and only a bucket in which something is decided is put in order. */
 #include "draw.h"
 
 #include <float.h>
@@ -12,7 +13,7 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-enum { LANES = 8, SUMS = 4, BLOCK = 128, DIGIT = 11, DIGITS = 1 << DIGIT };
+enum { LANES = 8, SUMS = 4, BLOCK = 128, FEW = 48, DIGITS = 1 << 11 };
 #define FIRST_REACH 4.0   /* temperatures below the best score */
 #define LAST_REACH 4096.0 /* beyond it all tokens are taken */
 typedef double doubles __attribute__((vector_size(8 * LANES)));
@@ -76,24 +77,43 @@ static double total(const float *scores, int64_t V, double highest, double inver
   return found;
 }
 
-/* A row while it is worked on: the largest score of each block, and candidates, best first, of equals
- * the lower token first. */
+typedef struct {
+  uint64_t key; /* smaller for a larger score, and of equals for a lower token, which is its lower half */
+  double weight;
+} candidate;
+
+/* A row while it is worked on: the largest score of each block, and candidates in buckets, the best
+ * bucket first; a bucket is put in order when somebody looks into it. */
 typedef struct {
   const float *scores;
-  int64_t V, blocks, count, room;
+  int64_t V, blocks, count;
   float highest;
-  float *most;      /* blocks */
-  uint64_t *sorted; /* room; the lower half is the token */
-  uint64_t *spare;
-  float *scored; /* room */
-  double *weight;
+  candidate *of, *spare; /* V each, as the next two */
+  double *weights;
+  float *scored;
+  float *most; /* blocks */
+  int64_t edge[DIGITS + 1];
+  double mass[DIGITS], least[DIGITS]; /* of a bucket's weights: the sum, and the smallest */
+  char ordered[DIGITS];
+  int buckets;
 } row;
 
-static int begin(row *r, const float *scores, int64_t V) {
-  memset(r, 0, sizeof *r);
+enum { EACH = 2 * sizeof(candidate) + sizeof(double) + sizeof(float) };
+
+static void *room_on(lezero_desk *desk, size_t bytes) {
+  if (bytes > desk->size) {
+    free(desk->top);
+    desk->top = malloc(bytes), desk->size = desk->top ? bytes : 0;
+  }
+  return desk->top;
+}
+
+static int begin(row *r, const float *scores, int64_t V, lezero_desk *desk) {
   r->scores = scores, r->V = V, r->blocks = (V + BLOCK - 1) / BLOCK, r->highest = -INFINITY;
-  r->most = malloc((size_t)r->blocks * sizeof *r->most);
-  if (!r->most) return -1;
+  r->of = room_on(desk, (size_t)V * EACH + (size_t)r->blocks * sizeof *r->most + 64);
+  if (!r->of) return -1;
+  r->spare = r->of + V, r->weights = (double *)(r->spare + V), r->scored = (float *)(r->weights + V);
+  r->most = r->scored + V;
   int bad = 0;
   for (int64_t b = 0; b < r->blocks; b++) {
     const float *from = scores + b * BLOCK;
@@ -129,17 +149,6 @@ static int begin(row *r, const float *scores, int64_t V) {
   return 0;
 }
 
-static void end(row *r) { free(r->most), free(r->sorted), free(r->spare), free(r->scored), free(r->weight); }
-
-static int grow(row *r, int64_t room) {
-  if (room <= r->room) return 0;
-  free(r->sorted), free(r->spare), free(r->scored), free(r->weight);
-  r->sorted = malloc((size_t)room * sizeof *r->sorted), r->spare = malloc((size_t)room * sizeof *r->spare);
-  r->scored = malloc((size_t)room * sizeof *r->scored), r->weight = malloc((size_t)room * sizeof *r->weight);
-  r->room = room;
-  return r->sorted && r->spare && r->scored && r->weight ? 0 : -1;
-}
-
 /* A whole number that is smaller for a larger score; both zeros have one. */
 INLINE uint32_t place(float score) {
   uint32_t bits;
@@ -148,116 +157,178 @@ INLINE uint32_t place(float score) {
   return bits & 0x80000000u ? bits : 0x7fffffffu - bits;
 }
 
-/* By the upper half, and what is equal stays in order: tokens come in rising order. */
-static void sort(row *r) {
-  const int64_t n = r->count;
-  if (n <= 32) {
-    for (int64_t i = 1; i < n; i++) {
-      const uint64_t key = r->sorted[i];
-      int64_t j = i;
-      for (; j && r->sorted[j - 1] > key; j--) r->sorted[j] = r->sorted[j - 1];
-      r->sorted[j] = key;
-    }
-    return;
-  }
-  for (int shift = 32; shift < 64; shift += DIGIT) {
-    int64_t from[DIGITS] = {0}, sum = 0;
-    for (int64_t i = 0; i < n; i++) from[r->sorted[i] >> shift & (DIGITS - 1)]++;
-    for (int d = 0; d < DIGITS; d++) {
-      const int64_t had = from[d];
-      from[d] = sum, sum += had;
-    }
-    for (int64_t i = 0; i < n; i++) r->spare[from[r->sorted[i] >> shift & (DIGITS - 1)]++] = r->sorted[i];
-    uint64_t *const swapped = r->sorted;
-    r->sorted = r->spare, r->spare = swapped;
-  }
-}
-
-/* Candidates: all tokens that score `lowest` and more, sorted where there are `least` of them. */
-static int collect(row *r, float lowest, int64_t least) {
-  int64_t room = 0;
-  for (int64_t b = 0; b < r->blocks; b++) room += r->most[b] >= lowest ? BLOCK : 0;
-  if (grow(r, room)) return -1;
-  r->count = 0;
+/* Candidates: all tokens that score `lowest` and more, as they come, and their weights' sum. */
+static void collect(row *r, float lowest, double inverse, double *sum) {
+  int64_t n = 0;
   for (int64_t b = 0; b < r->blocks; b++) {
     if (!(r->most[b] >= lowest)) continue;
     const int64_t last = b + 1 < r->blocks ? (b + 1) * BLOCK : r->V;
     for (int64_t i = b * BLOCK; i < last; i++) {
-      r->sorted[r->count] = (uint64_t)place(r->scores[i]) << 32 | (uint64_t)i;
-      r->count += r->scores[i] >= lowest;
+      r->of[n].key = (uint64_t)i, r->scored[n] = r->scores[i];
+      n += r->scores[i] >= lowest;
     }
   }
-  if (r->count < least) return 0;
-  sort(r);
-  for (int64_t i = 0; i < r->count; i++) r->scored[i] = r->scores[r->sorted[i] & 0xffffffffu];
-  return 0;
+  weigh(r->scored, n, r->highest, inverse, r->weights);
+  double found[LANES] = {0};
+  for (int64_t i = 0; i < n; i++) found[i % LANES] += r->weights[i];
+  *sum = 0;
+  for (int lane = 0; lane < LANES; lane++) *sum += found[lane];
+  r->count = n;
+}
+
+/* Puts candidates into buckets of about equal scores, a few of each, where they are many. */
+static void spread(row *r) {
+  const int64_t n = r->count;
+  uint32_t best = place(r->highest), worst = best;
+  for (int64_t i = 0; i < n; i++) {
+    const uint32_t key = place(r->scored[i]);
+    worst = key > worst ? key : worst;
+    r->of[i].key |= (uint64_t)key << 32, r->of[i].weight = r->weights[i];
+  }
+  int shift = 32;
+  if (n > FEW)
+    while (shift && (worst - best) >> (shift - 1) < DIGITS) shift--;
+  r->buckets = shift == 32 ? 1 : (int)((worst - best) >> shift) + 1;
+  memset(r->edge, 0, (size_t)(r->buckets + 1) * sizeof *r->edge);
+  memset(r->mass, 0, (size_t)r->buckets * sizeof *r->mass);
+  memset(r->ordered, 0, (size_t)r->buckets);
+  for (int b = 0; b < r->buckets; b++) r->least[b] = 1;
+  for (int64_t i = 0; i < n; i++) {
+    const uint64_t b = (r->of[i].key - ((uint64_t)best << 32)) >> (32 + shift - 1) >> 1;
+    const double w = r->of[i].weight;
+    r->edge[b + 1]++, r->mass[b] += w, r->least[b] = w < r->least[b] ? w : r->least[b];
+  }
+  if (r->buckets == 1) return;
+  int64_t at[DIGITS];
+  for (int b = 0; b < r->buckets; b++) at[b] = r->edge[b], r->edge[b + 1] += r->edge[b];
+  for (int64_t i = 0; i < n; i++) {
+    const uint64_t b = (r->of[i].key - ((uint64_t)best << 32)) >> (32 + shift - 1) >> 1;
+    r->spare[at[b]++] = r->of[i];
+  }
+  candidate *const swapped = r->of;
+  r->of = r->spare, r->spare = swapped;
+}
+
+/* The candidates of a bucket, put in order: the best first, of equals the lower token. They were in
+ * the order of tokens, and what is equal stays in it. */
+static const candidate *ordered(row *r, int b) {
+  candidate *x = r->of + r->edge[b], *y = r->spare;
+  const int64_t n = r->edge[b + 1] - r->edge[b];
+  if (r->ordered[b]) return x;
+  r->ordered[b] = 1;
+  if (n <= FEW) {
+    for (int64_t i = 1; i < n; i++) {
+      const candidate one = x[i];
+      int64_t j = i;
+      for (; j && x[j - 1].key > one.key; j--) x[j] = x[j - 1];
+      x[j] = one;
+    }
+    return x;
+  }
+  for (int shift = 32; shift < 64; shift += 8) {
+    int64_t from[256] = {0}, sum = 0;
+    for (int64_t i = 0; i < n; i++) from[x[i].key >> shift & 255]++;
+    for (int d = 0; d < 256; d++) {
+      const int64_t had = from[d];
+      from[d] = sum, sum += had;
+    }
+    for (int64_t i = 0; i < n; i++) y[from[x[i].key >> shift & 255]++] = x[i];
+    candidate *const swapped = x;
+    x = y, y = swapped;
+  }
+  return x; /* four passes: where it began */
 }
 
 INLINE int64_t most_kept(const lezero_asked *a, int64_t V) {
   return a->temperature > 0 && a->top_k >= 1 ? (a->top_k < V ? (int64_t)a->top_k : V) : 1;
 }
-INLINE int64_t token_of(const row *r, int64_t rank) { return (int64_t)(r->sorted[rank] & 0xffffffffu); }
+INLINE int64_t token_of(const candidate *x) { return (int64_t)(x->key & 0xffffffffu); }
 
-/* The rank of the token that is drawn among the candidates; -1 where they do not suffice. */
-static int64_t chosen(const row *r, const lezero_asked *a, double sum) {
-  const int64_t k = most_kept(a, r->V), n = r->count < k ? r->count : k;
-  const int whole = n == k;
-  double mass = sum, reached = 0;
-  if (k < r->V) {
-    mass = 0;
-    for (int64_t i = 0; i < n; i++) mass += r->weight[i];
-  }
+/* How many of the best candidates pass the filters, at least one, and their weight. */
+static int64_t kept_of(row *r, int64_t k, double min_p, double limit, double *reached) {
   int64_t kept = 0;
-  for (; kept < n; kept++) {
-    const double w = r->weight[kept];
-    if (!(w >= a->min_p && w > 0 && reached < a->top_p * mass)) break;
-    reached += w;
+  *reached = 0;
+  for (int b = 0; b < r->buckets; b++) {
+    const int64_t n = r->edge[b + 1] - r->edge[b];
+    if (kept + n <= k && r->least[b] >= min_p && r->least[b] > 0 && *reached + r->mass[b] < limit) {
+      kept += n, *reached += r->mass[b];
+      continue;
+    }
+    const candidate *const x = ordered(r, b);
+    for (int64_t i = 0; i < n; i++, kept++) {
+      const int passes = kept < k && x[i].weight >= min_p && x[i].weight > 0 && *reached < limit;
+      if (kept && !passes) return kept;
+      *reached += x[i].weight;
+    }
   }
-  const int complete = whole || kept < n || reached >= a->top_p * mass;
-  if (!complete && (a->top_p <= 1 || a->min_p > 0)) return -1;
-  const double target = a->drawn * (complete ? reached : sum);
-  double passed = 0;
-  for (int64_t i = 0; i < kept; i++)
-    if ((passed += r->weight[i]) > target) return i;
-  return complete ? (kept ? kept - 1 : 0) : -1;
+  return kept;
 }
 
-int lezero_draw(const float *scores, int64_t V, const lezero_asked *a, int64_t *token, float *highest) {
+/* The first of the `kept` best candidates that reaches beyond `target` with those before it; or the
+ * last of them, or -1 where `beyond`. */
+static int64_t first_beyond(row *r, double target, int64_t kept, int beyond) {
+  double passed = 0;
+  int64_t last = -1, left = kept;
+  for (int b = 0; b < r->buckets && left; b++) {
+    const int64_t n = r->edge[b + 1] - r->edge[b];
+    if (n < left && passed + r->mass[b] <= target) {
+      passed += r->mass[b], left -= n;
+      continue;
+    }
+    const candidate *const x = ordered(r, b);
+    for (int64_t i = 0; i < n && left; i++, left--) {
+      last = token_of(x + i);
+      if ((passed += x[i].weight) > target) return last;
+    }
+  }
+  return beyond ? -1 : last;
+}
+
+/* The token that is drawn; -1 where the candidates do not suffice. sum: the weight of all tokens. */
+static int64_t chosen(row *r, const lezero_asked *a, double sum) {
+  const int64_t k = most_kept(a, r->V);
+  double mass = sum, reached;
+  if (k < r->V) kept_of(r, k, 0, INFINITY, &mass);
+  const double limit = a->top_p * mass;
+  const int64_t kept = kept_of(r, k, a->min_p, limit, &reached);
+  const int complete = r->count >= k || kept < r->count || reached >= limit;
+  if (!complete && (a->top_p <= 1 || a->min_p > 0)) return -1;
+  return first_beyond(r, a->drawn * (complete ? reached : sum), kept, !complete);
+}
+
+int lezero_draw(const float *scores, int64_t V, const lezero_asked *a, lezero_desk *desk,
+                int64_t *token, float *highest) {
   row r;
   *token = 0;
-  if (begin(&r, scores, V)) return -1;
+  if (begin(&r, scores, V, desk)) return -1;
   *highest = r.highest;
-  int failed = 0;
   if (isfinite(r.highest)) {
     const int by_chance = a->temperature > 0;
     const double inverse = by_chance ? fmin(1 / a->temperature, DBL_MAX) : 0;
     const int64_t k = most_kept(a, V);
-    const double sum = k == V ? total(scores, V, r.highest, inverse) : 0;
+    const double sum = k == V && by_chance ? total(scores, V, r.highest, inverse) : 0;
+    const double needed = a->top_p <= 1 ? a->top_p * sum : a->min_p > 0 ? 0 : a->drawn * sum;
     for (double reach = by_chance ? FIRST_REACH : 0;; reach *= 2) {
       const int all = reach > LAST_REACH;
+      double had;
       const float lowest = all ? -INFINITY : (float)(r.highest - reach * a->temperature);
-      const int64_t least = k < V && !all ? k : 0;
-      if ((failed = collect(&r, lowest, least))) break;
-      if (r.count < least) continue;
-      if (by_chance) {
-        weigh(r.scored, r.count, r.highest, inverse, r.weight);
-        const int64_t rank = chosen(&r, a, sum);
-        if (rank < 0 && !all) continue;
-        *token = token_of(&r, rank < 0 ? 0 : rank);
-      } else
-        *token = token_of(&r, 0);
+      collect(&r, lowest, inverse, &had);
+      if (!all && k < V && r.count < k) continue;
+      if (!all && k == V && had < needed) continue;
+      if (by_chance) spread(&r);
+      const int64_t found = by_chance ? chosen(&r, a, sum) : token_of(r.of);
+      if (found < 0 && !all) continue;
+      *token = found < 0 ? 0 : found;
       break;
     }
   }
-  end(&r);
-  return failed;
+  return 0;
 }
 
-int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, float *own,
-                int64_t *likeliest, float *logprobs) {
+int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lezero_desk *desk,
+                float *own, int64_t *likeliest, float *logprobs) {
   row r;
-  if (begin(&r, scores, V)) return -1;
-  int failed = 0;
+  if (begin(&r, scores, V, desk)) return -1;
   if (!isfinite(r.highest)) {
     *own = NAN;
     for (int64_t i = 0; i < most; i++) likeliest[i] = 0, logprobs[i] = NAN;
@@ -265,17 +336,21 @@ int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, flo
     const double lse = r.highest + log(total(scores, V, r.highest, 1.0));
     *own = (float)(scores[token] - lse);
     for (double reach = FIRST_REACH; most; reach *= 2) {
-      const int all = reach > LAST_REACH;
-      const float lowest = all ? -INFINITY : (float)(r.highest - reach);
-      if ((failed = collect(&r, lowest, most))) break;
+      double had;
+      const float lowest = reach > LAST_REACH ? -INFINITY : (float)(r.highest - reach);
+      collect(&r, lowest, 1.0, &had);
       if (r.count < most) continue;
-      for (int64_t i = 0; i < most; i++) {
-        likeliest[i] = token_of(&r, i);
-        logprobs[i] = (float)(r.scored[i] - lse);
+      spread(&r);
+      int64_t named = 0;
+      for (int b = 0; named < most; b++) {
+        const candidate *const x = ordered(&r, b);
+        for (int64_t i = 0; i < r.edge[b + 1] - r.edge[b] && named < most; i++, named++) {
+          likeliest[named] = token_of(x + i);
+          logprobs[named] = (float)(scores[likeliest[named]] - lse);
+        }
       }
       break;
     }
   }
-  end(&r);
-  return failed;
+  return 0;
 }

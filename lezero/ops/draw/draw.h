@@ -2,6 +2,7 @@
 #ifndef LEZERO_DRAW_H
 #define LEZERO_DRAW_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #ifdef __cplusplus
@@ -18,14 +19,20 @@ typedef struct {
   double drawn;       /* in [0, 1) */
 } lezero_asked;
 
+/* A thread's memory to work in, kept from row to row; begins as zeros, and `top` is to be freed. */
+typedef struct {
+  void *top;
+  size_t size;
+} lezero_desk;
+
 /* The token of one row of V scores, and its largest score; where that is no finite number, token 0.
  * Returns 0, or -1 where there is no memory. */
-int lezero_draw(const float *scores, int64_t V, const lezero_asked *asked, int64_t *token,
-                float *highest);
+int lezero_draw(const float *scores, int64_t V, const lezero_asked *asked, lezero_desk *desk,
+                int64_t *token, float *highest);
 /* Of one row: the log-probability of `token`, and the `most` likeliest tokens, best first, with
  * theirs; NaN where the largest score is no finite number. Returns as above. */
-int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, float *own,
-                int64_t *likeliest, float *logprobs);
+int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lezero_desk *desk,
+                float *own, int64_t *likeliest, float *logprobs);
 
 #pragma GCC visibility pop
 #ifdef __cplusplus

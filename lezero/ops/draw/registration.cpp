@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 
 #include "draw.h"
 
@@ -15,6 +16,16 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr int64_t kScoresAThread = 1 << 14;
+
+struct Desk : lezero_desk {
+  Desk() : lezero_desk{} {}
+  ~Desk() { std::free(top); }
+};
+
+lezero_desk* desk() {
+  thread_local Desk mine;
+  return &mine;
+}
 
 template <class F>
 void by_rows(const Tensor& scores, F run) {
@@ -33,7 +44,7 @@ void draw(const Tensor& scores, const Tensor& asked, const Tensor& token, const 
   int64_t* const to = static_cast<int64_t*>(token.data_ptr());
   float* const most = static_cast<float*>(highest.data_ptr());
   by_rows(scores, [&](const float* x, int64_t V, int64_t r) {
-    return lezero_draw(x, V, a + r, to + r, most + r);
+    return lezero_draw(x, V, a + r, desk(), to + r, most + r);
   });
 }
 
@@ -48,7 +59,7 @@ void name(const Tensor& scores, const Tensor& token, const Tensor& own, const Te
     STD_TORCH_CHECK(tokens[r] >= 0 && tokens[r] < scores.size(1), "name_tokens: token ", tokens[r],
                     " is none of ", scores.size(1));
   by_rows(scores, [&](const float* x, int64_t V, int64_t r) {
-    return lezero_name(x, V, tokens[r], most, mine + r, best + r * most, theirs + r * most);
+    return lezero_name(x, V, tokens[r], most, desk(), mine + r, best + r * most, theirs + r * most);
   });
 }
 
