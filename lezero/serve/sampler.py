@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.models.sampling import chance
-from lezero.ops.draw import draw_tokens, name_tokens, native
+from lezero.ops.draw import draw_tokens, name_tokens, native, penalized
 from lezero.serve.likeliest import likeliest
 from lezero.serve.request import Request
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
@@ -186,19 +186,12 @@ def _penalized(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
     """Logits after penalties; the same tensor where no row has any."""
     if not any(row.params.penalizes for row in rows):
         return logits_RV
-    scores_RV = logits_RV.to(torch.float32, copy=True)
-    for scores_V, row in zip(scores_RV, rows, strict=True):
-        params = row.params
-        penalty = params.repetition_penalty or 1.0
-        if penalty != 1.0 and len(row.history):
-            seen = torch.tensor(row.history, device=scores_V.device).unique()
-            score = scores_V[seen]
-            scores_V[seen] = torch.where(score < 0, score * penalty, score / penalty)
-        answer = row.history[row.prompt :]
-        if len(answer) and (params.presence_penalty or params.frequency_penalty):
-            given, times = torch.tensor(answer, device=scores_V.device).unique(return_counts=True)
-            scores_V[given] -= params.presence_penalty + params.frequency_penalty * times
-    return scores_RV
+    asked = [
+        (x.repetition_penalty or 1.0, x.presence_penalty, x.frequency_penalty)
+        for x in (row.params for row in rows)
+    ]
+    texts, prompts = [row.history for row in rows], [row.prompt for row in rows]
+    return penalized(logits_RV.float(), texts, prompts, torch.tensor(asked, dtype=torch.float64))
 
 
 def _draw_by_chance(

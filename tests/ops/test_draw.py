@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lezero.core.errors import ConfigError
-from lezero.ops.draw import draw_tokens, name_tokens, reference
+from lezero.ops.draw import draw_tokens, name_tokens, penalized, reference
 from lezero.ops.draw.native import NATIVE
 from tests.ops.conformance import Args, OpConformance
 
@@ -114,6 +114,58 @@ class TestName(OpConformance):
         return name_tokens(*args)
 
 
+def texts(R: int, V: int, longest: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(R + V)
+    lengths = torch.randint(0, longest + 1, (R,), generator=generator).tolist()
+    return [torch.randint(0, V, (n,), generator=generator).tolist() for n in lengths]
+
+
+class TestPenalized(OpConformance):
+    native = NATIVE
+    rtol, atol = 1e-6, 1e-6
+
+    def cases(self) -> Iterator[tuple[str, Args]]:
+        for V, longest in product((1, 40, 1000), (0, 3, 200)):
+            R = 6
+            numbers = [
+                (1.3, 0, 0),
+                (1, 0.5, 0),
+                (1, 0, 0.7),
+                (0.01, -2, 2),
+                (100, 2, -2),
+                (1, 0, 0),
+            ]
+            penalties_R3 = torch.tensor(numbers, dtype=torch.float64)
+            kind = "ragged" if longest % 2 else "random"
+            prompts = tuple(min(longest, n) for n in (0, 1, 2, 500, 7, 3))
+            yield (
+                f"{kind} {V}, {longest}",
+                (*(scores(R, V), texts(R, V, longest), prompts, penalties_R3),),
+            )
+        none = torch.empty(0, 3, dtype=torch.float64)
+        yield "empty", (torch.empty(0, 7), [], (), none)
+        one = torch.tensor([[2.0, 1, 1]] * 4, dtype=torch.float64)
+        for name, value in (("nan", torch.nan), ("inf", torch.inf), ("inf below", -torch.inf)):
+            yield name, (poisoned(value, 5), [[5, 6, 5]] * 4, (1, 0, 3, 9), one)
+
+    def expected(self, *args: Any) -> tuple[Tensor, ...]:
+        return (reference.penalized(*args),)
+
+    def kernel(self, ops: Any, *args: Any) -> tuple[Tensor, ...]:
+        scores_RV, several, prompts, penalties_R3 = args
+        spans, flat = [], list[int]()
+        for text, prompt in zip(several, prompts, strict=True):
+            spans.append((len(flat), len(flat) + min(prompt, len(text)), len(flat) + len(text)))
+            flat += text
+        out_RV = torch.empty_like(scores_RV)
+        given = (torch.tensor(flat, dtype=torch.int64), torch.tensor(spans, dtype=torch.int64))
+        ops.penalize(scores_RV, *given, penalties_R3, out_RV)
+        return (out_RV,)
+
+    def public(self, *args: Any) -> tuple[Tensor, ...]:
+        return (penalized(*args),)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     V=st.integers(1, 700),
@@ -171,6 +223,12 @@ def test_what_is_wrong_is_told() -> None:
         name_tokens(torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64), 1)
     with pytest.raises(ConfigError, match="most: got 4, allowed is 0 to 3"):
         name_tokens(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 4)
+    with pytest.raises(
+        ConfigError, match=r"penalties are torch.float32 \(1, 3\); allowed is float64"
+    ):
+        penalized(torch.zeros(1, 3), [[1]], [0], torch.zeros(1, 3))
     if NATIVE.available():
+        with pytest.raises(RuntimeError, match="a text holds a token that is none of 3"):
+            penalized(torch.zeros(1, 3), [[3]], [0], torch.zeros(1, 3, dtype=torch.float64))
         with pytest.raises(RuntimeError, match="token 3 is none of 3"):
             name_tokens(torch.zeros(1, 3), torch.tensor([3]), 1)

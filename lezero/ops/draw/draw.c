@@ -354,3 +354,34 @@ int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lez
   }
   return 0;
 }
+
+int lezero_penalize(const float *scores, int64_t V, const int64_t *tokens, int64_t answer, int64_t count,
+                    const lezero_penalties *penalties, lezero_desk *marks, float *to) {
+  enum { SEEN = 1 << 30 };
+  const float repetition = (float)penalties->repetition, presence = (float)penalties->presence;
+  const float frequency = (float)penalties->frequency;
+  if (marks->size < (size_t)V * sizeof(int32_t)) {
+    free(marks->top);
+    marks->top = calloc((size_t)V, sizeof(int32_t));
+    marks->size = marks->top ? (size_t)V * sizeof(int32_t) : 0;
+  }
+  int32_t *const seen = marks->top;
+  if (!seen) return -1;
+  for (int64_t i = 0; i < count; i++)
+    if (tokens[i] < 0 || tokens[i] >= V) return -2;
+  memcpy(to, scores, (size_t)V * sizeof *to);
+  for (int64_t i = 0; i < count; i++) {
+    const int64_t t = tokens[i];
+    if (!seen[t]) to[t] = to[t] < 0 ? to[t] * repetition : to[t] / repetition;
+    seen[t] |= SEEN;
+    seen[t] += i >= answer;
+  }
+  for (int64_t i = answer; i < count; i++) {
+    const int64_t t = tokens[i];
+    if (seen[t] == SEEN) continue;
+    to[t] -= presence + frequency * (float)(seen[t] - SEEN);
+    seen[t] = SEEN;
+  }
+  for (int64_t i = 0; i < count; i++) seen[tokens[i]] = 0;
+  return 0;
+}

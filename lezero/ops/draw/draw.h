@@ -34,6 +34,19 @@ int lezero_draw(const float *scores, int64_t V, const lezero_asked *asked, lezer
 int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lezero_desk *desk,
                 float *own, int64_t *likeliest, float *logprobs);
 
+
+/* What a row's scores lose for tokens that its text has. */
+typedef struct {
+  double repetition; /* for each token of the text: scores above 0 are divided by it, others multiplied */
+  double presence;   /* taken from each token of the answer */
+  double frequency;  /* taken for each time that it is in the answer */
+} lezero_penalties;
+
+/* One row, after its penalties. tokens: the text, of which those from `answer` on are the answer. marks:
+ * zeros, as they are afterwards again. Returns 0, -1 without memory, -2 for a token that is none of V. */
+int lezero_penalize(const float *scores, int64_t V, const int64_t *tokens, int64_t answer, int64_t count,
+                    const lezero_penalties *penalties, lezero_desk *marks, float *to);
+
 #pragma GCC visibility pop
 #ifdef __cplusplus
 }

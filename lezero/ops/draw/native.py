@@ -1,4 +1,4 @@
-"""The kernels of `draw_tokens` and `name_tokens`: one source, built for each instruction set."""
+"""The kernels of `draw_tokens` and its like: one source, built for each instruction set."""
 
 from __future__ import annotations
 

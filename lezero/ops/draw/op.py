@@ -1,6 +1,8 @@
-"""`draw_tokens` and `name_tokens`: the kernel of this machine or the reference."""
+"""`draw_tokens`, `name_tokens` and `penalized`: the kernel of this machine or the reference."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +62,34 @@ def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, 
     given = (logits_RV.contiguous(), token_R.contiguous())
     NATIVE.ops.name_tokens(*given, own_R, likeliest_RM, logprob_RM)
     return own_R, likeliest_RM, logprob_RM
+
+
+def penalized(
+    scores_RV: Tensor, texts: Sequence[Sequence[int]], prompts: Sequence[int], penalties_R3: Tensor
+) -> Tensor:
+    """Scores after penalties for tokens of each row's text, fp32 (R, V).
+
+    scores_RV: fp32. texts: of each row the tokens so far, of which the first `prompts[r]` are the
+    prompt. penalties_R3: fp64; repetition (1: none; scores above 0 are divided by it, others
+    multiplied, for each token of the text), presence and frequency (0: none; taken from tokens of
+    the answer, once and for each time). Raises `ConfigError` for other shapes and types.
+    """
+    R = _rows("penalized", scores_RV)
+    if penalties_R3.shape != (R, 3) or penalties_R3.dtype != torch.float64:
+        raise ConfigError(
+            f"penalized: penalties are {penalties_R3.dtype} {tuple(penalties_R3.shape)}; allowed "
+            f"is float64, ({R}, 3)"
+        )
+    if not native(scores_RV):
+        return reference.penalized(scores_RV, texts, prompts, penalties_R3)
+    spans, flat = [], list[int]()
+    for text, prompt in zip(texts, prompts, strict=True):
+        spans.append((len(flat), len(flat) + min(prompt, len(text)), len(flat) + len(text)))
+        flat += text
+    given = (torch.tensor(flat, dtype=torch.int64), torch.tensor(spans, dtype=torch.int64))
+    out_RV = torch.empty_like(scores_RV, memory_format=torch.contiguous_format)
+    NATIVE.ops.penalize(scores_RV.contiguous(), *given, penalties_R3.contiguous(), out_RV)
+    return out_RV
 
 
 def _rows(what: str, scores_RV: Tensor) -> int:

@@ -1,6 +1,8 @@
-"""Both ops in plain PyTorch, which sorts the whole vocabulary. Shapes: R rows, V vocabulary."""
+"""The ops in plain PyTorch, which sorts the whole vocabulary. Shapes: R rows, V vocabulary."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -35,3 +37,22 @@ def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, 
     likeliest_RM = torch.where(finite_R1, order_RV, 0)
     own_R = logprob_RV.gather(1, token_R[:, None])[:, 0]
     return own_R, likeliest_RM, logprob_RV.gather(1, likeliest_RM)
+
+
+def penalized(
+    scores_RV: Tensor, texts: Sequence[Sequence[int]], prompts: Sequence[int], penalties_R3: Tensor
+) -> Tensor:
+    """Repetition over the whole text first, then presence and frequency over the answer."""
+    found_RV = scores_RV.clone()
+    rows = zip(found_RV, texts, prompts, penalties_R3.tolist(), strict=True)
+    for scores_V, text, prompt, (repetition, presence, frequency) in rows:
+        place = scores_V.device
+        if len(text):
+            seen = torch.tensor(text, device=place).unique()
+            score = scores_V[seen]
+            scores_V[seen] = torch.where(score < 0, score * repetition, score / repetition)
+        if len(text) > prompt:
+            answer = torch.tensor(text[prompt:], device=place)
+            given, times = answer.unique(return_counts=True)
+            scores_V[given] -= presence + frequency * times
+    return found_RV

@@ -27,6 +27,11 @@ lezero_desk* desk() {
   return &mine;
 }
 
+lezero_desk* marks() {
+  thread_local Desk mine;
+  return &mine;
+}
+
 template <class F>
 void by_rows(const Tensor& scores, F run) {
   const int64_t V = scores.size(1);
@@ -34,9 +39,10 @@ void by_rows(const Tensor& scores, F run) {
   std::atomic<int> failed{0};
   torch::stable::parallel_for(0, scores.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++)
-      if (run(static_cast<const float*>(scores.data_ptr()) + r * V, V, r)) failed = 1;
+      if (const int how = run(static_cast<const float*>(scores.data_ptr()) + r * V, V, r)) failed = how;
   });
-  STD_TORCH_CHECK(!failed, "no memory to draw a token");
+  STD_TORCH_CHECK(failed != -1, "no memory to draw a token");
+  STD_TORCH_CHECK(!failed, "a text holds a token that is none of ", V);
 }
 
 void draw(const Tensor& scores, const Tensor& asked, const Tensor& token, const Tensor& highest) {
@@ -63,6 +69,18 @@ void name(const Tensor& scores, const Tensor& token, const Tensor& own, const Te
   });
 }
 
+void penalize(const Tensor& scores, const Tensor& tokens, const Tensor& spans, const Tensor& penalties,
+              const Tensor& out) {
+  const int64_t* const text = static_cast<const int64_t*>(tokens.data_ptr());
+  const int64_t* const span = static_cast<const int64_t*>(spans.data_ptr());
+  const lezero_penalties* const p = static_cast<const lezero_penalties*>(penalties.data_ptr());
+  float* const to = static_cast<float*>(out.data_ptr());
+  by_rows(scores, [&](const float* x, int64_t V, int64_t r) {
+    const int64_t* const s = span + 3 * r;
+    return lezero_penalize(x, V, text + s[0], s[1] - s[0], s[2] - s[0], p + r, marks(), to + r * V);
+  });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
@@ -70,9 +88,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def(
       "name_tokens(Tensor scores, Tensor token, Tensor(a!) own, Tensor(b!) likeliest, Tensor(c!) logprobs) "
       "-> ()");
+  m.def("penalize(Tensor scores, Tensor tokens, Tensor spans, Tensor penalties, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {
   m.impl("draw_tokens", TORCH_BOX(&draw));
   m.impl("name_tokens", TORCH_BOX(&name));
+  m.impl("penalize", TORCH_BOX(&penalize));
 }
