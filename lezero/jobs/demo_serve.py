@@ -54,8 +54,8 @@ def serve_and_ask(model: Path, prompt: str) -> Iterator[str]:
         status = server.wait(_END_S)
         if status:
             raise LeZeroError(f"the server of the demo ended with status {status} after SIGTERM")
-        yield f"forecast    {said['tried']}"
-        yield f"measured    {ended['drawn']}"
+        yield f"forecast    {said.get('tried') or said['decode']}"
+        yield f"measured    {ended.get('drawn', 'nothing: no request had steps of its own')}"
         yield "server      ended cleanly (SIGTERM, exit status 0)"
 
 

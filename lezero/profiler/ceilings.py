@@ -22,6 +22,7 @@ from lezero.core.facts import cache_folder
 from lezero.core.log import logger
 
 FORMAT = 2
+_MOST_RATE = 1e30
 _WAIT_S = 180.0
 # Below this share of the processor time asked for, other programs ran beside the measurement.
 _UNDISTURBED = 0.8
@@ -122,11 +123,11 @@ class Ceilings:
 
     def read_at_most(self, size: int) -> float | None:
         """B/s at which so many bytes are read again and again, at most: that of as many or the next
-        fewer that were measured, or of the fewest."""
+        fewer that were measured, or what more of them reached."""
         if not self.read_curve:
             return self.memory_read
-        fewer = [point for point in self.read_curve if point.size <= size]
-        return (fewer or self.read_curve[:1])[-1].bytes_per_s
+        fewer = sum(point.size <= size for point in self.read_curve)
+        return max(point.bytes_per_s for point in self.read_curve[max(0, fewer - 1) :])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-ready values."""
@@ -153,8 +154,11 @@ class Ceilings:
         rates += [point.ops_per_s for point in points]
         rates += [rate for point in reads for rate in (point.size, point.bytes_per_s)]
         rates += [value for key in known if (value := _rate(made, key)) is not None]
-        if any(not isinstance(rate, float | int) or not 0 < rate < math.inf for rate in rates):
+        if any(type(rate) not in (float, int) or not 0 < rate < _MOST_RATE for rate in rates):
             raise FileError("measured ceilings: a rate is not a number above 0")
+        sizes = [point.size for point in reads]
+        if sizes != sorted(set(sizes)):
+            raise FileError("measured ceilings: the sizes of reads do not rise")
         return made
 
 

@@ -44,6 +44,8 @@ class Forecast:
     prefill_tokens_s: float | None
     draft_bytes: int = 0
     """Of the model that guesses: weights, and keys and values."""
+    draft_cache_bytes: int = 0
+    """The latter alone."""
     origin: str = ""
     """Where the codes of the weights come from, where a file holds them, or what became of codes
     that no kernel reads."""
@@ -125,6 +127,7 @@ def foresee(
         None if read is None else read / program.read_bytes,
         None if products is None else products / (2 * program.products),
         0 if draft is None else draft.weight_bytes + blocks * kept,
+        0 if draft is None else blocks * kept,
         program.origin,
         program.slow,
         f"{program.kv}: {kv}" if program.kv and kv else program.kv,
@@ -137,12 +140,16 @@ def foresee(
 
 def tried_lines(tried: Paces) -> list[str]:
     """What a rehearsal says of the speeds to come, for people; nothing where it saw none."""
-    alone, drawn, filling = tried.alone.speed, tried.drawn.speed, tried.filling.speed
-    if alone is None or drawn is None or filling is None:
+    several = (
+        ("decode {} for one request", tried.alone.speed),
+        ("{} where chance draws them", tried.drawn.speed),
+        ("prefill {}", tried.filling.speed),
+    )
+    told = [words.format(_speed(speed)) for words, speed in several if speed is not None]
+    if not told:
         return []
     return [
-        f"tried       decode {alone:,.0f} tokens/s for one request, {drawn:,.0f} where chance draws"
-        f" them; prefill {filling:,.0f}",
+        f"tried       {', '.join(told)}",
         f"            expect these within {_PACE_ERROR:.0%}, and less behind long texts",
     ]
 
@@ -154,27 +161,30 @@ def compared(
     *,
     taken: int | None = None,
     cache_share: float = 1.0,
+    draft_share: float = 1.0,
 ) -> list[str]:
     """What was measured, beside the forecast and the rehearsal, for people.
 
-    taken: bytes that the process has beyond those before the model was opened. cache_share: part
-    of the cache that was ever written, which alone takes memory.
+    taken: bytes that the process has beyond those before the model was opened. cache_share,
+    draft_share: parts of the cache and of the draft's that were ever written, which alone take
+    memory.
     """
     lines = []
     for name, words, ceiling in (
-        ("alone", "decode      {:,.0f} tokens/s for one request alone", forecast.decode_tokens_s),
-        ("drawn", "drawn       {:,.0f} tokens/s for one alone where chance draws them", None),
-        ("guessing", "guesses     {:,.0f} tokens/s in steps that had some", None),
-        ("filling", "prefill     {:,.0f} tokens/s", forecast.prefill_tokens_s),
+        ("alone", "decode      {} for one request alone", forecast.decode_tokens_s),
+        ("drawn", "drawn       {} for one alone where chance draws them", None),
+        ("guessing", "guesses     {} in steps that had some", None),
+        ("filling", "prefill     {}", forecast.prefill_tokens_s),
     ):
         speed, expected = getattr(seen, name).speed, getattr(tried, name).speed
         if speed is None:
             continue
         shares = [(expected, "of what was tried"), (ceiling, "of the forecast's ceiling")]
         said = [f"{speed / of:.0%} {what}" for of, what in shares if of is not None]
-        lines.append(", ".join([words.format(speed), *said]))
+        lines.append(", ".join([words.format(_speed(speed)), *said]))
     if taken is not None:
         steady = forecast.weight_bytes + forecast.draft_bytes + forecast.beside_bytes
+        steady -= int((1 - draft_share) * forecast.draft_cache_bytes)
         expected = steady + int(cache_share * forecast.cache_bytes)
         lines.append(
             f"memory      {size(taken)} taken; forecast {size(expected)} with the cache that was "
@@ -235,4 +245,6 @@ def _free(program: Program) -> int:
 
 
 def _speed(found: float | None) -> str:
-    return "a speed not known (lz doctor measures)" if found is None else f"{found:,.0f} tokens/s"
+    if found is None:
+        return "a speed not known (lz doctor measures)"
+    return f"{found:,.0f} tokens/s" if found >= 10 else f"{found:.2g} tokens/s"

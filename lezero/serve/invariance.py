@@ -104,7 +104,9 @@ def _cost(matrices: list[Weight], rows: int, forms: dict[str, torch.dtype]) -> C
 
 
 def _ours(matrices: list[Weight], rows: int) -> Callable[[], None]:
-    pairs = [(torch.randn(rows, weight.in_features), weight) for weight in matrices]
+    pairs = [
+        (torch.randn(rows, weight.in_features, dtype=torch.float32), weight) for weight in matrices
+    ]
 
     def run() -> None:
         for x_RK, weight in pairs:

@@ -109,6 +109,7 @@ class LLM:
         if self._draft is not None:
             guesser = DraftModel.of(self._draft, self.program, blocks)
         self._guesses = 0 if guesser is None else guesser.most
+        self._drafter = guesser if isinstance(guesser, DraftModel) else None
         self.engine = Engine(
             self.program,
             blocks=blocks,
@@ -141,6 +142,13 @@ class LLM:
             guesses=self._guesses,
             beside=self._beside,
         )
+
+    @property
+    def touched(self) -> tuple[float, float]:
+        """Parts of the cache, and of the draft's, that were ever written."""
+        drafts = self.engine.pool if self._drafter is None else self._drafter.pool
+        pool = self.engine.pool
+        return pool.touched_count / pool.count, drafts.touched_count / drafts.count
 
     @property
     def room(self) -> int:

@@ -49,7 +49,9 @@ def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
             x_bits, x_block = 8, block_of(group)
         return Weight(packed, bias, N, K, bits, group, x_bits, x_block)
     wide = torch.cat([_wide(part.weight) for part in parts])
-    return Weight(Packed(pack_bf16(wide), torch.empty(0), None), bias, N, K, 16)
+    return Weight(
+        Packed(pack_bf16(wide), torch.empty(0, dtype=torch.float32), None), bias, N, K, 16
+    )
 
 
 def multiply(x: Tensor, weight: Weight) -> Tensor:
@@ -131,7 +133,9 @@ def _bias(parts: Sequence[nn.Module]) -> Tensor | None:
         return None
     return torch.cat(
         [
-            torch.zeros(_features(part)[0]) if bias is None else bias.detach().float()
+            torch.zeros(_features(part)[0], dtype=torch.float32)
+            if bias is None
+            else bias.detach().float()
             for part, bias in zip(parts, found, strict=True)
         ]
     )

@@ -108,13 +108,14 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._clock = clock
-        self._arrivals = 0
+        self.arrivals = 0
+        """Requests that came so far: the next one's number."""
 
     def add(self, request: Request) -> None:
         """Lets a new request wait for its turn. What could never run is a `ConfigError`."""
         self._refuse_what_never_fits(request)
-        request.number, request.arrived_s = self._arrivals, self._clock()
-        self._arrivals += 1
+        request.number, request.arrived_s = self.arrivals, self._clock()
+        self.arrivals += 1
         insort(self.waiting, request, key=_turn)
 
     def cancel(self, request: Request) -> None:

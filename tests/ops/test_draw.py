@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -210,6 +211,58 @@ def test_a_row_does_not_depend_on_others() -> None:
     together = draw_tokens(scores_RV, asked_R5)[0]
     alone = [draw_tokens(scores_RV[r : r + 1], asked_R5[r : r + 1])[0] for r in range(40)]
     assert torch.equal(together, torch.cat(alone))
+
+
+def test_what_is_drawn_at_a_boundary_is_the_next_token() -> None:
+    for V in (2, 4, 8, 64, 256):
+        numbers = [[1.0, V, 2, 0, n / V] for n in range(V)]
+        asked_R5 = torch.tensor(numbers, dtype=torch.float64)
+        assert draw_tokens(torch.zeros(V, V), asked_R5)[0].tolist() == list(range(V))
+
+
+@pytest.mark.parametrize("top_p", [2.0, 1.0, 0.999999])
+def test_the_end_of_chance_is_the_end_of_what_is_kept(top_p: float) -> None:
+    for V in range(2, 300):
+        generator = torch.Generator().manual_seed(V)
+        few = torch.randint(0, 3, (1, V), generator=generator)
+        close = torch.tensor([1.0, 1 - 2**-23, -torch.inf])[few]
+        for T, scores_RV in ((1.0, close), (5.0, torch.randn(1, V, generator=generator) * 4)):
+            scores_RV[0, 0], scores_RV[0, 1] = -torch.inf, 1.0
+            asked_R5 = torch.tensor([[T, V, top_p, 0, 1 - 2**-53]], dtype=torch.float64)
+            (token,), _ = draw_tokens(scores_RV, asked_R5)
+            share = (scores_RV[0].double() / T).softmax(0)
+            assert share[token] > 0
+            assert share[scores_RV[0] < scores_RV[0, token]].sum() < max(0, 1 - top_p) + 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    scores_RV, asked_R5 = scores(64, 300), asked(64, 300, top_p=0.9)
+    given = (scores_RV, torch.arange(64), 20)
+    wanted = [*draw_tokens(scores_RV, asked_R5), *name_tokens(*given)]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = [*draw_tokens(scores_RV, asked_R5), *name_tokens(*given)]
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("size", [1e9, 1e17, 1e30])
+def test_log_probabilities_of_huge_logits(size: float) -> None:
+    own_R, _, found_RM = name_tokens(torch.full((1, 8), size), torch.tensor([3]), 1)
+    assert own_R.item() == found_RM.item() == pytest.approx(-2.0794415, rel=1e-6)
+
+
+def test_texts_of_any_sequence_and_prompts_of_any_length() -> None:
+    penalties_R3 = torch.tensor([[2.0, 0.5, 0.1]], dtype=torch.float64)
+    wanted = penalized(torch.ones(1, 9), [[2, 3]], [0], penalties_R3)
+    for text, prompt in (((2, 3), -5), (array("q", [2, 3]), 0)):
+        found = penalized(torch.ones(1, 9), [text], [prompt], penalties_R3)
+        assert torch.equal(found, wanted)
 
 
 def test_what_is_wrong_is_told() -> None:

@@ -45,6 +45,9 @@ GOOD = Ceilings(
 )
 
 
+OLD = {name: value for name, value in GOOD.to_dict().items() if name != "read_curve"}
+
+
 class Measure:
     def __init__(self, result: Ceilings = GOOD) -> None:
         self.calls, self.result = 0, result
@@ -73,6 +76,8 @@ def test_reads_are_as_fast_as_those_of_as_many_or_fewer_bytes(size: int, rate: f
 def test_reads_of_fewer_bytes_than_were_measured_and_without_a_curve() -> None:
     assert GOOD.read_at_most(1 << 20) == 9e10
     assert replace(GOOD, read_curve=()).read_at_most(1 << 26) == 2e10
+    rising = (ReadPoint(1, 5e10), *READS)
+    assert replace(GOOD, read_curve=rising).read_at_most(2) == 9e10, "at most is what more reach"
 
 
 def test_measured_once_then_kept_and_refreshed_on_demand(tmp_path: Path) -> None:
@@ -115,10 +120,25 @@ def damaged() -> dict[str, Any]:
             "ceilings": {**GOOD.to_dict(), "disk_write": float("inf")},
         },
         "bad point": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "gemm_curve": [{"m": 1}]}},
-        "bad read": {
-            "format": FORMAT,
-            "ceilings": {**GOOD.to_dict(), "read_curve": [{"size": -4, "bytes_per_s": 1e9}]},
+        **{
+            f"bad read {number}": {
+                "format": FORMAT,
+                "ceilings": {**GOOD.to_dict(), "read_curve": points},
+            }
+            for number, points in enumerate(
+                (
+                    [{"size": -4, "bytes_per_s": 1e9}],
+                    [{"size": 0, "bytes_per_s": 1e9}],
+                    [{"size": 4, "bytes_per_s": -1e9}],
+                    [{"size": 4, "bytes_per_s": float("nan")}],
+                    [{"size": 4, "bytes_per_s": 10**400}],
+                    [{"size": True, "bytes_per_s": 1e9}],
+                    [{"size": 8, "bytes_per_s": 1e9}, {"size": 4, "bytes_per_s": 1e9}],
+                    [{"size": 8, "bytes_per_s": 1e9}, {"size": 8, "bytes_per_s": 1e9}],
+                )
+            )
         },
+        "of before": {"format": 1, "ceilings": OLD},
         "bad mapping": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "elementwise": [1]}},
         "bad rate": {"format": FORMAT, "ceilings": {**GOOD.to_dict(), "attention": {"x": None}}},
         "nested": "[" * 100_000,

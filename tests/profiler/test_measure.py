@@ -60,6 +60,23 @@ def test_reads_are_measured_of_rising_sizes(tmp_path: Path) -> None:
     assert all(point.bytes_per_s > 0 for point in found.read_curve)
 
 
+def test_a_point_reads_as_many_bytes_as_it_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(module, "_read", lambda bench, block: sizes.append(block.nbytes) or 1e9)
+    hide_accelerators(monkeypatch)
+    found = measure(replace(Effort.tiny(), memory=8 << 20), tmp_path)
+    assert sorted(sizes) == [point.size for point in found.read_curve]
+
+
+@pytest.mark.parametrize("seconds", [(2.0, 1.0), (1.0, 2.0)])
+def test_the_faster_way_to_read_counts(seconds: tuple[float, float]) -> None:
+    left = iter(seconds)
+    bench = SimpleNamespace(seconds=lambda read: next(left))
+    assert module._read(bench, torch.ones(4)) == 16.0
+
+
 class Outputs(TorchDispatchMode):
     """Holds what a norm writes to be of the types that it gives."""
 

@@ -181,6 +181,7 @@ def test_the_forecast_counts_the_draft() -> None:
     kept = llm.engine.pool.count * draft.block_bytes
     assert llm.forecast.cache_bytes + kept <= 1 << 20
     assert llm.forecast.draft_bytes == draft.weight_bytes + kept
+    assert llm.forecast.draft_cache_bytes == kept
     assert any(line.startswith("draft") for line in llm.forecast.lines())
 
 

@@ -11,7 +11,7 @@ import torch
 from lezero.core import device, facts
 from lezero.core.errors import ConfigError
 from lezero.core.facts import Facts
-from lezero.profiler.ceilings import Ceilings
+from lezero.profiler.ceilings import Ceilings, ReadPoint
 from lezero.profiler.hardware import Hardware
 from lezero.report.units import size
 from lezero.serve import forecast as module
@@ -140,11 +140,38 @@ def test_what_was_measured_is_compared(ceilings: Any) -> None:
 def test_what_was_tried_is_told() -> None:
     tried = Paces(alone=Pace(4000, 1.0), drawn=Pace(1000, 1.0), filling=Pace(20_000, 1.0))
     assert tried_lines(tried) == [
-        "tried       decode 4,000 tokens/s for one request, 1,000 where chance draws them; prefill "
-        "20,000",
+        "tried       decode 4,000 tokens/s for one request, 1,000 tokens/s where chance draws "
+        "them, prefill 20,000 tokens/s",
         "            expect these within 20%, and less behind long texts",
     ]
     assert tried_lines(Paces()) == []
+    assert (
+        tried_lines(Paces(alone=Pace(1, 2.0)))[0]
+        == "tried       decode 0.5 tokens/s for one request"
+    )
+
+
+def test_reading_is_as_fast_as_that_of_as_many_bytes(ceilings: Any) -> None:
+    llm = LLM(small(), weights="bf16")
+    ceilings(replace(MEASURED, read_curve=(ReadPoint(1, 5e10), ReadPoint(1 << 40, 1e9))))
+    assert llm.forecast.decode_tokens_s == 5e10 / llm.program.read_bytes
+
+
+def test_of_a_drafts_cache_what_was_written_counts(ceilings: Any) -> None:
+    ceilings(MEASURED)
+    llm = LLM(small(), speculate="draft", draft=small(layers=1), weights="int8")
+    assert llm.touched == (0, 0)
+    llm.generate([[1, 2, 3]])
+    cache_share, draft_share = llm.touched
+    assert 0 < draft_share < 1
+    found = llm.forecast
+    (line,) = compared(
+        *(found, Paces(), Paces()), taken=1 << 20, cache_share=cache_share, draft_share=draft_share
+    )
+    weights = found.weight_bytes + found.draft_bytes - found.draft_cache_bytes
+    written = int(draft_share * found.draft_cache_bytes) + int(cache_share * found.cache_bytes)
+    expected = weights + found.beside_bytes + written
+    assert f"forecast {size(expected)} with the cache" in line
 
 
 def test_what_opening_took_beside_the_weights_is_forecast(monkeypatch: pytest.MonkeyPatch) -> None:

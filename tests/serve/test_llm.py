@@ -35,6 +35,28 @@ def test_greedy_in_fp32_equals_the_oracle(name):
     assert [answer.tokens for answer in found] == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["fp32", *FORMS])
+def test_the_default_dtype_of_a_program_changes_no_answer(weights, dtype):
+    given = prompts(5)
+    asked = [
+        SamplingParams(temperature=0, max_tokens=12),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=3),
+        SamplingParams(top_p=0.9, seed=1, max_tokens=12, repetition_penalty=1.2),
+    ] * 2
+
+    def answers(llm):
+        return [(x.tokens, x.logprobs) for x in llm.generate(given, asked[:5])]
+
+    llm = LLM(small(), weights=weights)
+    expected, before = answers(llm), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert answers(llm) == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_drawn_tokens_equal_the_oracle():
     given = prompts(6)
     options = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 5}

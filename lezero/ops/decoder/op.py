@@ -29,7 +29,7 @@ MOST_TOKENS = 256
 """Tokens of a step."""
 WIDEST_HEAD = 256
 _NO_ROWS = torch.empty(0, dtype=torch.int32, device="cpu")
-_NO_LOGITS = torch.empty(0, 0, device="cpu")
+_NO_LOGITS = torch.empty(0, 0, device="cpu", dtype=torch.float32)
 _NO_BEST = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
@@ -153,7 +153,7 @@ class Decoder:
         if not NATIVE.available():
             reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
             return reference.logits(self.shape, self.ending, x_TD[rows], best)
-        logits_RV = torch.empty(len(rows), self.ending.head.out_features)
+        logits_RV = torch.empty(len(rows), self.ending.head.out_features, dtype=torch.float32)
         given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
         best_R = torch.empty(len(rows) if best else 0, dtype=torch.int64)
         self._run(given, rows, logits_RV, best_R, cache.bits)
@@ -178,7 +178,7 @@ class Decoder:
         assert self.beginning is not None
         assert self.ending is not None
         T, V = len(tokens), self.ending.head.out_features
-        x_TD = torch.empty(T, self.shape.dim)
+        x_TD = torch.empty(T, self.shape.dim, dtype=torch.float32)
         best = torch.empty(steps, T, dtype=torch.int64)
         aside = -(-T * self.shape.dim * 2 // 64) * 64
         taken = NATIVE.ops.follow(

@@ -83,7 +83,7 @@ def attention(
 ) -> Tensor:
     """(T, H, E): what each token gathers; its keys and values go into the cache."""
     H, K, E = shape.heads, shape.kv_heads, shape.head_dim
-    out_THE = torch.empty(len(qkv_TN), H, E)
+    out_THE = torch.empty(len(qkv_TN), H, E, dtype=torch.float32)
     for (first, count, position), blocks in zip(chunks.tolist(), table, strict=True):
         rows = slice(first, first + count)
         q, k, v = qkv_TN[rows].unflatten(1, (-1, E)).split((H, K, K), 1)

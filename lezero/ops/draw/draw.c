@@ -333,8 +333,8 @@ int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lez
     *own = NAN;
     for (int64_t i = 0; i < most; i++) likeliest[i] = 0, logprobs[i] = NAN;
   } else {
-    const double lse = r.highest + log(total(scores, V, r.highest, 1.0));
-    *own = (float)(scores[token] - lse);
+    const double lse = log(total(scores, V, r.highest, 1.0));
+    *own = (float)((double)scores[token] - r.highest - lse);
     for (double reach = FIRST_REACH; most; reach *= 2) {
       double had;
       const float lowest = reach > LAST_REACH ? -INFINITY : (float)(r.highest - reach);
@@ -346,7 +346,7 @@ int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lez
         const candidate *const x = ordered(&r, b);
         for (int64_t i = 0; i < r.edge[b + 1] - r.edge[b] && named < most; i++, named++) {
           likeliest[named] = token_of(x + i);
-          logprobs[named] = (float)(scores[likeliest[named]] - lse);
+          logprobs[named] = (float)((double)scores[likeliest[named]] - r.highest - lse);
         }
       }
       break;

@@ -35,7 +35,7 @@ def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
         )
     if not native(scores_RV):
         return reference.draw_tokens(scores_RV, asked_R5)
-    token_R, highest_R = torch.empty(R, dtype=torch.int64), torch.empty(R)
+    token_R, highest_R = torch.empty(R, dtype=torch.int64), scores_RV.new_empty(R)
     NATIVE.ops.draw_tokens(scores_RV.contiguous(), asked_R5.contiguous(), token_R, highest_R)
     return token_R, highest_R
 
@@ -57,8 +57,8 @@ def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, 
         raise ConfigError(f"most: got {most}, allowed is 0 to {logits_RV.shape[1]}")
     if not native(logits_RV):
         return reference.name_tokens(logits_RV, token_R, most)
-    own_R, likeliest_RM = torch.empty(R), torch.empty(R, most, dtype=torch.int64)
-    logprob_RM = torch.empty(R, most)
+    own_R, likeliest_RM = logits_RV.new_empty(R), torch.empty(R, most, dtype=torch.int64)
+    logprob_RM = logits_RV.new_empty(R, most)
     given = (logits_RV.contiguous(), token_R.contiguous())
     NATIVE.ops.name_tokens(*given, own_R, likeliest_RM, logprob_RM)
     return own_R, likeliest_RM, logprob_RM
@@ -84,8 +84,8 @@ def penalized(
         return reference.penalized(scores_RV, texts, prompts, penalties_R3)
     spans, flat = [], list[int]()
     for text, prompt in zip(texts, prompts, strict=True):
-        spans.append((len(flat), len(flat) + min(prompt, len(text)), len(flat) + len(text)))
-        flat += text
+        spans.append((len(flat), len(flat) + max(0, min(prompt, len(text))), len(flat) + len(text)))
+        flat.extend(text)
     given = (torch.tensor(flat, dtype=torch.int64), torch.tensor(spans, dtype=torch.int64))
     out_RV = torch.empty_like(scores_RV, memory_format=torch.contiguous_format)
     NATIVE.ops.penalize(scores_RV.contiguous(), *given, penalties_R3.contiguous(), out_RV)

@@ -52,7 +52,7 @@ def penalized(
             score = scores_V[seen]
             scores_V[seen] = torch.where(score < 0, score * repetition, score / repetition)
         if len(text) > prompt:
-            answer = torch.tensor(text[prompt:], device=place)
+            answer = torch.tensor(text[max(0, prompt) :], device=place)
             given, times = answer.unique(return_counts=True)
             scores_V[given] -= presence + frequency * times
     return found_RV

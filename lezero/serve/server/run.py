@@ -53,7 +53,8 @@ def serve(
         say(f"serving     {server.url} (page), {server.url}/v1 (OpenAI's protocol)")
 
     server.run(ready, alone=True)
-    worker, metrics, pool = server.worker, server.metrics, llm.engine.pool
+    worker, metrics = server.worker, server.metrics
+    cache_share, draft_share = llm.touched
     ended = sum(metrics.ended.values())
     say(f"ended       {ended} requests, {metrics.tokens_in} tokens in, {metrics.tokens_out} out")
     on_host = before is not None and llm.program.place.type == "cpu"
@@ -62,6 +63,7 @@ def serve(
         worker.paces,
         server.language.tried,
         taken=resident_bytes() - (before or 0) if on_host else None,
-        cache_share=pool.touched_count / pool.count,
+        cache_share=cache_share,
+        draft_share=draft_share,
     ):
         say(line)

@@ -266,8 +266,9 @@ class Worker:
         took, fed, drafted = time.monotonic() - began, totals.fed - fed, totals.drafted - drafted
         if len(progress.tokens) == 1 and fed == progress.passes + drafted:
             (request,) = progress.tokens
-            greedy = self.paces.alone if request.greedy else self.paces.drawn
-            (self.paces.guessing if drafted else greedy).add(totals.drawn - drawn, took)
+            if drafted or request.greedy or request.params.temperature > 0:
+                plain = self.paces.alone if request.greedy else self.paces.drawn
+                (self.paces.guessing if drafted else plain).add(totals.drawn - drawn, took)
         elif fed >= _FILLED and not drafted:
             self.paces.filling.add(fed, took)
         for request in dict.fromkeys([*progress.tokens, *progress.ended]):
