@@ -177,7 +177,7 @@ class Engine:
             self.pool.after_step()
         seconds = time.perf_counter() - started
         if skipped is None:
-            self.tuner.note(seconds)
+            self.tuner.note(seconds, micros)
         return StepResult(self.step, loss, norm, lr, total, seconds, skipped, stop)
 
     @torch.no_grad()

@@ -72,6 +72,7 @@ def pack(engine: Engine) -> Packed:
             "skipped_in_a_row": engine.skipped_in_a_row,
             "tried": engine.tuner.taken,
             "ahead": engine.tuner.ahead,
+            "size": engine.tuner.size,
         },
         "extra_state": {n: v for n, v in state.items() if not isinstance(v, torch.Tensor)},
         "optimizer": optimizer,
@@ -202,7 +203,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
                 take_exact(parameter, saved[name])  # which loading has rounded
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
-    engine.tuner.forget(list(state["tried"]), state["ahead"])
+    engine.tuner.forget(list(state["tried"]), state["ahead"], int(state["size"]))
     _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
     if _same_ranks(loaded.documents):

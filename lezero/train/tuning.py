@@ -5,14 +5,16 @@ A pass that only measures is one that nobody asked for: what it changes beyond t
 (another network that the loss calls, a counter, a state that a recurrent model keeps, an optimizer
 in a gradient's hook, a collective among the ranks) would stay, and other numbers be trained. So
 steps of the run are taken now in one form and now in another, which compute the same up to
-rounding, and their times are compared; rank 0's count. What was timed so far is part of a
-checkpoint: a resumed run takes its next step in the form that the interrupted one would have taken.
+rounding, and their times are compared; rank 0's count. Batches may differ in length, so a time is
+taken as that of a step as large as the first, by the elements of their tensors. What was timed so
+far is part of a checkpoint: a resumed run takes its next step in the form that the interrupted one
+would have taken.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +27,7 @@ from lezero.core.errors import LeZeroError
 from lezero.core.log import logger
 from lezero.ops.attention import available, kernel_name
 from lezero.parallel.zero import sharding_of
-from lezero.train.loss import LossFunction
+from lezero.train.loss import Batch, LossFunction, size_of
 from lezero.train.precision import Precision
 from lezero.train.speed import Forms, can_compile_blocks, check_compiler, compiler_problem
 
@@ -58,7 +60,8 @@ class Tuner:
     """Knows the form of the next step. The engine tells what a step took (`note`) or that it
     `failed`.
 
-    taken: the seconds of what the trial has timed so far; None stands for a step that failed.
+    taken: the seconds of what the trial has timed so far; None stands for a step that failed. size:
+    elements of the first step's tensors, which they are of; 0: there was none yet.
     ahead: how many steps the run still took when the trial began; None: there is none under way.
     """
 
@@ -76,14 +79,14 @@ class Tuner:
         self.accumulate, self.taken = accumulate, list[float | None]()
         self._asked, self._asked_attention = compile, attention
         self._form: Forms | None = None
-        self.forget([], None)
+        self.forget([], None, 0)
 
-    def forget(self, taken: list[float | None], ahead: int | None) -> None:
+    def forget(self, taken: list[float | None], ahead: int | None, size: int) -> None:
         """The form is found anew, from decisions that are replayed or else from what a loaded run
-        has `taken` of a trial that began so many steps `ahead` of its end."""
+        has `taken` of a trial that began so many steps `ahead` of its end with one of this size."""
         if self._form is not None:
             self._form.off()
-        self.taken, self.ahead, self._form = taken, ahead, None
+        self.taken, self.ahead, self.size, self._form = taken, ahead, size, None
         self._made: dict[tuple[str, str], Forms] = {}
         self._trial: Generator[Forms, float, Forms] | None = None
         self._suspect: Forms | None = None
@@ -111,7 +114,7 @@ class Tuner:
                 if self._trial is not None and seconds is None:
                     self.failed(RuntimeError("failed before the resume"))
                 elif seconds is not None:
-                    self.note(seconds)
+                    self._take(seconds)
         return self.form
 
     @property
@@ -119,8 +122,13 @@ class Tuner:
         """Whether nothing is decided yet."""
         return self._trial is not None
 
-    def note(self, seconds: float) -> None:
-        """After a step that was taken in `form`; every rank calls it together."""
+    def note(self, seconds: float, batches: Sequence[Batch] = ()) -> None:
+        """After a step of these batches that was taken in `form`; every rank calls it together."""
+        size = size_of(batches)
+        self.size = self.size or size
+        self._take(seconds * self.size / size)
+
+    def _take(self, seconds: float) -> None:
         if self._trial is not None:
             self.taken.append(seconds)
             self._to(lambda trial: trial.send(seconds))

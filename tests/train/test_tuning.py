@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -83,6 +85,39 @@ def test_a_machine_that_slows_down_harms_no_form():
     assert figures["blocks"] / figures["eager"] == pytest.approx(0.9, abs=0.02)
 
 
+def test_batches_of_many_lengths_are_compared_as_one_length():
+    made, lengths = tuner(), iter(random.Random(0).choices(range(64, 257), k=1000))
+    made.begin(Precision("fp32", CPU), 1000)
+    while made.trying:
+        length = next(lengths)
+        each = {"eager": 1.0, "blocks": 0.9, "step": 0.95}[made.form.name]
+        made.note(each * length / 100, [{"tokens": torch.zeros(2, length), "more": [[0], "x"]}] * 3)
+    figures = {n: f[UNIT] for n, f in made.decisions.records["compile"].candidates.items()}
+    assert made.form.name == "blocks"
+    assert figures["blocks"] / figures["eager"] == pytest.approx(0.9, abs=0.001)
+
+
+def test_a_resumed_trial_goes_on_with_the_length_it_began_with():
+    def step(made, length):
+        each = {"eager": 1.0, "blocks": 0.9, "step": 0.95}[made.form.name]
+        made.note(each * length, [torch.zeros(length)])
+
+    def figures(made):
+        return made.decisions.records["compile"].candidates
+
+    whole, first, second = tuner(), tuner(), tuner()
+    for made in (whole, first):
+        made.begin(Precision("fp32", CPU), 1000)
+        for length in (100, 50, 80, 90, 200):
+            step(made, length)
+    second.forget(list(first.taken), first.ahead, first.size)
+    second.begin(Precision("fp32", CPU), 995)
+    for made in (whole, second):
+        while made.trying:
+            step(made, 70)
+    assert figures(second) == figures(whole)
+
+
 def test_what_can_take_a_minute_is_said_before_it_begins(caplog):
     caplog.set_level("INFO")
     chosen()
@@ -153,7 +188,7 @@ def test_a_run_that_is_interrupted_goes_on_where_its_trial_was(after):
     before = take(first, figures, most=after)
     first.form.off()
     second = tuner()
-    second.forget(list(first.taken), first.ahead)
+    second.forget(list(first.taken), first.ahead, first.size)
     second.decisions.replay = Decisions.from_json(first.decisions.to_json()).replay
     left = 10  # of which no trial would begin
     assert before + take(second, figures, left, seen=before) == forms
