@@ -141,15 +141,15 @@ def foresee(
 def tried_lines(tried: Paces) -> list[str]:
     """What a rehearsal says of the speeds to come, for people; nothing where it saw none."""
     several = (
-        ("decode {} for one request", tried.alone.speed),
-        ("{} where chance draws them", tried.drawn.speed),
-        ("prefill {}", tried.filling.speed),
+        ("{} likeliest", tried.alone.speed),
+        ("{} drawn by chance", tried.drawn.speed),
+        ("{} of a prompt", tried.filling.speed),
     )
-    told = [words.format(_speed(speed)) for words, speed in several if speed is not None]
+    told = [words.format(_number(speed)) for words, speed in several if speed is not None]
     if not told:
         return []
     return [
-        f"tried       {', '.join(told)}",
+        f"tried       tokens/s of one request: {', '.join(told)}",
         f"            expect these within {_PACE_ERROR:.0%}, and less behind long texts",
     ]
 
@@ -247,4 +247,8 @@ def _free(program: Program) -> int:
 def _speed(found: float | None) -> str:
     if found is None:
         return "a speed not known (lz doctor measures)"
-    return f"{found:,.0f} tokens/s" if found >= 10 else f"{found:.2g} tokens/s"
+    return f"{_number(found)} tokens/s"
+
+
+def _number(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 10 else f"{speed:.2g}"

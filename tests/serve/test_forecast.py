@@ -140,14 +140,14 @@ def test_what_was_measured_is_compared(ceilings: Any) -> None:
 def test_what_was_tried_is_told() -> None:
     tried = Paces(alone=Pace(4000, 1.0), drawn=Pace(1000, 1.0), filling=Pace(20_000, 1.0))
     assert tried_lines(tried) == [
-        "tried       decode 4,000 tokens/s for one request, 1,000 tokens/s where chance draws "
-        "them, prefill 20,000 tokens/s",
+        "tried       tokens/s of one request: 4,000 likeliest, 1,000 drawn by chance, 20,000 of a "
+        "prompt",
         "            expect these within 20%, and less behind long texts",
     ]
     assert tried_lines(Paces()) == []
     assert (
         tried_lines(Paces(alone=Pace(1, 2.0)))[0]
-        == "tried       decode 0.5 tokens/s for one request"
+        == "tried       tokens/s of one request: 0.5 likeliest"
     )
 
 
