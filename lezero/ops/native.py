@@ -46,6 +46,21 @@ class Kernel:
     slow: Callable[[], bool] | None = None
 
 
+def each_width(
+    files: tuple[Path, ...], *, also: Sequence[str] = (), flags: Sequence[str] = ()
+) -> tuple[Kernel, ...]:
+    """Kernels of one source, whose vectors are the compiler's: with AVX-512, with AVX2, and for any
+    processor. also: instruction sets that the first two need besides, named as gcc names them."""
+    wide, more = ("avx512f", "avx512bw", "avx512vl", "avx512dq"), tuple(also)
+
+    def kernel(name: str, *sets: str) -> Kernel:
+        options = [f"-m{one}" for one in sets]
+        options += ["-mprefer-vector-width=512"] if name == "avx512" else []
+        return Kernel(name, frozenset(sets), files, (*flags, *options))
+
+    return kernel("avx512", *wide, *more), kernel("avx2", "avx2", *more), kernel("generic")
+
+
 class Native:
     """The native side of one op. `kernels`: the fastest first. `otherwise`: what runs without it.
 

@@ -272,12 +272,12 @@ def test_what_is_wrong_is_told() -> None:
         draw_tokens(torch.zeros(2, 0), asked(2, 3))
     with pytest.raises(ConfigError, match=r"asked is torch.float64 \(1, 5\); allowed is"):
         draw_tokens(torch.zeros(2, 3), asked(1, 3))
-    with pytest.raises(ConfigError, match=r"tokens are torch.int64 \(1,\); allowed is int64"):
+    with pytest.raises(ConfigError, match=r"tokens are torch.int64 \(1,\); allowed is torch.int64"):
         name_tokens(torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64), 1)
     with pytest.raises(ConfigError, match="most: got 4, allowed is 0 to 3"):
         name_tokens(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), 4)
     with pytest.raises(
-        ConfigError, match=r"penalties are torch.float32 \(1, 3\); allowed is float64"
+        ConfigError, match=r"penalties are torch.float32 \(1, 3\); allowed is torch.float64"
     ):
         penalized(torch.zeros(1, 3), [[1]], [0], torch.zeros(1, 3))
     if NATIVE.available():

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lezero.ops.native import Kernel, Native
+from lezero.ops.native import Native, each_width
 
 _FOLDER = Path(__file__).parent
-_FILES = (_FOLDER / "draw.c",)
-_QUIET = ("-Wno-psabi",)  # of vectors wider than a processor's
 
 NATIVE = Native(
     "draw",
-    (
-        Kernel(
-            "avx512",
-            frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
-            _FILES,
-            (
-                *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", *_QUIET),
-                "-mprefer-vector-width=512",
-            ),
-        ),
-        Kernel("avx2", frozenset({"avx2", "fma"}), _FILES, ("-mavx2", "-mfma", *_QUIET)),
-        Kernel("generic", frozenset(), _FILES, _QUIET),
-    ),
+    each_width((_FOLDER / "draw.c",), also=("fma",), flags=("-Wno-psabi",)),
     registration=_FOLDER / "registration.cpp",
     otherwise="tokens are drawn in PyTorch, several times slower",
 )

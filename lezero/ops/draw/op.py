@@ -28,11 +28,7 @@ def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
     `ConfigError` for other shapes and types.
     """
     R = _rows("draw_tokens", scores_RV)
-    if asked_R5.shape != (R, 5) or asked_R5.dtype != torch.float64:
-        raise ConfigError(
-            f"draw_tokens: asked is {asked_R5.dtype} {tuple(asked_R5.shape)}; allowed is float64, "
-            f"({R}, 5)"
-        )
+    _check("draw_tokens: asked is", asked_R5, torch.float64, (R, 5))
     if not native(scores_RV):
         return reference.draw_tokens(scores_RV, asked_R5)
     token_R, highest_R = torch.empty(R, dtype=torch.int64), scores_RV.new_empty(R)
@@ -48,11 +44,7 @@ def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, 
     infinite. Raises `ConfigError` for other shapes and types.
     """
     R = _rows("name_tokens", logits_RV)
-    if token_R.shape != (R,) or token_R.dtype != torch.int64:
-        raise ConfigError(
-            f"name_tokens: tokens are {token_R.dtype} {tuple(token_R.shape)}; allowed is int64, "
-            f"({R},)"
-        )
+    _check("name_tokens: tokens are", token_R, torch.int64, (R,))
     if not 0 <= most <= logits_RV.shape[1]:
         raise ConfigError(f"most: got {most}, allowed is 0 to {logits_RV.shape[1]}")
     if not native(logits_RV):
@@ -75,11 +67,7 @@ def penalized(
     the answer, once and for each time). Raises `ConfigError` for other shapes and types.
     """
     R = _rows("penalized", scores_RV)
-    if penalties_R3.shape != (R, 3) or penalties_R3.dtype != torch.float64:
-        raise ConfigError(
-            f"penalized: penalties are {penalties_R3.dtype} {tuple(penalties_R3.shape)}; allowed "
-            f"is float64, ({R}, 3)"
-        )
+    _check("penalized: penalties are", penalties_R3, torch.float64, (R, 3))
     if not native(scores_RV):
         return reference.penalized(scores_RV, texts, prompts, penalties_R3)
     spans, flat = [], list[int]()
@@ -90,6 +78,11 @@ def penalized(
     out_RV = torch.empty_like(scores_RV, memory_format=torch.contiguous_format)
     NATIVE.ops.penalize(scores_RV.contiguous(), *given, penalties_R3.contiguous(), out_RV)
     return out_RV
+
+
+def _check(what: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    if x.shape != shape or x.dtype != dtype:
+        raise ConfigError(f"{what} {x.dtype} {tuple(x.shape)}; allowed is {dtype} {shape}")
 
 
 def _rows(what: str, scores_RV: Tensor) -> int:
