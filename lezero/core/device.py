@@ -165,6 +165,21 @@ def capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if accelerator() == "cuda" else None
 
 
+def seed(number: int) -> None:
+    """Seeds the generators of the processor and of every accelerator that there is.
+
+    `torch.manual_seed` writes the caller's stack down for each kind of accelerator that there is
+    not, which takes longer than a step of a small model.
+    """
+    import torch
+
+    torch.default_generator.manual_seed(number)
+    kind = accelerator()
+    if kind is not None:
+        module = torch.get_device_module(kind)
+        getattr(module, "manual_seed_all", module.manual_seed)(number)
+
+
 def mark(place: torch.device) -> Callable[[], None]:
     """Marks what was queued on `place` so far: what is returned waits for it."""
     import torch

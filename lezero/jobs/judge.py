@@ -72,8 +72,8 @@ class Watch:
         named = engine.model.named_parameters()
         self.left_out = [name for name, p in named if p.requires_grad and id(p) not in held]
 
-        def norm() -> float:
-            value = measure()
+        def norm(held: list[Tensor]) -> float:
+            value = measure(held)
             self.gradients = exchange.whole_gradients(engine.model, self.place)
             self.owes = (self.owes[1], exchange.owed(engine.model))
             return value

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezero.nn.walk import modules_of
+
 Named = tuple[nn.Module, str]
 """A module, and the name in it of a parameter or buffer of its own."""
 
@@ -47,7 +49,7 @@ class BufferSnapshot:
     ) -> None:
         self.kept = [
             _kept(name, buffer, module._buffers)
-            for module in model.modules()
+            for module in modules_of(model)
             for name, buffer in module._buffers.items()
             if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
             and wanted(module, name)

@@ -30,6 +30,7 @@ from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.nn.modes import evaluating
+from lezero.nn.walk import drop_gradients
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter, why_nothing
@@ -165,9 +166,10 @@ class Engine:
         self._buffers.keep()
         try:
             summed = self._passes(form, micros, counts, total)
-            norm = self._gradient_norm()  # the one wait for an accelerator
+            held = self._held()
+            norm = self._gradient_norm(held)  # the one wait for an accelerator
             loss = float(summed) / total
-            skipped = self._update(micros, loss, norm)
+            skipped = self._update(held, micros, loss, norm)
         except BaseException:
             self._buffers.put_back()
             self.precision.forget_step()
@@ -317,13 +319,13 @@ class Engine:
                 summed += loss.detach().double() * count
         return groups.all_reduce_sum(summed, "loss")
 
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self, held: list[torch.Tensor]) -> float:
         self.precision.scaler.unscale_(self.optimizer)
-        if not self._gradients():
+        if all(p.grad is None for p in held):
             raise OrderError(
                 "the loss reached no parameter that the optimizer holds: none has a gradient"
             )
-        return self.gradients.norm(self._held())
+        return self.gradients.norm(held)
 
     def _held(self) -> list[torch.Tensor]:
         """The optimizer's parameters, in the model's order: what else has a gradient moves nothing,
@@ -331,20 +333,17 @@ class Engine:
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         return [p for p in self.model.parameters() if id(p) in held]
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return self.gradients.of(self._held())
-
-    def _update(self, micros: list[Batch], loss: float, norm: float) -> str | None:
+    def _update(
+        self, held: list[torch.Tensor], micros: list[Batch], loss: float, norm: float
+    ) -> str | None:
         """Steps the optimizer, or says why not."""
         finite = math.isfinite(loss) and math.isfinite(norm)
         skipped = None
         if finite:
             self.skipped_in_a_row = 0
             if self.clip is not None and norm > self.clip:
-                torch._foreach_mul_(
-                    self._gradients(),
-                    self.clip / (norm + 1e-6),  # as torch's clip_grad_norm_
-                )
+                factor = self.clip / (norm + 1e-6)  # as torch's clip_grad_norm_
+                torch._foreach_mul_(self.gradients.of(held), factor)
             self.precision.scaler.step(self.optimizer)
             self._buffers.settle()
         else:
@@ -353,7 +352,7 @@ class Engine:
             finally:
                 self._buffers.put_back()
         self.precision.scaler.update()
-        self.model.zero_grad(set_to_none=True)
+        drop_gradients(self.model)
         return skipped
 
     def _why_skipped(self, micros: list[Batch], loss: float, norm: float) -> str:

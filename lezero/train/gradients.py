@@ -21,6 +21,7 @@ from lezero.comm.link import Link
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
+from lezero.nn.walk import drop_gradients
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.norm import squares
@@ -37,7 +38,7 @@ class Gradients:
 
     def begin(self) -> None:
         """Before the first micro-batch of a step: drops what a caller or a failed step has left."""
-        self.model.zero_grad(set_to_none=True)
+        drop_gradients(self.model)
 
     def outdated(self) -> bool:
         """Whether other parameters are trained now than those whose gradients meet."""

@@ -7,12 +7,11 @@ training stay finite: only evaluation, and every checkpoint, would show it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from lezero.nn.buffers import BufferSnapshot, Named
+from lezero.nn.walk import modules_of
 
 _LARGEST_BYTES = 4 << 20
 
@@ -34,7 +33,12 @@ class MovingBuffers:
     def keep(self) -> None:
         """Before the first forward pass of a step."""
         self._before = BufferSnapshot(self._model, self._may_move, self._moving)
-        self._seen = dict(self._marks())
+        self._seen = {
+            (module, name): mark
+            for module in modules_of(self._model)
+            for name in module._parameters
+            if (mark := _mark(module, name)) is not None
+        }
 
     def put_back(self) -> None:
         """After a step that is skipped, or raised."""
@@ -45,17 +49,7 @@ class MovingBuffers:
     def settle(self) -> None:
         """After a step that counts."""
         self._before = None
-        self._moving.update(n for n, mark in self._marks() if self._seen.get(n, mark) != mark)
-
-    def _marks(self) -> Iterator[tuple[Named, tuple[int, int]]]:
-        """What changes when a frozen parameter is written (other than through `.data`) or has
-        another memory."""
-        for module in self._model.modules():
-            for name, p in module._parameters.items():
-                if p is None or p.requires_grad or p.is_inference() or hasattr(p, "to_local"):
-                    continue
-                if p.layout is torch.strided and not p.is_meta and p.nbytes <= _LARGEST_BYTES:
-                    yield (module, name), (p.data_ptr(), p._version)
+        self._moving.update(n for n, mark in self._seen.items() if _mark(*n) not in (mark, None))
 
     def _may_move(self, module: nn.Module, name: str) -> bool:
         if name in module._non_persistent_buffers_set:
@@ -65,3 +59,14 @@ class MovingBuffers:
             return buffer is None  # few operations know sparse tensors
         small = buffer.is_floating_point() and buffer.nbytes <= _LARGEST_BYTES
         return small or buffer.numel() == 1
+
+
+def _mark(module: nn.Module, name: str) -> tuple[int, int] | None:
+    """What changes when a frozen parameter is written (other than through `.data`) or has another
+    memory; None for one that is trained, gone, large or without values here."""
+    p = module._parameters.get(name)
+    if p is None or p.requires_grad or p.is_inference() or hasattr(p, "to_local"):
+        return None
+    if p.layout is not torch.strided or p.is_meta or p.nbytes > _LARGEST_BYTES:
+        return None
+    return p.data_ptr(), p._version

@@ -22,5 +22,5 @@ def seeded(seed: int, step: int, micro: int) -> Iterator[None]:
     kind = device.accelerator()
     devices = [torch.accelerator.current_device_index()] if kind else []
     with torch.random.fork_rng(devices, device_type=kind or "cuda"):
-        torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+        device.seed(int.from_bytes(digest, "little") >> 1)
         yield

@@ -108,3 +108,15 @@ def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
         )
     assert device.memory_free() == 3
     assert device.memory_free(torch.device("cuda:1")) == 120
+
+
+def test_seeding_writes_down_no_stack(monkeypatch):
+    """As `torch.manual_seed` does for each kind of accelerator that there is not."""
+    asked = []
+    monkeypatch.setattr("traceback.format_stack", lambda *_: asked.append(1) or [])
+    with torch.random.fork_rng():
+        device.seed(5)
+        mine = torch.rand(3)
+        assert not asked
+        torch.manual_seed(5)
+        assert torch.equal(torch.rand(3), mine)

@@ -21,3 +21,10 @@ def test_each_seed_step_and_micro_batch_draws_numbers_of_its_own_again_and_again
     assert len(set(found)) == len(places)
     assert [drawn(*place) for place in reversed(places)] == found[::-1]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_it_draws_what_torch_would_from_the_seed():
+    with seeded(3, 1, 2):
+        used, mine = torch.initial_seed(), torch.rand(5)
+    torch.manual_seed(used)
+    assert torch.equal(torch.rand(5), mine)
