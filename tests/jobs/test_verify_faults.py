@@ -5,7 +5,6 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 from lezero.core import groups
 from lezero.core.errors import NumericsError
