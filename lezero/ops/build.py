@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,7 @@ TORCH_TARGET = 0x020B000000000000  # 2.11: the oldest torch whose stable ABI is 
 _COMMON = ("-O3", "-fPIC", "-fno-strict-aliasing")
 _CPP = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}ULL")
 _SECONDS = 300
+_INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
 class BuildError(LeZeroError):
@@ -173,10 +175,20 @@ def _digest(sources: Sequence[Source]) -> str:
         parts += [source.path.name, *source.flags]
     for part in parts:
         digest.update(part.encode() + b"\0")
-    headers = {header for source in sources for header in source.path.parent.glob("*.h")}
-    for path in [source.path for source in sources] + sorted(headers):
+    for path in _read([source.path.resolve() for source in sources]):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
+
+
+def _read(paths: list[Path]) -> list[Path]:
+    """These files, and what they and others of ours include."""
+    found = list(dict.fromkeys(paths))
+    for path in found:  # which grows meanwhile
+        for name in _INCLUDED.findall(path.read_text()):
+            header = (path.parent / name).resolve()
+            if header.is_file() and header not in found:
+                found.append(header)
+    return found
 
 
 def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> Path:

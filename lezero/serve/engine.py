@@ -22,7 +22,7 @@ from lezero.serve.blocks import BlockPool
 from lezero.serve.flight import Flight
 from lezero.serve.program import Fed, Program
 from lezero.serve.request import Request, State
-from lezero.serve.sampler import Row, draw, no_token
+from lezero.serve.sampler import Row, asked_of, draw, no_token
 from lezero.serve.sampling import Drawn
 from lezero.serve.scheduler import Chunk, Scheduler, Step
 from lezero.serve.speculate import Speculator
@@ -133,11 +133,12 @@ class Engine:
         return Progress(tokens, ended, failures, passes)
 
     def _followed(self, step: Step) -> tuple[Step, list[list[Drawn]]] | None:
-        """Several tokens for each chunk, where all take the likeliest one, have their first, and
+        """Several tokens for each chunk, where all have their first and ask for tokens alone, and
         nobody else has his turn: what Python does between two steps is a tenth of a short one. The
         tokens are like drafts that were all right. None: the step is to be run."""
         chunks = step.chunks
-        most = self.program.steps_at_once(len(chunks)) if self._follows else 1
+        by_chance = not all(chunk.request.greedy for chunk in chunks)
+        most = self.program.steps_at_once(len(chunks), by_chance) if self._follows else 1
         if most < 2 or not all(map(_goes_on, chunks)):
             return None
         count = self.scheduler.room_to_follow(step, most)
@@ -145,7 +146,9 @@ class Engine:
             return None
         fed = [Fed(chunk.tokens, chunk.start, chunk.request.blocks, (0,)) for chunk in chunks]
         try:
-            found = self.program.follow(fed, count)
+            requests = [chunk.request for chunk in chunks]
+            asked = asked_of(requests, count, self.program.vocab) if by_chance else None
+            found = self.program.follow(fed, count, asked)
         except Exception as error:
             _LOG.error("steps failed; from here on each is run by itself", exc_info=error)
             self._follows = False
@@ -290,10 +293,10 @@ def _kept(drafts: Sequence[int], drawn: Sequence[Drawn]) -> int:
 
 
 def _goes_on(chunk: Chunk) -> bool:
-    """Whether the chunk is the last token of an answer that takes the likeliest one next."""
+    """Whether the chunk is the last token of an answer that asks for nothing but tokens."""
     request = chunk.request
     one = chunk.count == 1 and chunk.samples and len(request.tokens) > len(request.prompt)
-    return one and request.greedy and request.follows
+    return one and request.plain and request.follows
 
 
 def _is_wanted(chunk: Chunk) -> bool:

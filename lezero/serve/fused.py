@@ -87,26 +87,32 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
-        return self._decoder.logits(*self._given(fed), wanted_rows(fed, torch.int32))[0]
+        return self._timed(fed, best=False)[0]
 
     @torch.no_grad()
     def best(self, fed: Sequence[Fed]) -> list[int]:
-        began, rows = time.perf_counter(), wanted_rows(fed, torch.int32)
-        logits_RV, best_R = self._decoder.logits(*self._given(fed), rows, best=True)
+        logits_RV, best_R = self._timed(fed, best=True)
         found: list[int] = best_R.tolist()
-        if all(len(one.tokens) == 1 for one in fed):
-            self._step_s = time.perf_counter() - began
         return best_tokens(logits_RV) if -1 in found else found
 
-    def steps_at_once(self, sequences: int) -> int:
-        if not self._decoder.follows:
+    def _timed(self, fed: Sequence[Fed], best: bool) -> tuple[Tensor, Tensor]:
+        began, rows = time.perf_counter(), wanted_rows(fed, torch.int32)
+        found = self._decoder.logits(*self._given(fed), rows, best)
+        if all(len(one.tokens) == 1 for one in fed):
+            self._step_s = time.perf_counter() - began
+        return found
+
+    def steps_at_once(self, sequences: int, by_chance: bool = False) -> int:
+        if not (self._decoder.draws if by_chance else self._decoder.follows):
             return 1
         return max(1, min(_MOST_STEPS, _MOST_DRAWN // sequences, int(_MOST_S / self._step_s)))
 
     @torch.no_grad()
-    def follow(self, fed: Sequence[Fed], steps: int) -> list[list[int]]:
+    def follow(
+        self, fed: Sequence[Fed], steps: int, asked: Tensor | None = None
+    ) -> list[list[int]]:
         began, tokens = time.perf_counter(), [token for one in fed for token in one.tokens]
-        found = self._decoder.follow(tokens, steps, *self._places(fed, steps))
+        found = self._decoder.follow(tokens, steps, *self._places(fed, steps), asked)
         self._step_s = (time.perf_counter() - began) / len(found)
         return found
 

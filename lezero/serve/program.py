@@ -91,15 +91,21 @@ class Program(ABC):
         largest logit, the first of equals; -1 where that logit is not a finite number."""
         return best_tokens(self.run(fed))
 
-    def steps_at_once(self, sequences: int) -> int:
+    def steps_at_once(self, sequences: int, by_chance: bool = False) -> int:
         """How many steps of one token for each of so many sequences `follow` should take at most; 1
-        where it takes none."""
+        where it takes none. by_chance: with `asked`."""
         return 1
 
-    def follow(self, fed: Sequence[Fed], steps: int) -> list[list[int]]:
+    def follow(
+        self, fed: Sequence[Fed], steps: int, asked: Tensor | None = None
+    ) -> list[list[int]]:
         """`best` for one token of each sequence, then for the tokens that it found, and so on: of
         each step its tokens. The blocks have room for them. Fewer steps where logits are not finite
-        numbers: the last one then has -1 for whose they are, of which `best` may know more."""
+        numbers: the last one then has -1 for whose they are, of which `best` may know more.
+
+        asked: what `lezero.ops.draw.draw_tokens` takes, fp64 (steps, sequences, 5): tokens are
+        those that it draws, in place of the likeliest.
+        """
         raise NotImplementedError
 
     def launch(

@@ -43,6 +43,8 @@ class Request:
     guessed: bool = True
     """Whether its next tokens may be guessed, where the engine does that."""
 
+    plain: bool = field(init=False)
+    """Nothing but tokens is asked of it, by no rule that looks at tokens before."""
     greedy: bool = field(init=False)
     """Its tokens are the most likely ones, and nothing else is asked of them."""
     number: int = -1
@@ -77,7 +79,8 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         asked = self.params
-        self.greedy = asked.temperature == 0 and asked.logprobs is None and not asked.penalizes
+        self.plain = asked.logprobs is None and not asked.penalizes
+        self.greedy = self.plain and asked.temperature == 0
         self._last = len(self.prompt) + asked.max_tokens
         self._ends = frozenset(asked.stop_token_ids)
         if not asked.ignore_eos:

@@ -113,6 +113,13 @@ def _drawn_by_kernels(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
     ]
 
 
+def asked_of(requests: Sequence[Request], steps: int, vocabulary: int) -> Tensor:
+    """What `draw_tokens` takes for the next tokens of each, fp64 (steps, requests, 5)."""
+    rows = [Row.of(request, (0,) * step) for step in range(steps) for request in requests]
+    table = [_numbers(row, vocabulary) for row in rows]
+    return torch.tensor(table, dtype=torch.float64).view(steps, len(requests), -1)
+
+
 def _numbers(row: Row, V: int) -> tuple[float, float, float, float, float]:
     """What a row asks of its token, and its chance."""
     params = row.params

@@ -19,7 +19,9 @@ needs_compiler = pytest.mark.skipif(
 def source(tmp_path):
     folder = tmp_path / "sources"
     folder.mkdir()
-    (folder / "answer.h").write_text("#define ANSWER 42\n")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "number.h").write_text("#define NUMBER 42\n")
+    (folder / "answer.h").write_text('#include "../shared/number.h"\n#define ANSWER NUMBER\n')
     (folder / "answer.c").write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
     return Source(folder / "answer.c")
 
@@ -29,7 +31,11 @@ def answer(path):
 
 
 @needs_compiler
-def test_builds_once_and_again_when_a_header_changes(source, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [("sources/answer.h", "#define ANSWER 43\n"), ("shared/number.h", "#define NUMBER 43\n")],
+)
+def test_builds_once_and_again_when_a_header_changes(source, tmp_path, monkeypatch, header, text):
     cache = tmp_path / "cache"
     first = build("answer", [source], cache)
     assert answer(first) == 42
@@ -38,7 +44,7 @@ def test_builds_once_and_again_when_a_header_changes(source, tmp_path, monkeypat
     monkeypatch.setattr(builder, "_compile", lambda *a: compiled.append(1) or real(*a))
     assert build("answer", [source], cache) == first
     assert not compiled
-    (source.path.parent / "answer.h").write_text("#define ANSWER 43\n")
+    (tmp_path / header).write_text(text)
     second = build("answer", [source], cache)
     assert second != first
     assert answer(second) == 43

@@ -36,7 +36,7 @@ def runs(program: Program, run: Callable[[Any], Any]) -> None:
     """Lets `run` take the place of the program's own, also where only the likeliest are asked."""
     program.run = run  # type: ignore[method-assign]
     program.best = lambda fed: best_tokens(run(fed))  # type: ignore[method-assign]
-    program.steps_at_once = lambda sequences: 1  # type: ignore[method-assign]
+    program.steps_at_once = lambda *_: 1  # type: ignore[method-assign]
 
 
 def says(program: Program, prompt: int, answer: Sequence[int]) -> None:

@@ -28,26 +28,37 @@ def counted(llm: LLM, most: int = 8) -> list[tuple[int, int]]:
     """Sequences and steps of each call. most: of steps at once."""
     follow, calls = llm.program.follow, list[tuple[int, int]]()
 
-    def watched(fed: Sequence[Fed], steps: int) -> list[list[int]]:
+    def watched(fed: Sequence[Fed], steps: int, asked: Any = None) -> list[list[int]]:
         calls.append((len(fed), steps))
-        return follow(fed, steps)
+        return follow(fed, steps, asked)
 
     llm.program.follow = watched  # type: ignore[method-assign]
-    llm.program.steps_at_once = lambda sequences: most  # type: ignore[method-assign]
+    llm.program.steps_at_once = lambda *_: most  # type: ignore[method-assign]
     return calls
+
+
+BY_CHANCE = (
+    SamplingParams(max_tokens=30, seed=1),
+    SamplingParams(max_tokens=30, seed=2, temperature=0.7, top_p=0.9),
+    GREEDY,
+    SamplingParams(max_tokens=30, seed=3, temperature=1.5, top_k=9, min_p=0.01),
+    SamplingParams(max_tokens=30, temperature=1.0),  # by a seed of its own
+)
 
 
 @pytest.mark.parametrize("blocks", [None, 12])
 @pytest.mark.parametrize("together", [1, 7])
-def test_answers_are_the_same(together: int, blocks: int | None) -> None:
+@pytest.mark.parametrize("by_chance", [False, True])
+def test_answers_are_the_same(by_chance: bool, together: int, blocks: int | None) -> None:
     """blocks: so few that requests are preempted."""
     asked = prompts(together, seed=4)
     room = {} if blocks is None else {"cache_bytes": blocks * opened().program.block_bytes}
     plain, llm = opened(**room), opened(**room)
     assert not counted(plain, most=1)
     calls = counted(llm)
-    expected = plain.generate(asked, GREEDY)
-    found = llm.generate(asked, GREEDY)
+    params = [BY_CHANCE[i % 5] if by_chance else GREEDY for i in range(together)]
+    expected = plain.generate(asked, params)
+    found = llm.generate(asked, params)
     assert [x.tokens for x in found] == [x.tokens for x in expected]
     assert [x.reason for x in found] == [x.reason for x in expected]
     assert calls
@@ -72,14 +83,23 @@ def test_an_answer_ends_where_it_ends() -> None:
         assert (found.tokens, found.reason) == (answer[:length], "length")
 
 
-def test_who_wants_more_than_the_likeliest_token_is_asked_step_by_step() -> None:
+def test_who_wants_more_than_tokens_is_asked_step_by_step() -> None:
     llm = opened()
     calls = counted(llm)
-    llm.generate(prompts(1)[0], SamplingParams(max_tokens=9, temperature=0, logprobs=1))
+    named = SamplingParams(max_tokens=30, temperature=0, logprobs=1)
+    penalized = SamplingParams(max_tokens=30, temperature=1, seed=1, frequency_penalty=0.1)
+    for asked in (named, penalized):
+        llm.generate(prompts(1)[0], asked)
+        assert not calls
+        llm.generate(prompts(2), [SamplingParams(max_tokens=20, seed=2), asked])
+        assert not calls, "both wait for the one"
+
+
+def test_chance_alone_finds_out_how_long_a_step_takes() -> None:
+    llm = opened()
     llm.generate(prompts(1)[0], SamplingParams(max_tokens=9, temperature=1, seed=1))
-    mixed = [GREEDY, SamplingParams(max_tokens=30, seed=1)]
-    llm.generate(prompts(2), mixed)
-    assert all(sequences == 1 for sequences, _ in calls), "one of the two waits for its own draw"
+    assert llm.program._step_s < 0.02  # type: ignore[attr-defined]
+    assert llm.program.steps_at_once(1, True) > 1
 
 
 def test_what_is_not_finite_ends_its_request_and_keeps_what_it_had() -> None:
@@ -125,7 +145,7 @@ def test_a_failure_runs_the_steps_one_by_one(caplog: Any) -> None:
     expected = opened().generate(prompts(3), GREEDY)
     llm = opened()
 
-    def fails(fed: Sequence[Fed], steps: int) -> list[list[int]]:
+    def fails(fed: Sequence[Fed], steps: int, asked: Any = None) -> list[list[int]]:
         raise MemoryError
 
     llm.program.follow = fails  # type: ignore[method-assign]

@@ -22,6 +22,8 @@ from lezero.core.errors import ConfigError
 from lezero.ops.decoder import reference
 from lezero.ops.decoder.native import NATIVE
 from lezero.ops.decoder.weights import Beginning, Ending, LayerWeights, Weight
+from lezero.ops.draw import drawer
+from lezero.ops.draw.native import NATIVE as DRAW
 
 BLOCK = 16
 """Tokens of a cache block."""
@@ -31,6 +33,7 @@ WIDEST_HEAD = 256
 _NO_ROWS = torch.empty(0, dtype=torch.int32, device="cpu")
 _NO_LOGITS = torch.empty(0, 0, device="cpu", dtype=torch.float32)
 _NO_BEST = torch.empty(0, dtype=torch.int64, device="cpu")
+_NOTHING_ASKED = torch.empty(0, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -168,12 +171,14 @@ class Decoder:
         chunks: Tensor,
         table: Tensor,
         cache: BlockCache,
+        asked: Tensor | None = None,
     ) -> list[list[int]]:
         """The most likely token after each of `tokens`, the one after that, and so on: for each
         step its tokens, in one call. A step with a -1, which `logits` explains, is the last one.
 
-        chunks: of one token each, in order; table: blocks for `steps` tokens more. The rest as
-        `logits`. Only where `follows`.
+        chunks: of one token each, in order; table: blocks for `steps` tokens more. asked: what
+        `draw_tokens` takes, fp64 (steps, tokens, 5); tokens are then those that it would draw. The
+        rest as `logits`. Only where `follows`, and with `asked` where `draws`.
         """
         assert self.beginning is not None
         assert self.ending is not None
@@ -185,6 +190,7 @@ class Decoder:
             *(torch.tensor(tokens), self._begin, x_TD, self._table, cos, sin, chunks, table),
             *(cache.keys, cache.values, self._room_for(T, T, V, aside), self._end),
             *(torch.arange(T, dtype=torch.int32), torch.empty(T, V), best),
+            *((_NOTHING_ASKED, 0) if asked is None else (asked.contiguous(), drawer())),
             *self._numbers(cache.bits),
             self.beginning.dtype == torch.bfloat16,
         )
@@ -197,6 +203,11 @@ class Decoder:
         kinds = (torch.float32, torch.bfloat16)
         known = self.beginning is not None and self.beginning.dtype in kinds
         return known and self.ending is not None and NATIVE.available()
+
+    @property
+    def draws(self) -> bool:
+        """Whether `follow` can draw by chance here."""
+        return self.follows and DRAW.available()
 
     def _run(
         self,

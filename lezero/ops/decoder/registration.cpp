@@ -3,10 +3,15 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
+#include "../draw/draw.h"
 #include "problem.h"
 
 using torch::stable::Tensor;
@@ -89,15 +94,32 @@ void embed(const lezero_linear& l, const int64_t* tokens, const lezero_step& s) 
   }
 }
 
+// A token of each row by what it asks for; -1 where its largest logit is no finite number.
+void draw(const lezero_step& s, lezero_drawer* drawer, const lezero_asked* asked, int64_t* token) {
+  constexpr int64_t kScoresAThread = 1 << 14;
+  std::atomic<bool> failed{false};
+  const int64_t grain = std::max<int64_t>(1, kScoresAThread / s.V);
+  torch::stable::parallel_for(0, s.rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
+      float highest = 0;
+      if (drawer(s.logits + r * s.V, s.V, asked + r, token + r, &highest)) failed = true;
+      if (!std::isfinite(highest)) token[r] = -1;
+    }
+  });
+  STD_TORCH_CHECK(!failed, "no memory to draw a token");
+}
+
 // As `run`, but for tokens, one for each chunk, of which `beginning` holds the embedding as a
 // `lezero_weight`, and over again with the tokens that are found: those of each step go to `best`,
 // (steps, T). Returns how many steps were taken; the last one has a -1 where it is not the last of
-// all. `room` begins with place for (T, D) of 16 bits.
+// all. `room` begins with place for (T, D) of 16 bits. `asked`: of each step and row a `lezero_asked`,
+// by which the `lezero_drawer` at `drawer` finds tokens; or empty, where the likeliest are taken.
 int64_t follow(const Tensor& tokens, const Tensor& beginning, const Tensor& x, const Tensor& layers,
                const Tensor& cos, const Tensor& sin, const Tensor& chunks, const Tensor& table,
                const Tensor& keys, const Tensor& values, const Tensor& room, const Tensor& ending,
-               const Tensor& rows, const Tensor& logits, const Tensor& best, int64_t H, int64_t E,
-               int64_t F, double eps, int64_t window, int64_t cache_bits, bool rounds) {
+               const Tensor& rows, const Tensor& logits, const Tensor& best, const Tensor& asked,
+               int64_t drawer, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
+               int64_t cache_bits, bool rounds) {
   lezero_step s = filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows,
                          logits, best, H, E, F, eps, window, cache_bits);
   const int64_t bytes = (s.T * s.D * 2 + 63) / 64 * 64;
@@ -112,13 +134,16 @@ int64_t follow(const Tensor& tokens, const Tensor& beginning, const Tensor& x, c
   s.chunk = chunk.data();
   const auto* fed = static_cast<const int64_t*>(tokens.data_ptr());
   const int64_t steps = best.size(0);
-  for (int64_t i = 0; i < steps; i++) {
+  const auto* wanted = asked.numel() ? static_cast<const lezero_asked*>(asked.data_ptr()) : nullptr;
+  int64_t* found = s.best;
+  for (int64_t i = 0; i < steps; i++, found += s.T) {
+    s.best = wanted ? nullptr : found;
     embed(l, fed, s);
     take(s);
-    fed = s.best;
+    if (wanted) draw(s, reinterpret_cast<lezero_drawer*>(drawer), wanted + i * s.T, found);
+    fed = found;
     for (int64_t row = 0; row < s.T; row++)
       if (fed[row] < 0) return i + 1;
-    s.best += s.T;
     for (auto& c : chunk) c.position++;
   }
   return steps;
@@ -137,8 +162,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def(
       "follow(Tensor tokens, Tensor beginning, Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, "
       "Tensor chunks, Tensor table, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, "
-      "Tensor ending, Tensor rows, Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, "
-      "float eps, int window, int cache_bits, bool rounds) -> int");
+      "Tensor ending, Tensor rows, Tensor(e!) logits, Tensor(f!) best, Tensor asked, int drawer, "
+      "int H, int E, int F, float eps, int window, int cache_bits, bool rounds) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {

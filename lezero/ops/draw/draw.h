@@ -33,7 +33,9 @@ int lezero_draw(const float *scores, int64_t V, const lezero_asked *asked, lezer
  * theirs; NaN where the largest score is no finite number. Returns as above. */
 int lezero_name(const float *scores, int64_t V, int64_t token, int64_t most, lezero_desk *desk,
                 float *own, int64_t *likeliest, float *logprobs);
-
+/* `lezero_draw` on a desk of the calling thread's own: how other kernels call it, by its address. */
+typedef int lezero_drawer(const float *scores, int64_t V, const lezero_asked *asked, int64_t *token,
+                          float *highest);
 
 /* What a row's scores lose for tokens that its text has. */
 typedef struct {

@@ -18,6 +18,12 @@ def native(scores_RV: Tensor) -> bool:
     return on_cpu and NATIVE.available()
 
 
+def drawer() -> int:
+    """The address of a `lezero_drawer` (draw.h), for kernels that draw between two steps."""
+    address: int = NATIVE.ops.drawer()
+    return address
+
+
 def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
     """A token of each row of scores, int64 (R,), and the row's largest score, (R,).
 

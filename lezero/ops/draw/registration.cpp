@@ -45,12 +45,22 @@ void by_rows(const Tensor& scores, F run) {
   STD_TORCH_CHECK(!failed, "a text holds a token that is none of ", V);
 }
 
+int draw_here(const float* scores, int64_t V, const lezero_asked* asked, int64_t* token,
+              float* highest) {
+  return lezero_draw(scores, V, asked, desk(), token, highest);
+}
+
+int64_t drawer() {
+  lezero_drawer* const here = draw_here;
+  return reinterpret_cast<int64_t>(here);
+}
+
 void draw(const Tensor& scores, const Tensor& asked, const Tensor& token, const Tensor& highest) {
   const lezero_asked* const a = static_cast<const lezero_asked*>(asked.data_ptr());
   int64_t* const to = static_cast<int64_t*>(token.data_ptr());
   float* const most = static_cast<float*>(highest.data_ptr());
   by_rows(scores, [&](const float* x, int64_t V, int64_t r) {
-    return lezero_draw(x, V, a + r, desk(), to + r, most + r);
+    return draw_here(x, V, a + r, to + r, most + r);
   });
 }
 
@@ -84,11 +94,16 @@ void penalize(const Tensor& scores, const Tensor& tokens, const Tensor& spans, c
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
+  m.def("drawer() -> int");
   m.def("draw_tokens(Tensor scores, Tensor asked, Tensor(a!) token, Tensor(b!) highest) -> ()");
   m.def(
       "name_tokens(Tensor scores, Tensor token, Tensor(a!) own, Tensor(b!) likeliest, Tensor(c!) logprobs) "
       "-> ()");
   m.def("penalize(Tensor scores, Tensor tokens, Tensor spans, Tensor penalties, Tensor(a!) out) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {
+  m.impl("drawer", TORCH_BOX(&drawer));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CPU, m) {

@@ -296,7 +296,7 @@ def test_steps_in_one_call_count_as_each_alone(at_once: int) -> None:
     llm = LLM(small(), weights="int8")
     if not llm.program._decoder.follows:  # type: ignore[attr-defined]
         pytest.skip("no native kernel suits this processor")
-    llm.program.steps_at_once = lambda sequences: at_once  # type: ignore[method-assign]
+    llm.program.steps_at_once = lambda *_: at_once  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
 
     async def ask() -> Worker:
