@@ -7,7 +7,7 @@ typedef struct {
   int rows, filled; /* see [Note: rows of a tile] */
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
-  const int32_t *pairs; /* of inputs of the queries: [pair][row] */
+  const int8_t *pairs; /* of inputs of the queries: [pair][row] */
   lezero_ahead *ahead;
   float scale[MOST_QUERIES]; /* of the query, where the cache has codes */
   int64_t to[MOST_QUERIES]; /* where the row's head begins in `rows` */
@@ -31,6 +31,17 @@ static int64_t first_key(const lezero_step *s, int64_t position) {
  * So with few rows, several blocks of keys or panels of values are summed side by side; each sum
  * by itself runs in the same order as ever. */
 
+/* [Note: pairs of inputs]
+ * Queries and weights are multiplied in pairs: as bf16 or, where that has no instruction, as the same
+ * numbers in fp32, which need not be taken apart for each line of the cache; beside codes as words. */
+INLINE int pair_bytes(const int codes) { return codes ? 4 : PAIR_BYTES; }
+
+INLINE int32_t word_pair(const int8_t *at) {
+  int32_t x;
+  memcpy(&x, at, 4);
+  return x;
+}
+
 /* Scores of R rows with B blocks of keys. codes: the cache is in int8. */
 INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t b,
                          floats score[][TILE_BLOCKS], const int codes, const int R, const int B) {
@@ -46,9 +57,9 @@ INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_
     UNROLL for (int i = 0; i < B; i++) {
       const ints k = codes ? load_words(block[i] + 32 * e) : load_line(block[i] + 64 * e);
       UNROLL for (int r = 0; r < R; r++) {
-        const int32_t x = q->pairs[e * R + r];
-        if (codes) count[r][i] = dot_words(count[r][i], k, x);
-        else acc[r][i] = dot_pairs(acc[r][i], k, x);
+        const int8_t *x = q->pairs + (e * R + r) * pair_bytes(codes);
+        if (codes) count[r][i] = dot_words(count[r][i], k, word_pair(x));
+        else acc[r][i] = dot_pair(acc[r][i], k, read_pair(x));
       }
     }
   }
@@ -70,7 +81,7 @@ typedef struct {
 
 /* out = out · shrink + weights · values for R rows and P panels of 16 channels, over `keys` keys. */
 INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32_t *table,
-                          int64_t keys, int64_t panel, uint16_t weight[][TILE],
+                          int64_t keys, int64_t panel, int8_t weight[][TILE_PAIRS],
                           const softmax_rows *m, float out[][WIDEST], const int codes,
                           const int R, const int P) {
   const int64_t line = codes ? 32 : 64;
@@ -90,10 +101,9 @@ INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32
         const char *place = values + (i * (LEZERO_BLOCK / 2) + pair) * line;
         const ints v = codes ? load_words(place) : load_line(place);
         UNROLL for (int r = 0; r < R; r++) {
-          int32_t x;
-          memcpy(&x, weight[r] + at + 2 * pair, 4);
-          if (codes) count[r][i] = dot_words(count[r][i], v, x);
-          else acc[r][i] = dot_pairs(acc[r][i], v, x);
+          const int8_t *x = weight[r] + (at / 2 + pair) * pair_bytes(codes);
+          if (codes) count[r][i] = dot_words(count[r][i], v, word_pair(x));
+          else acc[r][i] = dot_pair(acc[r][i], v, read_pair(x));
         }
       }
     }
@@ -105,7 +115,7 @@ INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32
 }
 
 /* Weights times the scales of their values as whole numbers; what 1 of them stands for. */
-INLINE float whole_weights(const floats scaled[TILE_BLOCKS], int64_t blocks, uint16_t weight[TILE]) {
+INLINE float whole_weights(const floats scaled[TILE_BLOCKS], int64_t blocks, int8_t weight[TILE_PAIRS]) {
   ints most = magnitude(all_floats(1e-30f)); /* so that 1 / step is finite */
   for (int64_t b = 0; b < blocks; b++) most = larger(most, magnitude(scaled[b]));
   const int32_t bits = largest_lane(most);
@@ -113,7 +123,7 @@ INLINE float whole_weights(const floats scaled[TILE_BLOCKS], int64_t blocks, uin
   memcpy(&high, &bits, 4);
   const float step = high / 32767;
   for (int64_t b = 0; b < blocks; b++)
-    store_words(weight + b * LEZERO_BLOCK, rounded(quotient(scaled[b], all_floats(step))));
+    store_words((uint16_t *)weight + b * LEZERO_BLOCK, rounded(quotient(scaled[b], all_floats(step))));
   return step;
 }
 
@@ -132,7 +142,7 @@ INLINE int is_cut(const sight *v, int64_t at) { return v->seen < at + 16 || v->h
 /* One round of the softmax: scores of the rows become weights. `only_lanes` of a weight comes last:
  * what another request left in the cache may be NaN. */
 INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t base,
-                  int64_t blocks, floats score[][TILE_BLOCKS], uint16_t weight[][TILE],
+                  int64_t blocks, floats score[][TILE_BLOCKS], int8_t weight[][TILE_PAIRS],
                   softmax_rows *m, const int codes, const int R) {
   float now[16] = {0};
   for (int r = 0; r < R; r++) {
@@ -164,7 +174,7 @@ INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *tabl
         p = only_lanes(p, v.hidden - at, v.seen - at, 0);
         score[r][b] = only_lanes(score[r][b], v.hidden - at, v.seen - at, 0);
       }
-      total = sum_of(total, codes ? p : store_weights(weight[r] + at, p));
+      total = sum_of(total, codes ? p : store_weights(weight[r] + at / 2 * PAIR_BYTES, p));
     }
     m->total[r] = total;
     if (codes) m->step[r] = whole_weights(score[r], blocks, weight[r]);
@@ -182,7 +192,7 @@ INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, ran
                    const int codes, const int R) {
   const int64_t panels = s->E / 16, end = least_of((range + 1) * RANGE, q->last + 1);
   const int wide = MOST_QUERIES >= 4 * R ? 4 : 1; /* chains beside each other, a row */
-  uint16_t weight[MOST_QUERIES][TILE];
+  int8_t weight[MOST_QUERIES][TILE_PAIRS] __attribute__((aligned(64)));
   float out[MOST_QUERIES][WIDEST];
   floats score[MOST_QUERIES][TILE_BLOCKS];
   softmax_rows m = {0};
@@ -272,9 +282,15 @@ static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t hea
 }
 
 /* Its queries side by side, as products with keys read them. */
-static void lay_queries(const lezero_step *s, query_tile *q, int32_t pairs[]) {
-  for (int64_t e = 0; e < s->E / 2; e++)
-    for (int r = 0; r < q->filled; r++) memcpy(pairs + e * q->filled + r, q->query[r] + 2 * e, 4);
+static void lay_queries(const lezero_step *s, query_tile *q, int8_t pairs[]) {
+  const int64_t size = pair_bytes(s->cache_bits == 8);
+  for (int r = 0; r < q->filled; r++)
+    for (int64_t e = 0; e < s->E / 2; e++) {
+      int8_t *to = pairs + (e * q->filled + r) * size;
+      const uint16_t *from = q->query[r] + 2 * e;
+      const uint32_t wide[2] = {(uint32_t)from[0] << 16, (uint32_t)from[1] << 16};
+      memcpy(to, size == 4 ? (const void *)from : wide, (size_t)size);
+    }
   q->pairs = pairs;
 }
 
@@ -317,7 +333,7 @@ static void attend_units(const worker *w, const lezero_layer *y, int64_t layer, 
   const int type = type_of(&y->out);
   int64_t turn = 0;
   range_sums *sums = w->a.sums, one, next;
-  int32_t pairs[WIDEST / 2 * MOST_QUERIES];
+  int8_t pairs[WIDEST / 2 * MOST_QUERIES * 8] __attribute__((aligned(64)));
   for (int32_t c = 0; c < s->chunks; c++)
     for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++) {
       int64_t first, count;

@@ -52,8 +52,11 @@ INLINE ints dot_words(ints sum, ints w, int32_t x) {
   const __m256i pair = _mm256_set1_epi32(x);
   return ints_sum(sum, BOTH(ints, _mm256_madd_epi16(w.a, pair), _mm256_madd_epi16(w.b, pair)));
 }
-/* Weights of attention (not negative) as bf16, and what they became. */
-INLINE floats store_weights(uint16_t to[16], floats v) {
-  store_bf16(to, v);
-  return read16(to, LEZERO_BF16, 0, 16);
+/* Weights of attention (not negative) rounded to bf16, as `read_pair` reads them, and what they became. */
+INLINE floats store_weights(int8_t *to, floats v) {
+  uint16_t half[16];
+  store_bf16(half, v);
+  const floats kept = read16(half, LEZERO_BF16, 0, 16);
+  write16(to, LEZERO_FP32, 0, 16, kept);
+  return kept;
 }

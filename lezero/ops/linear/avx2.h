@@ -177,16 +177,7 @@ INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_e
 INLINE __m256 second_of(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32((int)0xffff0000u)));
 }
-INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
-  const __m256i all = _mm256_set1_epi32(x);
-  const __m256 x0 = first_of(all), x1 = second_of(all);
-  sum.a = _mm256_fmadd_ps(first_of(w.a), x0, sum.a);
-  sum.b = _mm256_fmadd_ps(first_of(w.b), x0, sum.b);
-  sum.a = _mm256_fmadd_ps(second_of(w.a), x1, sum.a);
-  sum.b = _mm256_fmadd_ps(second_of(w.b), x1, sum.b);
-  return sum;
-}
-/* The same for a pair of inputs of a token, as floats. */
+/* Two inputs of a token, as floats. */
 typedef struct {
   __m256 first, second;
 } token_pair;
@@ -194,6 +185,7 @@ INLINE token_pair read_pair(const int8_t *at) {
   const float *pair = (const float *)at;
   return (token_pair){_mm256_broadcast_ss(pair), _mm256_broadcast_ss(pair + 1)};
 }
+/* sum + w · x for pairs of bf16. */
 INLINE floats dot_pair(floats sum, ints w, token_pair x) {
   sum.a = _mm256_fmadd_ps(first_of(w.a), x.first, sum.a);
   sum.b = _mm256_fmadd_ps(first_of(w.b), x.first, sum.b);

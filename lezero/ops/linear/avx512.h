@@ -106,27 +106,16 @@ INLINE void store_bytes(int8_t to[16], ints q) {
 }
 INLINE void store_codes(int8_t to[16], ints q) { store_bytes(to, q); }
 
-/* bf16: sum + w · x for pairs of bf16. */
-INLINE floats first_of(ints pairs) { return (floats)_mm512_slli_epi32(pairs, 16); }
-INLINE floats second_of(ints pairs) {
-  return (floats)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u));
-}
-INLINE floats dot_pairs(floats sum, ints w, int32_t x) {
-#ifdef __AVX512BF16__
-  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-#else
-  const ints pair = _mm512_set1_epi32(x);
-  sum = _mm512_fmadd_ps(first_of(w), first_of(pair), sum);
-  return _mm512_fmadd_ps(second_of(w), second_of(pair), sum);
-#endif
-}
+/* bf16: `dot_pair` is sum + w · x for pairs of bf16. */
 INLINE void store_bf16(uint16_t to[16], floats v) {
   _mm256_storeu_si256((__m256i *)to, to_bf16(v));
 }
 #ifdef __AVX512BF16__
 typedef int32_t token_pair; /* two inputs of a token, in bf16 */
 INLINE token_pair read_pair(const int8_t *at) { return read_codes(at); }
-INLINE floats dot_pair(floats sum, ints w, token_pair x) { return dot_pairs(sum, w, x); }
+INLINE floats dot_pair(floats sum, ints w, token_pair x) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+}
 INLINE floats low_part(floats v) { /* v less its bf16; 0 where that is not finite */
   const ints wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16);
   const __mmask16 finite =
@@ -143,6 +132,10 @@ typedef struct { /* the same in fp32 */
 INLINE token_pair read_pair(const int8_t *at) {
   const float *pair = (const float *)at;
   return (token_pair){_mm512_set1_ps(pair[0]), _mm512_set1_ps(pair[1])};
+}
+INLINE floats first_of(ints pairs) { return (floats)_mm512_slli_epi32(pairs, 16); }
+INLINE floats second_of(ints pairs) {
+  return (floats)_mm512_and_si512(pairs, _mm512_set1_epi32((int)0xffff0000u));
 }
 INLINE floats dot_pair(floats sum, ints w, token_pair x) {
   sum = _mm512_fmadd_ps(first_of(w), x.first, sum);
