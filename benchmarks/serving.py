@@ -2,14 +2,15 @@
 
 SmolLM2-135M, every side in a process of its own, rounds interleaved. One request decodes 64 tokens
 after a prompt of 32, the likeliest ones, and 64 that chance draws ("drawn": temperature 1, as
-OpenAI's protocol has it unless told otherwise); a prompt of 512 is filled in; 16 requests decode at
-once; 16 requests share a prefix of 256 tokens before suffixes of 32, with and without sharing; text
-that repeats is continued with and without guesses looked up in it; what it costs that bits do not
-depend on neighbours is the time of products over torch's own; what int8 and int4 cost in quality is
-perplexity over bf16's, and the best of them is the faster one that stays within the bars of
-quantization. int4 opens the GGUF file and keeps its own blocks (Q4_1, the head Q8_0); bf16 and int8
-open a folder in bf16 that was made of it. Beside them, from .peers: transformers in bf16, eager;
-llama.cpp and OpenVINO GenAI on the GGUF file as it is.
+OpenAI's protocol has it unless told otherwise); a prompt of 512 is filled in, and one of 4,096,
+behind which 32 more are decoded ("long"); 16 requests decode at once; 16 requests share a prefix of
+256 tokens before suffixes of 32, with and without sharing; text that repeats is continued with and
+without guesses looked up in it; what it costs that bits do not depend on neighbours is the time of
+products over torch's own; what int8 and int4 cost in quality is perplexity over bf16's, and the
+best of them is the faster one that stays within the bars of quantization. int4 opens the GGUF file
+and keeps its own blocks (Q4_1, the head Q8_0); bf16 and int8 open a folder in bf16 that was made of
+it. Beside them, from .peers: transformers in bf16, eager; llama.cpp and OpenVINO GenAI on the GGUF
+file as it is.
 
 Then, each in processes of its own: what HTTP adds to a token, dynamic batching beside the best
 fixed batch, and a soak in which every answer is checked.
@@ -30,7 +31,17 @@ from pathlib import Path
 from typing import Any
 
 from _table import Result, Side, arguments, columns, compare, emit, finish, peer, side
-from serving_parts.peers import DECODED, PEERS, PREFILLED, PROMPT, TOGETHER, median_s
+from serving_parts.peers import (
+    DECODED,
+    LONG,
+    LONG_CONTEXT,
+    PEERS,
+    PREFILLED,
+    PROMPT,
+    TOGETHER,
+    long_figures,
+    median_s,
+)
 from serving_parts.prompts import random_tokens
 from serving_parts.timed import answered_s
 
@@ -66,8 +77,8 @@ def main() -> None:
     figures = dict.fromkeys(_figures(Result({}, dict.fromkeys(OURS, ""))))
     if "engine" in wanted:
         result = _engine(options, place, missing)
-        keys = ["decode", "drawn", "prefill", "together", "scaling", "ready_s", "bytes_token"]
-        keys.append("perplexity")
+        keys = ["decode", "drawn", "decode_long", "prefill", "prefill_long", "together", "scaling"]
+        keys += ["ready_s", "bytes_token", "perplexity"]
         keys += [f"invariance_{rows}" for rows in INVARIANCE]
         print(result.table(keys), end="\n\n", flush=True)
         figures |= _figures(result)
@@ -122,6 +133,9 @@ def _figures(result: Result) -> dict[str, Any]:
         rows = [] if name in result.failed else result.figures.get(name, [])
         return result.median(name, key) if rows and key in rows[0] else None
 
+    def over_peers(key: str) -> float | None:
+        return ratio(key, best, max(ran, key=lambda name: result.median(name, key), default=""))
+
     quality = {name: ratio("perplexity", name, "bf16") for name in WORST}
     good = [name for name, found in quality.items() if found is not None and found <= WORST[name]]
     best = max(good, key=lambda name: of(name, "decode") or 0.0, default="")
@@ -139,6 +153,7 @@ def _figures(result: Result) -> dict[str, Any]:
         "batch16_scaling": of(best, "scaling"),
         "batch16_scaling_bf16": of("bf16", "scaling"),
         "drawn_vs_likeliest": ratio("drawn", best, best, "decode"),
+        **{f"{key}_vs_best_peer": over_peers(key) for key in ("decode_long", "prefill_long")},
         "prefix_ttft_ratio": of(best, "prefix_ttft"),
         "speculation": of(best, "speculation"),
         **{f"invariance_{rows}": of(best, f"invariance_{rows}") for rows in INVARIANCE},
@@ -233,7 +248,23 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
         **_invariance(llm),
         "prefix_ttft": _first_tokens(llm, vocab, shared=True) / _first_tokens(llm, vocab, False),
         "speculation": _speculation(place, weights, quick, vocab),
+        **_long(made, weights, vocab, quick),
     }
+
+
+def _long(made: Any, weights: Any, vocab: int, quick: bool) -> dict[str, float]:
+    """Of a long prompt, in an engine that has room for it."""
+    from lezero.serve.llm import LLM
+
+    context = 1024 if quick else LONG_CONTEXT
+    llm = LLM(_tiny() if quick else made, weights=weights, context=context)
+    seeds = itertools.count(20_000)
+    answered_s(llm, [random_tokens(vocab, 32, 9)], 8)
+
+    def seconds(rows: int, length: int, new: int) -> float:
+        return answered_s(llm, [random_tokens(vocab, length, next(seeds))], new)
+
+    return long_figures(seconds, 512 if quick else LONG)
 
 
 def _first_tokens(llm: Any, vocab: int, shared: bool) -> float:

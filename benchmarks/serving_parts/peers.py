@@ -7,6 +7,7 @@ measured several times, and the median counts.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -18,12 +19,15 @@ from serving_parts.prompts import random_tokens
 DECODED, PREFILLED, TOGETHER, PROMPT = 64, 512, 16, 32
 REPEATS = 5
 CONTEXT = 1024
+LONG, LONG_DECODED, LONG_CONTEXT, LONG_REPEATS = 4096, 32, 4608, 2
+"""A long prompt, and what is decoded behind it."""
 
 Seconds = Callable[[int, int, int], float]
 
 
-def _figures(seconds: Seconds, ready: float, together: bool) -> dict[str, Any]:
-    """seconds(rows, length, new): until so many random prompts have so many new tokens each."""
+def _figures(seconds: Seconds, ready: float, together: bool, long: Seconds) -> dict[str, Any]:
+    """seconds(rows, length, new): until so many random prompts have so many new tokens each. long:
+    the same, where there is room for a long prompt."""
 
     def decoded(rows: int) -> float:
         return seconds(rows, PROMPT, DECODED + 1) - seconds(rows, PROMPT, 1)
@@ -33,15 +37,23 @@ def _figures(seconds: Seconds, ready: float, together: bool) -> dict[str, Any]:
         "decode": DECODED / median_s(lambda: decoded(1)),
         "prefill": PREFILLED / median_s(lambda: seconds(1, PREFILLED, 1)),
         "ready_s": ready,
+        **long_figures(long),
     }
     if together:
         found["together"] = TOGETHER * DECODED / median_s(lambda: decoded(TOGETHER))
     return found
 
 
-def median_s(measure: Callable[[], float]) -> float:
-    """Of `REPEATS` measurements."""
-    return statistics.median(measure() for _ in range(REPEATS))
+def long_figures(seconds: Seconds, length: int = LONG) -> dict[str, float]:
+    """Tokens a second of a long prompt, and of what is decoded behind it."""
+    first = median_s(lambda: seconds(1, length, 1), LONG_REPEATS)
+    more = median_s(lambda: seconds(1, length, LONG_DECODED + 1), LONG_REPEATS)
+    return {"prefill_long": length / first, "decode_long": LONG_DECODED / (more - first)}
+
+
+def median_s(measure: Callable[[], float], repeats: int = REPEATS) -> float:
+    """Of so many measurements."""
+    return statistics.median(measure() for _ in range(repeats))
 
 
 def _prompts(vocab: int, rows: int, length: int, used: list[int]) -> list[list[int]]:
@@ -71,7 +83,7 @@ def transformers(place: str, threads: int) -> dict[str, Any]:
         return time.perf_counter() - begun
 
     size = sum(p.nbytes for p in model.parameters())
-    return {**_figures(seconds, ready, together=True), "bytes_token": size}
+    return {**_figures(seconds, ready, True, seconds), "bytes_token": size}
 
 
 def llama_cpp(place: str, threads: int) -> dict[str, Any]:
@@ -79,11 +91,12 @@ def llama_cpp(place: str, threads: int) -> dict[str, Any]:
     from llama_cpp import Llama
 
     began = time.perf_counter()
-    llm = Llama(place, n_ctx=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
+    threading = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    llm = Llama(place, n_ctx=CONTEXT, **threading)
     ready = time.perf_counter() - began
     used = [0]
 
-    def seconds(rows: int, length: int, new: int) -> float:
+    def answered(llm: Any, rows: int, length: int, new: int) -> float:
         (prompt,) = _prompts(llm.n_vocab(), rows, length, used)
         llm.reset()
         begun = time.perf_counter()
@@ -92,7 +105,10 @@ def llama_cpp(place: str, threads: int) -> dict[str, Any]:
             next(answer)
         return time.perf_counter() - begun
 
-    return {**_figures(seconds, ready, together=False), "bytes_token": Path(place).stat().st_size}
+    roomy = Llama(place, n_ctx=LONG_CONTEXT, **threading)
+    seconds, long = (functools.partial(answered, each) for each in (llm, roomy))
+    size = Path(place).stat().st_size
+    return {**_figures(seconds, ready, False, long), "bytes_token": size}
 
 
 def openvino(place: str, threads: int) -> dict[str, Any]:
@@ -116,7 +132,8 @@ def openvino(place: str, threads: int) -> dict[str, Any]:
         assert len(found.tokens[0]) == new
         return took
 
-    return {**_figures(seconds, ready, together=False), "bytes_token": Path(place).stat().st_size}
+    size = Path(place).stat().st_size
+    return {**_figures(seconds, ready, False, seconds), "bytes_token": size}
 
 
 PEERS: Mapping[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {

@@ -28,8 +28,9 @@ static int64_t first_key(const lezero_step *s, int64_t position) {
 
 /* [Note: chains]
  * A product waits for the sum before it, some six cycles on processors that could begin two a cycle.
- * So with few rows, several blocks of keys or panels of values are summed side by side; each sum
- * by itself runs in the same order as ever. */
+ * So with few rows, several blocks of keys or panels of values are summed side by side; with more rows
+ * two, since each number of a query that is read then serves two products. Each sum by itself runs in
+ * the same order as ever. */
 
 /* [Note: pairs of inputs]
  * Queries and weights are multiplied in pairs: as bf16 or, where that has no instruction, as the same
@@ -42,24 +43,31 @@ INLINE int32_t word_pair(const int8_t *at) {
   return x;
 }
 
+/* [Note: fetching before]
+ * A head's part of a block is 2 KiB, too little for what a processor fetches by itself. So while keys of
+ * a tile are read, its values are fetched, and while these are read, the keys of the next tile (`next`). */
+
 /* Scores of R rows with B blocks of keys. codes: the cache is in int8. */
 INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t b,
                          floats score[][TILE_BLOCKS], const int codes, const int R, const int B) {
-  char *block[TILE_BLOCKS];
+  const char *block[TILE_BLOCKS], *values[TILE_BLOCKS];
   floats acc[MOST_QUERIES][TILE_BLOCKS];
-  ints count[MOST_QUERIES][TILE_BLOCKS];
+  ints count[MOST_QUERIES][TILE_BLOCKS], k[TILE_BLOCKS];
   UNROLL for (int i = 0; i < B; i++) {
     block[i] = block_of(s, s->keys, q->layer, table[b + i], q->head);
+    values[i] = block_of(s, s->values, q->layer, table[b + i], q->head);
     UNROLL for (int r = 0; r < R; r++) acc[r][i] = all_floats(0), count[r][i] = all_ints(0);
   }
   for (int64_t e = 0; e < s->E / 2; e++) {
     fetch_some(q->ahead, 1);
-    UNROLL for (int i = 0; i < B; i++) {
-      const ints k = codes ? load_words(block[i] + 32 * e) : load_line(block[i] + 64 * e);
-      UNROLL for (int r = 0; r < R; r++) {
-        const int8_t *x = q->pairs + (e * R + r) * pair_bytes(codes);
-        if (codes) count[r][i] = dot_words(count[r][i], k, word_pair(x));
-        else acc[r][i] = dot_pair(acc[r][i], k, read_pair(x));
+    if (!codes || e % 2) UNROLL for (int i = 0; i < B; i++) prefetch(values[i] + (codes ? 32 : 64) * e);
+    UNROLL for (int i = 0; i < B; i++)
+      k[i] = codes ? load_words(block[i] + 32 * e) : load_line(block[i] + 64 * e);
+    UNROLL for (int r = 0; r < R; r++) {
+      const int8_t *x = q->pairs + (e * R + r) * pair_bytes(codes);
+      UNROLL for (int i = 0; i < B; i++) {
+        if (codes) count[r][i] = dot_words(count[r][i], k[i], word_pair(x));
+        else acc[r][i] = dot_pair(acc[r][i], k[i], read_pair(x));
       }
     }
   }
@@ -82,11 +90,11 @@ typedef struct {
 /* out = out · shrink + weights · values for R rows and P panels of 16 channels, over `keys` keys. */
 INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32_t *table,
                           int64_t keys, int64_t panel, int8_t weight[][TILE_PAIRS],
-                          const softmax_rows *m, float out[][WIDEST], const int codes,
-                          const int R, const int P) {
+                          const softmax_rows *m, float out[][WIDEST], const int32_t *next,
+                          const int codes, const int R, const int P) {
   const int64_t line = codes ? 32 : 64;
   floats acc[MOST_QUERIES][TILE_BLOCKS];
-  ints count[MOST_QUERIES][TILE_BLOCKS];
+  ints count[MOST_QUERIES][TILE_BLOCKS], v[TILE_BLOCKS];
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++) {
     acc[r][i] = product(read16(out[r], LEZERO_FP32, (panel + i) * 16, 16), all_floats(m->shrink[r]));
     count[r][i] = all_ints(0);
@@ -95,15 +103,20 @@ INLINE void gather_panels(const lezero_step *s, const query_tile *q, const int32
     const char *values = block_of(s, s->values, q->layer, table[at / LEZERO_BLOCK], q->head) +
                          panel * (LEZERO_BLOCK / 2) * line;
     const int64_t pairs = least_of(LEZERO_BLOCK, keys - at + 1) / 2;
+    const char *after = block_of(s, s->keys, q->layer, next[at / LEZERO_BLOCK], q->head) +
+                        panel * (LEZERO_BLOCK / 2) * line;
     for (int64_t pair = 0; pair < pairs; pair++) {
       fetch_some(q->ahead, 1);
+      UNROLL for (int i = 0; i < P; i++) prefetch(after + (i * (LEZERO_BLOCK / 2) + pair) * line);
       UNROLL for (int i = 0; i < P; i++) {
         const char *place = values + (i * (LEZERO_BLOCK / 2) + pair) * line;
-        const ints v = codes ? load_words(place) : load_line(place);
-        UNROLL for (int r = 0; r < R; r++) {
-          const int8_t *x = weight[r] + (at / 2 + pair) * pair_bytes(codes);
-          if (codes) count[r][i] = dot_words(count[r][i], v, word_pair(x));
-          else acc[r][i] = dot_pair(acc[r][i], v, read_pair(x));
+        v[i] = codes ? load_words(place) : load_line(place);
+      }
+      UNROLL for (int r = 0; r < R; r++) {
+        const int8_t *x = weight[r] + (at / 2 + pair) * pair_bytes(codes);
+        UNROLL for (int i = 0; i < P; i++) {
+          if (codes) count[r][i] = dot_words(count[r][i], v[i], word_pair(x));
+          else acc[r][i] = dot_pair(acc[r][i], v[i], read_pair(x));
         }
       }
     }
@@ -191,7 +204,7 @@ INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *tabl
 INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, range_sums *f,
                    const int codes, const int R) {
   const int64_t panels = s->E / 16, end = least_of((range + 1) * RANGE, q->last + 1);
-  const int wide = MOST_QUERIES >= 4 * R ? 4 : 1; /* chains beside each other, a row */
+  const int wide = MOST_SUMS >= 4 * R ? 4 : MOST_SUMS >= 2 * R ? 2 : 1; /* see [Note: chains] */
   int8_t weight[MOST_QUERIES][TILE_PAIRS] __attribute__((aligned(64)));
   float out[MOST_QUERIES][WIDEST];
   floats score[MOST_QUERIES][TILE_BLOCKS];
@@ -205,14 +218,16 @@ INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, ran
     const int64_t keys = least_of(end - base, TILE);
     const int64_t blocks = (keys + LEZERO_BLOCK - 1) / LEZERO_BLOCK;
     const int32_t *table = q->blocks + base / LEZERO_BLOCK;
+    const int32_t *next = base + TILE + keys <= q->last + 1 ? table + TILE_BLOCKS : table;
     int64_t b = 0, panel = 0;
-    for (; wide > 1 && b + 4 <= blocks; b += 4) score_blocks(s, q, table, b, score, codes, R, wide);
+    for (; wide > 1 && b + wide <= blocks; b += wide)
+      score_blocks(s, q, table, b, score, codes, R, wide);
     for (; b < blocks; b++) score_blocks(s, q, table, b, score, codes, R, 1);
     weigh(s, q, table, base, blocks, score, weight, &m, codes, R);
-    for (; wide > 1 && panel + 4 <= panels; panel += 4)
-      gather_panels(s, q, table, keys, panel, weight, &m, out, codes, R, wide);
+    for (; wide > 1 && panel + wide <= panels; panel += wide)
+      gather_panels(s, q, table, keys, panel, weight, &m, out, next, codes, R, wide);
     for (; panel < panels; panel++)
-      gather_panels(s, q, table, keys, panel, weight, &m, out, codes, R, 1);
+      gather_panels(s, q, table, keys, panel, weight, &m, out, next, codes, R, 1);
   }
   for (int r = 0; r < R; r++) {
     f->most[r] = m.most[r], f->total[r] = lanes_total(m.total[r]);
@@ -325,39 +340,41 @@ static int one_row_a_chunk(const lezero_step *s) {
 
 enum { WHOLE, BY_RANGE, JOINING };
 
-/* Units are dealt in turns, so that long and short ones mix: tiles and heads, or their ranges.
+/* Units are dealt in turns, so that long and short ones mix: heads and tiles, or their ranges; all of
+ * a head before the next one, so that its keys and values stay in a core's cache.
  * stores: the worker stores what it attends to. */
 static void attend_units(const worker *w, const lezero_layer *y, int64_t layer, int found_type,
                          int how, int stores) {
   const lezero_step *s = w->s;
   const int type = type_of(&y->out);
   int64_t turn = 0;
-  range_sums *sums = w->a.sums, one, next;
+  range_sums *own = w->a.sums, one, next; /* own: of all ranges of a tile and head */
   int8_t pairs[WIDEST / 2 * MOST_QUERIES * 8] __attribute__((aligned(64)));
   for (int32_t c = 0; c < s->chunks; c++)
-    for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++) {
-      int64_t first, count;
-      ranges_of(s, s->chunk + c, tile, &first, &count);
-      for (int64_t unit = 0; unit < s->K * (how == BY_RANGE ? count : 1); unit++, turn++) {
-        const int64_t mine = turn % s->crew, head = unit % s->K;
-        if (mine < w->begin || mine >= w->end) continue;
-        if (stores) store_piece(w, y, layer, w->a.pieces + c, head, found_type);
-        query_tile q = tile_of(w, layer, c, head, tile);
-        range_sums *own = sums + head * count; /* of all ranges */
-        if (how != JOINING) lay_queries(s, &q, pairs);
-        if (how == BY_RANGE) {
-          attend_any(s, &q, first + unit / s->K, own + unit / s->K);
-          continue;
+    for (int64_t head = 0; head < s->K; head++)
+      for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++) {
+        int64_t first, count;
+        ranges_of(s, s->chunk + c, tile, &first, &count);
+        for (int64_t unit = 0; unit < (how == BY_RANGE ? count : 1); unit++, turn++) {
+          const int64_t mine = turn % s->crew;
+          if (mine < w->begin || mine >= w->end) continue;
+          if (stores) store_piece(w, y, layer, w->a.pieces + c, head, found_type);
+          query_tile q = tile_of(w, layer, c, head, tile);
+          if (how != JOINING) lay_queries(s, &q, pairs);
+          if (how == BY_RANGE) {
+            attend_any(s, &q, first + unit, own + unit);
+            continue;
+          }
+          range_sums *all = how == WHOLE ? &one : own;
+          if (how == WHOLE) attend_any(s, &q, first, all);
+          for (int64_t i = 1; i < count; i++) {
+            if (how == WHOLE) attend_any(s, &q, first + i, &next);
+            join(s, q.rows, all, how == WHOLE ? &next : own + i);
+          }
+          write_rows(w, &q, type, all);
         }
-        if (how == WHOLE) attend_any(s, &q, first, own = &one);
-        for (int64_t i = 1; i < count; i++) {
-          if (how == WHOLE) attend_any(s, &q, first + i, &next);
-          join(s, q.rows, own, how == WHOLE ? &next : own + i);
-        }
-        write_rows(w, &q, type, own);
+        if (how != WHOLE) own += count;
       }
-      sums += s->K * count;
-    }
 }
 
 static void attention(worker *w, const lezero_layer *y, int64_t layer, int found_type) {

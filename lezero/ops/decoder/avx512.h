@@ -30,17 +30,15 @@ INLINE void store_words(uint16_t to[16], ints q) {
 INLINE ints dot_words(ints sum, ints w, int32_t x) {
   return _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi32(x));
 }
-/* Weights of attention (not negative) rounded to bf16, as `read_pair` reads them, and what they became. */
+/* Weights of attention (not negative) as `read_pair` reads them, and what they became. */
+enum { MOST_SUMS = 24 }; /* that registers hold beside what is multiplied */
 INLINE floats store_weights(int8_t *to, floats v) {
 #ifdef __AVX512BF16__
   const __m256i half = (__m256i)_mm512_cvtneps_pbh(v);
   _mm256_storeu_si256((__m256i *)to, half);
+  return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
 #else
-  const __m256i half = to_bf16(v);
+  _mm512_storeu_ps(to, v);
+  return v;
 #endif
-  const floats kept = (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16);
-#ifndef __AVX512BF16__
-  _mm512_storeu_ps(to, kept);
-#endif
-  return kept;
 }
