@@ -134,7 +134,9 @@ def _figures(result: Result) -> dict[str, Any]:
         return result.median(name, key) if rows and key in rows[0] else None
 
     def over_peers(key: str) -> float | None:
-        return ratio(key, best, max(ran, key=lambda name: result.median(name, key), default=""))
+        theirs = [found for name in ran if (found := of(name, key)) is not None]
+        mine = of(best, key)
+        return None if mine is None or not theirs else mine / max(theirs)
 
     quality = {name: ratio("perplexity", name, "bf16") for name in WORST}
     good = [name for name, found in quality.items() if found is not None and found <= WORST[name]]

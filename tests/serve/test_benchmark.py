@@ -29,12 +29,16 @@ def test_the_best_weights_are_the_fastest_within_the_bars(
     benchmark: ModuleType, perplexity: tuple[float, ...], best: str | None
 ) -> None:
     speed = {"bf16": 1.0, "int8": 2.0, "int4": 3.0, "llama.cpp": 1.5}
-    found: dict[str, list[dict[str, Any]]] = {name: [{"decode": x}] for name, x in speed.items()}
+    found: dict[str, list[dict[str, Any]]] = {
+        name: [{"decode": x, "decode_long": x / 2}] for name, x in speed.items()
+    }
+    found["openvino-genai"] = [{"decode": 1.4, "decode_long": 1.0}]
     for name, one in zip(("bf16", "int8", "int4"), perplexity, strict=True):
         found[name][0]["perplexity"] = one
     figures = benchmark._figures(benchmark.Result(found, {}))
     assert figures["weights"] == best
     assert figures["decode_vs_best_peer"] == (best and speed[best] / 1.5)
+    assert figures["decode_long_vs_best_peer"] == (best and speed[best] / 2)
     assert figures["quality_int4"] == perplexity[2] / 8.0
 
 
