@@ -257,16 +257,20 @@ def _ours(weights: str, place: str, quick: bool) -> dict[str, Any]:
 def _long(made: Any, weights: Any, vocab: int, quick: bool) -> dict[str, float]:
     """Of a long prompt, in an engine that has room for it."""
     from lezero.serve.llm import LLM
+    from lezero.serve.sampling import SamplingParams
 
     context = 1024 if quick else LONG_CONTEXT
     llm = LLM(_tiny() if quick else made, weights=weights, context=context)
     seeds = itertools.count(20_000)
     answered_s(llm, [random_tokens(vocab, 32, 9)], 8)
 
-    def seconds(rows: int, length: int, new: int) -> float:
-        return answered_s(llm, [random_tokens(vocab, length, next(seeds))], new)
+    def parts(length: int, new: int) -> tuple[float, float]:
+        asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+        prompt, began = random_tokens(vocab, length, next(seeds)), time.perf_counter()
+        told = [time.perf_counter() for _ in llm.stream(prompt, asked)]
+        return told[0] - began, told[-1] - told[0]
 
-    return long_figures(seconds, 512 if quick else LONG)
+    return long_figures(parts, 512 if quick else LONG)
 
 
 def _first_tokens(llm: Any, vocab: int, shared: bool) -> float:

@@ -7,7 +7,6 @@ measured several times, and the median counts.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,11 +22,12 @@ LONG, LONG_DECODED, LONG_CONTEXT, LONG_REPEATS = 4096, 32, 4608, 2
 """A long prompt, and what is decoded behind it."""
 
 Seconds = Callable[[int, int, int], float]
+Parts = Callable[[int, int], tuple[float, float]]
+"""Of an answer, by length of its prompt and new tokens: seconds to the first, and from it on."""
 
 
-def _figures(seconds: Seconds, ready: float, together: bool, long: Seconds) -> dict[str, Any]:
-    """seconds(rows, length, new): until so many random prompts have so many new tokens each. long:
-    the same, where there is room for a long prompt."""
+def _figures(seconds: Seconds, ready: float, together: bool, long: Parts) -> dict[str, Any]:
+    """seconds(rows, length, new): until so many random prompts have so many new tokens each."""
 
     def decoded(rows: int) -> float:
         return seconds(rows, PROMPT, DECODED + 1) - seconds(rows, PROMPT, 1)
@@ -44,16 +44,17 @@ def _figures(seconds: Seconds, ready: float, together: bool, long: Seconds) -> d
     return found
 
 
-def long_figures(seconds: Seconds, length: int = LONG) -> dict[str, float]:
-    """Tokens a second of a long prompt, and of what is decoded behind it."""
-    first = median_s(lambda: seconds(1, length, 1), LONG_REPEATS)
-    more = median_s(lambda: seconds(1, length, LONG_DECODED + 1), LONG_REPEATS)
-    return {"prefill_long": length / first, "decode_long": LONG_DECODED / (more - first)}
+def long_figures(parts: Parts, length: int = LONG) -> dict[str, float]:
+    """Tokens a second of a long prompt, and of what is decoded behind it, which takes too little of
+    the whole to be found as a difference."""
+    found = [parts(length, LONG_DECODED + 1) for _ in range(LONG_REPEATS)]
+    first, rest = (statistics.median(side) for side in zip(*found, strict=True))
+    return {"prefill_long": length / first, "decode_long": LONG_DECODED / rest}
 
 
-def median_s(measure: Callable[[], float], repeats: int = REPEATS) -> float:
-    """Of so many measurements."""
-    return statistics.median(measure() for _ in range(repeats))
+def median_s(measure: Callable[[], float]) -> float:
+    """Of `REPEATS` measurements."""
+    return statistics.median(measure() for _ in range(REPEATS))
 
 
 def _prompts(vocab: int, rows: int, length: int, used: list[int]) -> list[list[int]]:
@@ -82,8 +83,22 @@ def transformers(place: str, threads: int) -> dict[str, Any]:
         )
         return time.perf_counter() - begun
 
+    def long(length: int, new: int) -> tuple[float, float]:
+        times = list[float]()
+
+        def note(*_: Any, **__: Any) -> Any:  # after each token
+            times.append(time.perf_counter())
+            return torch.zeros(1, dtype=torch.bool)
+
+        tokens, begun = torch.tensor(_prompts(vocab, 1, length, used)), time.perf_counter()
+        model.generate(
+            *(tokens,), attention_mask=torch.ones_like(tokens), max_new_tokens=new,
+            min_new_tokens=new, do_sample=False, stopping_criteria=[note],
+        )  # fmt: skip
+        return times[0] - begun, times[-1] - times[0]
+
     size = sum(p.nbytes for p in model.parameters())
-    return {**_figures(seconds, ready, True, seconds), "bytes_token": size}
+    return {**_figures(seconds, ready, True, long), "bytes_token": size}
 
 
 def llama_cpp(place: str, threads: int) -> dict[str, Any]:
@@ -94,19 +109,26 @@ def llama_cpp(place: str, threads: int) -> dict[str, Any]:
     threading = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
     llm = Llama(place, n_ctx=CONTEXT, **threading)
     ready = time.perf_counter() - began
+    roomy = Llama(place, n_ctx=LONG_CONTEXT, **threading)
     used = [0]
 
-    def answered(llm: Any, rows: int, length: int, new: int) -> float:
-        (prompt,) = _prompts(llm.n_vocab(), rows, length, used)
+    def answered(llm: Any, length: int, new: int) -> tuple[float, float]:
+        (prompt,) = _prompts(llm.n_vocab(), 1, length, used)
         llm.reset()
         begun = time.perf_counter()
         answer = llm.generate(prompt, temp=0.0)
-        for _ in range(new):
+        next(answer)
+        first = time.perf_counter()
+        for _ in range(new - 1):
             next(answer)
-        return time.perf_counter() - begun
+        return first - begun, time.perf_counter() - first
 
-    roomy = Llama(place, n_ctx=LONG_CONTEXT, **threading)
-    seconds, long = (functools.partial(answered, each) for each in (llm, roomy))
+    def seconds(rows: int, length: int, new: int) -> float:
+        return sum(answered(llm, length, new))
+
+    def long(length: int, new: int) -> tuple[float, float]:
+        return answered(roomy, length, new)
+
     size = Path(place).stat().st_size
     return {**_figures(seconds, ready, False, long), "bytes_token": size}
 
@@ -122,7 +144,7 @@ def openvino(place: str, threads: int) -> dict[str, Any]:
     ready = time.perf_counter() - began
     vocab, used = len(pipeline.get_tokenizer().get_vocab()), [0]
 
-    def seconds(rows: int, length: int, new: int) -> float:
+    def answered(rows: int, length: int, new: int) -> tuple[float, Any]:
         config = GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.do_sample = new, True, False
         tokens = Tensor(np.array(_prompts(vocab, rows, length, used), dtype=np.int64))
@@ -130,10 +152,18 @@ def openvino(place: str, threads: int) -> dict[str, Any]:
         found = pipeline.generate(tokens, config)
         took = time.perf_counter() - begun
         assert len(found.tokens[0]) == new
-        return took
+        return took, found.perf_metrics
+
+    def seconds(rows: int, length: int, new: int) -> float:
+        return answered(rows, length, new)[0]
+
+    def long(length: int, new: int) -> tuple[float, float]:
+        took, told = answered(1, length, new)
+        rest = (new - 1) * told.get_tpot().mean / 1000
+        return took - rest, rest
 
     size = Path(place).stat().st_size
-    return {**_figures(seconds, ready, False, seconds), "bytes_token": size}
+    return {**_figures(seconds, ready, False, long), "bytes_token": size}
 
 
 PEERS: Mapping[str, tuple[str, Callable[[str, int], dict[str, Any]]]] = {
