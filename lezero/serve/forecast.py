@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -9,7 +10,7 @@ import psutil
 from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.facts import memory
-from lezero.profiler import hardware
+from lezero.profiler import Ceilings, hardware
 from lezero.report.units import size
 from lezero.serve.program import Program
 from lezero.serve.rehearsal import Paces
@@ -20,6 +21,8 @@ _LATER = 32 << 20
 """What libraries take once kernels run: their code, and what they keep. Measured: 37 MiB with bf16,
 int8 and int4 weights, 24 of them where torch's own products are compared, and 13 with fp32."""
 _ERROR, _LEAST_ERROR = 0.10, 32 << 20
+_ALIKE = 0.9
+"""A speed that is this share of another and more is not told beside it."""
 _PACE_ERROR = 0.20
 """Of speeds that a rehearsal saw, where requests have few tokens behind them."""
 
@@ -29,8 +32,9 @@ class Forecast:
     """Bytes, and tokens a second; speeds are None where the machine's ceilings were not measured.
 
     workspace_bytes: of one step of most tokens. decode_tokens_s: of one request without guesses,
-    which reading weights limits. prefill_tokens_s: of prompts, which products limit. largest:
-    requests of a whole context that the cache holds at once.
+    which reading weights limits. prefill_tokens_s: of prompts, which products limit. full_…: of
+    the last token of a whole context, which reads the keys and values before it too, and of a
+    prompt as long. largest: requests of a whole context that the cache holds at once.
     """
 
     weight_bytes: int
@@ -42,6 +46,8 @@ class Forecast:
     context: int
     decode_tokens_s: float | None
     prefill_tokens_s: float | None
+    full_decode_tokens_s: float | None = None
+    full_prefill_tokens_s: float | None = None
     draft_bytes: int = 0
     """Of the model that guesses: weights, and keys and values."""
     draft_cache_bytes: int = 0
@@ -79,6 +85,11 @@ class Forecast:
         guesses = ""
         if self.faster > 1:
             guesses = f" without guesses, and with right ones {self.faster:.2g} times as fast"
+        ends = self.context - 1
+        full = self.full_decode_tokens_s, self.decode_tokens_s
+        behind = _slower(f"; behind {ends:,} tokens {{}}", *full)
+        full = self.full_prefill_tokens_s, self.prefill_tokens_s
+        whole = _slower(f"; of {ends:,} at once {{}}", *full)
         if self.disturbed:
             slow.append("note        measured beside other programs, so it may be more")
         return [
@@ -88,8 +99,8 @@ class Forecast:
             f"workspace   {size(self.workspace_bytes)}",
             *draft,
             *([beside] if self.beside_bytes else []),
-            f"decode      at most {_speed(self.decode_tokens_s)} for one request{guesses}",
-            f"prefill     at most {_speed(self.prefill_tokens_s)}",
+            f"decode      at most {_speed(self.decode_tokens_s)} for one request{guesses}{behind}",
+            f"prefill     at most {_speed(self.prefill_tokens_s)}{whole}",
             *slow,
         ]
 
@@ -114,9 +125,12 @@ def foresee(
     # Those that are kept are the accelerator's, which says nothing of a model on the CPU.
     alike = program.place.type == device.device().type
     ceilings = hardware(measure=False).ceilings if alike else None
-    read = None if ceilings is None else ceilings.read_at_most(program.read_bytes)
-    reached = [ceilings.gemm(form) for form in program.product_forms] if ceilings else []
-    products = max((rate for rate in reached if rate is not None), default=None)
+    seen, mean = _seen(program.window, context)
+    each = program.read_bytes + int(seen * program.block_bytes / program.block_size)
+    products = _fastest(ceilings, program.product_forms)
+    forms = program.product_forms if program.kv == "int8" else ("fp32", "bf16")
+    attention = _fastest(ceilings, forms)
+    filling = _seconds(program.products, products)
     return Forecast(
         program.weight_bytes,
         blocks * program.block_bytes,
@@ -124,8 +138,10 @@ def foresee(
         program.block_bytes // program.block_size,
         blocks * program.block_size,
         context,
-        None if read is None else read / program.read_bytes,
-        None if products is None else products / (2 * program.products),
+        _reads(ceilings, program.read_bytes),
+        _speed_of(filling),
+        _reads(ceilings, each),
+        _speed_of(filling, _seconds(mean * program.products_a_key, attention)),
         0 if draft is None else draft.weight_bytes + blocks * kept,
         0 if draft is None else blocks * kept,
         program.origin,
@@ -136,6 +152,41 @@ def foresee(
         max(1.0, (1 + guesses) / (1 + guesses * cost)),
         beside,
     )
+
+
+def _seen(window: int | None, context: int) -> tuple[int, float]:
+    """How many tokens the last one of so many sees, and how many they all see in the mean."""
+    most = context if window is None else min(window, context)
+    return most, most - most * most / (2 * context)
+
+
+def _reads(ceilings: Ceilings | None, size: int) -> float | None:
+    """How many times a second so many bytes are read at most."""
+    read = None if ceilings is None else ceilings.read_at_most(size)
+    return None if read is None else read / size
+
+
+def _fastest(ceilings: Ceilings | None, forms: Sequence[str]) -> float | None:
+    """Operations a second of products in the fastest of these number formats."""
+    found = [ceilings.gemm(form) for form in forms] if ceilings else []
+    return max((rate for rate in found if rate is not None), default=None)
+
+
+def _seconds(products: float, rate: float | None) -> float | None:
+    return None if rate is None else 2 * products / rate
+
+
+def _speed_of(*seconds: float | None) -> float | None:
+    """Tokens a second, of which each takes these seconds."""
+    known = [each for each in seconds if each is not None]
+    return 1 / sum(known) if len(known) == len(seconds) else None
+
+
+def _slower(words: str, speed: float | None, usual: float | None) -> str:
+    """Words for a speed that is not the usual one, or nothing."""
+    if speed is None or usual is None or speed > _ALIKE * usual:
+        return ""
+    return words.format(_number(speed))
 
 
 def tried_lines(tried: Paces) -> list[str]:

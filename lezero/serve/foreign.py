@@ -209,6 +209,14 @@ class TransformersProgram(Program):
         matrices = [x for x in self._model.parameters() if x.dim() > 1 and id(x) not in tables]
         return sum(x.numel() for x in matrices)
 
+    @property
+    def products_a_key(self) -> int:
+        return 0  # not known of each
+
+    @property
+    def window(self) -> int | None:
+        return None
+
 
 def _has_states(model: Any) -> bool:
     """Whether it is recurrent, in all layers or in some (Mamba, Jamba, Qwen3-Next, LFM2)."""

@@ -178,6 +178,17 @@ class Program(ABC):
         q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
         return c.layers * c.dim * (2 * q + 2 * kv + 3 * c.ffn)
 
+    @property
+    def products_a_key(self) -> int:
+        """Numbers of keys and values that one token is multiplied with for each token it sees."""
+        c = self.config
+        return 2 * c.layers * c.heads * c.head_dim
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token sees at most; None for all."""
+        return self.config.sliding_window
+
 
 def ending(config: TransformerConfig) -> str:
     """What a description says where sequences end before the model's own limit; else nothing."""

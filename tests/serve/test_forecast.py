@@ -42,6 +42,32 @@ def test_prefill_is_bounded_by_the_fastest_products(ceilings: Any) -> None:
     assert llm.forecast.prefill_tokens_s is None
 
 
+def test_a_whole_context_is_slower(ceilings: Any) -> None:
+    llm = LLM(small(context=1024), weights="bf16", context=1000)
+    ceilings(replace(MEASURED, gemm_bf16=4e11, gemm_int8=9e11))
+    found, program, c = llm.forecast, llm.program, llm.program.config
+    read = program.read_bytes + 1000 * 2 * 2 * c.layers * c.kv_heads * c.head_dim
+    assert found.full_decode_tokens_s == pytest.approx(1e10 / read)
+    operations = 2 * (program.products + 500 * 2 * c.layers * c.heads * c.head_dim)
+    assert found.full_prefill_tokens_s == pytest.approx(4e11 / operations)
+    decode, prefill = found.lines()[-2:]
+    assert decode.endswith(f"for one request; behind 999 tokens {1e10 / read:,.0f}")
+    assert prefill.endswith(f"tokens/s; of 999 at once {4e11 / operations:,.0f}")
+    brief = LLM(small(), weights="bf16", context=8).forecast.lines()[-2:]
+    assert not any("behind" in line or "at once" in line for line in brief)
+
+
+def test_a_window_bounds_what_a_whole_context_costs(ceilings: Any) -> None:
+    llm = LLM(small(context=1024, sliding_window=64), weights="bf16", context=1000)
+    ceilings(MEASURED)
+    program, c = llm.program, llm.program.config
+    read = program.read_bytes + 64 * 2 * 2 * c.layers * c.kv_heads * c.head_dim
+    assert llm.forecast.full_decode_tokens_s == pytest.approx(1e10 / read)
+    seen = (64 * 64 / 2 + 936 * 64) / 1000
+    operations = 2 * (program.products + seen * 2 * c.layers * c.heads * c.head_dim)
+    assert llm.forecast.full_prefill_tokens_s == pytest.approx(1e11 / operations)
+
+
 def test_ceilings_of_another_device_say_nothing(
     ceilings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,7 +125,7 @@ def test_guesses_are_told_beside_the_ceiling(ceilings: Any) -> None:
         next(line for line in llm.forecast.lines() if line.startswith("decode"))
         for llm in (plain, looking)
     ]
-    assert said[0].endswith("tokens/s for one request")
+    assert "tokens/s for one request; behind" in said[0]
     assert said[1] == said[0] + " without guesses, and with right ones 7 times as fast"
     assert looking.forecast.faster == 7
     assert drafted._draft is not None
