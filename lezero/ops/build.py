@@ -184,7 +184,7 @@ def _read(paths: list[Path]) -> list[Path]:
     """These files, and what they and others of ours include."""
     found = list(dict.fromkeys(paths))
     for path in found:  # which grows meanwhile
-        for name in _INCLUDED.findall(path.read_text()):
+        for name in _INCLUDED.findall(path.read_text("utf-8")):
             header = (path.parent / name).resolve()
             if header.is_file() and header not in found:
                 found.append(header)

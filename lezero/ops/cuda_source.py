@@ -146,7 +146,7 @@ def _kernel(
 ) -> CudaKernel:
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in given]
-    text = _PRELUDE.read_text() + (source.read_text() if source != _PRELUDE else "")
+    text = _PRELUDE.read_text("utf-8") + (source.read_text("utf-8") if source != _PRELUDE else "")
     made_from = _digest(text, torch.version.cuda, *options)
     code = kept(source.stem, made_from, lambda: compiled(text, source.name, options))
     return CudaKernel(code, name)

@@ -4,6 +4,8 @@ import ctypes
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -157,3 +159,19 @@ def test_bytes_that_cannot_be_kept_are_made_each_time(tmp_path, monkeypatch, cap
     monkeypatch.setattr(builder, "cache_folder", lambda: tmp_path)
     assert [builder.kept("kernel", "one", lambda: b"x") for _ in range(2)] == [b"x", b"x"]
     assert "built in each process" in caplog.text
+
+
+def test_sources_are_read_as_they_are_written():
+    """They hold "·" and "…", which the encoding of a locale may not."""
+    code = (
+        "from pathlib import Path\n"
+        "from lezero.ops import build, decoder\n"
+        "folder = Path(decoder.__file__).parent\n"
+        "print(len(build._read([folder / 'avx512_layers.c', folder / 'registration.cpp'])))\n"
+    )
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **plain}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert int(done.stdout) > 10
