@@ -36,7 +36,7 @@ class MovingBuffers:
         self._seen = {
             (module, name): mark
             for module in modules_of(self._model)
-            for name in module._parameters
+            for name, _ in module._parameters.items()  # a script's has no more than items
             if (mark := _mark(module, name)) is not None
         }
 
@@ -64,7 +64,7 @@ class MovingBuffers:
 def _mark(module: nn.Module, name: str) -> tuple[int, int] | None:
     """What changes when a frozen parameter is written (other than through `.data`) or has another
     memory; None for one that is trained, gone, large or without values here."""
-    p = module._parameters.get(name)
+    p = module._parameters[name] if name in module._parameters else None  # noqa: SIM401
     if p is None or p.requires_grad or p.is_inference() or hasattr(p, "to_local"):
         return None
     if p.layout is not torch.strided or p.is_meta or p.nbytes > _LARGEST_BYTES:

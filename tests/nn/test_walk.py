@@ -28,6 +28,43 @@ class Shares(nn.Module):
         return self.script(self.parts[0](x)) * self.own
 
 
+class Hidden(nn.Module):
+    """Tells of parts that are not among its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.head = [nn.Linear(3, 3), nn.BatchNorm1d(3)], nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.parts[1](self.parts[0](x)))
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        for index, part in enumerate(self.parts):
+            yield f"{prefix}parts.{index}", part
+
+
+class Clearing(nn.Linear):
+    cleared = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.cleared += 1
+        super().zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_class_tells_of_itself_counts(inside: bool):
+    model = Hidden()
+    whole = nn.Sequential(nn.ReLU(), model) if inside else model
+    assert set(model.parts) <= set(modules_of(whole))
+    whole(torch.ones(2, 3)).sum().backward()
+    drop_gradients(whole)
+    assert all(p.grad is None for part in model.parts for p in part.parameters())
+    clearing = Clearing(3, 3)
+    drop_gradients(clearing)
+    assert clearing.cleared == 1
+
+
 def test_every_module_once():
     model = Shares()
     found = modules_of(model)

@@ -111,3 +111,18 @@ def test_a_step_that_raises_leaves_buffers_as_they_were():
     with pytest.raises(ValueError, match="not today"):
         engine.train_step(torch.randn(4, 2) + 5)
     assert torch.equal(model.norm.running_mean, before)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_script_trains_and_its_buffers_are_put_back():
+    frozen = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+    model = nn.Sequential(torch.jit.script(frozen), nn.Linear(3, 1))
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    engine = Engine(model, AdamW(model), loss=loss, precision="fp32", compile="off")
+    assert engine.train_step(torch.randn(4, 2)).skipped is None
+    before = {name: value.clone() for name, value in model.named_buffers()}
+    assert engine.train_step(torch.full((4, 2), torch.nan)).skipped is not None
+    assert all(torch.equal(value, before[name]) for name, value in model.named_buffers())
