@@ -107,9 +107,9 @@ def test_preempted_requests_are_drafted_again() -> None:
 def test_stop_strings_and_requests_that_leave() -> None:
     given = prompts(6)
     options = {"weights": "bf16", "coder": coder()}
-    params = SamplingParams(max_tokens=60, seed=3)
+    params = SamplingParams(max_tokens=60, seed=3, ignore_eos=True)
     text = LLM(small(vocab=257), **options).generate(given, params)[0].text  # type: ignore[arg-type]
-    stopped = SamplingParams(max_tokens=60, seed=3, stop=(text[20:23],))
+    stopped = SamplingParams(max_tokens=60, seed=3, ignore_eos=True, stop=(text[20:23],))
     plain = LLM(small(vocab=257), **options).generate(given, stopped)  # type: ignore[arg-type]
     assert plain[0].reason == "stop"
     llm = LLM(

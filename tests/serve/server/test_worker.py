@@ -24,7 +24,9 @@ from tests.serve.server.running import Client, coder, serving, small_llm, until
 
 POISON = 200
 """A token whose embedding is not a number."""
-PARAMS = {"temperature": 0.8, "top_k": 20, "max_tokens": 24, "seed": 7, "logprobs": 1}
+PARAMS: dict[str, Any] = {
+    "temperature": 0.8, "top_k": 20, "max_tokens": 24, "seed": 7, "logprobs": 1, "ignore_eos": True,
+}  # fmt: skip
 
 
 def poisoned_llm(**options: Any) -> LLM:
