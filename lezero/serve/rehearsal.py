@@ -51,7 +51,8 @@ class Pace:
 @dataclass
 class Paces:
     """What steps took. alone: of one request that takes the likeliest tokens, without guesses;
-    drawn: of one whose tokens chance decides; guessing: of one with guesses; filling: of prompts.
+    drawn: of one whose tokens chance alone decides; guessing: of one with guesses; filling: of
+    prompts.
     """
 
     alone: Pace = field(default_factory=Pace)

@@ -266,7 +266,7 @@ class Worker:
         took, fed, drafted = time.monotonic() - began, totals.fed - fed, totals.drafted - drafted
         if len(progress.tokens) == 1 and fed == progress.passes + drafted:
             (request,) = progress.tokens
-            if drafted or request.greedy or request.params.temperature > 0:
+            if drafted or request.plain:  # else a step is a call of its own, which was not tried
                 plain = self.paces.alone if request.greedy else self.paces.drawn
                 (self.paces.guessing if drafted else plain).add(totals.drawn - drawn, took)
         elif fed >= _FILLED and not drafted:

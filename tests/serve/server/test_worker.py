@@ -299,12 +299,15 @@ def test_steps_in_one_call_count_as_each_alone(at_once: int) -> None:
     if not llm.program._decoder.follows:  # type: ignore[attr-defined]
         pytest.skip("no native kernel suits this processor")
     llm.program.steps_at_once = lambda *_: at_once  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    likeliest = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    drawn = SamplingParams(temperature=1, seed=1, max_tokens=50, ignore_eos=True)
+    penalized = drawn.model_copy(update={"frequency_penalty": 0.5})  # a call a step: not tried so
 
     async def ask() -> Worker:
         worker = Worker(llm, Metrics(), 8)
         worker.start()
-        for prompt in ([5, 6], [7, 8, 9], [3, 4]):
+        asked = [*[likeliest] * 3, drawn, penalized]
+        for prompt, params in zip(([5, 6], [7, 8, 9], [3, 4], [1, 2], [6]), asked, strict=True):
             worker.reserve(1)
             events: asyncio.Queue[Event] = asyncio.Queue()
             worker.submit([llm.request(prompt, params)], events)
@@ -315,5 +318,6 @@ def test_steps_in_one_call_count_as_each_alone(at_once: int) -> None:
 
     worker = asyncio.run(ask())
     assert worker.paces.alone.tokens == 3 * 49
-    assert sum(worker.metrics.between_tokens_s.counts) == 3 * 49
-    assert llm.engine.totals.steps == 3 * 50
+    assert worker.paces.drawn.tokens == 49
+    assert sum(worker.metrics.between_tokens_s.counts) == 5 * 49
+    assert llm.engine.totals.steps == 5 * 50
