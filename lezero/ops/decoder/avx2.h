@@ -52,8 +52,8 @@ INLINE ints dot_words(ints sum, ints w, int32_t x) {
   const __m256i pair = _mm256_set1_epi32(x);
   return ints_sum(sum, BOTH(ints, _mm256_madd_epi16(w.a, pair), _mm256_madd_epi16(w.b, pair)));
 }
-/* Weights of attention (not negative) as `read_pair` reads them, and what they became. */
 enum { MOST_SUMS = 4 }; /* that registers hold beside what is multiplied */
+/* Weights of attention (not negative) as `read_pair` reads them, and what they became. */
 INLINE floats store_weights(int8_t *to, floats v) {
   write16(to, LEZERO_FP32, 0, 16, v);
   return v;

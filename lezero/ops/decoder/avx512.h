@@ -30,8 +30,8 @@ INLINE void store_words(uint16_t to[16], ints q) {
 INLINE ints dot_words(ints sum, ints w, int32_t x) {
   return _mm512_dpwssd_epi32(sum, w, _mm512_set1_epi32(x));
 }
-/* Weights of attention (not negative) as `read_pair` reads them, and what they became. */
 enum { MOST_SUMS = 24 }; /* that registers hold beside what is multiplied */
+/* Weights of attention (not negative) as `read_pair` reads them, and what they became. */
 INLINE floats store_weights(int8_t *to, floats v) {
 #ifdef __AVX512BF16__
   const __m256i half = (__m256i)_mm512_cvtneps_pbh(v);
