@@ -11,17 +11,21 @@ from lezero.plan.trace import trace_step
 _STAGE = "zero.stage="
 
 
-def suggest(build: Build, spec: StepSpec, limit_bytes: int) -> tuple[str, ...]:
+def suggest(
+    build: Build, spec: StepSpec, limit_bytes: int, scratch_bytes: int = 0
+) -> tuple[str, ...]:
     """Changes of the config that fit into `limit_bytes`, the least intrusive first.
 
     Micro-batches keep the global batch, by accumulating. Each kind of change is named once, with
     the largest value that fits; a change that alone does not help is tried with the ones before.
+    scratch_bytes: what the library of matrix products keeps for the step as it is; changed ones
+    are taken to need as much.
     """
     found: list[str] = []
     for change, text in _one_change_each(spec):
         if text.startswith(_STAGE) and any(line.startswith(_STAGE) for line in found):
             continue
-        smaller = _largest_micro_batch(build, change, limit_bytes)
+        smaller = _largest_micro_batch(build, change, limit_bytes - scratch_bytes)
         if smaller is not None:
             lines = [text] if text else []
             if smaller.batch != change.batch:
@@ -67,7 +71,7 @@ def _largest_micro_batch(build: Build, spec: StepSpec, limit: int) -> StepSpec |
         trace = trace_step(build, candidate)
         if trace.peak()[0] > limit:
             return False
-        return memory_of(trace, candidate)[0] <= limit
+        return memory_of(trace, candidate, {})[0] <= limit
 
     sizes = [b for b in range(1, spec.batch + 1) if spec.batch % b == 0]
     if not fits(sizes[0]):

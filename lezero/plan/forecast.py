@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from lezero.ops.attention import available
 from lezero.plan import communication, kinds
 from lezero.plan.heap import resident_bytes
 from lezero.plan.measure import OpTimes, as_in_a_step
+from lezero.plan.scratch import kept_bytes
 from lezero.plan.spec import Build, StepSpec
 from lezero.plan.trace import Trace, trace_step
 from lezero.plan.work import attention_flops, flops
@@ -147,14 +149,16 @@ def forecast(
     """
     started = time.perf_counter()
     limit = free_bytes(spec) if limit_bytes is None else limit_bytes
-    trace, attention, (seconds, time_parts) = _fastest(build, spec, budget_s)
-    memory, parts = memory_of(trace, spec)
+    times = OpTimes.of_this_machine(spec)
+    trace, attention, (seconds, time_parts) = _fastest(build, spec, times, budget_s)
+    scratch = times.scratch(trace.calls.values(), spec.neighbours)
+    memory, parts = memory_of(trace, spec, scratch)
     suggestions: tuple[str, ...] = ()
     if memory > limit:
         from lezero.plan.capacity import can_shard_more, suggest
 
         if can_shard_more(spec) or sum(trace.state_bytes.values()) < limit:
-            suggestions = suggest(build, spec, limit)
+            suggestions = suggest(build, spec, limit, kept_bytes(scratch, trace.first))
     return Forecast(
         memory_bytes=memory,
         memory_parts=parts,
@@ -182,21 +186,21 @@ def forecast(
 
 
 def _fastest(
-    build: Build, spec: StepSpec, budget_s: float
+    build: Build, spec: StepSpec, times: OpTimes, budget_s: float
 ) -> tuple[Trace, str, tuple[float, dict[str, float]]]:
     """The step with the attention kernel that it will use, and its time."""
     tried = spec.attention != "torch" and may_use_ours(spec)
     if tried and spec.attention == "lezero":
         ours = trace_step(build, spec, fast_attention=True)
-        return ours, "lezero", _time_of(ours, spec, budget_s)
+        return ours, "lezero", _time_of(ours, spec, times, budget_s)
     plain = trace_step(build, spec)
-    time_of_plain = _time_of(plain, spec, budget_s)
+    time_of_plain = _time_of(plain, spec, times, budget_s)
     if not tried:
         return plain, "torch", time_of_plain
     ours = trace_step(build, spec, fast_attention=True)
     if ours.calls.keys() == plain.calls.keys():
         return plain, "torch", time_of_plain
-    time_of_ours = _time_of(ours, spec, budget_s)
+    time_of_ours = _time_of(ours, spec, times, budget_s)
     if time_of_ours[0] < 0.99 * time_of_plain[0]:
         return ours, "lezero", time_of_ours
     return plain, "torch", time_of_plain
@@ -218,8 +222,11 @@ def free_bytes(spec: StepSpec) -> int:
     return min(memory.available, memory.limit) // spec.neighbours
 
 
-def memory_of(trace: Trace, spec: StepSpec) -> tuple[int, dict[str, int]]:
-    """Peak resident bytes of one rank and their parts."""
+def memory_of(
+    trace: Trace, spec: StepSpec, scratch: Mapping[str, int]
+) -> tuple[int, dict[str, int]]:
+    """Peak resident bytes of one rank and their parts. scratch: bytes that the library of matrix
+    products needs for calls, by their key."""
     live, found = trace.peak()
     names = [kinds.PARAMETER, kinds.GRADIENT, kinds.OPTIMIZER, kinds.ACTIVATION]
     names += [name for name in (kinds.WHOLE, kinds.WIRE, kinds.FEEDBACK) if name in found]
@@ -230,23 +237,25 @@ def memory_of(trace: Trace, spec: StepSpec) -> tuple[int, dict[str, int]]:
         parts["libraries"] = device.workspace_bytes()
     else:
         heap = live - trace.mapped_bytes
+        kept = kept_bytes(scratch, trace.first)
         resident = resident_bytes(
-            trace.heap_steps(_HEAP_STEPS),
-            heap,
+            trace.heap_steps(_HEAP_STEPS, scratch),
+            heap + kept,
             keep=spec.pool,
             overhead=OVERHEAD if spec.pool and can_come_from_malloc() else None,
             most=facts.memory().total,
         )
-        parts["pool" if spec.pool else "allocator"] = resident - heap
-        parts["libraries"] = _LIBRARY_BYTES
+        parts["pool" if spec.pool else "allocator"] = resident - heap - kept
+        parts["libraries"] = _LIBRARY_BYTES + kept
     if spec.saves and spec.device == "cpu":  # elsewhere its copy is not in the memory counted here
         state = trace.state_bytes
         parts["checkpoint"] = state[kinds.PARAMETER] + state[kinds.OPTIMIZER]
     return sum(parts.values()), parts
 
 
-def _time_of(trace: Trace, spec: StepSpec, budget_s: float) -> tuple[float, dict[str, float]]:
-    times = OpTimes.of_this_machine(spec)
+def _time_of(
+    trace: Trace, spec: StepSpec, times: OpTimes, budget_s: float
+) -> tuple[float, dict[str, float]]:
     with as_in_a_step(spec):
         each = times.measure(trace.calls.values(), neighbours=spec.neighbours, budget_s=budget_s)
         exchanges = communication.seconds(trace, spec)

@@ -21,26 +21,36 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lezero.core import device, facts
 from lezero.memory import HostPool
 from lezero.plan.arguments import argument_sets, release
+from lezero.plan.scratch import drop_scratch, written_scratch
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
 
-FORMAT = 2
+FORMAT = 4
 _EACH_SECONDS = 0.06
 _SLOW_SECONDS = 0.5
 _PATIENCE_S = 0.1
 _PASSES = 4
 
 
+class Timed(NamedTuple):
+    """seconds of a call; quiet: whether the machine was quiet enough to keep them; scratch: bytes
+    that the library of matrix products takes for it and keeps."""
+
+    seconds: float
+    quiet: bool
+    scratch: int = 0
+
+
 class OpTimes:
-    """Measured seconds of operations, kept in a file of the cache folder.
+    """Measured seconds of operations, kept in a file of the cache folder, and their scratch bytes.
 
     identity: what the figures depend on (processor, torch, threads). path: the file, or None to
     keep nothing. place: the kind of device that operations run on.
@@ -49,12 +59,14 @@ class OpTimes:
     def __init__(self, identity: str, path: Path | None, place: str = "cpu") -> None:
         self.identity, self.path, self.place = identity, path, place
         self.seconds: dict[str, float] = {}
+        self._scratch: dict[str, int] = {}
         self.measured = 0
         if path is not None and path.is_file():
-            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
+            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
                 data = json.loads(path.read_text(encoding="utf-8"))
                 if data.get("format") == FORMAT and data.get("identity") == identity:
                     self.seconds = {str(k): float(v) for k, v in data["seconds"].items()}
+                    self._scratch = {str(k): int(v) for k, v in data["scratch"].items()}
 
     @classmethod
     def of_this_machine(cls, spec: StepSpec) -> OpTimes:
@@ -90,8 +102,10 @@ class OpTimes:
                 if timed is None:
                     late.append(call)
                     continue
-                seconds, quiet = timed
+                seconds, quiet, scratch = timed
                 found[call.key] = seconds if quiet else min(seconds, found.get(call.key, seconds))
+                if scratch:
+                    self._scratch[_short(call.key, neighbours)] = scratch
                 if quiet:
                     self.seconds[_short(call.key, neighbours)] = seconds
                     self.measured += 1
@@ -106,6 +120,12 @@ class OpTimes:
         self._save()
         return found
 
+    def scratch(self, calls: Iterable[Call], neighbours: int = 1) -> dict[str, int]:
+        """Bytes that the library of matrix products takes for each of the calls that need some,
+        of those that were measured."""
+        names = {call.key: _short(call.key, neighbours) for call in calls}
+        return {key: self._scratch[name] for key, name in names.items() if name in self._scratch}
+
     def _rate(self) -> float:
         """Bytes/s of a plain elementwise operation; what a call that cannot be tried is given."""
         fact = TensorFact((8 << 20,), (1,), torch.float32)
@@ -115,7 +135,8 @@ class OpTimes:
     def _save(self) -> None:
         if self.path is None or not self.measured:
             return
-        data = {"format": FORMAT, "identity": self.identity, "seconds": self.seconds}
+        data = {"format": FORMAT, "identity": self.identity, "seconds": self.seconds,
+                "scratch": self._scratch}  # fmt: skip
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             aside = self.path.with_suffix(f".{os.getpid()}.tmp")
@@ -152,25 +173,29 @@ def as_in_a_step(spec: StepSpec) -> Iterator[None]:
             pool.disable()
 
 
-def time_call(call: Call, neighbours: int = 1, place: str = "cpu") -> tuple[float, bool] | None:
-    """Seconds of one call on made-up tensors, and whether the machine was quiet enough to keep
-    them; None when the call cannot run by itself. Of an accelerator, each rank has its own."""
+def time_call(call: Call, neighbours: int = 1, place: str = "cpu") -> Timed | None:
+    """One call on made-up tensors; None when it cannot run by itself. Of an accelerator, each rank
+    has its own."""
     most = HOST if place == "cpu" else ACCELERATOR
     smaller, scale = shrink(call, most)
     if not small_enough(smaller, most) or _is_opaque(call):
         return None
     others = neighbours - 1 if place == "cpu" else 0
     try:
-        with torch.no_grad(), _company(smaller, others):
-            sets = argument_sets(smaller, place)
-            turn = itertools.cycle(sets)
+        with torch.no_grad():
+            turn = itertools.cycle(argument_sets(smaller, place))
 
             def run() -> Any:
                 args, kwargs = next(turn)
                 return smaller.op(*args, **kwargs)
 
-            seconds, quiet = _time(run, place != "cpu")
-            return seconds * scale, quiet
+            drop_scratch()  # before others run the call as well
+            run()
+            if scratch := written_scratch():
+                run()  # memory that was given back comes in again
+            with _company(smaller, others):
+                seconds, quiet = _time(run, place != "cpu")
+            return Timed(seconds * scale, quiet, scratch)
     except Exception:
         return None
 
@@ -182,8 +207,8 @@ def _is_opaque(call: Call) -> bool:
 
 
 def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
-    """Median of a few runs after two that warm up; fewer of slow ones, more of quick ones, and of
-    one that takes longer than `_SLOW_SECONDS` the second: in the first, kernels may be made.
+    """Median of a few runs after one that warms up; fewer of slow ones, more of quick ones, and of
+    one that takes longer than `_SLOW_SECONDS` the first. In a run before, kernels may be made.
 
     What other programs add is no property of this machine: a run during which one of our threads
     waited for a processor does not count. When there is no other, the best of them is given, and
@@ -203,9 +228,6 @@ def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)
         return wall
 
-    timed(1)
-    quiet.clear()
-    disturbed.clear()
     if (first := timed(1)) > _SLOW_SECONDS:
         return first, bool(quiet)
     quiet.clear()

@@ -16,7 +16,7 @@ import logging
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +32,7 @@ from lezero.ops.attention import FastAttention
 from lezero.ops.attention.mode import backward
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.meeting import Buckets, Meeting, Shards
+from lezero.plan.scratch import growth
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
 
 _SKIPPED = {"prim.device.default", "aten.detach.default"}
@@ -80,6 +81,8 @@ class Trace:
     state_bytes: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
     views: Counter[str] = field(default_factory=Counter)
+    first: dict[str, int] = field(default_factory=dict)
+    """Events before the first call of each kind was done, by its key: what it returns is there."""
     bounds: list[int] = field(default_factory=list)
     """Events before the first step, the second, and the end."""
     mapped: set[int] = field(default_factory=set)
@@ -91,9 +94,13 @@ class Trace:
     def mapped_bytes(self) -> int:
         return sum(size for block, size in self.events if block in self.mapped and size > 0)
 
-    def heap_steps(self, count: int) -> list[tuple[int, int]]:
-        """`steps`, of what lies in the heap."""
-        return [event for event in self.steps(count) if event[0] not in self.mapped]
+    def heap_steps(self, count: int, scratch: Mapping[str, int]) -> list[tuple[int, int]]:
+        """`steps`, of what lies in the heap; with the blocks that a library of matrix products
+        leaves there, `scratch` bytes for calls by their key."""
+        events = self.steps(count)
+        for number, (size, at) in reversed(list(enumerate(growth(scratch, self.first), 2))):
+            events.insert(at, (-number, size))
+        return [event for event in events if event[0] not in self.mapped]
 
     def steps(self, count: int) -> list[tuple[int, int]]:
         """Events of `count` steps: the second one is repeated with blocks of its own."""
@@ -184,10 +191,11 @@ class Recorder(TorchDispatchMode):
         name = str(func)
         if name in _SKIPPED or name.startswith(_SILENT):
             return func(*args, **kwargs)
-        call = self._describe(func, name, args, kwargs) if self.phase else None
+        call = self._describe(func, name, args, kwargs)
         result = func(*args, **kwargs)
         new = [self.adopt(t, self.kind) for t in _tensors(result)]
-        if call is None or self.phase is None:
+        self.trace.first.setdefault(call.key, len(self.trace.events))
+        if self.phase is None:
             return result
         if any(new) or func._schema.is_mutable:
             if call.key not in self.trace.calls:

@@ -21,6 +21,7 @@ from lezero.models import Transformer, TransformerConfig
 from lezero.ops.attention import available
 from lezero.plan import Forecast, StepSpec, capacity, forecast, measure
 from lezero.plan.forecast import STATED_ERROR, free_bytes, memory_of
+from lezero.plan.measure import Timed
 from lezero.plan.table import duration, render
 from lezero.plan.trace import Call, trace_step
 from tests.leaks import own_cache
@@ -133,7 +134,7 @@ def test_accumulated_gradients_stand_beside_the_activations() -> None:
 
 
 def test_work_and_time_grow_with_the_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "time_call", lambda *_, **__: (1e-3, True))
+    monkeypatch.setattr(measure, "time_call", lambda *_, **__: Timed(1e-3, True))
     once, often = (foresee(accumulate=count, budget_s=60.0) for count in (1, 5))
     assert often.flops == 5 * once.flops
     for phase in ("forward", "backward"):
@@ -286,22 +287,28 @@ def test_measured_times_are_kept_and_used_again(
 ) -> None:
     asked: list[str] = []
 
-    def steady(call: Call, neighbours: int = 1, place: str = "cpu") -> tuple[float, bool]:
+    def steady(call: Call, neighbours: int = 1, place: str = "cpu") -> Timed:
         asked.append(call.key)
-        return 1e-3, "aten.mm" in call.key
+        product = "aten.mm" in call.key
+        return Timed(1e-3, product, 20 << 20 if product else 0)
 
     monkeypatch.setattr(measure, "time_call", steady)
     first = foresee(budget_s=60.0)
     assert len(set(asked)) > 10
     assert all(asked.count(key) == 1 for key in asked if "aten.mm" in key)
     asked.clear()
-    assert foresee(budget_s=60.0).step_seconds == first.step_seconds
+    again = foresee(budget_s=60.0)
+    assert again.step_seconds == first.step_seconds
+    assert again.memory_parts["libraries"] == first.memory_parts["libraries"] > 20 << 20
     # what was disturbed is measured again, what was quiet is not
     assert asked
     assert not any("aten.mm" in key for key in asked)
     (file,) = tmp_path.glob("operations-*.json")
-    file.write_text("{damaged", encoding="utf-8")
-    assert foresee(budget_s=60.0).step_seconds == first.step_seconds
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    lacking = json.dumps({key: value for key, value in whole.items() if key != "scratch"})
+    for damaged in ("{damaged", "[]", lacking):
+        file.write_text(damaged, encoding="utf-8")
+        assert foresee(budget_s=60.0).step_seconds == first.step_seconds
 
 
 def test_the_table_shows_parts_totals_and_the_stated_error() -> None:
@@ -335,7 +342,7 @@ def test_the_pool_is_part_of_the_forecast(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(trace), "mapped_bytes", 100)  # which no heap holds
     monkeypatch.setitem(memory_of.__globals__, "resident_bytes", resident_bytes)
     for pool, name in ((True, "pool"), (False, "allocator")):
-        assert memory_of(trace, spec.with_(pool=pool))[1][name] == 5
+        assert memory_of(trace, spec.with_(pool=pool), {})[1][name] == 5
     heap = trace.peak()[0] - 100
     assert replayed == [(True, heap), (False, heap)]
 
@@ -346,8 +353,8 @@ def test_on_an_accelerator_only_what_lies_there_counts(monkeypatch: pytest.Monke
     there = spec.with_(device="cuda")
     monkeypatch.setattr(device, "workspace_bytes", lambda: 64 << 20)
     monkeypatch.setattr(device, "memory_free", lambda: 5 << 30)
-    _, host = memory_of(trace, spec)
-    total, parts = memory_of(trace, there)
+    _, host = memory_of(trace, spec, {})
+    total, parts = memory_of(trace, there, {})
     state = trace.state_bytes
     assert host["checkpoint"] == state["parameters"] + state["optimizer"]
     assert parts.keys().isdisjoint({"checkpoint", "pool"})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lezero.plan import forecast, measure
-from lezero.plan.measure import OpTimes, time_call
+from lezero.plan.measure import OpTimes, Timed, time_call
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 
@@ -64,7 +64,10 @@ def test_neighbours_compute_meanwhile_and_stop() -> None:
 
 
 def test_disturbed_times_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {"a": [(9.0, False), (5.0, False), (1.0, True)], "b": [(2.0, True)]}
+    answers = {
+        "a": [Timed(9.0, False), Timed(5.0, False), Timed(1.0, True)],
+        "b": [Timed(2.0, True)],
+    }
     monkeypatch.setattr(measure, "time_call", lambda call, *_: answers[call.key].pop(0))
     times = OpTimes("a machine", None)
     calls = [Call(aten.add.Tensor, (fact(4), fact(4)), {}, key) for key in ("a", "b")]
@@ -76,7 +79,7 @@ def test_when_nothing_is_quiet_the_best_counts_and_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = iter([3.0, 2.0, 4.0, 5.0])
-    monkeypatch.setattr(measure, "time_call", lambda *_: (next(answers), False))
+    monkeypatch.setattr(measure, "time_call", lambda *_: Timed(next(answers), False))
     times = OpTimes("a machine", None)
     assert times.measure([Call(aten.add.Tensor, (fact(4), fact(4)), {}, "a")]) == {"a": 2.0}
     assert not times.seconds
@@ -87,8 +90,9 @@ def test_a_slow_call_runs_once_after_the_one_that_makes_its_kernels(
 ) -> None:
     monkeypatch.setattr(measure, "_SLOW_SECONDS", 0.001)
     naps = iter([0.5, 0.01])
-    seconds, _ = measure._time(lambda: time.sleep(next(naps)))
-    assert 0.01 <= seconds < 0.4
+    timed = time_call(Call(lambda: time.sleep(next(naps)), (), {}, "nap"))
+    assert timed is not None
+    assert 0.01 <= timed.seconds < 0.4
     assert not list(naps)
 
 

@@ -167,7 +167,7 @@ def test_a_shard_that_is_not_in_its_place_is_copied_there() -> None:
 
 
 def test_a_higher_stage_is_suggested_when_it_would_fit() -> None:
-    one, three = (memory_of(trace_step(build, s), s)[0] for s in (spec(1), spec(3)))
+    one, three = (memory_of(trace_step(build, s), s, {})[0] for s in (spec(1), spec(3)))
     found = suggest(build, spec(1), (one + three) // 2)
     assert any(line.startswith("zero.stage=") for line in found)
 

@@ -1,0 +1,79 @@
+"""What the library of matrix products keeps, and where it lies in a step's heap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.plan import scratch
+from lezero.plan.forecast import memory_of
+from lezero.plan.measure import Timed, time_call
+from lezero.plan.scratch import growth, kept_bytes
+from lezero.plan.spec import StepSpec
+from lezero.plan.trace import Call, TensorFact, trace_step
+
+MIB = 1 << 20
+
+
+def product(m: int, k: int, n: int) -> Call:
+    """(m, k) times a weight of (n, k)."""
+    x, w = ((m, k), (k, 1)), ((k, n), (1, k))
+    facts = [TensorFact(shape, stride, torch.float32) for shape, stride in (x, w)]
+    return Call(torch.ops.aten.mm.default, tuple(facts), {}, "aten.mm.default")
+
+
+def timed(call: Call) -> Timed:
+    found = time_call(call)
+    assert found is not None
+    return found
+
+
+@pytest.mark.skipif(scratch._mkl() is None, reason="torch was built without MKL")
+def test_scores_of_many_tokens_take_scratch_that_other_products_do_not() -> None:
+    assert timed(product(64, 64, 64)).scratch == 0
+    assert timed(product(512, 192, 192)).scratch == 0
+    first, again = (timed(product(512, 384, 16384)).scratch for _ in range(2))
+    assert 4 * MIB < first < 64 * MIB
+    assert again == pytest.approx(first, rel=0.2)
+
+
+def test_without_mkl_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_mkl", lambda: None)
+    assert timed(product(512, 384, 16384)).scratch == 0
+
+
+def test_a_block_stays_for_each_call_that_needs_more_than_those_before() -> None:
+    needs = {"a": 5, "c": 4, "d": 9, "e": 9, "not made": 100}
+    first = {"a": 1, "b": 2, "c": 3, "d": 7, "e": 8}
+    assert list(growth(needs, first)) == [(5, 1), (9, 7)]
+    assert kept_bytes(needs, first) == 14
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32768, 64), nn.Linear(64, 32768)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.embedding(tokens))
+        return scores
+
+
+def test_scratch_lies_between_the_scores_and_their_gradient() -> None:
+    """The hole that each leaves is shared with nothing, and the optimizer's state comes into one:
+    steps after the first need another block of scores."""
+    spec = StepSpec(batch=2, tokens=256)
+    trace = trace_step(Words, spec)
+    scores = 2 * 256 * 32768 * 4
+    key = next(key for key in trace.first if "mm" in key and "32768" in key)
+    needs = {key: 16 * MIB}
+    events = trace.heap_steps(1, needs)
+    at = events.index((-2, 16 * MIB))
+    assert events[at - 1][1] == scores
+    assert len(events) == len(trace.heap_steps(1, {})) + 1
+    without, _ = memory_of(trace, spec, {})
+    total, parts = memory_of(trace, spec, needs)
+    assert total == sum(parts.values())
+    assert parts["libraries"] == memory_of(trace, spec, {})[1]["libraries"] + 16 * MIB
+    assert total >= without + 16 * MIB
