@@ -14,13 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from lezero.core.errors import LeZeroError
 from lezero.core.log import logger
-from lezero.core.pools import release_pool
 from lezero.serve.batching.batcher import Ask, Batch, Batcher
 from lezero.serve.batching.model import BatchedModel
+from lezero.serve.threads import ComputeThread, Placement
 
 _LOG = logger("serve")
 _RECENT = 1024
@@ -97,12 +95,16 @@ class Runner:
         self._kinds: set[tuple[type, str, int]] = set()
         """Kinds of errors, by the place that raised them, whose traceback is in the log."""
         self._began: float | None = None
-        self._threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="lezero-batches", daemon=True)
+        self._thread = ComputeThread(self._run, "lezero-batches")
 
-    def start(self) -> None:
-        release_pool()  # of the thread that measured the model, see `pools.py`
-        self._thread.start()
+    def start(self, alone: bool = False) -> None:
+        """alone: the process does nothing else."""
+        self._thread.begin(alone)
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the threads lie that compute."""
+        return self._thread.placement
 
     def stop(self) -> None:
         """Gives up what waits and ends the thread, after the step that runs."""
@@ -147,7 +149,6 @@ class Runner:
         return 0.0 if began is None else time.monotonic() - began
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # a thread begins with as many as there are cores
         try:
             while (batch := self._next()) is not None:
                 self._step(batch)

@@ -25,6 +25,7 @@ from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs, tol
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
 from lezero.serve.server.record import Record
+from lezero.serve.threads import placement_lines
 
 
 class BatchFace(Face):
@@ -75,9 +76,9 @@ class BatchFace(Face):
                 target_s=batcher.target_s,
             )
 
-    def start(self) -> None:
+    def start(self, alone: bool) -> None:
         self._lanes = Lanes("lezero-bodies")
-        self.runner.start()
+        self.runner.start(alone)
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.runner.stop)
@@ -221,9 +222,10 @@ def serve_batched(server: BatchServer, say: Callable[[str], None] = print) -> No
         say(f"weights     {decision.chosen}: {decision.reason}{why}")
 
     def ready(server: BatchServer) -> None:
-        for line in face.metrics.forecast(face.runner):
+        for line in [*face.metrics.forecast(face.runner), *placement_lines(face.runner.placement)]:
             say(line)
         if server.record is not None:
+            server.record.take_placement(face.runner.placement)
             say(f"why         lz why {server.record.folder}")
         path = next(iter(face.questions()))
         say(f"serving     {server.url} (page), {server.url}{path}")

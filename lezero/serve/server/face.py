@@ -43,7 +43,8 @@ class Face(ABC):
         """Runs the model before the first client is let in: that may build kernels."""
 
     @abstractmethod
-    def start(self) -> None: ...
+    def start(self, alone: bool) -> None:
+        """alone: the process does nothing else."""
 
     @abstractmethod
     async def stop(self) -> None: ...

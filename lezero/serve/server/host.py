@@ -106,7 +106,7 @@ class Host:
             self._loop = asyncio.get_running_loop()
         for _ in range(self._early):
             self._stop()
-        self.face.start()
+        self.face.start(alone)
         self.app = App(self.face, self.config, self._keys)
         inner = _inner(self.app, self.config)
         self.app.connections = lambda: len(inner.server_state.connections)

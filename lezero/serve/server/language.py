@@ -44,14 +44,14 @@ class LanguageFace(Face):
     def rehearse(self) -> None:
         self.tried = rehearse(self.llm.engine, self.llm.room)
 
-    def start(self) -> None:
+    def start(self, alone: bool) -> None:
         self._lanes = Lanes("lezero-encoder")
         self._encoder = Encoder(self.llm, self._lanes)
         self._answerer = Answerer(
             *(self.worker, self._encoder, self._lanes, TokenText(self.llm.coder)),
             *(self.name, self._config.request_s),
         )
-        self.worker.start()
+        self.worker.start(alone)
 
     async def stop(self) -> None:
         await self.worker.stop()

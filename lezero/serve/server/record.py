@@ -19,10 +19,12 @@ from lezero.core.log import logger
 from lezero.report.decisions import FILE, read_decisions
 from lezero.serve.batching.plan import Plan, Tried
 from lezero.serve.llm import LLM
+from lezero.serve.threads import Placement
 
 _LOG = logger("serve")
 _FOLLOWS, _MODEL = "batching", "model"
 _UNIT = "requests/s"
+_ANYWHERE, _OWN = "wherever the system puts them", "a core each"
 
 
 class Record:
@@ -91,6 +93,23 @@ class Record:
             unit=_UNIT,
             overridden=given,
             step=step,
+        )
+        self.write()
+
+    def take_placement(self, placement: Placement | None) -> None:
+        """Records where the threads lie that compute; nothing where there was no choice."""
+        if placement is None:
+            return
+        seconds = {_ANYWHERE: placement.free_s}
+        if placement.own_s is not None:
+            seconds[_OWN] = placement.own_s
+        self.decisions.record(
+            "threads",
+            _OWN if placement.own else _ANYWHERE,
+            {name: {"ms": 1000 * found} for name, found in seconds.items()},
+            f"{placement.threads} threads; how long they take to wake after a pause",
+            unit="ms",
+            fact=True,
         )
         self.write()
 

@@ -12,6 +12,7 @@ from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.host import Host
 from lezero.serve.server.language import LanguageFace
 from lezero.serve.server.record import Record
+from lezero.serve.threads import placement_lines
 
 
 class Server(Host):
@@ -48,8 +49,11 @@ def serve(
     give_back_free_blocks()
 
     def ready(server: Server) -> None:
-        for line in tried_lines(server.language.tried):
+        placement = server.worker.placement
+        for line in [*tried_lines(server.language.tried), *placement_lines(placement)]:
             say(line)
+        if record is not None:
+            record.take_placement(placement)
         say(f"serving     {server.url} (page), {server.url}/v1 (OpenAI's protocol)")
 
     server.run(ready, alone=True)

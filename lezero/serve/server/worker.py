@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
-from lezero.core.pools import release_pool
 from lezero.serve.answer import Answer, Named
 from lezero.serve.llm import LLM
 from lezero.serve.rehearsal import Paces
 from lezero.serve.request import Reason, Request
 from lezero.serve.server.embedder import Embedder, Embedding, EngineError, Outcome
 from lezero.serve.server.metrics import Metrics
+from lezero.serve.threads import ComputeThread, Placement
 
 _LOG = logger("serve")
 _ENDS = "the engine has ended"
@@ -95,13 +93,17 @@ class Worker:
         self._stopping = False
         self._took_s = 1.0
         self._step_began: float | None = None
-        self._threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._run, name="lezero-engine", daemon=True)
+        self._thread = ComputeThread(self._run, "lezero-engine")
 
-    def start(self) -> None:
+    def start(self, alone: bool = False) -> None:
+        """alone: the process does nothing else."""
         self._loop = asyncio.get_running_loop()
-        release_pool()  # of the thread that opened the model, see `pools.py`
-        self._thread.start()
+        self._thread.begin(alone and self.engine.program.place.type == "cpu")
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the threads lie that compute."""
+        return self._thread.placement
 
     async def stop(self) -> None:
         """Cancels what runs and ends the thread, after the step that runs."""
@@ -177,7 +179,6 @@ class Worker:
             self._wake.notify()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)  # a thread begins with as many as there are cores
         while not self._stopping:
             try:
                 self._work()

@@ -16,6 +16,7 @@ from lezero.serve.batching.plan import Plan, Tried
 from lezero.serve.server.batched import BatchServer
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.record import Record, record_of
+from lezero.serve.threads import Placement
 from tests.serve.server.running import small_llm
 
 PLAN = Plan(
@@ -147,3 +148,22 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
     (tmp_path / "decisions.json").write_text("{")
     with pytest.raises(FileError, match="not valid JSON"):
         Record(tmp_path)
+
+
+@pytest.mark.parametrize("own_s", [0.0004, 0.007, None])
+def test_where_threads_lie_is_told_as_it_is_at_this_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_s: float | None
+) -> None:
+    before = Record(tmp_path)
+    before.take_placement(Placement(4, 0.0005))
+    record = Record(tmp_path)
+    record.take_placement(None)  # nothing to choose
+    record.take_placement(Placement(2, 0.008, own_s))
+    assert main(["why", str(tmp_path), "threads"]) == 0
+    told = capsys.readouterr().out
+    chosen = "a core each" if own_s == 0.0004 else "wherever the system puts them"
+    assert f"threads: {chosen}" in told
+    assert "2 threads; how long they take to wake after a pause" in told
+    (found,) = json.loads((tmp_path / "decisions.json").read_text())["decisions"]
+    assert found["candidates"]["wherever the system puts them"] == {"ms": 8.0}
+    assert ("a core each" in found["candidates"]) == (own_s is not None)
