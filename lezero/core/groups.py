@@ -128,19 +128,24 @@ def need_interface() -> None:
         )
 
 
-def join_alone() -> None:
-    """A group of this one process, for what needs a group at any size (DTensor); else nothing.
+def need_joined() -> None:
+    """`DistributedError` in a rank of several that has not joined them: each would go on alone."""
+    if launched() and not active():
+        raise DistributedError(
+            f"this process is rank {rank()} of {os.environ['WORLD_SIZE']} and has not joined the "
+            "others, so each would work alone: call lezero.core.groups.join() at the beginning"
+        )
 
-    Raises `DistributedError` in a process that a launcher started as one rank of several.
-    """
+
+def join_alone() -> None:
+    """A group of this one process, for what needs a group at any size (DTensor); else nothing."""
     import torch.distributed as dist
 
     from lezero.core import device
 
     if active():
         return
-    if launched():
-        raise DistributedError("this process is one rank of several: join the others first")
+    need_joined()
     backend = "cpu:gloo"
     kind = device.accelerator()
     if kind is not None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lezero as lz
 from lezero.core import device, groups, meeting
 from lezero.core.errors import ConfigError, DistributedError
 from tests.ranks import RankPool
@@ -121,3 +122,21 @@ def test_an_interface_that_was_just_switched_on_is_waited_for(monkeypatch) -> No
     monkeypatch.setattr(groups, "_CABLE_S", 100.0)
     with pytest.raises(DistributedError, match="'eth6'"):
         groups.need_interface()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda model: lz.Engine(model, lz.optim.AdamW(model), loss=lambda m, x: m(x).sum()),
+        lambda model: lz.shard_(model, lz.Zero(stage=0)),
+    ],
+    ids=["Engine", "shard_"],
+)
+def test_a_rank_that_has_not_joined_is_told_before_it_trains_alone(monkeypatch, begin) -> None:
+    """Rank 0 went on by itself, as if it were all of them."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(DistributedError, match=r"rank 1 of 2 and has not joined .*groups\.join"):
+        begin(model)

@@ -12,7 +12,7 @@ from torch import nn
 from lezero import __version__
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
-from lezero.core import device, ledger
+from lezero.core import device, groups, ledger
 from lezero.core.errors import ConfigError, OrderError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
@@ -46,8 +46,10 @@ def shard_(
 
     Raises on every rank: `ConfigError` for a mesh or parameters that cannot be split, `OrderError`
     for a model that is sharded already, `DistributedError` when ranks differ in version, model or
-    configuration (naming what differs).
+    configuration (naming what differs), and in a process that a launcher made one of several and
+    that has not joined them.
     """
+    groups.need_joined()
     config, wire = Zero() if config is None else config, Wire() if wire is None else wire
     problem: ConfigError | OrderError | None = None
     try:
