@@ -13,7 +13,7 @@ from lezero.plan.capacity import suggest
 from lezero.plan.forecast import memory_of
 from lezero.plan.trace import Trace, trace_step
 
-LAYERS, DIM = 3, 256
+LAYERS, DIM = 3, 512
 
 
 def build() -> Transformer:

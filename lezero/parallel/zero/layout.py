@@ -21,8 +21,9 @@ import torch
 
 from lezero.comm.route import Span
 
-SOLO = 1 << 15
-"""Elements from which a parameter is a segment of its own."""
+SOLO = 1 << 17
+"""Elements from which a parameter is a segment of its own: copying 512 KiB a few times takes as
+long as one more collective, some 0.15 ms."""
 
 
 @dataclass(frozen=True)
