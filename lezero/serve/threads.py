@@ -73,7 +73,7 @@ class ComputeThread(threading.Thread):
 
     def begin(self, alone: bool) -> None:
         """alone: the process does nothing else, so that its threads may have cores of their own;
-        finding out takes 0.2 s."""
+        finding out takes up to 0.3 s."""
         release_pool()  # of the thread that computed so far, see `pools.py`
         self._alone = alone
         self.start()
