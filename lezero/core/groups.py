@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lezero.core import in_flight, meeting, observer, sockets
-from lezero.core.errors import ConfigError, DistributedError
+from lezero.core.errors import ConfigError, DistributedError, OrderError
 from lezero.core.flags import flag
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def launched() -> bool:
     """True when a launcher started this process as one rank of several."""
-    return all(key in os.environ for key in _KEYS) and int(os.environ["WORLD_SIZE"]) > 1
+    return all(map(os.environ.get, _KEYS)) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
@@ -129,9 +129,10 @@ def need_interface() -> None:
 
 
 def need_joined() -> None:
-    """`DistributedError` in a rank of several that has not joined them: each would go on alone."""
+    """`OrderError` in a rank of several that has not joined them: each would go on alone."""
+    _check_place()
     if launched() and not active():
-        raise DistributedError(
+        raise OrderError(
             f"this process is rank {rank()} of {os.environ['WORLD_SIZE']} and has not joined the "
             "others, so each would work alone: call lezero.core.groups.join() at the beginning"
         )

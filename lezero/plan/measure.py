@@ -33,7 +33,9 @@ from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
 
-FORMAT = 4
+FORMAT = 3
+_DAMAGE = (OSError, ValueError, ArithmeticError, AttributeError, TypeError, LookupError)
+"""What reading a file of figures may raise; they are measured anew."""
 _EACH_SECONDS = 0.06
 _SLOW_SECONDS = 0.5
 _PATIENCE_S = 0.1
@@ -62,7 +64,7 @@ class OpTimes:
         self._scratch: dict[str, int] = {}
         self.measured = 0
         if path is not None and path.is_file():
-            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+            with contextlib.suppress(*_DAMAGE):
                 data = json.loads(path.read_text(encoding="utf-8"))
                 if data.get("format") == FORMAT and data.get("identity") == identity:
                     self.seconds = {str(k): float(v) for k, v in data["seconds"].items()}
@@ -104,8 +106,7 @@ class OpTimes:
                     continue
                 seconds, quiet, scratch = timed
                 found[call.key] = seconds if quiet else min(seconds, found.get(call.key, seconds))
-                if scratch:
-                    self._scratch[_short(call.key, neighbours)] = scratch
+                self._scratch[_short(call.key, neighbours)] = scratch
                 if quiet:
                     self.seconds[_short(call.key, neighbours)] = seconds
                     self.measured += 1
@@ -124,7 +125,7 @@ class OpTimes:
         """Bytes that the library of matrix products takes for each of the calls that need some,
         of those that were measured."""
         names = {call.key: _short(call.key, neighbours) for call in calls}
-        return {key: self._scratch[name] for key, name in names.items() if name in self._scratch}
+        return {key: self._scratch[name] for key, name in names.items() if self._scratch.get(name)}
 
     def _rate(self) -> float:
         """Bytes/s of a plain elementwise operation; what a call that cannot be tried is given."""
@@ -135,8 +136,8 @@ class OpTimes:
     def _save(self) -> None:
         if self.path is None or not self.measured:
             return
-        data = {"format": FORMAT, "identity": self.identity, "seconds": self.seconds,
-                "scratch": self._scratch}  # fmt: skip
+        known = {"format": FORMAT, "identity": self.identity, "seconds": self.seconds}
+        data = {**known, "scratch": {name: n for name, n in self._scratch.items() if n}}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             aside = self.path.with_suffix(f".{os.getpid()}.tmp")

@@ -18,8 +18,8 @@ import torch
 from lezero.memory.pool import give_back_free_blocks
 from lezero.profiler.memory import rss
 
-_USUAL = 12 << 20
-"""Kept for the products of a block of 192 to 1,024 features, of two threads; a part of what
+_USUAL = 6 << 20
+"""For each thread: kept for the products of a block of 192 to 1,024 features, and a part of what
 `forecast` counts for libraries in any case."""
 
 
@@ -47,7 +47,8 @@ def written_scratch() -> int:
     """Bytes that MKL keeps and has written to, which are dropped; 0 where they are as few as
     almost any call needs, or without MKL."""
     library, blocks = _mkl(), ctypes.c_int()
-    if library is None or library.mkl_serv_mem_stat(ctypes.byref(blocks)) < _USUAL:
+    most = _USUAL * torch.get_num_threads()
+    if library is None or library.mkl_serv_mem_stat(ctypes.byref(blocks)) < most:
         return 0
     give_back_free_blocks()
     before = rss()

@@ -105,7 +105,7 @@ def _warn_of_unsavable(model: nn.Module) -> None:
 
 def agree_on_arguments(optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
     """Raises `DistributedError` on every rank, naming the first that ranks have unlike; these and
-    the options of the optimizer's groups; on a rank that has not joined the others, too."""
+    the options of the optimizer's groups. `OrderError` on one that has not joined the others."""
     groups.need_joined()
     if groups.world_size() == 1:
         return

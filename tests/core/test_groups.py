@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import lezero as lz
 from lezero.core import device, groups, meeting
-from lezero.core.errors import ConfigError, DistributedError
+from lezero.core.errors import ConfigError, DistributedError, OrderError
 from tests.ranks import RankPool
 
 
@@ -138,5 +138,10 @@ def test_a_rank_that_has_not_joined_is_told_before_it_trains_alone(monkeypatch, 
     for key, value in place.items():
         monkeypatch.setenv(key, value)
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(DistributedError, match=r"rank 1 of 2 and has not joined .*groups\.join"):
+    with pytest.raises(OrderError, match=r"rank 1 of 2 and has not joined .*groups\.join"):
         begin(model)
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match="WORLD_SIZE='two'"):
+        begin(model)
+    monkeypatch.setenv("WORLD_SIZE", "")  # as without a launcher
+    assert not groups.launched()

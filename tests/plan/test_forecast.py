@@ -306,7 +306,8 @@ def test_measured_times_are_kept_and_used_again(
     (file,) = tmp_path.glob("operations-*.json")
     whole = json.loads(file.read_text(encoding="utf-8"))
     lacking = json.dumps({key: value for key, value in whole.items() if key != "scratch"})
-    for damaged in ("{damaged", "[]", lacking):
+    endless = json.dumps({**whole, "scratch": {"a": float("inf")}})
+    for damaged in ("{damaged", "[]", lacking, endless):
         file.write_text(damaged, encoding="utf-8")
         assert foresee(budget_s=60.0).step_seconds == first.step_seconds
 

@@ -38,6 +38,17 @@ def test_scores_of_many_tokens_take_scratch_that_other_products_do_not() -> None
     assert again == pytest.approx(first, rel=0.2)
 
 
+@pytest.mark.skipif(scratch._mkl() is None, reason="torch was built without MKL")
+def test_a_thread_keeps_less_and_it_counts_as_well() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert timed(product(512, 192, 192)).scratch == 0
+        assert 2 * MIB < timed(product(1024, 192, 32768)).scratch < 64 * MIB
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_without_mkl_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_mkl", lambda: None)
     assert timed(product(512, 384, 16384)).scratch == 0

@@ -45,9 +45,9 @@ def shard_(
     docs/zero.md has what each stage keeps and costs.
 
     Raises on every rank: `ConfigError` for a mesh or parameters that cannot be split, `OrderError`
-    for a model that is sharded already, `DistributedError` when ranks differ in version, model or
-    configuration (naming what differs), and in a process that a launcher made one of several and
-    that has not joined them.
+    for a model that is sharded already and in a process that a launcher made one of several and
+    that has not joined them, `DistributedError` when ranks differ in version, model or
+    configuration (naming what differs).
     """
     groups.need_joined()
     config, wire = Zero() if config is None else config, Wire() if wire is None else wire

@@ -78,7 +78,8 @@ class BatchFace(Face):
 
     def start(self, alone: bool) -> None:
         self._lanes = Lanes("lezero-bodies")
-        self.runner.start(alone)
+        # a module's own code may start threads and programs, which would inherit one core
+        self.runner.start(alone and not isinstance(self.model, InferModule))
 
     async def stop(self) -> None:
         await asyncio.to_thread(self.runner.stop)
