@@ -28,7 +28,7 @@ import torch
 from lezero.core import device, facts
 from lezero.memory import HostPool
 from lezero.plan.arguments import argument_sets, release
-from lezero.plan.scratch import drop_scratch, written_scratch
+from lezero.plan.scratch import scratch_of
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
@@ -190,9 +190,8 @@ def time_call(call: Call, neighbours: int = 1, place: str = "cpu") -> Timed | No
                 args, kwargs = next(turn)
                 return smaller.op(*args, **kwargs)
 
-            drop_scratch()  # before others run the call as well
-            run()
-            if scratch := written_scratch():
+            scratch = scratch_of(run)  # before others run the call as well
+            if scratch:
                 run()  # memory that was given back comes in again
             with _company(smaller, others):
                 seconds, quiet = _time(run, place != "cpu")

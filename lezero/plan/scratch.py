@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -21,6 +21,8 @@ from lezero.profiler.memory import rss
 _USUAL = 6 << 20
 """For each thread: kept for the products of a block of 192 to 1,024 features, and a part of what
 `forecast` counts for libraries in any case."""
+_READINGS = 5
+_AGREE = 0.05
 
 
 @functools.cache
@@ -37,19 +39,32 @@ def _mkl() -> ctypes.CDLL | None:
     return library
 
 
-def drop_scratch() -> None:
-    """Gives back what MKL keeps; for between calls."""
-    if (library := _mkl()) is not None:
-        library.mkl_serv_free_buffers()
+def scratch_of(run: Callable[[], object]) -> int:
+    """Bytes that MKL takes for `run`, writes to and keeps; 0 where they are as few as almost any
+    call needs, or without MKL. `run` is called at least once, and what is kept is dropped.
+
+    They are seen as what the process no longer has once they are dropped, and other threads
+    allocate meanwhile: two readings must agree, or the middle one of five counts.
+    """
+    found: list[int] = []
+    while len(found) < _READINGS:
+        if (size := _reading(run)) is None:
+            return 0
+        if any(abs(size - other) <= _AGREE * other for other in found):
+            return size
+        found.append(size)
+    return sorted(found)[_READINGS // 2]
 
 
-def written_scratch() -> int:
-    """Bytes that MKL keeps and has written to, which are dropped; 0 where they are as few as
-    almost any call needs, or without MKL."""
+def _reading(run: Callable[[], object]) -> int | None:
     library, blocks = _mkl(), ctypes.c_int()
-    most = _USUAL * torch.get_num_threads()
-    if library is None or library.mkl_serv_mem_stat(ctypes.byref(blocks)) < most:
-        return 0
+    if library is None:
+        run()
+        return None
+    library.mkl_serv_free_buffers()
+    run()
+    if library.mkl_serv_mem_stat(ctypes.byref(blocks)) < _USUAL * torch.get_num_threads():
+        return None
     give_back_free_blocks()
     before = rss()
     library.mkl_serv_free_buffers()

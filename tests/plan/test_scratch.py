@@ -9,7 +9,7 @@ from torch import nn
 from lezero.plan import scratch
 from lezero.plan.forecast import memory_of
 from lezero.plan.measure import Timed, time_call
-from lezero.plan.scratch import growth, kept_bytes
+from lezero.plan.scratch import growth, kept_bytes, scratch_of
 from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact, trace_step
 
@@ -47,6 +47,21 @@ def test_a_thread_keeps_less_and_it_counts_as_well() -> None:
         assert 2 * MIB < timed(product(1024, 192, 32768)).scratch < 64 * MIB
     finally:
         torch.set_num_threads(threads)
+
+
+def test_what_others_allocate_meanwhile_counts_only_where_no_two_readings_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seen(*readings: int | None) -> int:
+        left = iter(readings)
+        monkeypatch.setattr(scratch, "_reading", lambda run: next(left))
+        return scratch_of(lambda: None)
+
+    assert seen(None) == 0
+    assert seen(24, 24) == 24
+    assert seen(1, 24, 48, 24) == 24
+    assert seen(1, 50, 24, 10, 3) == 10
+    assert seen(0, 0) == 0
 
 
 def test_without_mkl_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
