@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from lezero.core.torch_cpu import torch_library
 from lezero.memory.pool import give_back_free_blocks
 from lezero.profiler.memory import rss
 
@@ -28,13 +28,14 @@ _AGREE = 0.05
 @functools.cache
 def _mkl() -> ctypes.CDLL | None:
     """torch's library with MKL's own accounting, None where torch was built without MKL."""
-    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    library = torch_library()
+    if library is None:
+        return None
     try:
-        library = ctypes.CDLL(os.path.join(folder, "libtorch_cpu.so"))
         library.mkl_serv_mem_stat.restype = ctypes.c_longlong
         library.mkl_serv_mem_stat.argtypes = (ctypes.c_void_p,)
         library.mkl_serv_free_buffers.restype = None
-    except (OSError, AttributeError):
+    except AttributeError:
         return None
     return library
 

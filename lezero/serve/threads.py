@@ -10,6 +10,7 @@ is kept where they wake in half the time or less.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -25,6 +26,7 @@ import torch
 from lezero.core.facts import usable_cores
 from lezero.core.log import logger
 from lezero.core.pools import release_pool
+from lezero.core.torch_cpu import torch_library
 
 _LOG = logger("serve")
 _PAUSE_S, _PAUSES = 0.025, 5
@@ -103,8 +105,8 @@ def place_threads() -> Placement | None:
     free = Placement(count, _wake_s(count))
     if free.free_s < _SLOW_S:
         return free
-    _put(cores)
-    found = Placement(count, free.free_s, _wake_s(count))
+    moved = _put(cores)
+    found = Placement(count, free.free_s, _wake_s(count)) if moved else free
     if not found.own:
         _put([frozenset[int]().union(*cores)] * count)
     return found
@@ -148,14 +150,22 @@ def _wake_s(count: int) -> float:
     return statistics.median(took)
 
 
-def _put(cores: Sequence[frozenset[int]]) -> None:
-    _each(len(cores), lambda part: os.sched_setaffinity(0, cores[part]))
+def _put(cores: Sequence[frozenset[int]]) -> bool:
+    """Whether the system let all threads move: a processor can be taken away meanwhile."""
+    moved = set[int]()
+
+    def move(part: int) -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores[part])
+            moved.add(part)
+
+    _each(len(cores), move)
+    return len(moved) == len(cores)
 
 
 def _each(count: int, work: Callable[[int], None]) -> set[int]:
     """Calls `work` with 0 to `count` - 1, each in another of this thread's helpers where there are
-    as many; gives the threads that there were, none where torch has no such call. An error of the
-    system's is passed over: the thread stays where it is."""
+    as many; gives the threads that there were, none where torch has no such call."""
     run, seen = _parallel(), set[int]()
     if run is None:
         return seen
@@ -163,10 +173,7 @@ def _each(count: int, work: Callable[[int], None]) -> set[int]:
     def part(begin: int, end: int, _: object) -> None:
         seen.add(threading.get_native_id())
         for index in range(begin, end):
-            try:
-                work(index)
-            except OSError:
-                continue
+            work(index)
 
     run(0, count, 1, _Part(part), None)
     return seen
@@ -175,10 +182,8 @@ def _each(count: int, work: Callable[[int], None]) -> set[int]:
 @functools.cache
 def _parallel() -> Callable[..., int] | None:
     """torch's own parallel loop, of its stable C interface."""
-    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        run = ctypes.CDLL(str(path)).torch_parallel_for
-    except (OSError, AttributeError):
+    run = getattr(torch_library(), "torch_parallel_for", None)
+    if run is None:
         return None
     run.argtypes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _Part, ctypes.c_void_p)
     found: Callable[..., int] = run

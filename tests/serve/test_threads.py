@@ -78,6 +78,24 @@ def test_waking_is_measured_after_pauses(monkeypatch, all_cores: int) -> None:
     assert 0 < threads._wake_s(all_cores) < 1
 
 
+@needs_cores
+def test_a_thread_that_may_not_move_leaves_all_where_they_were(monkeypatch, all_cores: int) -> None:
+    answers(monkeypatch, 0.008)
+    usable, seen, move = os.sched_getaffinity(0), list[set[int]](), os.sched_setaffinity
+    taken = max(usable)
+
+    def refuse(thread: int, cores: frozenset[int]) -> None:
+        if cores == {taken}:
+            raise OSError(22, "Invalid argument")
+        move(thread, cores)
+
+    monkeypatch.setattr(threads.os, "sched_setaffinity", refuse)
+    monkeypatch.setattr(threads, "_siblings", lambda cpu: {cpu})
+    made = in_thread(lambda: seen.extend(masks(all_cores)))
+    assert made.placement == Placement(all_cores, 0.008)
+    assert seen == [usable] * all_cores
+
+
 def test_a_process_that_does_more_keeps_its_threads_free(monkeypatch) -> None:
     monkeypatch.setattr(threads, "place_threads", lambda: pytest.fail("asked for"))
     made = ComputeThread(lambda: None, "test-compute")
