@@ -7,10 +7,12 @@ what it held after its imports (pages that ranks share count in part), over the 
 whole model. `lowbit` is stage 3 on bf16 weights with remainder masters and 8-bit state. With
 `--device cuda`: one GPU, a model of 1.3B parameters, 32 sequences a step, also the peak of memory
 (`peak_gib`) and the model's FLOPs over those of large bf16 products (`mfu`). Peers (`make peers`)
-run the same loop: torch's DDP and FSDP2, DeepSpeed's stages 1 to 3.
+run the same loop: torch's DDP and FSDP2, DeepSpeed's stages 1 to 3. `small` is a GPT of 2M (4
+layers, 192 wide), whose parameters are so small that what each of them costs by itself shows.
 
-Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both), the bytes, and how far
-the forecast of memory and time is from what was measured at any stage (`_zero_forecast.py`).
+Last line: `zero3_step_vs_ddp`, `zero12_step_vs_ddp` (the slower of both), the same of the small
+model, the bytes, and how far the forecast of memory and time is from what was measured at any stage
+(`_zero_forecast.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _table import arguments, columns, compare, emit, finish, peer, side
+from _table import Result, arguments, columns, compare, emit, finish, peer, side
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB, LENGTH = 512, 256
 BATCH = {"cpu": 1, "cuda": 32}
-SIZES = {"full": (16, 1024), "quick": (4, 256), "cuda": (24, 2048)}
+SIZES = {"full": (16, 1024), "quick": (4, 256), "cuda": (24, 2048), "small": (4, 192)}
+SMALL = ("ddp small", "zero1 small", "zero2 small", "zero3 small")
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 DEEPSPEED = ("deepspeed1", "deepspeed2", "deepspeed3")
 
@@ -302,14 +305,15 @@ def bitwise(steps: int) -> bool:
 
 def one_side(options: argparse.Namespace, size: str) -> None:
     """One side of the comparison, in the ranks that it needs."""
-    name, _, count = options.side.partition(" x")
-    ranks = int(count or (2 if options.device == "cpu" else 1))
+    name, _, way = options.side.partition(" ")
+    ranks = int(way[1:]) if way.startswith("x") else 2 if options.device == "cpu" else 1
     if "RANK" not in os.environ:
         launch(ranks)
     elif name == "bitwise":
         emit(same=float(bitwise(5 if options.quick else 50)))
     else:
-        emit(**train(name, size, 4 if options.quick else 8, options.device))
+        size, steps = ("small", 60) if way == "small" else (size, 8)
+        emit(**train(name, size, 4 if options.quick else steps, options.device))
 
 
 def main() -> None:
@@ -350,29 +354,42 @@ def main() -> None:
         ran = [name for name in names if result.figures[name]]
         finish(table, {f"{name}_{key}": result.median(name, key) for name in ran for key in keys})
         return
-    others = (1,) if options.quick else (1, 4)
-    once = [
-        side(__file__, "bitwise", *extra),
-        *(side(__file__, f"zero2 x{n}", *extra) for n in others),
-    ]
-    more = compare(once, rounds=1)
-    step_s = {n: more.median(f"zero2 x{n}", "step_s") for n in others}
-    step_s[2] = result.median("zero2", "step_s")
-    rates = [[str(n), f"{n * LENGTH / step_s[n]:.0f}"] for n in sorted(step_s)]
+    more, rates = once(options.quick, extra, result.median("zero2", "step_s"))
+    small = compare([side(__file__, name, *extra) for name in SMALL], rounds=rounds)
     forecast, ahead = foreseen(options.quick, 1)
-    halves = [name for name in ("zero1", "zero2") if name in names]
-    slower = max(halves, key=lambda name: result.median(name, "step_s"))
     finish(
-        f"{table}\n\n{columns([['ranks', 'tokens/s'], *rates])}\n\n{forecast}",
+        f"{table}\n\n{small.table(keys, base='ddp small')}\n\n{rates}\n\n{forecast}",
         {
-            "zero3_step_vs_ddp": result.ratio("step_s", "zero3", "ddp"),
-            "zero12_step_vs_ddp": result.ratio("step_s", slower, "ddp"),
+            **against_ddp(result, names, ""),
+            **against_ddp(small, SMALL, "small_"),
             "zero3_bytes_per_param": result.median("zero3", "bytes_per_param"),
             "lowbit_bytes_per_param": result.median("lowbit", "bytes_per_param"),
             "stages_bitwise": more.median("bitwise", "same") == 1.0,
             **ahead,
         },
     )
+
+
+def once(quick: bool, extra: list[str], two_s: float) -> tuple[Result, str]:
+    """What one round shows: whether stages train alike, and a table of tokens/s by ranks."""
+    others = (1,) if quick else (1, 4)
+    names = ["bitwise", *(f"zero2 x{n}" for n in others)]
+    found = compare([side(__file__, name, *extra) for name in names], rounds=1)
+    step_s = {n: found.median(f"zero2 x{n}", "step_s") for n in others} | {2: two_s}
+    rates = [[str(n), f"{n * LENGTH / step_s[n]:.0f}"] for n in sorted(step_s)]
+    return found, columns([["ranks", "tokens/s"], *rates])
+
+
+def against_ddp(result: Result, names: Sequence[str], prefix: str) -> dict[str, float]:
+    """Steps of stage 3, and of the slower of stages 1 and 2, over DDP's."""
+    stage = {name[:5]: name for name in names if name.startswith("zero")}
+    halves = [stage[key] for key in ("zero1", "zero2") if key in stage]
+    slower = max(halves, key=lambda name: result.median(name, "step_s"))
+    base = next(name for name in names if name.startswith("ddp"))
+    return {
+        f"{prefix}zero3_step_vs_ddp": result.ratio("step_s", stage["zero3"], base),
+        f"{prefix}zero12_step_vs_ddp": result.ratio("step_s", slower, base),
+    }
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ while others wait for it is named on every other rank, whose wait ends with a `D
 [Note: before, not after]
 A collective that only one rank makes like that does not just hang: Gloo ends processes whose sizes
 differ, and mixes two tensors of one size silently. So a rank about to make a collective that did
-not follow the two before it the last time tells the others at once, and waits a moment for what
-they enter in its place. In a steady loop nothing is unusual and nobody waits.
+not follow the eight before it the last time tells the others at once, and waits a moment for what
+they enter in its place. In a steady loop nothing is unusual and nobody waits. (Two before it are
+too few: in forward and in backward the same two gathers of a block have other ones behind them.)
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ log = logger("watch")
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
 _CONTEXTS = 1 << 16
+_MIX, _ALL = 0x9E3779B97F4A7D00, (1 << 64) - 1  # ends in a zero byte: the ninth before has no part
 _ASK_S = 0.25  # how long an unusual collective waits for the others'
 _VOTE_S = 0.7  # how long the other ranks' calls are collected when two differ
 _SHARE, _START_S = 0.005, 2.0  # what asking may take: of the time since the start, and at first
@@ -126,7 +128,7 @@ class Watch:
         self._entered += 1
         context = self._context
         usual = self._followed.get(context) == kind
-        self._context = (context << 32 | kind) & 0xFFFF_FFFF_FFFF_FFFF
+        self._context = (context * _MIX + kind) & _ALL
         if self._attend or not usual:
             self._followed[context] = kind
             self._look_at(not usual)

@@ -11,15 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lezero.comm import judge
 from lezero.comm import watch as watching
-from lezero.comm.calls import Call, History, place_of, position_of
+from lezero.comm.calls import Call, History
 from lezero.comm.judge import MISSED_S
 from lezero.comm.watch import Watch
 from lezero.core import groups
@@ -284,73 +282,6 @@ def stuck():
 def test_the_last_resort_ends_the_process(ranks):
     with pytest.raises(RankError, match=r"rank 0 ended with status 75[^$]*rank 1 has finished"):
         ranks(2, stuck, timeout_s=15)
-
-
-@pytest.fixture
-def alone():
-    """A watch of a rank that nobody listens to."""
-    return Watch(SimpleNamespace(rank=0, world=1, send=lambda message, to: None), 30.0, 10.0)
-
-
-def test_a_long_phase_inside_another_one_leaves_that(alone):
-    with alone.busy("evaluates"):
-        before = alone._state, alone._doing, alone._since
-        with alone.busy("compiles"):
-            assert alone._doing == "compiles"
-        assert (alone._state, alone._doing, alone._since) == before
-    assert (alone._state, alone._doing) == ("runs", "")
-
-
-@pytest.mark.parametrize("end", [lambda watch: watch.failed(ValueError("no")), Watch.finished])
-def test_a_rank_that_goes_on_has_not_ended(alone, end):
-    enter = ("all_reduce", (4,), torch.float32, "x")
-    for _ in range(4):  # by then it is usual
-        alone.enter(*enter)
-    end(alone)
-    assert alone._state != "runs"
-    alone.enter(*enter)
-    assert (alone._state, alone._doing) == ("runs", "")
-
-
-@pytest.mark.parametrize("moves", [False, True])
-def test_only_a_thread_that_stays_where_it_was_is_ended(alone, monkeypatch, moves):
-    gates, ended = [threading.Event(), threading.Event()], []
-
-    def held():
-        gates[0].wait()
-        while not gates[1].is_set():
-            time.sleep(0.001)
-
-    monkeypatch.setattr(os, "_exit", ended.append)
-    with ThreadPoolExecutor(1) as pool:
-        alone._thread_watched = pool.submit(threading.get_ident).result()
-        waiting = pool.submit(held)
-        while "test_watch" not in place_of(alone._thread_watched):
-            time.sleep(0.001)
-        alone._entered = 1
-        alone._held = (*position_of(alone._thread_watched), 0.0)
-        if moves:
-            gates[0].set()
-            while position_of(alone._thread_watched) == alone._held[:2]:
-                time.sleep(0.001)
-        alone._enforce(alone._grace_s + 1.0)
-        gates[0].set()
-        gates[1].set()
-        waiting.result()
-    assert ended == ([] if moves else [watching.EXIT_STATUS])
-
-
-def test_asking_takes_no_more_than_its_share(alone, monkeypatch):
-    asked = []
-
-    def ask(number):
-        asked.append(number)
-        alone._asking_s += 0.75 * watching._START_S
-
-    monkeypatch.setattr(alone, "_ask", ask)
-    for number in range(8):
-        alone.enter("all_reduce", (number,), torch.float32, "x")
-    assert asked == [1, 2]
 
 
 def off():
