@@ -11,10 +11,11 @@ while others wait for it is named on every other rank, whose wait ends with a `D
 
 [Note: before, not after]
 A collective that only one rank makes like that does not just hang: Gloo ends processes whose sizes
-differ, and mixes two tensors of one size silently. So a rank about to make a collective that did
-not follow the eight before it the last time tells the others at once, and waits a moment for what
-they enter in its place. In a steady loop nothing is unusual and nobody waits. (Two before it are
-too few: in forward and in backward the same two gathers of a block have other ones behind them.)
+differ, and mixes two tensors of one size silently. So a rank about to make a collective that is
+none of the last two to follow the eight before it tells the others at once, and waits a moment for
+what they enter in its place. In a steady loop nothing is unusual and nobody waits. (Two before it
+are too few: in forward and in backward the same two gathers of a block have other ones behind them.
+One to follow is too few: behind a backward comes another one, or the end of accumulation.)
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Watch:
         # The hot path: digests as numbers, those not yet in the history, and what followed what.
         self._kinds = Kinds()
         self._fresh: deque[tuple[Text, CodeType, int]] = deque()
-        self._followed: dict[int, int] = {}
+        self._followed: dict[int, tuple[int, int]] = {}
         self._context = 0
         self._entered = self._left = 0
         self._attend = False  # something for `enter` to look at
@@ -127,10 +128,12 @@ class Watch:
         self._fresh.append((text, *site_of(sys._getframe(1))))
         self._entered += 1
         context = self._context
-        usual = self._followed.get(context) == kind
+        known = self._followed.get(context, (0, 0))
+        usual = kind in known
         self._context = (context * _MIX + kind) & _ALL
+        if not usual:
+            self._followed[context] = kind, known[0]
         if self._attend or not usual:
-            self._followed[context] = kind
             self._look_at(not usual)
 
     def leave(self) -> None:

@@ -90,6 +90,19 @@ def test_a_steady_loop_asks_nothing_after_its_first_rounds(alone, monkeypatch):
     assert len(asked) == 1
 
 
+def test_the_end_of_accumulation_is_as_usual_as_another_backward(alone, monkeypatch):
+    asked = []
+    monkeypatch.setattr(alone, "_ask", asked.append)
+    for _ in range(4):
+        asked.clear()
+        for label in (*"abcdefghi" * 4, "norm", "loss"):
+            alone.enter("reduce_scatter", (8,), torch.float32, label)
+    assert not asked
+    for label in ("a", "c"):
+        alone.enter("reduce_scatter", (8,), torch.float32, label)
+    assert len(asked) == 1
+
+
 def test_asking_takes_no_more_than_its_share(alone, monkeypatch):
     asked = []
 
