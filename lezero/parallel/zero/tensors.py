@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 _DEEP = 3
 _MOST = 1000
 _KNOWN = "_lezero_node"
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+_TABLES = frozenset({dict, list, tuple, OrderedDict})
 
 
 def returned(output: Any) -> list[torch.Tensor]:
@@ -49,7 +51,9 @@ def kept(values: Iterable[Any]) -> list[torch.Tensor]:
             return _fields(value), deep
         return (), deep
 
-    return _tensors(values, inside, _MOST)
+    # most attributes of a module are numbers, names and empty tables
+    worth = [v for v in values if type(v) not in _PLAIN and not (type(v) in _TABLES and not v)]
+    return _tensors(worth, inside, _MOST)
 
 
 def _fields(value: Any) -> list[Any]:
