@@ -4,7 +4,9 @@ Both wait in processes of their own and are asked in turns: the engine by lines 
 server by this process over sockets. One stream counts from the first event to the last; eight at
 once from the questions to the last event. What the client itself takes counts against the server.
 Each round compares one with the other, so fewer rounds on a slow machine only leave more to chance;
-their number is told.
+their number is told. `pause_ms`: how much longer a short answer takes whose question comes after a
+pause than one asked at once, since threads that sleep must wake; `busy_ratio`: answers beside as
+many busy processes as there are cores, over those without.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ PROMPT, NEW, NEW_MANY, TOGETHER = 32, 128, 32, 8
 ROUNDS, LEAST, SECONDS = 15, 5, 60.0
 """Rounds at most; after so many seconds no further one begins, but there are `LEAST`."""
 ROUNDS_QUICK = 5
+PAUSE_S, SHORT, PAUSES = 0.1, 8, 15
+"""A pause, the tokens of the answer after it, and how often."""
 CONTEXT = 1024
 
 
@@ -42,7 +46,8 @@ def run(quick: bool, place: str = "", weights: str = "int8") -> dict[str, Any]:
             place, weights = tiny(Path(folder)), "bf16"
         with _engine(place, weights) as engine, _served(place, weights) as server:
             _round(engine, server, -1)  # builds and warms
-            return _figures(list(_rounds(engine, server, ROUNDS_QUICK if quick else ROUNDS)))
+            found = _figures(list(_rounds(engine, server, ROUNDS_QUICK if quick else ROUNDS)))
+            return found | _after_pauses(server) | _beside_others(server)
 
 
 def _rounds(engine: subprocess.Popen[str], server: Served, most: int) -> Iterator[dict[str, float]]:
@@ -51,6 +56,37 @@ def _rounds(engine: subprocess.Popen[str], server: Served, most: int) -> Iterato
         if number >= LEAST and time.monotonic() > end:
             return
         yield _round(engine, server, number)
+
+
+def _after_pauses(server: Served) -> dict[str, float]:
+    """`pause_ms`: medians of answers after a pause and at once, in turns."""
+    took: dict[float, list[float]] = {0.0: [], PAUSE_S: []}
+    for pause, times in PAUSES * list(took.items()):
+        time.sleep(pause)
+        times.append(_answered(server, SHORT))
+    at_once, after = (statistics.median(times) for times in took.values())
+    return {"pause_ms": 1000 * (after - at_once)}
+
+
+def _beside_others(server: Served) -> dict[str, float]:
+    """`busy_ratio`: medians of answers beside busy processes and without them."""
+    alone = statistics.median(_answered(server, NEW) for _ in range(PAUSES))
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
+    try:
+        beside = statistics.median(_answered(server, NEW) for _ in range(PAUSES))
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
+    return {"busy_ratio": beside / alone}
+
+
+def _answered(server: Served, new: int) -> float:
+    """Seconds of one whole answer."""
+    began = time.perf_counter()
+    _streams(server, [_prompt(0)], new)
+    return time.perf_counter() - began
 
 
 def _figures(found: list[dict[str, float]]) -> dict[str, Any]:
