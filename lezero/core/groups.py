@@ -17,8 +17,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lezero.core import in_flight, meeting, observer, sockets
-from lezero.core.errors import ConfigError, DistributedError, OrderError
+from lezero.core.errors import DistributedError, OrderError
 from lezero.core.flags import flag
+from lezero.core.launched import check_place
+from lezero.core.launched import launched as launched
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +39,6 @@ _LOST = (
 _TIMEOUT_S = 600.0
 _LET_GO_S = 0.01
 _CABLE_S = 3.0
-_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def launched() -> bool:
-    """True when a launcher started this process as one rank of several."""
-    return all(map(os.environ.get, _KEYS)) and int(os.environ["WORLD_SIZE"]) > 1
 
 
 def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
@@ -56,8 +52,10 @@ def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
 
     from lezero.core import device
 
-    _check_place()
-    if not launched() or dist.is_initialized():
+    if dist.is_initialized():
+        return
+    check_place()
+    if not launched():
         return
     kind = device.accelerator()
     if kind is not None:
@@ -82,21 +80,6 @@ def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
             f"{str(error).splitlines()[0]}. Check that the port is free and that every rank "
             "was started with the same address."
         ) from error
-
-
-def _check_place() -> None:
-    """Raises `ConfigError` for a RANK that is none of WORLD_SIZE: the ranks would never meet."""
-    place = {key: os.environ.get(key, "") for key in _KEYS if key != "MASTER_ADDR"}
-    for key, given in place.items():
-        if given and not given.isdecimal():
-            raise ConfigError(
-                f"{key}={given!r}: allowed is a whole number from 0, as launchers set"
-            )
-    if launched() and int(place["RANK"]) >= int(place["WORLD_SIZE"]):
-        raise ConfigError(
-            f"RANK={place['RANK']}, WORLD_SIZE={place['WORLD_SIZE']}: allowed is a rank from 0 to "
-            f"{int(place['WORLD_SIZE']) - 1}"
-        )
 
 
 def need_interface() -> None:
@@ -130,8 +113,10 @@ def need_interface() -> None:
 
 def need_joined() -> None:
     """`OrderError` in a rank of several that has not joined them: each would go on alone."""
-    _check_place()
-    if launched() and not active():
+    if active():
+        return
+    check_place()
+    if launched():
         raise OrderError(
             f"this process is rank {rank()} of {os.environ['WORLD_SIZE']} and has not joined the "
             "others, so each would work alone: call lezero.core.groups.join() at the beginning"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lezero as lz
-from lezero.core import device, groups, meeting
+from lezero.core import device, groups, launched, meeting
 from lezero.core.errors import ConfigError, DistributedError, OrderError
 from tests.ranks import RankPool
 
@@ -43,6 +43,8 @@ def test_a_rank_whose_port_is_taken_by_a_stranger_does_not_wait_for_ever(ranks: 
         ({"RANK": "x"}, "RANK='x': allowed is a whole number"),
         ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2': allowed is a whole number"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http': allowed is a whole number"),
+        ({"MASTER_ADDR": ""}, "WORLD_SIZE=2 without MASTER_ADDR: this process would work alone"),
+        ({"RANK": "", "MASTER_PORT": ""}, "WORLD_SIZE=2 without RANK and MASTER_PORT: .*lz launch"),
     ],
 )
 def test_a_place_that_cannot_be_is_told_at_once(
@@ -53,6 +55,30 @@ def test_a_place_that_cannot_be_is_told_at_once(
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=f"^{said}"):
         groups.join(timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 processes"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, "mpirun started 2 processes"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, ""),
+        ({"WORLD_SIZE": "2"}, ""),
+    ],
+)
+def test_processes_that_know_nothing_of_each_other_are_told_once(
+    monkeypatch, caplog, given: dict[str, str], said: str
+) -> None:
+    launched._tell_of_others.cache_clear()
+    for key in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *launched._STARTERS.values()):
+        monkeypatch.delenv(key, raising=False)
+    for key, value in given.items():
+        monkeypatch.setenv(key, value)
+    groups.join(timeout_s=1)
+    groups.need_joined()
+    assert not groups.active()
+    assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
+    launched._tell_of_others.cache_clear()
 
 
 def test_more_ranks_than_accelerators_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Whether a launcher started this process as one rank of several, as the environment says."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from lezero.core.errors import ConfigError
+from lezero.core.log import logger
+
+_KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_STARTERS = {
+    "srun": "SLURM_STEP_NUM_TASKS",
+    "mpirun": "OMPI_COMM_WORLD_SIZE",
+    "mpiexec": "PMI_SIZE",
+}
+"""What starts several processes and tells none of them of `_KEYS`; where it says how many."""
+_LOG = logger("groups")
+
+
+def launched() -> bool:
+    """True when a launcher started this process as one rank of several."""
+    return all(map(os.environ.get, _KEYS)) and int(os.environ["WORLD_SIZE"]) > 1
+
+
+def check_place() -> None:
+    """Raises `ConfigError` for a RANK that is none of WORLD_SIZE, and for a rank of several that is
+    not told where the others are: they would never meet, or each would work alone."""
+    place = {key: os.environ.get(key, "") for key in _KEYS}
+    for key, given in place.items():
+        if given and key != "MASTER_ADDR" and not given.isdecimal():
+            raise ConfigError(
+                f"{key}={given!r}: allowed is a whole number from 0, as launchers set"
+            )
+    ranks = int(place["WORLD_SIZE"] or 1)
+    missing = [key for key, given in place.items() if not given]
+    if ranks == 1 or len(missing) == len(_KEYS) - 1:  # WORLD_SIZE by itself says nothing
+        _tell_of_others()
+    elif missing:
+        raise ConfigError(
+            f"WORLD_SIZE={ranks} without {' and '.join(missing)}: this process would work alone; "
+            f"start it with `lz launch -n {ranks}` or torchrun, which set all of "
+            f"{', '.join(_KEYS)}, or unset WORLD_SIZE"
+        )
+    elif int(place["RANK"]) >= ranks:
+        raise ConfigError(
+            f"RANK={place['RANK']}, WORLD_SIZE={ranks}: allowed is a rank from 0 to {ranks - 1}"
+        )
+
+
+@functools.cache
+def _tell_of_others() -> None:
+    """Says once that processes which were started together do not work together."""
+    for starter, key in _STARTERS.items():
+        count = os.environ.get(key, "")
+        if count.isdecimal() and int(count) > 1:
+            _LOG.warning(
+                "%s started %s processes (%s) and told them nothing of each other: each works "
+                "alone. For the ranks of one run have it start `lz launch` once on each machine",
+                starter,
+                count,
+                key,
+            )
+            return
