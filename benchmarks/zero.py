@@ -333,11 +333,11 @@ def main() -> None:
         if options.device == "cpu"
         else ["plain", "fsdp2", *STAGES]
     )
+    if options.quick and options.device == "cpu":
+        names = ["ddp", "zero2", "zero3", "lowbit"]
     if options.only:
         names = options.only.split(",")
     rounds = options.rounds or (1 if options.quick else 3)
-    if options.quick and options.device == "cpu":
-        names = ["ddp", "zero2", "zero3", "lowbit"]
     sides = [
         peer(__file__, name, "deepspeed", *extra)
         if name in DEEPSPEED

@@ -11,11 +11,9 @@ while others wait for it is named on every other rank, whose wait ends with a `D
 
 [Note: before, not after]
 A collective that only one rank makes like that does not just hang: Gloo ends processes whose sizes
-differ, and mixes two tensors of one size silently. So a rank about to make a collective that is
-none of the last two to follow the eight before it tells the others at once, and waits a moment for
-what they enter in its place. In a steady loop nothing is unusual and nobody waits. (Two before it
-are too few: in forward and in backward the same two gathers of a block have other ones behind them.
-One to follow is too few: behind a backward comes another one, or the end of accumulation.)
+differ, and mixes two tensors of one size silently. So a rank about to make a collective that is not
+the one to expect (`usual.py`) tells the others at once, and waits a moment for what they enter in
+its place. In a steady loop nothing is unexpected and nobody waits.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ from lezero.comm.calls import (
     site_of,
 )
 from lezero.comm.judge import BEAT_S, Judge
+from lezero.comm.usual import Usual
 from lezero.comm.verdict import BUSY, FAILED, FINISHED, RUNS, Peer
 from lezero.core import groups, observer
 from lezero.core.errors import DistributedError
@@ -54,8 +53,6 @@ from lezero.core.log import logger
 log = logger("watch")
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: trying again may help
-_CONTEXTS = 1 << 16
-_MIX, _ALL = 0x9E3779B97F4A7D00, (1 << 64) - 1  # ends in a zero byte: the ninth before has no part
 _ASK_S = 0.25  # how long an unusual collective waits for the others'
 _VOTE_S = 0.7  # how long the other ranks' calls are collected when two differ
 _SHARE, _START_S = 0.005, 2.0  # what asking may take: of the time since the start, and at first
@@ -76,11 +73,10 @@ class Watch:
         self._board, self._grace_s = board, grace_s
         self._history = History()
         self._judge = Judge(board, self._history, now, patience_s)
-        # The hot path: digests as numbers, those not yet in the history, and what followed what.
+        # The hot path: digests as numbers, those not yet in the history, and what is expected.
         self._kinds = Kinds()
         self._fresh: deque[tuple[Text, CodeType, int]] = deque()
-        self._followed: dict[int, tuple[int, int]] = {}
-        self._context = 0
+        self._usual = Usual()
         self._entered = self._left = 0
         self._attend = False  # something for `enter` to look at
         self._lock = threading.RLock()
@@ -127,12 +123,7 @@ class Watch:
         kind, text = self._kinds[op, shape, dtype, label]
         self._fresh.append((text, *site_of(sys._getframe(1))))
         self._entered += 1
-        context = self._context
-        known = self._followed.get(context, (0, 0))
-        usual = kind in known
-        self._context = (context * _MIX + kind) & _ALL
-        if not usual:
-            self._followed[context] = kind, known[0]
+        usual = self._usual.take(kind)
         if self._attend or not usual:
             self._look_at(not usual)
 
@@ -225,8 +216,6 @@ class Watch:
         allowed = _START_S + _SHARE * (time.monotonic() - self._started)
         with self._news:
             self._drain()
-            if len(self._followed) > _CONTEXTS:  # shapes that never come again
-                self._followed.clear()
             self._attend = False
             answers = {n for n in self._asked if n <= number}
             self._asked -= answers

@@ -71,6 +71,30 @@ def uneven_batches(bad):
     collective("evaluation loss", size=2, dtype=torch.float64)
 
 
+def early_evaluation(bad):
+    """As before, where the evaluation has come three times, as the next step has."""
+    for index in range(4):
+        for _ in range(3 if bad and index == 3 else 4):
+            step()
+        collective("evaluation loss")
+
+
+def uneven_accumulation(bad):
+    """The bad rank accumulates one batch less; all tensors are of one size."""
+    for index in range(7):
+        for _ in range(3 if bad and index == 6 else 4):
+            step([f"layers.{n}" for n in range(8)])
+        collective("norm")
+
+
+def every_other_step(bad):
+    """The bad rank is one step ahead of the others with what comes every second step."""
+    for index in range(8):
+        step()
+        if (index + (bad and index > 5)) % 2:
+            collective("aux")
+
+
 def stop_signal(bad):
     collective("embed")
     if bad:
@@ -116,6 +140,13 @@ SCENES = {
     r"all_reduce of 'embed'",
     uneven_batches: r"rank 1 entered all_reduce of 'evaluation loss' \(float64 \[2\]\) .*where "
     r"{others} entered all_reduce of 'embed'",
+    early_evaluation: r"rank 1 entered all_reduce of 'evaluation loss' .*where {others} entered "
+    r"all_reduce of 'embed'",
+    uneven_accumulation: r"rank 1 entered all_reduce of 'norm' .*where {others} entered "
+    r"all_reduce of 'layers\.0'",
+    # Of two ranks either may be the odd one: what each does has come before.
+    every_other_step: r"rank 1 entered all_reduce of 'aux' .*where {others} entered .*'embed'|"
+    r"{others} entered all_reduce of 'embed' .*where rank 1 entered all_reduce of 'aux'",
     stop_signal: r"rank 1 does not answer since [\d.]+ s: its process \d+ is stopped .*It had "
     r"(come to|finished) collective 21, .*'embed'.* waits in collective 22, .*'layers\.0'",
     exception: r"rank 1 failed: ValueError: row 7 is bad \(at tests/comm/test_watch\.py:\d+\)\. It "

@@ -70,39 +70,6 @@ def test_only_a_thread_that_stays_where_it_was_is_ended(alone, monkeypatch, move
     assert ended == ([] if moves else [watching.EXIT_STATUS])
 
 
-def test_a_steady_loop_asks_nothing_after_its_first_rounds(alone, monkeypatch):
-    """Of stage 3: in forward and in backward the same gathers have other calls behind them."""
-    asked = []
-    monkeypatch.setattr(alone, "_ask", asked.append)
-    blocks = [f"blocks.{index}.{name}" for index in range(4) for name in ("norm", "up", "down")]
-    gathers = [("all_gather", (8,), torch.bfloat16, name) for name in blocks]
-    back = [blocks[at : at + 3] for at in (6, 3, 0)]
-    steps = [*gathers, *gathers[6:9]]
-    for last, names in zip(("blocks.3", "blocks.2", "blocks.1"), back, strict=True):
-        steps += [("all_gather", (8,), torch.bfloat16, name) for name in names]
-        steps += [("reduce_scatter", (8,), torch.float32, f"{last}.{n}") for n in ("down", "up")]
-    for _ in range(3):
-        asked.clear()
-        for call in steps:
-            alone.enter(*call)
-    assert not asked
-    alone.enter("all_gather", (8,), torch.bfloat16, blocks[1])
-    assert len(asked) == 1
-
-
-def test_the_end_of_accumulation_is_as_usual_as_another_backward(alone, monkeypatch):
-    asked = []
-    monkeypatch.setattr(alone, "_ask", asked.append)
-    for _ in range(4):
-        asked.clear()
-        for label in (*"abcdefghi" * 4, "norm", "loss"):
-            alone.enter("reduce_scatter", (8,), torch.float32, label)
-    assert not asked
-    for label in ("a", "c"):
-        alone.enter("reduce_scatter", (8,), torch.float32, label)
-    assert len(asked) == 1
-
-
 def test_asking_takes_no_more_than_its_share(alone, monkeypatch):
     asked = []
 
