@@ -34,7 +34,7 @@ def check_place() -> None:
             )
     ranks = int(place["WORLD_SIZE"] or 1)
     missing = [key for key, given in place.items() if not given]
-    if ranks == 1 or len(missing) == len(_KEYS) - 1:  # WORLD_SIZE by itself says nothing
+    if ranks <= 1 or len(missing) == len(_KEYS) - 1:  # WORLD_SIZE by itself says nothing
         _tell_of_others()
     elif missing:
         raise ConfigError(
