@@ -18,10 +18,10 @@ class Usual:
 
     [Note: one expectation]
     What mostly followed the 256 before it, where they are known; else what mostly followed the two
-    before it. Two alone are too few in a steady loop: at stage 3 the same two gathers of a block have
-    other calls behind them in forward and in backward, and behind a backward comes another one or
-    the end of accumulation. 256 alone are new for long after each evaluation. Several things that
-    are all expected would not do: ranks part just where several are possible.
+    before it. Two alone are too few in a steady loop: at stage 3 the same two gathers of a block
+    have other calls behind them in forward and in backward, and behind a backward comes another one
+    or the end of accumulation. 256 alone are new for long after each evaluation. Several things
+    that are all expected would not do: ranks part just where several are possible.
     """
 
     def __init__(self) -> None:
