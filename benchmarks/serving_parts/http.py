@@ -5,8 +5,9 @@ server by this process over sockets. One stream counts from the first event to t
 once from the questions to the last event. What the client itself takes counts against the server.
 Each round compares one with the other, so fewer rounds on a slow machine only leave more to chance;
 their number is told. `pause_ms`: how much longer a short answer takes whose question comes after a
-pause than one asked at once, since threads that sleep must wake; `busy_ratio`: answers beside as
-many busy processes as there are cores, over those without.
+pause than one asked at once, since threads that sleep must wake, the client's too; `busy_ratio`:
+answers beside as many busy processes as there are cores, over those before. Of both the prompt is
+in the cache.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def _beside_others(server: Served) -> dict[str, float]:
     """`busy_ratio`: medians of answers beside busy processes and without them."""
     alone = statistics.median(_answered(server, NEW) for _ in range(PAUSES))
     spin = [sys.executable, "-c", "while True: pass"]
-    others = [subprocess.Popen(spin) for _ in range(os.cpu_count() or 1)]
+    others: list[subprocess.Popen[bytes]] = []
     try:
+        others += (subprocess.Popen(spin) for _ in os.sched_getaffinity(0))
         beside = statistics.median(_answered(server, NEW) for _ in range(PAUSES))
     finally:
         for process in others:

@@ -52,7 +52,7 @@ def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
 
     from lezero.core import device
 
-    if dist.is_initialized():
+    if active():
         return
     check_place()
     if not launched():

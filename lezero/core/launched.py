@@ -10,8 +10,8 @@ from lezero.core.log import logger
 
 _KEYS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _STARTERS = {
+    "mpirun": "OMPI_COMM_WORLD_SIZE",  # which itself may be started by srun
     "srun": "SLURM_STEP_NUM_TASKS",
-    "mpirun": "OMPI_COMM_WORLD_SIZE",
     "mpiexec": "PMI_SIZE",
 }
 """What starts several processes and tells none of them of `_KEYS`; where it says how many."""
@@ -32,20 +32,25 @@ def check_place() -> None:
             raise ConfigError(
                 f"{key}={given!r}: allowed is a whole number from 0, as launchers set"
             )
-    ranks = int(place["WORLD_SIZE"] or 1)
+    ranks, rank = (int(place[key] or 0) for key in ("WORLD_SIZE", "RANK"))
     missing = [key for key, given in place.items() if not given]
-    if ranks <= 1 or len(missing) == len(_KEYS) - 1:  # WORLD_SIZE by itself says nothing
-        _tell_of_others()
-    elif missing:
+    if ranks > 1 and missing and len(missing) < len(_KEYS) - 1:  # WORLD_SIZE alone says nothing
         raise ConfigError(
             f"WORLD_SIZE={ranks} without {' and '.join(missing)}: this process would work alone; "
             f"start it with `lz launch -n {ranks}` or torchrun, which set all of "
             f"{', '.join(_KEYS)}, or unset WORLD_SIZE"
         )
-    elif int(place["RANK"]) >= ranks:
+    if rank and "WORLD_SIZE" in missing:
         raise ConfigError(
-            f"RANK={place['RANK']}, WORLD_SIZE={ranks}: allowed is a rank from 0 to {ranks - 1}"
+            f"RANK={rank} without WORLD_SIZE: this process would work alone; start it with "
+            "`lz launch` or torchrun, which set both, or unset RANK"
         )
+    if rank >= max(ranks, 1):
+        raise ConfigError(
+            f"RANK={rank}, WORLD_SIZE={ranks}: allowed is a rank from 0 to {max(ranks, 1) - 1}"
+        )
+    if not launched():
+        _tell_of_others()
 
 
 @functools.cache
@@ -53,7 +58,9 @@ def _tell_of_others() -> None:
     """Says once that processes which were started together do not work together."""
     for starter, key in _STARTERS.items():
         count = os.environ.get(key, "")
-        if count.isdecimal() and int(count) > 1:
+        if not count.isdecimal():
+            continue
+        if int(count) > 1:
             _LOG.warning(
                 "%s started %s processes (%s) and told them nothing of each other: each works "
                 "alone. For the ranks of one run have it start `lz launch` once on each machine",
@@ -61,4 +68,4 @@ def _tell_of_others() -> None:
                 count,
                 key,
             )
-            return
+        return

@@ -13,6 +13,7 @@ import torch
 
 from lezero.comm import watch as watching
 from lezero.comm.calls import place_of, position_of
+from lezero.comm.verdict import RUNS
 from lezero.comm.watch import Watch
 
 
@@ -81,3 +82,13 @@ def test_asking_takes_no_more_than_its_share(alone, monkeypatch):
     for number in range(8):
         alone.enter("all_reduce", (number,), torch.float32, "x")
     assert asked == [1, 2]
+
+
+def test_a_rank_that_is_merely_late_is_waited_for_briefly_and_counts_little(alone, monkeypatch):
+    late = SimpleNamespace(entered=0, state=RUNS)
+    monkeypatch.setattr(alone._judge, "present", lambda: [late])
+    began = time.monotonic()
+    with alone._news:
+        alone._ask(1)
+    assert watching._ASK_S <= time.monotonic() - began < 10 * watching._ASK_S
+    assert alone._asking_s == watching._LATE_S

@@ -44,6 +44,8 @@ def test_a_rank_whose_port_is_taken_by_a_stranger_does_not_wait_for_ever(ranks: 
         ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2': allowed is a whole number"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT='http': allowed is a whole number"),
         ({"MASTER_ADDR": ""}, "WORLD_SIZE=2 without MASTER_ADDR: this process would work alone"),
+        ({"WORLD_SIZE": "", "RANK": "1"}, "RANK=1 without WORLD_SIZE: this process would work"),
+        ({"WORLD_SIZE": "1", "RANK": "3"}, "RANK=3, WORLD_SIZE=1: allowed is a rank from 0 to 0"),
         ({"RANK": "", "MASTER_PORT": ""}, "WORLD_SIZE=2 without RANK and MASTER_PORT: .*lz launch"),
     ],
 )
@@ -63,7 +65,11 @@ def test_a_place_that_cannot_be_is_told_at_once(
         ({"SLURM_STEP_NUM_TASKS": "8"}, "srun started 8 processes"),
         ({"OMPI_COMM_WORLD_SIZE": "2", "WORLD_SIZE": "2"}, "mpirun started 2 processes"),
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, ""),
+        ({"OMPI_COMM_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, "mpirun started 8"),
+        ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, ""),
         ({"WORLD_SIZE": "2"}, ""),
+        ({"WORLD_SIZE": "0", "RANK": "0"}, ""),
+        ({"RANK": "0", "MASTER_ADDR": "localhost"}, ""),
     ],
 )
 def test_processes_that_know_nothing_of_each_other_are_told_once(
