@@ -154,6 +154,10 @@ SCENES = {
 }
 
 
+EXPECTED = (early_evaluation, uneven_accumulation, every_other_step)
+"""What the other ranks do in these has come before."""
+
+
 def play(scene, bad_rank, folder=None):
     """A healthy start, then the scene. Returns what this rank was told and after how many s."""
     watch = Watch.start()
@@ -201,13 +205,15 @@ def played(ranks, world, scene, bad, pattern):
 def test_the_others_name_rank_label_and_what_it_does_instead(ranks, world, scene):
     bad = 0 if world == 3 and scene in (stop_signal, exception) else 1  # rank 0 is none better
     others = {2: "rank 0", 3: "ranks 0 and 2"}[world]
+    if scene in EXPECTED:  # a rank that does what is expected tells nobody, and may be late
+        others = "(?:ranks 0 and 2|rank [02])"
     pattern = SCENES[scene].replace("rank 1", f"rank {bad}").format(others=others)
     for rank, (told, seconds) in enumerate(played(ranks, world, scene.__name__, bad, pattern)):
         print(f"rank {rank}, {seconds:.2f} s: {told}")
         if rank != bad:
             assert told.startswith("DistributedError: ")
             assert re.search(pattern, told), told
-            assert seconds < 5
+            assert seconds < (20 if scene in EXPECTED else 5)  # those make their history as well
 
 
 def test_a_killed_rank_is_named_by_its_process(ranks, tmp_path):
