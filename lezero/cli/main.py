@@ -30,6 +30,7 @@ from typing import Any
 
 from lezero.core.errors import LeZeroError
 from lezero.core.flags import FLAGS, flag
+from lezero.core.log import say
 
 BUG, INTERRUPTED, READER_GONE = 70, 130, 141
 DEBUG = "LEZERO_DEBUG"
@@ -150,7 +151,7 @@ def _run(arguments: list[str]) -> int:
         what = "option" if name.startswith("-") else "command"
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(COMMANDS)}"
-        _say(f"error: there is no {what} '{name}'; {hint}")
+        say(f"error: there is no {what} '{name}'; {hint}")
         return 2
     entry = COMMANDS[name]
     if entry.bare and set(rest) <= entry.flags.keys():
@@ -204,30 +205,30 @@ def _explain(error: BaseException, arguments: Sequence[str] = ()) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
-        _say("interrupted")
+        say("interrupted")
         return INTERRUPTED
     if isinstance(error, LeZeroError):
         sys.last_value = error  # a launcher reads it: trying again cannot help
-        _say(f"error: {error}")
+        say(f"error: {error}")
         return error.exit_status
     if hasattr(error, "format_message"):
         said = _bad_value(error, arguments) or error.format_message().rstrip(".")
-        _say(f"error: {said}{_usage_hint(error)}")
+        say(f"error: {said}{_usage_hint(error)}")
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, ImportError) and not str(error.name or "").startswith("lezero"):
-        _say(f"error: a package that LeZero needs does not import ({_first_line(error)})")
-        _say("`lz doctor` names it and the command that mends it")
+        say(f"error: a package that LeZero needs does not import ({_first_line(error)})")
+        say("`lz doctor` names it and the command that mends it")
         return 1
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename is not None else ""
-        _say(f"error: {where}{error.strerror or error}")
+        say(f"error: {where}{error.strerror or error}")
         return 1
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        _say(f"error: out of memory ({_first_line(error)}); `lz plan` tells what would fit")
+        say(f"error: out of memory ({_first_line(error)}); `lz plan` tells what would fit")
         return 1
-    _say(f"error: a bug in LeZero: {type(error).__name__}: {_first_line(error)}")
+    say(f"error: a bug in LeZero: {type(error).__name__}: {_first_line(error)}")
     if not debug:
-        _say("please report it with its traceback, which the same command shows with --debug")
+        say("please report it with its traceback, which the same command shows with --debug")
     return BUG
 
 
@@ -262,11 +263,6 @@ def _usage_hint(error: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "no message")
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 def _drop_stdout() -> None:

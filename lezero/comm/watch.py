@@ -48,7 +48,7 @@ from lezero.comm.usual import Usual
 from lezero.comm.verdict import BUSY, FAILED, FINISHED, RUNS, Peer
 from lezero.core import groups, observer
 from lezero.core.errors import DistributedError
-from lezero.core.log import logger
+from lezero.core.log import logger, say
 
 log = logger("watch")
 
@@ -359,7 +359,7 @@ class Watch:
         *position, since = self._held
         stuck = self._entered > self._left and tuple(position) == position_of(self._thread_watched)
         if stuck and now - since > self._grace_s:
-            print(f"error: {self._told}", file=sys.stderr, flush=True)
+            say(f"error: {self._told}")
             os._exit(EXIT_STATUS)
 
 

@@ -7,10 +7,11 @@ handler is attached on the first message and only if the application has set up 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from typing import Any
+from typing import IO, Any
 
 from lezero.core.flags import flag
 
@@ -44,6 +45,18 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 def logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
     """The logger of one part of LeZero, for example `logger("checkpoint")`."""
     return _Logger(logging.getLogger(f"{ROOT}.{name}"), {})
+
+
+def say(text: str, stream: IO[str] | None = None) -> None:
+    """Prints a line for the user (to stderr); that nobody reads any more is no reason to stop.
+
+    The line and its end go in one call, for the ranks of a job share a terminal and `print` to
+    stderr makes two.
+    """
+    stream = stream or sys.stderr
+    with contextlib.suppress(OSError, ValueError):
+        stream.write(text + "\n")
+        stream.flush()
 
 
 def _configure() -> None:

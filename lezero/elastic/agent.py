@@ -37,8 +37,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from lezero.core.log import say
 from lezero.elastic.failure import Failure, explain, first_cause, read_record
-from lezero.elastic.output import Output, say
+from lezero.elastic.output import Output
 from lezero.elastic.worker import ERROR_FILE, die_with_parent, python_command
 
 _MONITOR_S = 0.05

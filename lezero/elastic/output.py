@@ -18,7 +18,8 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO
+
+from lezero.core.log import say
 
 _LINE = 8192
 _KEPT = 15
@@ -127,9 +128,3 @@ class Output:
     def _show_waiting(self, older_s: float) -> None:
         while self._waiting and time.monotonic() - self._waiting[0][0] >= older_s:
             say(self._waiting.popleft()[1])
-
-
-def say(text: str, stream: IO[str] | None = None) -> None:
-    """Prints for the user; a reader that went away is no reason to stop the ranks."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=stream or sys.stderr, flush=True)

@@ -47,7 +47,7 @@ def test_output_arguments_and_environment(tmp_path, capfd):
     script = write(
         tmp_path,
         "print(rank, sys.argv[1:], __name__, os.environ['OMP_NUM_THREADS'], flush=True)\n"
-        "print('from stderr', file=sys.stderr, flush=True)\n"
+        "sys.stderr.write('from stderr\\n')\n"
         "from lezero.core.log import logger\n"
         "logger('train').warning('told')\n"
         "assert os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] == '1'\n"
@@ -150,7 +150,7 @@ def test_commands_that_explain_themselves_are_not_repeated(tmp_path, capfd):
 
 
 def test_errors_of_a_rank_that_goes_on_are_shown(tmp_path, capfd, monkeypatch):
-    script = write(tmp_path, "print('error: trying again', file=sys.stderr, flush=True)\n")
+    script = write(tmp_path, "sys.stderr.write('error: trying again\\n')\n")
     assert run(script) == 0
     assert sorted(capfd.readouterr().err.splitlines()) == [
         "[rank 1] error: trying again",
