@@ -24,7 +24,12 @@ enum {
   TILE = 64, /* keys that one round of the softmax takes */
   TILE_BLOCKS = TILE / LEZERO_BLOCK,
   TILE_PAIRS = TILE / 2 * PAIR_BYTES, /* bytes of a row's weights */
-  MOST_QUERIES = MOST_BF16 < 12 ? MOST_BF16 : 12,
+  MOST_BY_VECTORS = MOST_BF16 < 12 ? MOST_BF16 : 12,
+#ifdef TILES
+  MOST_QUERIES = 16,
+#else
+  MOST_QUERIES = MOST_BY_VECTORS,
+#endif
   WIDEST = 256, /* width of a head */
   RANGE = 256,  /* keys, see [Note: ranges] */
   MOST_RANGES = 1024,

@@ -15,8 +15,8 @@ _FOLDER = Path(__file__).parent
 
 def _with_layers(kernel: Kernel) -> Kernel:
     """The layers beside the linear kernel of the same instruction set, which they call."""
-    vectors = "avx2" if kernel.name == "avx2" else "avx512"
-    files = (*kernel.files, _FOLDER / f"{vectors}_layers.c")
+    layers = kernel.name if kernel.name in ("amx", "avx2") else "avx512"
+    files = (*kernel.files, _FOLDER / f"{layers}_layers.c")
     trial = _as_linear if kernel.trial else None
     return replace(kernel, files=files, trial=trial)
 

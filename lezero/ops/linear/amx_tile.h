@@ -6,7 +6,7 @@
  *     4, 5    tokens: 16 rows of `depth` bytes, 64 or 32
  *     6, 7    weights: a row of 16 outputs × 4 bytes for each 4 bytes of depth
  *
- *     tiles_configure(depth), tiles_release()     of the calling thread
+ *     tiles_configure(shapes_of(depth)), tiles_release()     of the calling thread
  *     tile_zero(t), tile_load(t, at, step), tile_store(t, at, step)      step: bytes from row to row
  *     tile_dot_bytes(c, a, b)    c += a · b for signed bytes a, unsigned b          TDPBSUD
  *     tile_dot_signed(c, a, b)   the same for signed bytes b                        TDPBSSD
@@ -37,8 +37,7 @@ static tile_shapes shapes_of(int depth) {
  * there. `at` is named, so that it counts as seen from outside. */
 #define WRITTEN(at) __asm__ volatile("" : : "r"(at) : "memory")
 
-static void tiles_configure(int depth) {
-  const tile_shapes shapes = shapes_of(depth);
+static void tiles_configure(tile_shapes shapes) {
   WRITTEN(&shapes);
   _tile_loadconfig(&shapes);
 }
@@ -73,8 +72,7 @@ static void fault_unless(int allowed, const char *what) {
   abort();
 }
 
-static void tiles_configure(int depth) {
-  const tile_shapes s = shapes_of(depth);
+static void tiles_configure(tile_shapes s) {
   for (int t = 0; t < 8; t++)
     fault_unless(s.rows[t] >= 1 && s.rows[t] <= 16 && s.row_bytes[t] >= 1 && s.row_bytes[t] <= 64,
                  "a tile of no or too many rows or bytes");
