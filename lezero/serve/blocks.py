@@ -1,7 +1,8 @@
 """Who holds which block of the paged key-value cache; plain bookkeeping, no tensors.
 
 [Note: a block's name] A full block is named by a chain hash: its parent's name and its own tokens,
-so that equal names mean equal tokens from the first one on, and thus equal keys and values. A
+so that equal names mean equal tokens from the first one on, and thus equal keys and values (where
+a program takes prompts apart, how many of the tokens are of the prompt is part of the name). A
 request that starts with the same tokens shares the block in place of computing it again. Blocks
 that nobody holds keep their name, and are found by it until the room is needed.
 """
@@ -34,7 +35,7 @@ class BlockPool:
     A block is held (by one request or several), or free; a free one may still have a name. Free
     blocks without a name are handed out first, then the least recently used named ones. shares:
     False gives no names, so that no two requests ever hold the same block. freed: called with each
-    block that nobody holds any more and that has no name.
+    block that nobody holds any more and that has no name. prompts_apart: of the program.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class BlockPool:
         block_size: int,
         shares: bool = True,
         freed: Callable[[int], None] | None = None,
+        prompts_apart: bool = False,
     ) -> None:
         if count < 1:
             raise ConfigError(f"count: got {count} blocks, allowed is 1 or more")
         if block_size < 1:
             raise ConfigError(f"block_size: got {block_size} tokens, allowed is 1 or more")
         self.count, self.block_size, self.shares, self._freed = count, block_size, shares, freed
+        self._apart = prompts_apart
         self._holders = [0] * count
         self._name: list[bytes | None] = [None] * count
         self._content: list[tuple[int, ...]] = [()] * count
@@ -62,7 +65,7 @@ class BlockPool:
     def of(cls, program: Program, count: int) -> Self:
         """The blocks of a program's cache, which hears of those that are free again if it wants."""
         freed = program.forget if isinstance(program, Forgets) else None
-        return cls(count, program.block_size, program.shares, freed)
+        return cls(count, program.block_size, program.shares, freed, program.prompts_apart)
 
     @property
     def free_count(self) -> int:
@@ -83,7 +86,7 @@ class BlockPool:
         names, size = request.names, self.block_size
         for index in range(len(names), len(request.tokens) // size):
             parent = names[-1] if names else _digest(request.salt.encode())
-            names.append(_digest(parent + array("q", self._tokens(request, index)).tobytes()))
+            names.append(_digest(parent + array("q", self._held(request, index)).tobytes()))
         return names
 
     def match(self, request: Request) -> list[int]:
@@ -96,7 +99,7 @@ class BlockPool:
         names = self.names(request)
         for index in range(self.shareable(request)):
             block = self._named.get(names[index])
-            if block is None or self._content[block] != self._tokens(request, index):
+            if block is None or self._content[block] != self._held(request, index):
                 break
             found.append(block)
         return found
@@ -143,7 +146,7 @@ class BlockPool:
             name, block = names[index], request.blocks[index]
             if name not in self._named and self._name[block] is None:
                 self._named[name], self._name[block] = block, name
-                self._content[block] = self._tokens(request, index)
+                self._content[block] = self._held(request, index)
         request.published = full
 
     def forget(self, blocks: Iterable[int]) -> None:
@@ -166,7 +169,8 @@ class BlockPool:
         assert all(self._name[block] is not None for block in self._idle), "an idle block has none"
         named = {name: block for block, name in enumerate(self._name) if name is not None}
         assert named == self._named, "names and blocks differ"
-        assert all(len(self._content[b]) == self.block_size for b in named.values())
+        size = self.block_size + self._apart
+        assert all(len(self._content[b]) == size for b in named.values())
         if held is not None:
             counted = [0] * self.count
             for blocks in held:
@@ -200,9 +204,12 @@ class BlockPool:
             del self._named[name]
             self._name[block], self._content[block] = None, ()
 
-    def _tokens(self, request: Request, index: int) -> tuple[int, ...]:
+    def _held(self, request: Request, index: int) -> tuple[int, ...]:
+        """What makes the block's keys and values: tokens, and how many of them are prompt."""
         start = index * self.block_size
-        return tuple(request.tokens[start : start + self.block_size])
+        tokens = tuple(request.tokens[start : start + self.block_size])
+        prompt = min(max(len(request.prompt) - start, 0), self.block_size)
+        return (*tokens, prompt) if self._apart else tokens
 
 
 def _digest(data: bytes) -> bytes:

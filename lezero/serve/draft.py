@@ -99,7 +99,8 @@ class DraftModel(Speculator):
             own.blocks += self.pool.allocate(max(0, missing))
             tokens = own.tokens[own.computed : own.computed + count]
             rows = [count - 1] if count == own.pending else []
-            fed.append(Fed(tokens, own.computed, own.blocks, rows))
+            prompt = max(0, len(own.prompt) - own.computed)
+            fed.append(Fed(tokens, own.computed, own.blocks, rows, prompt))
             left -= count
             if rows:
                 ready.append(one)

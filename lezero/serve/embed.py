@@ -142,7 +142,8 @@ def _run(engine: Engine, running: Sequence[_Passage]) -> None:
         piece = passage.tokens[passage.position : passage.position + most]
         if len(piece) > left:
             break
-        fed.append(Fed(piece, passage.position, passage.blocks, range(len(piece))))
+        count = len(piece)
+        fed.append(Fed(piece, passage.position, passage.blocks, range(count), prompt=count))
         passages.append(passage)
         left -= len(piece)
     states_RD = device.with_doubles(engine.program.states(fed))

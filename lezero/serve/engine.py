@@ -263,7 +263,8 @@ class Engine:
             guesses = range(len(chunk.drafts) + 1 if chunk.samples else 0)
             asked += [(chunk.request, chunk.drafts[:count]) for count in guesses]
             wanted = range(chunk.count - len(guesses), chunk.count)
-            fed.append(Fed(chunk.tokens, chunk.start, chunk.request.blocks, wanted))
+            tokens, prompt = chunk.tokens, max(0, len(chunk.request.prompt) - chunk.start)
+            fed.append(Fed(tokens, chunk.start, chunk.request.blocks, wanted, prompt))
         drawn = iter(self._drawn(fed, asked))
         found: list[list[Drawn]] = []
         for chunk in chunks:

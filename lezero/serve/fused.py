@@ -32,7 +32,7 @@ from lezero.ops.decoder import (
 from lezero.ops.linear import embedding_rows, in_rows
 from lezero.serve.likeliest import best_tokens
 from lezero.serve.merged import merged
-from lezero.serve.program import Fed, Program, block_table, ending, wanted_rows
+from lezero.serve.program import Fed, Program, block_table, ending, split_prompts, wanted_rows
 
 _Places = tuple[Tensor, Tensor, Tensor, Tensor, BlockCache]
 _MOST_STEPS, _MOST_DRAWN, _MOST_S = 8, 32, 0.02
@@ -71,6 +71,7 @@ class FusedProgram(Program):
         self._decoder = Decoder(
             self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding)
         )
+        self.prompts_apart = self._decoder.rounds
         self._step_s = _MOST_S
         """What the last step of one token a sequence took."""
         self._cache: BlockCache | None = None
@@ -96,11 +97,25 @@ class FusedProgram(Program):
         return best_tokens(logits_RV) if -1 in found else found
 
     def _timed(self, fed: Sequence[Fed], best: bool) -> tuple[Tensor, Tensor]:
-        began, rows = time.perf_counter(), wanted_rows(fed, torch.int32)
-        found = self._decoder.logits(*self._given(fed), rows, best)
+        if self.prompts_apart and any(one.prompt for one in fed):
+            prompts, rest, order = split_prompts(fed)
+            found = self._logits(prompts, best, rounded=True)
+            if not rest:
+                return found
+            both = zip(found, self._logits(rest, best), strict=True)
+            logits_RV, best_R = (torch.cat(two) for two in both)
+            return logits_RV[order], best_R[order] if best else best_R
+        began = time.perf_counter()
+        found = self._logits(fed, best)
         if all(len(one.tokens) == 1 for one in fed):
             self._step_s = time.perf_counter() - began
         return found
+
+    def _logits(
+        self, fed: Sequence[Fed], best: bool, rounded: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        rows = wanted_rows(fed, torch.int32)
+        return self._decoder.logits(*self._given(fed), rows, best, rounded)
 
     def steps_at_once(self, sequences: int, by_chance: bool = False) -> int:
         if not (self._decoder.draws if by_chance else self._decoder.follows):
@@ -118,7 +133,8 @@ class FusedProgram(Program):
 
     @torch.no_grad()
     def states(self, fed: Sequence[Fed]) -> Tensor:
-        self._decoder.run(*(given := self._given(fed)))
+        rounded = self.prompts_apart and all(one.prompt == len(one.tokens) for one in fed)
+        self._decoder.run(*(given := self._given(fed)), rounded)
         x_RD = given[0][wanted_rows(fed)]
         return torch.nn.functional.rms_norm(
             x_RD, (self.config.dim,), self._norm, self.config.norm_eps

@@ -25,13 +25,15 @@ class Fed:
     """Tokens of one sequence that go through the model together.
 
     position: of the first of them. blocks: those of the sequence, from its beginning. rows: of
-    which of the tokens logits are wanted, counted from the first of these.
+    which of the tokens logits are wanted, counted from the first of these. prompt: how many of
+    them, from the first, are of a prompt, not of an answer, see `Program.prompts_apart`.
     """
 
     tokens: Sequence[int]
     position: int
     blocks: Sequence[int]
     rows: Sequence[int] = ()
+    prompt: int = 0
 
 
 class Program(ABC):
@@ -53,6 +55,9 @@ class Program(ABC):
     """Whether `launch` can start steps."""
     shares: bool = True
     """Whether sequences that begin with the same tokens may hold the same blocks."""
+    prompts_apart: bool = False
+    """Whether tokens of a prompt go through the model in other number formats than those of an
+    answer, which are fed one by one. Then blocks are shared only where tokens are of equal kind."""
     slow: str = ""
     """Why it is slower than others, for people."""
     description: str
@@ -205,6 +210,25 @@ def wanted_rows(fed: Sequence[Fed], dtype: torch.dtype = torch.int64) -> Tensor:
         found += [first + row for row in one.rows]
         first += len(one.tokens)
     return torch.tensor(found, dtype=dtype)
+
+
+def split_prompts(fed: Sequence[Fed]) -> tuple[list[Fed], list[Fed], list[int]]:
+    """What is of prompts, the rest, and where each wanted row, in order, lies among those of both,
+    first of prompts, then of the rest."""
+    parts: tuple[list[Fed], list[Fed]] = [], []
+    wanted: list[tuple[int, int]] = []  # which part, and the row within it
+    counts = [0, 0]
+    for one in fed:
+        cut = min(one.prompt, len(one.tokens))
+        for kind, (first, last) in enumerate(((0, cut), (cut, len(one.tokens)))):
+            if first == last:
+                continue
+            rows = [row - first for row in one.rows if first <= row < last]
+            wanted += [(kind, counts[kind] + index) for index in range(len(rows))]
+            counts[kind] += len(rows)
+            tokens, position = one.tokens[first:last], one.position + first
+            parts[kind].append(Fed(tokens, position, one.blocks, rows))
+    return *parts, [row + counts[0] * kind for kind, row in wanted]
 
 
 def block_table(fed: Sequence[Fed]) -> Tensor:

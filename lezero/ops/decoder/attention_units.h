@@ -106,7 +106,7 @@ enum { WHOLE, BY_RANGE, JOINING };
 static void attend_units(const worker *w, const lezero_layer *y, int64_t layer, int found_type,
                          int how, int stores) {
   const lezero_step *s = w->s;
-  const int type = type_of(&y->out);
+  const int type = type_of(s, &y->out);
   int64_t turn = 0;
   range_sums *own = w->a.sums, one, next; /* own: of all ranges of a tile and head */
   int8_t pairs[WIDEST / 2 * MOST_QUERIES * 8] __attribute__((aligned(64)));

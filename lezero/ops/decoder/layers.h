@@ -70,17 +70,20 @@ struct shared_state {
   layout layout;
 };
 
-static int type_of(const lezero_weight *w) { return w->bits == 16 ? LEZERO_BF16 : LEZERO_FP32; }
+/* Of what goes into a product and comes out. */
+static int type_of(const lezero_step *s, const lezero_weight *w) {
+  return w->bits == 16 || s->rounded ? LEZERO_BF16 : LEZERO_FP32;
+}
 static int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static lezero_linear linear_of(const lezero_step *s, const lezero_weight *w, int64_t N, int64_t K) {
   lezero_linear l = {0};
-  l.M = s->T, l.N = N, l.K = K, l.x_type = type_of(w);
+  l.M = s->T, l.N = N, l.K = K, l.x_type = type_of(s, w);
   l.bits = (int)w->bits, l.x_bits = (int)w->x_bits, l.x_block = w->x_block;
   l.group = w->group;
   l.weight = w->weight, l.scale = w->scale, l.zero = w->zero, l.scale_type = (int)w->scale_type;
-  l.bias = w->bias;
+  l.bias = w->bias, l.rounded = s->rounded && w->bits != 16;
   return l;
 }
 
@@ -100,7 +103,7 @@ static lezero_linear down_of(const lezero_step *s, const lezero_layer *y) {
 /* Of the wanted rows; whatever the weight is, what goes in and comes out is fp32. */
 static lezero_linear head_of(const lezero_step *s) {
   lezero_linear l = linear_of(s, s->head, s->V, s->D);
-  l.M = s->rows, l.x_type = LEZERO_FP32;
+  l.M = s->rows, l.x_type = LEZERO_FP32, l.rounded = 0;
   return l;
 }
 
@@ -263,7 +266,7 @@ static void activate(const worker *w, int64_t row, int found_type, const lezero_
     const floats up = read16(w->a.found, found_type, at + F + i, n);
     const floats power = power_of_two(product(gate, all_floats(-1.44269504f)));
     const floats silu = quotient(gate, sum_of(all_floats(1), power));
-    write16(w->rows, type_of(next), row * F + i, n, product(silu, up));
+    write16(w->rows, type_of(w->s, next), row * F + i, n, product(silu, up));
   }
 }
 
@@ -309,7 +312,7 @@ typedef struct {
 
 static void fill_normalised(const worker *w, int64_t row, const void *how) {
   const filled_by *f = how;
-  normalise(w, row, row, f->weight, type_of(f->next), f->type);
+  normalise(w, row, row, f->weight, type_of(w->s, f->next), f->type);
 }
 
 static void fill_wanted(const worker *w, int64_t row, const void *how) {

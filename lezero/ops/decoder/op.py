@@ -111,7 +111,7 @@ class Decoder:
         self.beginning = beginning
         begin = [] if beginning is None else beginning.rows.row()
         self._begin = torch.tensor(begin, dtype=torch.int64)
-        self._sizes: dict[tuple[int, int, int], int] = {}
+        self._sizes: dict[tuple[int, int, int, bool], int] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
 
     def run(
@@ -122,19 +122,21 @@ class Decoder:
         chunks: Tensor,
         table: Tensor,
         cache: BlockCache,
+        rounded: bool = False,
     ) -> None:
         """Takes x_TD, the residual stream of at most `MOST_TOKENS` tokens, through all layers.
 
-        x_TD: fp32 (T, D), changed in place.
+        x_TD: fp32 (T, D), changed in place. rounded: layers of 8 and 4 bits multiply in bf16, to
+        which weights and inputs are rounded; only where `rounds`.
         cos, sin: fp32 (positions, E / 2). chunks: int32 (C, 3), each the first row, how many, and
         the position of the first; rows follow each other. table: int32 (C, blocks), the cache
         blocks of each sequence from its beginning. Keys and values of these tokens go into them.
         """
         if not NATIVE.available():
-            reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
+            reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache, rounded)
             return
         given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
-        self._run(given, _NO_ROWS, _NO_LOGITS, _NO_BEST, cache.bits)
+        self._run(given, _NO_ROWS, _NO_LOGITS, _NO_BEST, cache.bits, rounded)
 
     def logits(
         self,
@@ -146,6 +148,7 @@ class Decoder:
         cache: BlockCache,
         rows: Tensor,
         best: bool = False,
+        rounded: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """fp32 logits (R, V) of rows of x_TD (int32, each once), by the `ending`.
 
@@ -154,12 +157,12 @@ class Decoder:
         """
         assert self.ending is not None
         if not NATIVE.available():
-            reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache)
+            reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache, rounded)
             return reference.logits(self.shape, self.ending, x_TD[rows], best)
         logits_RV = torch.empty(len(rows), self.ending.head.out_features, dtype=torch.float32)
         given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
         best_R = torch.empty(len(rows) if best else 0, dtype=torch.int64)
-        self._run(given, rows, logits_RV, best_R, cache.bits)
+        self._run(given, rows, logits_RV, best_R, cache.bits, rounded)
         return logits_RV, best_R
 
     def follow(
@@ -205,6 +208,13 @@ class Decoder:
         return known and self.ending is not None and NATIVE.available()
 
     @property
+    def rounds(self) -> bool:
+        """Whether `rounded` works here, and differs: with AMX, and layers of 8 or 4 bits."""
+        matrices = (w for y in self.layers for w in (y.qkv, y.out, y.gate_up, y.down))
+        few = any(weight.bits != 16 for weight in matrices)
+        return few and NATIVE.available() and NATIVE.kernel_name() == "amx"
+
+    @property
     def draws(self) -> bool:
         """Whether `follow` can draw by chance here."""
         return self.follows and DRAW.available()
@@ -216,23 +226,25 @@ class Decoder:
         logits_RV: Tensor,
         best_R: Tensor,
         cache_bits: int,
+        rounded: bool,
     ) -> None:
-        room = self._room_for(len(given[0]), len(rows), logits_RV.shape[1])
+        room = self._room_for(len(given[0]), len(rows), logits_RV.shape[1], rounded=rounded)
         NATIVE.ops.run(
-            *(*given, room, self._end, rows, logits_RV, best_R), *self._numbers(cache_bits)
+            *(*given, room, self._end, rows, logits_RV, best_R), *self._numbers(cache_bits), rounded
         )
 
     def _numbers(self, cache_bits: int) -> tuple[Any, ...]:
         s = self.shape
         return s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits
 
-    def _room_for(self, T: int, R: int, V: int, aside: int = 0) -> Tensor:
+    def _room_for(self, T: int, R: int, V: int, aside: int = 0, *, rounded: bool = False) -> Tensor:
         """Scratch, aligned to 64 bytes, that every call takes anew."""
         s = self.shape
-        key = (T, R, torch.get_num_threads())
+        key = (T, R, torch.get_num_threads(), rounded)
         if key not in self._sizes:
             sizes = (s.dim, s.heads, s.kv_heads, s.head_dim, s.ffn, V)
-            self._sizes[key] = NATIVE.ops.scratch(T, R, self._table, self._end, *sizes) + 64
+            given = (T, R, self._table, self._end, *sizes, rounded)
+            self._sizes[key] = NATIVE.ops.scratch(*given) + 64
         size = self._sizes[key] + aside
         if self._room.numel() < size:
             self._room = torch.empty(size, dtype=torch.uint8)

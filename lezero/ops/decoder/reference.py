@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lezero.ops.decoder.weights import Ending, LayerWeights, Weight
 from lezero.ops.linear import reference as linear
+from lezero.ops.linear.layout import pack_bf16
 
 if TYPE_CHECKING:
     from lezero.ops.decoder.op import BlockCache, Shape
@@ -34,15 +35,17 @@ def run(
     chunks: Tensor,
     table: Tensor,
     cache: BlockCache,
+    rounded: bool = False,
 ) -> None:
     """See `Decoder.run`."""
+    product = multiply_rounded if rounded else multiply
     for index, layer in enumerate(layers):
-        found = multiply(norm(x_TD, layer.norm1, shape.eps), layer.qkv).float()
+        found = product(norm(x_TD, layer.norm1, shape.eps), layer.qkv).float()
         y_THE = attention(shape, layer, index, found, cos, sin, chunks, table, cache)
-        x_TD += multiply(y_THE.flatten(1), layer.out).float()
-        found = multiply(norm(x_TD, layer.norm2, shape.eps), layer.gate_up).float()
+        x_TD += product(y_THE.flatten(1), layer.out).float()
+        found = product(norm(x_TD, layer.norm2, shape.eps), layer.gate_up).float()
         gate, up = found.chunk(2, 1)
-        x_TD += multiply(F.silu(gate) * up, layer.down).float()
+        x_TD += product(F.silu(gate) * up, layer.down).float()
 
 
 def logits(shape: Shape, ending: Ending, x_RD: Tensor, best: bool = False) -> tuple[Tensor, Tensor]:
@@ -68,6 +71,15 @@ def multiply(x_TK: Tensor, weight: Weight) -> Tensor:
         return linear.linear_bf16(x_TK.bfloat16(), packed, weight.bias, N)
     sizes = (weight.out_features, weight.bits, weight.group, weight.x_bits, weight.x_block)
     return linear.linear_int(x_TK, weight.packed, weight.bias, None, *sizes)
+
+
+def multiply_rounded(x_TK: Tensor, weight: Weight) -> Tensor:
+    """The same with the weight and x rounded to bf16."""
+    if weight.bits == 16:
+        return multiply(x_TK, weight)
+    N, sizes = weight.out_features, (weight.in_features, weight.bits, weight.group)
+    packed = pack_bf16(linear.dequantize_packed(weight.packed, N, *sizes))
+    return linear.linear_bf16(x_TK.bfloat16(), packed, weight.bias, N)
 
 
 def attention(

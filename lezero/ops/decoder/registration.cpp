@@ -36,8 +36,9 @@ void want(lezero_step& s, const Tensor& ending, int64_t rows, int64_t V) {
 }
 
 int64_t scratch(int64_t T, int64_t rows, const Tensor& layers, const Tensor& ending, int64_t D,
-                int64_t H, int64_t K, int64_t E, int64_t F, int64_t V) {
+                int64_t H, int64_t K, int64_t E, int64_t F, int64_t V, bool rounded) {
   lezero_step s = step_of(T, layers, D, H, K, E, F);
+  s.rounded = rounded;
   want(s, ending, rows, V);
   return static_cast<int64_t>(lezero_decoder_scratch(&s));
 }
@@ -48,7 +49,8 @@ lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, con
                    const Tensor& chunks, const Tensor& table, const Tensor& keys,
                    const Tensor& values, const Tensor& room, const Tensor& ending,
                    const Tensor& rows, const Tensor& logits, const Tensor& best, int64_t H,
-                   int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits) {
+                   int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits,
+                   bool rounded) {
   const int64_t K = keys.size(2);
   lezero_step s = step_of(x.size(0), layers, x.size(1), H, K, E, F);
   s.x = static_cast<float*>(x.data_ptr());
@@ -63,6 +65,7 @@ lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, con
   s.row = static_cast<const int32_t*>(rows.data_ptr());
   s.logits = static_cast<float*>(logits.data_ptr());
   s.best = best.numel() ? static_cast<int64_t*>(best.data_ptr()) : nullptr;
+  s.rounded = rounded;
   s.scratch = room.data_ptr(), s.eps = static_cast<float>(eps), s.window = window;
   return s;
 }
@@ -78,9 +81,9 @@ void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor&
          const Tensor& chunks, const Tensor& table, const Tensor& keys, const Tensor& values,
          const Tensor& room, const Tensor& ending, const Tensor& rows, const Tensor& logits,
          const Tensor& best, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
-         int64_t cache_bits) {
+         int64_t cache_bits, bool rounded) {
   take(filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows, logits, best, H,
-              E, F, eps, window, cache_bits));
+              E, F, eps, window, cache_bits, rounded));
 }
 
 // Rows of x from the embedding, whose numbers are rounded to `l.x_type`, fp32 or bf16.
@@ -121,7 +124,7 @@ int64_t follow(const Tensor& tokens, const Tensor& beginning, const Tensor& x, c
                int64_t drawer, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
                int64_t cache_bits, bool rounds) {
   lezero_step s = filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows,
-                         logits, best, H, E, F, eps, window, cache_bits);
+                         logits, best, H, E, F, eps, window, cache_bits, false);
   const int64_t bytes = (s.T * s.D * 2 + 63) / 64 * 64;
   const auto* held = static_cast<const lezero_weight*>(beginning.data_ptr());
   lezero_linear l{};
@@ -154,11 +157,12 @@ int64_t follow(const Tensor& tokens, const Tensor& beginning, const Tensor& x, c
 STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def(
       "scratch(int T, int rows, Tensor layers, Tensor ending, int D, int H, int K, int E, int F, "
-      "int V) -> int");
+      "int V, bool rounded) -> int");
   m.def(
       "run(Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, Tensor chunks, Tensor table, "
       "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, Tensor ending, Tensor rows, "
-      "Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, float eps, int window, int cache_bits) -> ()");
+      "Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, float eps, int window, "
+      "int cache_bits, bool rounded) -> ()");
   m.def(
       "follow(Tensor tokens, Tensor beginning, Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, "
       "Tensor chunks, Tensor table, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, "

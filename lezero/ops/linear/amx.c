@@ -2,7 +2,7 @@
  * the same result. bf16 always takes tiles, so that a token's result does not depend on its batch. */
 #include "problem.h"
 #define INLINE static inline __attribute__((always_inline))
-#define IN_LINES(l) ((l)->bits == 16 || (l)->M > FEW)
+#define IN_LINES(l) (in_bf16(l) || (l)->M > FEW)
 enum { FEW = 4 };
 #include "avx512.h"
 #include "tiles.h"

@@ -231,11 +231,52 @@ static int64_t span_of(const workspace *w) {
   return round_up((lines + steps - 1) / steps, !w->whole && !w->parts && w->block > LINE ? 2 : 1);
 }
 
+/* [Note: rounded weights]
+ * A line of bf16 for each 32 inputs of a panel of 8 or 4 bits: (code - zero point) · scale, rounded
+ * twice in fp32 and then to bf16, as dequantize_packed() and pack_bf16() do. Once a stretch, for all
+ * tokens; a few take longer for that than for the products. */
+INLINE ints rounded_pairs(floats first, floats second) {
+  const ints order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23,
+                                      7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, (ints)_mm512_cvtne2ps_pbh(second, first));
+}
+
+INLINE floats code_at(ints line, const int at, const int bits) {
+  const ints code = _mm512_and_si512(_mm512_srli_epi32(line, at), all_ints((1 << bits) - 1));
+  return float_of(code);
+}
+
+INLINE void round_line(uint8_t *to, const uint8_t *from, floats scale, floats zero, const int bits) {
+  for (int i = 0; i < bits; i++) { /* lines that are read */
+    const ints line = load_line(from + i * LINE);
+    for (int half = 0; half < 8; half += bits)
+      for (int at = half; at < 32; at += 16, to += LINE) {
+        const floats first = difference(code_at(line, at, bits), zero);
+        const floats second = difference(code_at(line, at + 8, bits), zero);
+        _mm512_store_si512(to, rounded_pairs(product(first, scale), product(second, scale)));
+      }
+  }
+}
+
+static void round_lines(const lezero_linear *l, const panel_pair *p, int panel, uint8_t *to,
+                        const uint8_t *from, int64_t line, int64_t lines) {
+  const int64_t last = l->group ? (l->K - 1) / l->group : 0; /* padding has no scale of its own */
+  for (int64_t i = line; i < line + lines; i++, to += TILE_BYTES, from += 64 * l->bits) {
+    const int64_t group = l->group ? least(i * (LINE / 2) / l->group, last) : 0;
+    const floats scale = read16(p->scale[panel], l->scale_type, 16 * group, 16);
+    const floats zero = l->zero ? read16(p->zero[panel], l->scale_type, 16 * group, 16)
+                                : all_floats(l->bits == 8 ? 128 : 8);
+    if (l->bits == 8) round_line(to, from, scale, zero, 8);
+    else round_line(to, from, scale, zero, 4);
+  }
+}
+
 /* Pair i of n from `pair` on, from the line `at` of `lines` on. */
 static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_space *own,
                           const panel_pair *p, int64_t pair, int64_t i, int64_t n, int64_t at,
                           int64_t lines) {
-  const int64_t line = l->bits == 4 ? TILE_BYTES / 2 : TILE_BYTES; /* bytes in a panel */
+  /* Bytes of a line in a panel. */
+  const int64_t line = l->rounded ? 64 * l->bits : l->bits == 4 ? TILE_BYTES / 2 : TILE_BYTES;
   const int64_t span = span_of(w);
   const int64_t steps = w->digits == 2 && !w->parts ? w->tiles : (w->tiles + 1) / 2;
   stretch s = {.begin = at, .lines = least(span, lines - at)};
@@ -246,10 +287,11 @@ static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_
   const panel_pair q = pair_at(l, w, next);
   for (int j = 0; j < 2; j++) {
     s.weight[j] = p->weight[j] + at * line, s.next[j] = q.weight[j] + next_at * line;
-    if (l->bits != 4) continue;
-    spread_halves(own->spread + j * (STRETCH + 1) * TILE_BYTES, s.weight[j], s.lines,
-                  l->zero ? 0 : 8);
-    s.weight[j] = own->spread + j * (STRETCH + 1) * TILE_BYTES;
+    if (l->bits != 4 && !l->rounded) continue;
+    uint8_t *spread = own->spread + j * (STRETCH + 1) * TILE_BYTES;
+    if (l->rounded) round_lines(l, p, j, spread, s.weight[j], at, s.lines);
+    else spread_halves(spread, s.weight[j], s.lines, l->zero ? 0 : 8);
+    s.weight[j] = spread;
   }
   s.fetches = (s.lines * line / LINE + steps * s.lines - 1) / (steps * s.lines);
   return s;

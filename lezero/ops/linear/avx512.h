@@ -79,6 +79,7 @@ INLINE ints settled(ints x) {
 INLINE floats float_of(ints x) { return _mm512_cvtepi32_ps(settled(x)); }
 INLINE floats all_floats(float x) { return _mm512_set1_ps(x); }
 INLINE floats product(floats a, floats b) { return _mm512_mul_ps(a, b); }
+INLINE floats difference(floats a, floats b) { return _mm512_sub_ps(a, b); }
 INLINE floats sum_of(floats a, floats b) { return _mm512_add_ps(a, b); }
 INLINE floats fused(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE floats fused_less(floats a, floats b, floats c) { return _mm512_fnmadd_ps(a, b, c); }

@@ -46,6 +46,8 @@ typedef struct {
   float *total, *scale;
 } token_tile;
 
+/* Whether products are those of bf16. */
+INLINE int in_bf16(const lezero_linear *l) { return l->bits == 16 || l->rounded; }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -62,8 +64,8 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   workspace w = {0};
   w.tokens = tokens, w.lines = IN_LINES(l);
   int64_t most = MOST_BF16;
-  if (l->bits == 16) {
-    w.padded = round_up(l->K, 32), w.parts = l->x_type == LEZERO_BF16 || FLOATS ? 1 : 2;
+  if (in_bf16(l)) {
+    w.padded = round_up(l->K, l->bits == 16 ? 32 : 64), w.parts = l->x_type == LEZERO_BF16 || FLOATS ? 1 : 2;
     w.digits = 1, w.width = FLOATS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
     w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_block;
@@ -264,7 +266,7 @@ void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count,
     const token_tile t = tile_at(&w, index);
     for (int64_t r = 0; r < t.rows; r++) {
       const void *x = (const char *)l->x + (first + t.row + r) * l->K * size;
-      if (l->bits == 16) prepare_bf16(l, &w, &t, r, x);
+      if (in_bf16(l)) prepare_bf16(l, &w, &t, r, x);
       else prepare_codes(l, &w, &t, r, x);
     }
   }

@@ -38,6 +38,7 @@ typedef struct {
   int scale_type;
   const float *bias;    /* (N,) or null */
   const float *x_scale; /* one for all tokens, or null */
+  int rounded; /* 8 or 4 bits: multiplied as bf16, to which the weight is rounded; with AMX only */
   lezero_ahead *ahead;  /* what comes after this product, or null; it moves on as it is fetched */
 } lezero_linear;
 

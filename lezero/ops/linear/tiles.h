@@ -49,7 +49,7 @@ typedef struct {
 static void __attribute__((noinline)) finish(const lezero_linear *l, const workspace *w,
                                              const token_tile *t, const panel_pair *p,
                                              int64_t first, const found_tile *f) {
-  const int token_scale = l->bits != 16 && !w->fine;
+  const int token_scale = !in_bf16(l) && !w->fine;
   for (int i = 0; i < 2; i++) {
     const int64_t n = p->first + 16 * i, outputs = p->outputs[i];
     if (!outputs) break;
