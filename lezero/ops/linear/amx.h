@@ -83,7 +83,8 @@ INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], fou
                       const int two, const int bf16) {
   const int64_t parts = bf16 ? w->parts : 1;
   const int8_t *a0 = t[0].codes + s->begin * parts * TILE_BYTES, *a1 = t[two].codes + s->begin * parts * TILE_BYTES;
-  SUMS(tile_load, two, f, f + 1);
+  if (bf16 && s->begin == 0) SUMS(ZERO, two, f, f + 1);
+  else SUMS(tile_load, two, f, f + 1);
   for (int64_t i = 0; i < s->lines; i++) {
     fetch_next(s);
     load_weights(s->weight[0] + i * TILE_BYTES, s->weight[1] + i * TILE_BYTES);
@@ -242,6 +243,9 @@ INLINE ints rounded_pairs(floats first, floats second) {
 }
 
 INLINE floats code_at(ints line, const int at, const int bits) {
+  if (bits == 4) /* looked up by the lowest four bits of a lane */
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(line, at),
+                                 _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
   const ints code = _mm512_and_si512(_mm512_srli_epi32(line, at), all_ints((1 << bits) - 1));
   return float_of(code);
 }
@@ -298,6 +302,7 @@ static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_
 }
 
 static void begin_sums(const workspace *w, const own_space *own, int64_t pairs) {
+  if (w->parts) return; /* they begin with 0 */
   memset(own->sums, 0, (size_t)(pairs * w->tiles) * sizeof(found_tile));
   if (!w->whole) return;
   for (int64_t i = 0; i < pairs * w->tiles; i++) {
