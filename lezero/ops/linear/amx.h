@@ -10,16 +10,10 @@
  * spread to signed bytes once a stretch, so that their sums begin with 0, not with `start`.
  */
 enum { STRETCH = 9, PAIRS = 8, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
-enum { AT_A_TIME = 4, ROWS_AT_ONCE = 8 };
-#define ROWS(r) _Pragma("GCC unroll 8") for (int r = 0; r < ROWS_AT_ONCE; r++)
-
-typedef struct { /* whole-number sums of a block: [tile][panel][row][output] */
-  int32_t of[2][2][LINE_ROWS][16];
-} block_sums;
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
-  block_sums *found; /* of AT_A_TIME blocks */
+  int32_t (*found)[2][LINE_ROWS][32]; /* [this block or the one before][tile][row][output] */
   uint8_t *spread;                    /* [panel][line of a step]: weights of 4 bits, a byte each */
   size_t bytes;
 } own_space;
@@ -35,7 +29,7 @@ static own_space own_at(const workspace *w, char *base) {
   own_space own;
   char *at = base;
   own.sums = (found_tile *)at, at += PAIRS * w->tiles * (int64_t)sizeof(found_tile);
-  own.found = (block_sums *)at, at += AT_A_TIME * (int64_t)sizeof *own.found;
+  own.found = (int32_t(*)[2][LINE_ROWS][32])at, at += 2 * (int64_t)sizeof *own.found;
   own.spread = (uint8_t *)at, at += 2 * (STRETCH + 1) * TILE_BYTES;
   own.bytes = (size_t)(at - base);
   return own;
@@ -96,71 +90,59 @@ INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], fou
   SUMS(tile_store, two, f, f + 1);
 }
 
-/* Adds n blocks' whole-number sums, from block b on, scaled, to those of ROWS_AT_ONCE rows and one panel
- * of a tile of tokens, in registers: as add_block() does. `low`: of the second digits. */
+/* Adds a block's whole-number sums, scaled, to those of a tile of tokens: as blocks_tile() does. */
 INLINE void settle(const lezero_linear *l, const workspace *w, const token_tile *t,
-                   const panel_pair *p, int64_t b, int64_t n, int64_t row, const int i,
-                   const block_sums *found, const int tile, const int low, found_tile *f,
-                   const int D, const int fine, const int bits, const int zeros) {
-  const int64_t R = t->rows;
-  floats sum[ROWS_AT_ONCE];
-  ROWS(r) sum[r] = f->sum[row + r][i];
-  for (int64_t k = 0; k < n; k++, b++) {
-    const int32_t(*const count)[16] = found[k].of[tile][i] + row;
-    const int32_t(*const less)[16] = found[k].of[low][i] + row;
-    const int32_t *start = t->start + (b * R + row) * D;
-    const float *total = t->total + b * R + row, *x_scale = t->scale + b * R + row;
-    const int64_t group = l->group ? b * w->block / l->group : 0;
+                   const panel_pair *p, int64_t b, const int32_t (*found)[32],
+                   const int32_t (*low)[32], found_tile *f, const int D, const int fine,
+                   const int bits) {
+  const int64_t R = t->rows, group = l->group ? b * w->block / l->group : 0;
+  const int32_t *start = t->start + b * R * D;
+  const float *total = t->total + b * R, *x_scale = t->scale + b * R;
+  for (int i = 0; i < 2; i++) {
     const floats scale = read16(p->scale[i], l->scale_type, 16 * group, 16);
-    const floats zero = zeros ? read16(p->zero[i], l->scale_type, 16 * group, 16) : scale;
-    ROWS(r) {
-      ints c = load_line(count[r]);
-      if (D == 2) c = digits_joined(c, load_line(less[r]));
-      if (bits == 8) c = ints_sum(c, all_ints(D == 2 ? 256 * start[2 * r] + start[2 * r + 1] : start[r]));
-      floats v = float_of(c);
+    const int zeros = l->zero != 0;
+    const floats zero = zeros ? read16(p->zero[i], l->scale_type, 16 * group, 16) : all_floats(0);
+    _Pragma("GCC unroll 4") for (int64_t r = 0; r < R; r++) {
+      ints sum = load_line(found[r] + 16 * i);
+      if (D == 2) sum = digits_joined(sum, load_line(low[r] + 16 * i));
+      if (bits == 8)
+        sum = ints_sum(sum, all_ints(D == 2 ? 256 * start[2 * r] + start[2 * r + 1] : start[r]));
+      floats v = float_of(sum);
       if (zeros) v = fused_less(zero, all_floats(total[r]), v);
       const floats step = fine ? product(scale, all_floats(x_scale[r])) : scale;
-      sum[r] = fused(step, v, sum[r]);
+      f->sum[r][i] = fused(step, v, f->sum[r][i]);
     }
   }
-  ROWS(r) f->sum[row + r][i] = sum[r];
 }
 
-/* Forms with blocks: AT_A_TIME blocks are multiplied, then settled. `two` tiles: of tokens, or with two
- * digits those of one tile of tokens. */
+/* Forms with blocks. A block is settled while the next one is multiplied. `two` tiles: of tokens, or
+ * with two digits those of one tile of tokens. */
 INLINE void blocks_step(const lezero_linear *l, const workspace *w, stretch *s, const panel_pair *p,
                         const token_tile t[2], const own_space *own, found_tile *f, const int two,
                         const int D, const int fine, const int bits) {
   const int64_t depth = least(w->block, LINE), begin = s->begin * LINE;
   const int8_t *a0 = t[0].codes + begin * LINE_ROWS * D;
   const int8_t *a1 = D == 2 ? a0 + TILE_BYTES : t[two].codes + begin * LINE_ROWS;
+  const int64_t first = begin / w->block;
   const int64_t end = least(w->blocks, (begin + s->lines * LINE + w->block - 1) / w->block);
-  for (int64_t b = begin / w->block, n; b < end; b += n) {
-    n = least(AT_A_TIME, end - b);
-    for (int64_t k = b; k < b + n; k++) {
-      int32_t(*now)[2][LINE_ROWS][16] = own->found[k - b].of;
-      const int64_t at = k * w->block - begin, inputs = least(w->block, w->padded - k * w->block);
+  for (int64_t b = first; b <= end; b++) {
+    if (b < end) {
+      int32_t(*now)[LINE_ROWS][32] = own->found[b & 1];
+      const int64_t inputs = least(w->block, w->padded - b * w->block);
       SUMS(ZERO, two, 0, 0);
-      for (int64_t i = at; i < at + inputs; i += depth) {
-        const int64_t a = i / LINE * TILE_BYTES * D + i % LINE;
-        if (i % LINE == 0) fetch_next(s);
-        load_weights(s->weight[0] + i * LINE_ROWS, s->weight[1] + i * LINE_ROWS);
+      for (int64_t k = b * w->block - begin, last = k + inputs; k < last; k += depth) {
+        const int64_t a = k / LINE * TILE_BYTES * D + k % LINE;
+        if (k % LINE == 0) fetch_next(s);
+        load_weights(s->weight[0] + k * LINE_ROWS, s->weight[1] + k * LINE_ROWS);
         if (bits == 4) ADD_PRODUCTS(tile_dot_signed, two, a0 + a, a1 + a);
         else ADD_PRODUCTS(tile_dot_bytes, two, a0 + a, a1 + a);
       }
-      tile_store(0, now[0][0], LINE);
-      tile_store(1, now[0][1], LINE);
-      if (two) {
-        tile_store(2, now[1][0], LINE);
-        tile_store(3, now[1][1], LINE);
-      }
+      SUMS(tile_store, two, now[0], now[1]);
     }
-    for (int tile = 0; tile <= (two && D == 1); tile++)
-      for (int64_t row = 0; row < t[tile].rows; row += ROWS_AT_ONCE)
-        for (int i = 0; i < 2; i++) {
-          if (l->zero) settle(l, w, t + tile, p, b, n, row, i, own->found, tile, 1, f + tile, D, fine, bits, 1);
-          else settle(l, w, t + tile, p, b, n, row, i, own->found, tile, 1, f + tile, D, fine, bits, 0);
-        }
+    if (b == first) continue;
+    const int32_t(*before)[LINE_ROWS][32] = own->found[(b - 1) & 1];
+    settle(l, w, t, p, b - 1, before[0], before[1], f, D, fine, bits);
+    if (two && D == 1) settle(l, w, t + 1, p, b - 1, before[1], before[1], f + 1, D, fine, bits);
   }
 }
 
@@ -326,15 +308,12 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
       for (int64_t j = 0; j < w->tiles; j += 2 - digits) {
         const int two = !digits && j + 1 < w->tiles;
         const token_tile t[2] = {tile_at(w, j), tile_at(w, j + two)};
-        step(l, w, &s, &p, t, own, own->sums + i * w->tiles + j, two);
+        found_tile *f = own->sums + i * w->tiles + j;
+        step(l, w, &s, &p, t, own, f, two);
+        if (at + s.lines < lines) continue;
+        finish(l, w, t, &p, first, f); /* the last of its inputs, and still in L1 */
+        if (two) finish(l, w, t + 1, &p, first, f + 1);
       }
-    }
-  }
-  for (int64_t i = 0; i < n; i++) {
-    const panel_pair p = pair_at(l, w, pair + i);
-    for (int64_t j = 0; j < w->tiles; j++) {
-      const token_tile t = tile_at(w, j);
-      finish(l, w, &t, &p, first, own->sums + i * w->tiles + j);
     }
   }
 }

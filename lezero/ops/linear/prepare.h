@@ -88,11 +88,9 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   const int64_t rows = w.lines ? w.tiles * LINE_ROWS : tokens;
   char *at = base;
   w.codes = (int8_t *)at, at += round_up(rows * w.padded * w.width, 64);
-  /* Of tiles in lines all rows are read, those that there are not too. */
-  const int64_t ends = w.lines ? LINE_ROWS : 0;
-  w.start = (int32_t *)at, at += round_up((tokens * w.blocks + ends) * w.digits * 4, 64);
-  w.total = (float *)at, at += round_up((tokens * w.blocks + ends) * 4, 64);
-  w.scale = (float *)at, at += round_up((tokens * w.blocks + ends) * 4, 64);
+  w.start = (int32_t *)at, at += round_up(tokens * w.blocks * w.digits * 4, 64);
+  w.total = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
+  w.scale = (float *)at, at += round_up(tokens * w.blocks * 4, 64);
   w.bytes = (size_t)(at - base);
   return w;
 }
