@@ -1,9 +1,9 @@
-/* Linear layers for AMX. Few tokens are limited by memory: their whole numbers are summed by AVX-512, with
- * the same result. bf16 always takes tiles, so that a token's result does not depend on its batch. */
+/* Linear layers for AMX. Few tokens are limited by memory, and small blocks by what is done with their
+ * sums: their whole numbers are summed by AVX-512, with the same result. bf16 always takes tiles, so that a token's result does not depend on its batch. */
 #include "problem.h"
 #define INLINE static inline __attribute__((always_inline))
-#define IN_LINES(l) (in_bf16(l) || (l)->M > FEW)
-enum { FEW = 4 };
+#define IN_LINES(l) (in_bf16(l) || (l)->M > few_tokens(l))
+#define FEW_TOKENS
 #include "avx512.h"
 #include "tiles.h"
 #include "amx_tile.h"

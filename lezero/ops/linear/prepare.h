@@ -48,6 +48,13 @@ typedef struct {
 
 /* Whether products are those of bf16. */
 INLINE int in_bf16(const lezero_linear *l) { return l->bits == 16 || l->rounded; }
+#ifdef FEW_TOKENS
+/* How many tokens vectors multiply at least as fast as tiles; measured, see lab-notes.md. */
+INLINE int64_t few_tokens(const lezero_linear *l) {
+  if (l->x_block ? l->x_block < 64 : l->group % 64 != 0) return 12;
+  return l->bits == 8 && l->x_bits == 16 ? 4 : 6;
+}
+#endif
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
