@@ -13,7 +13,8 @@ from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import input_bytes
 
 _ARENA_BYTES = 96 << 20
-_MOST_SETS = 8
+_MOST_SETS = 4
+"""Of what an operation takes some was just written, and lies in a core's caches, and some was not."""
 
 
 class _Arena:
