@@ -14,7 +14,7 @@ from lezero.plan.work import input_bytes
 
 _ARENA_BYTES = 96 << 20
 _MOST_SETS = 4
-"""Of what an operation takes some was just written, and lies in a core's caches, and some was not."""
+"""Some of what an operation takes was just written and lies in a core's caches, some does not."""
 
 
 class _Arena:
