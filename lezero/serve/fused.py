@@ -172,7 +172,7 @@ class FusedProgram(Program):
     @property
     def product_forms(self) -> tuple[str, ...]:
         eight = any(w.bits != 16 and w.x_bits == 8 for y in self.matrices() for w in y)
-        return ("fp32", "bf16", "int8") if eight else ("fp32", "bf16")
+        return ("fp32", "bf16", "int8") if eight and not self.prompts_apart else ("fp32", "bf16")
 
     @property
     def block_bytes(self) -> int:

@@ -162,7 +162,8 @@ class Program(ABC):
 
     @property
     def product_forms(self) -> tuple[str, ...]:
-        """Number formats in which products may run, as `profiler.Ceilings.gemm` names them."""
+        """Number formats in which products of prompts may run, as `profiler.Ceilings.gemm` names
+        them."""
         return ("fp32", "bf16")
 
     @property
