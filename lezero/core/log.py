@@ -54,8 +54,9 @@ def say(text: str, stream: IO[str] | None = None) -> None:
     stderr makes two.
     """
     stream = stream or sys.stderr
+    known = getattr(stream, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError, ValueError):
-        stream.write(text + "\n")
+        stream.write(text.encode(known, "backslashreplace").decode(known) + "\n")
         stream.flush()
 
 

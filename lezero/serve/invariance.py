@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lezero.core.facts import cpu
 from lezero.ops.decoder import Weight
 from lezero.serve.fused import FusedProgram
-from lezero.serve.merged import multiply
+from lezero.serve.merged import multiply, multiply_prompt
 from lezero.serve.program import Program
 
 ROWS = (1, 16, 256)
@@ -59,7 +59,10 @@ def invariance_costs(program: Program) -> list[Cost]:
     forms = {"fp32": torch.float32}
     if cpu().native_bf16:
         forms["bf16"] = torch.bfloat16
-    return [_cost(_some(matrices, rows), rows, forms) for rows in ROWS]
+    return [
+        _cost(_some(matrices, rows), rows, forms, program.prompts_apart and rows == max(ROWS))
+        for rows in ROWS
+    ]
 
 
 def cost_lines(costs: list[Cost]) -> list[str]:
@@ -85,9 +88,11 @@ def _some(matrices: list[Weight], rows: int) -> list[Weight]:
     return matrices[: max(1, sum(size <= most for size in sizes))]
 
 
-def _cost(matrices: list[Weight], rows: int, forms: dict[str, torch.dtype]) -> Cost:
-    """Medians over turns in which every form runs once."""
-    ways = {"": _ours(matrices, rows)}
+def _cost(
+    matrices: list[Weight], rows: int, forms: dict[str, torch.dtype], prompt: bool = False
+) -> Cost:
+    """Medians over turns in which every form runs once. prompt: ours as prompts are multiplied."""
+    ways = {"": _ours(matrices, rows, prompt)}
     ways |= {name: _torchs(matrices, rows, dtype) for name, dtype in forms.items()}
     took: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(_REPEATS + 1):
@@ -103,14 +108,14 @@ def _cost(matrices: list[Weight], rows: int, forms: dict[str, torch.dtype]) -> C
     return Cost(rows, own, middle[best], f"torch {best}")
 
 
-def _ours(matrices: list[Weight], rows: int) -> Callable[[], None]:
-    pairs = [
-        (torch.randn(rows, weight.in_features, dtype=torch.float32), weight) for weight in matrices
-    ]
+def _ours(matrices: list[Weight], rows: int, prompt: bool) -> Callable[[], None]:
+    dtype = torch.bfloat16 if prompt else torch.float32
+    pairs = [(torch.randn(rows, weight.in_features, dtype=dtype), weight) for weight in matrices]
+    product = multiply_prompt if prompt else multiply
 
     def run() -> None:
         for x_RK, weight in pairs:
-            multiply(x_RK, weight)
+            product(x_RK, weight)
 
     return run
 

@@ -24,6 +24,7 @@ from lezero.ops.linear import (
     in_rows,
     linear_bf16,
     linear_int,
+    linear_rounded,
     pack,
     pack_bf16,
     settled,
@@ -65,6 +66,18 @@ def multiply(x: Tensor, weight: Weight) -> Tensor:
         group=weight.group,
         x_bits=weight.x_bits,
         x_block=weight.x_block,
+    )
+
+
+def multiply_prompt(x: Tensor, weight: Weight) -> Tensor:
+    """The same in bf16, as programs do it that take prompts apart: x and the result are bf16."""
+    if weight.bits == 16:
+        return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
+    return linear_rounded(
+        *(x, weight.packed, weight.bias),
+        out_features=weight.out_features,
+        bits=weight.bits,
+        group=weight.group,
     )
 
 

@@ -21,3 +21,10 @@ def test_a_line_and_its_end_are_one_write(buffering):
     say("nobody reads any more", stream)
     stream.detach().close()
     say("closed", stream)
+
+
+def test_what_the_stream_cannot_hold_is_spelled_out():
+    kept = io.BytesIO()
+    stream = io.TextIOWrapper(kept, encoding="ascii", write_through=True)
+    say("two: é – ü", stream)
+    assert kept.getvalue() == b"two: \\xe9 \\u2013 \\xfc\n"

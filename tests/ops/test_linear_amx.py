@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
 from lezero.ops.build import BuildError
-from lezero.ops.linear import Packed, amx, native, pack_bf16, reference
+from lezero.ops.linear import Packed, amx, linear_rounded, native, pack_bf16, reference
 from lezero.ops.native import Kernel, Native
 from tests.ops import test_linear
 from tests.ops.conformance import Args, OpConformance, fresh
@@ -80,6 +81,27 @@ def test_layers_of_all_shapes() -> None:
         near = 1e-4 if dtype == torch.float32 else 2e-2
         found = ops.linear_bf16(x, bf16, None, N).float()
         torch.testing.assert_close(found, plain(x, bf16, None, N).float(), rtol=near, atol=near)
+
+
+@needs_avx512
+def test_weights_rounded_as_they_are_read() -> None:
+    ops, draw = EMULATED.load(EMULATED.kernels[0]), random.Random(1)
+    for _ in range(40):
+        M, N, K = draw.randint(1, 40), draw.randint(1, 100), draw.randint(1, 700)
+        bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 96, 128])
+        x = seeded(M, K).bfloat16()
+        weight = packed(N, K, bits, group, draw.random() < 0.5, draw.choice(FLOATS))
+        sizes = (N, bits, group, 16, 0, True)
+        found = ops.linear_int(x, *weight, seeded(N), None, *sizes)
+        whole = pack_bf16(reference.dequantize_packed(weight, N, K, bits, group))
+        assert torch.equal(found, ops.linear_bf16(x, whole, seeded(N), N)), (M, N, K, sizes)
+
+
+def test_rounded_products_are_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native.NATIVE, "kernel_name", lambda: "avx2")
+    weight = packed(16, 64, 8, 0, False, torch.float32)
+    with pytest.raises(ConfigError, match="on a CPU with AMX"):
+        linear_rounded(torch.ones(1, 64).bfloat16(), weight, None, out_features=16, bits=8)
 
 
 @needs_avx512

@@ -35,22 +35,31 @@ def test_both_sides_go_through_the_same_matrices(monkeypatch: pytest.MonkeyPatch
         pytest.skip("no kernels here")
     program = LLM(small(), weights="int8").program
     seen: dict[str, list[tuple[int, ...]]] = {"ours": [], "torch": []}
-    multiply, linear = invariance.multiply, torch.nn.functional.linear
+    linear, of_prompts = torch.nn.functional.linear, set[int]()
 
-    def ours(x: Any, weight: Any) -> Any:
-        seen["ours"].append((len(x), weight.out_features, weight.in_features))
-        return multiply(x, weight)
+    def ours(name: str) -> Any:
+        product = getattr(invariance, name)
+
+        def run(x: Any, weight: Any) -> Any:
+            seen["ours"].append((len(x), weight.out_features, weight.in_features))
+            if name == "multiply_prompt":
+                of_prompts.add(len(x))
+            return product(x, weight)
+
+        return run
 
     def theirs(x: Any, weight: Any) -> Any:
         seen["torch"].append((len(x), *weight.shape))
         return linear(x, weight)
 
-    monkeypatch.setattr(invariance, "multiply", ours)
+    for name in ("multiply", "multiply_prompt"):
+        monkeypatch.setattr(invariance, name, ours(name))
     monkeypatch.setattr(torch.nn.functional, "linear", theirs)
     monkeypatch.setattr(invariance, "cpu", lambda: type("", (), {"native_bf16": False}))
     assert invariance_costs(program)
     assert seen["ours"] == seen["torch"]
     assert {rows for rows, *_ in seen["ours"]} == set(ROWS)
+    assert of_prompts == ({max(ROWS)} if program.prompts_apart else set())
 
 
 def test_where_it_costs_time_is_said() -> None:

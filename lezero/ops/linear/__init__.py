@@ -32,7 +32,13 @@ from lezero.ops.linear.layout import (
     unpack_bf16,
 )
 from lezero.ops.linear.native import available, kernel_name
-from lezero.ops.linear.op import embedding_int, embedding_rows, linear_bf16, linear_int
+from lezero.ops.linear.op import (
+    embedding_int,
+    embedding_rows,
+    linear_bf16,
+    linear_int,
+    linear_rounded,
+)
 
 __all__ = [
     "Packed",
@@ -46,6 +52,7 @@ __all__ = [
     "linear_bf16",
     "linear_fp8",
     "linear_int",
+    "linear_rounded",
     "pack",
     "pack_bf16",
     "settled",

@@ -102,6 +102,21 @@ def linear_int(
     )
 
 
+def linear_rounded(
+    x: Tensor, packed: Packed, bias: Tensor | None, *, out_features: int, bits: int, group: int = 0
+) -> Tensor:
+    """x wᵀ + bias with the weight of `pack` rounded to bf16 as it is read, x and the result bf16:
+    `linear_bf16` of the dequantized weight. With AMX only, where it suits many tokens; elsewhere a
+    `ConfigError`. Not differentiable.
+    """
+    check_packed("linear_rounded", packed, x.shape[-1], out_features, bits, group)
+    if x.dtype != torch.bfloat16 or not _on_kernel(x) or not native.kernel_name().startswith("amx"):
+        raise ConfigError(f"linear_rounded: x is {x.dtype}; it takes bf16 on a CPU with AMX")
+    given = (x.contiguous(), *packed, _wide(bias), None, out_features, bits, group, 16, 0, True)
+    found: Tensor = native.NATIVE.ops.linear_int(*given)
+    return found
+
+
 def embedding_int(
     ids: Tensor,
     packed: Packed,
