@@ -2,19 +2,20 @@
  *
  * [Note: order of work]
  * A step multiplies two tiles of 16 rows of tokens with a pair of panels, 4 tiles of sums. Where a
- * token has two digits, the two tiles are its high and its low digits. A step goes over STRETCH lines
- * of inputs; then the next tokens take the same weights, 16 KiB that stay in L1, and after the last
- * tokens the next pair of panels takes the same stretch of the tokens, which stays in L2. So PAIRS
- * pairs of panels run through all inputs together, with their sums in memory, also in L2. Weights are
- * read from memory once, each step fetching its part of the next pair's stretch. Those of 4 bits are
- * spread to signed bytes once a stretch, so that their sums begin with 0, not with `start`.
+ * token has two digits, the two tiles are its high and its low digits. A step goes over some lines of
+ * inputs, about STRETCH and as many each time; then the next tokens take the same weights, which stay
+ * in L1, and after the last tokens the next pair of panels takes the same stretch of the tokens, which
+ * stays in L2. So PAIRS pairs of panels run through all inputs together, with their sums in memory,
+ * also in L2; what the last inputs bring goes out at once. Weights are read from memory once, each step
+ * fetching its part of the next pair's stretch. Those of 4 bits are spread to signed bytes once a
+ * stretch, so that their sums begin with 0, not with `start`; or see [Note: rounded weights].
  */
 enum { STRETCH = 9, PAIRS = 8, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
   int32_t (*found)[2][LINE_ROWS][32]; /* [this block or the one before][tile][row][output] */
-  uint8_t *spread;                    /* [panel][line of a step]: weights of 4 bits, a byte each */
+  uint8_t *spread;                    /* [panel][line of a step]: bytes of 4 bits, or rounded to bf16 */
   size_t bytes;
 } own_space;
 
