@@ -33,7 +33,7 @@ from lezero.plan.spec import StepSpec
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
 
-FORMAT = 3
+FORMAT = 4
 _DAMAGE = (OSError, ValueError, ArithmeticError, AttributeError, TypeError, LookupError)
 """What reading a file of figures may raise; they are measured anew."""
 _EACH_SECONDS = 0.06

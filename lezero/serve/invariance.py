@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from lezero.core.facts import cpu
 from lezero.ops.decoder import Weight
 from lezero.serve.fused import FusedProgram
-from lezero.serve.merged import multiply, multiply_prompt
+from lezero.serve.merged import multiply
 from lezero.serve.program import Program
 
 ROWS = (1, 16, 256)
@@ -111,11 +111,10 @@ def _cost(
 def _ours(matrices: list[Weight], rows: int, prompt: bool) -> Callable[[], None]:
     dtype = torch.bfloat16 if prompt else torch.float32
     pairs = [(torch.randn(rows, weight.in_features, dtype=dtype), weight) for weight in matrices]
-    product = multiply_prompt if prompt else multiply
 
     def run() -> None:
         for x_RK, weight in pairs:
-            product(x_RK, weight)
+            multiply(x_RK, weight, rounded=prompt)
 
     return run
 

@@ -55,29 +55,22 @@ def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
     )
 
 
-def multiply(x: Tensor, weight: Weight) -> Tensor:
-    """Rows (R, K) times a weight: fp32 (R, N), each row's bits the same whatever the others are."""
+def multiply(x: Tensor, weight: Weight, rounded: bool = False) -> Tensor:
+    """Rows (R, K) times a weight: (R, N), each row's bits the same whatever the others are. fp32;
+    rounded: in bf16, as prompts are multiplied by programs that take them apart."""
+    packed, bias = weight.packed, weight.bias
     if weight.bits == 16:
-        return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
+        return linear_bf16(x, packed.weight, bias, out_features=weight.out_features)
+    N, bits, group = weight.out_features, weight.bits, weight.group
+    if rounded:
+        return linear_rounded(x, packed, bias, out_features=N, bits=bits, group=group)
     return linear_int(
-        *(x, weight.packed, weight.bias),
-        out_features=weight.out_features,
-        bits=weight.bits,
-        group=weight.group,
+        *(x, packed, bias),
+        out_features=N,
+        bits=bits,
+        group=group,
         x_bits=weight.x_bits,
         x_block=weight.x_block,
-    )
-
-
-def multiply_prompt(x: Tensor, weight: Weight) -> Tensor:
-    """The same in bf16, as programs do it that take prompts apart: x and the result are bf16."""
-    if weight.bits == 16:
-        return linear_bf16(x, weight.packed.weight, weight.bias, out_features=weight.out_features)
-    return linear_rounded(
-        *(x, weight.packed, weight.bias),
-        out_features=weight.out_features,
-        bits=weight.bits,
-        group=weight.group,
     )
 
 

@@ -100,8 +100,10 @@ def test_weights_rounded_as_they_are_read() -> None:
 def test_rounded_products_are_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.NATIVE, "kernel_name", lambda: "avx2")
     weight = packed(16, 64, 8, 0, False, torch.float32)
-    with pytest.raises(ConfigError, match="on a CPU with AMX"):
+    with pytest.raises(ConfigError, match="needs a CPU with AMX"):
         linear_rounded(torch.ones(1, 64).bfloat16(), weight, None, out_features=16, bits=8)
+    with pytest.raises(ConfigError, match="bias"):
+        linear_rounded(torch.ones(1, 64).bfloat16(), weight, seeded(3), out_features=16, bits=8)
 
 
 @needs_avx512

@@ -35,25 +35,19 @@ def test_both_sides_go_through_the_same_matrices(monkeypatch: pytest.MonkeyPatch
         pytest.skip("no kernels here")
     program = LLM(small(), weights="int8").program
     seen: dict[str, list[tuple[int, ...]]] = {"ours": [], "torch": []}
-    linear, of_prompts = torch.nn.functional.linear, set[int]()
+    multiply, linear = invariance.multiply, torch.nn.functional.linear
+    of_prompts = set[int]()
 
-    def ours(name: str) -> Any:
-        product = getattr(invariance, name)
-
-        def run(x: Any, weight: Any) -> Any:
-            seen["ours"].append((len(x), weight.out_features, weight.in_features))
-            if name == "multiply_prompt":
-                of_prompts.add(len(x))
-            return product(x, weight)
-
-        return run
+    def ours(x: Any, weight: Any, rounded: bool) -> Any:
+        seen["ours"].append((len(x), weight.out_features, weight.in_features))
+        of_prompts.update([len(x)] if rounded else [])
+        return multiply(x, weight, rounded)
 
     def theirs(x: Any, weight: Any) -> Any:
         seen["torch"].append((len(x), *weight.shape))
         return linear(x, weight)
 
-    for name in ("multiply", "multiply_prompt"):
-        monkeypatch.setattr(invariance, name, ours(name))
+    monkeypatch.setattr(invariance, "multiply", ours)
     monkeypatch.setattr(torch.nn.functional, "linear", theirs)
     monkeypatch.setattr(invariance, "cpu", lambda: type("", (), {"native_bf16": False}))
     assert invariance_costs(program)

@@ -200,6 +200,20 @@ INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *tabl
  * share them, which they do where there are too few tiles to be dealt evenly. A range that a row does
  * not see at all changes nothing. */
 
+/* Keys that one round of the softmax takes, and where the next one's lie (or its own again). */
+typedef struct {
+  int64_t keys, blocks;
+  const int32_t *table, *next;
+} key_round;
+
+INLINE key_round round_at(const query_tile *q, int64_t base, int64_t end) {
+  const int64_t keys = least_of(end - base, TILE);
+  const int32_t *table = q->blocks + base / LEZERO_BLOCK;
+  const int more = base + TILE + keys <= q->last + 1;
+  return (key_round){keys, (keys + LEZERO_BLOCK - 1) / LEZERO_BLOCK, table,
+                     more ? table + TILE_BLOCKS : table};
+}
+
 /* What R rows find among the keys of a range. */
 INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, range_sums *f,
                    const int codes, const int R) {
@@ -215,10 +229,9 @@ INLINE void attend(const lezero_step *s, const query_tile *q, int64_t range, ran
   }
   for (int64_t base = larger_of(range * RANGE, first_key(s, q->position[0])); base < end;
        base += TILE) {
-    const int64_t keys = least_of(end - base, TILE);
-    const int64_t blocks = (keys + LEZERO_BLOCK - 1) / LEZERO_BLOCK;
-    const int32_t *table = q->blocks + base / LEZERO_BLOCK;
-    const int32_t *next = base + TILE + keys <= q->last + 1 ? table + TILE_BLOCKS : table;
+    const key_round k = round_at(q, base, end);
+    const int64_t keys = k.keys, blocks = k.blocks;
+    const int32_t *table = k.table, *next = k.next;
     int64_t b = 0, panel = 0;
     for (; wide > 1 && b + wide <= blocks; b += wide)
       score_blocks(s, q, table, b, score, codes, R, wide);

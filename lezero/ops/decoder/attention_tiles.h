@@ -29,14 +29,14 @@ static void lay_query_tiles(const lezero_step *s, query_tile *q, int8_t to[]) {
 
 /* Scores of all rows with four blocks of keys (of fewer, the last one again). Values are fetched
  * meanwhile, and with them the keys of the next round, see [Note: fetching before]. */
-static void score_tiles(const lezero_step *s, const query_tile *q, const int32_t *table,
-                        const int32_t *next, int64_t blocks, floats score[][TILE_BLOCKS]) {
+static void score_tiles(const lezero_step *s, const query_tile *q, const key_round *k,
+                        floats score[][TILE_BLOCKS]) {
   const char *key[TILE_BLOCKS], *fetched[2][TILE_BLOCKS];
   for (int i = 0; i < TILE_BLOCKS; i++) {
-    const int64_t b = least_of(i, blocks - 1);
-    key[i] = block_of(s, s->keys, q->layer, table[b], q->head);
-    fetched[0][i] = block_of(s, s->values, q->layer, table[b], q->head);
-    fetched[1][i] = block_of(s, s->keys, q->layer, next[b], q->head);
+    const int64_t b = least_of(i, k->blocks - 1);
+    key[i] = block_of(s, s->keys, q->layer, k->table[b], q->head);
+    fetched[0][i] = block_of(s, s->values, q->layer, k->table[b], q->head);
+    fetched[1][i] = block_of(s, s->keys, q->layer, k->next[b], q->head);
   }
   tile_zero(0);
   tile_zero(1);
@@ -72,8 +72,8 @@ INLINE const char *values_of(const char *values, int64_t pairs, char spare[VALUE
 }
 
 /* out += weights · values for four panels of 16 channels, or two. */
-INLINE void gather_tiles(const lezero_step *s, const query_tile *q, const int32_t *table, int64_t keys,
-                         int64_t panel, int8_t weight[][TILE_PAIRS], float out[][WIDEST], const int four) {
+INLINE void gather_tiles(const lezero_step *s, const query_tile *q, const key_round *k, int64_t panel,
+                         int8_t weight[][TILE_PAIRS], float out[][WIDEST], const int four) {
   char spare[4][VALUE_BYTES] __attribute__((aligned(64)));
   float *to = &out[0][panel * 16];
   tile_load(0, to, sizeof *out);
@@ -82,9 +82,9 @@ INLINE void gather_tiles(const lezero_step *s, const query_tile *q, const int32_
     tile_load(2, to + 32, sizeof *out);
     tile_load(3, to + 48, sizeof *out);
   }
-  for (int64_t at = 0; at < keys; at += LEZERO_BLOCK) {
-    const int64_t pairs = least_of(LEZERO_BLOCK, keys - at + 1) / 2;
-    const char *values = block_of(s, s->values, q->layer, table[at / LEZERO_BLOCK], q->head) +
+  for (int64_t at = 0; at < k->keys; at += LEZERO_BLOCK) {
+    const int64_t pairs = least_of(LEZERO_BLOCK, k->keys - at + 1) / 2;
+    const char *values = block_of(s, s->values, q->layer, k->table[at / LEZERO_BLOCK], q->head) +
                          panel * VALUE_BYTES;
     tile_load(5, weight[0] + at * 2, TILE_PAIRS);
     tile_load(7, values_of(values, pairs, spare[0]), LINE);
@@ -119,20 +119,17 @@ static void attend_tiles(const lezero_step *s, const query_tile *q, int64_t rang
   tiles_configure(attention_shapes());
   for (int64_t base = larger_of(range * RANGE, first_key(s, q->position[0])); base < end;
        base += TILE) {
-    const int64_t keys = least_of(end - base, TILE);
-    const int64_t blocks = (keys + LEZERO_BLOCK - 1) / LEZERO_BLOCK;
-    const int32_t *table = q->blocks + base / LEZERO_BLOCK;
-    const int32_t *next = base + TILE + keys <= q->last + 1 ? table + TILE_BLOCKS : table;
-    score_tiles(s, q, table, next, blocks, score);
-    weigh(s, q, table, base, blocks, score, weight, &m, 0, q->rows);
+    const key_round k = round_at(q, base, end);
+    score_tiles(s, q, &k, score);
+    weigh(s, q, k.table, base, k.blocks, score, weight, &m, 0, q->rows);
     for (int r = 0; r < q->rows; r++)
       for (int64_t i = 0; i < s->E && m.shrink[r] != 1; i += 16)
         write16(f->out[r], LEZERO_FP32, i, 16,
                 product(read16(f->out[r], LEZERO_FP32, i, 16), all_floats(m.shrink[r])));
     int64_t panel = 0;
     for (; panel + 4 <= panels; panel += 4)
-      gather_tiles(s, q, table, keys, panel, weight, f->out, 1);
-    if (panel < panels) gather_tiles(s, q, table, keys, panel, weight, f->out, 0);
+      gather_tiles(s, q, &k, panel, weight, f->out, 1);
+    if (panel < panels) gather_tiles(s, q, &k, panel, weight, f->out, 0);
   }
   tiles_release();
   for (int r = 0; r < q->rows; r++) f->most[r] = m.most[r], f->total[r] = lanes_total(m.total[r]);

@@ -1,5 +1,6 @@
 /* Linear layers for AMX. Few tokens are limited by memory, and small blocks by what is done with their
- * sums: their whole numbers are summed by AVX-512, with the same result. bf16 always takes tiles, so that a token's result does not depend on its batch. */
+ * sums: their whole numbers are summed by AVX-512, with the same result. bf16 always takes tiles, so
+ * that a token's result does not depend on its batch. */
 #include "problem.h"
 #define INLINE static inline __attribute__((always_inline))
 #define IN_LINES(l) (in_bf16(l) || (l)->M > few_tokens(l))

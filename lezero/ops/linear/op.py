@@ -109,9 +109,13 @@ def linear_rounded(
     `linear_bf16` of the dequantized weight. With AMX only, where it suits many tokens; elsewhere a
     `ConfigError`. Not differentiable.
     """
-    check_packed("linear_rounded", packed, x.shape[-1], out_features, bits, group)
-    if x.dtype != torch.bfloat16 or not _on_kernel(x) or not native.kernel_name().startswith("amx"):
-        raise ConfigError(f"linear_rounded: x is {x.dtype}; it takes bf16 on a CPU with AMX")
+    check_packed("linear_rounded", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
+    _check_x("linear_rounded", x, padded_inputs(packed, bits), 64)
+    _check_bias("linear_rounded", bias, out_features)
+    if not _on_kernel(x) or native.kernel_name() != "amx" or in_rows(packed):
+        raise ConfigError("linear_rounded: it needs a CPU with AMX, and a weight in panels")
+    if x.dtype != torch.bfloat16:
+        raise ConfigError(f"linear_rounded: x is {x.dtype}; allowed is torch.bfloat16")
     given = (x.contiguous(), *packed, _wide(bias), None, out_features, bits, group, 16, 0, True)
     found: Tensor = native.NATIVE.ops.linear_int(*given)
     return found

@@ -72,7 +72,8 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
   w.tokens = tokens, w.lines = IN_LINES(l);
   int64_t most = MOST_BF16;
   if (in_bf16(l)) {
-    w.padded = round_up(l->K, l->bits == 16 ? 32 : 64), w.parts = l->x_type == LEZERO_BF16 || FLOATS ? 1 : 2;
+    w.padded = round_up(l->K, l->bits == 16 ? 32 : 64);
+    w.parts = l->x_type == LEZERO_BF16 || FLOATS ? 1 : 2;
     w.digits = 1, w.width = FLOATS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
     w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_block;
