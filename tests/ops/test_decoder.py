@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -138,6 +139,26 @@ def test_the_eps_of_norms_counts_where_numbers_are_small(kernel, monkeypatch):
     found, expected = x.clone(), x.clone()
     Decoder(PLAIN, weights).run(found, *angles, chunks, table, poisoned(PLAIN))
     reference.run(PLAIN, weights, expected, *angles, chunks, table, poisoned(PLAIN))
+    assert (found - expected).norm() / expected.norm() < 0.01
+
+
+@pytest.mark.parametrize("kernel", NATIVE.able(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("form", ["bf16", "W8A16"])
+@pytest.mark.parametrize("name", ["grouped", "one key head"])
+def test_gates_far_below_0_let_nothing_through(name, form, kernel, monkeypatch):
+    """e^-x of such a gate is beyond what fp32 holds."""
+    NATIVE.load(kernel)
+    assert NATIVE.available()
+    monkeypatch.setattr(NATIVE, "_kernel", kernel)
+    torch.manual_seed(0)
+    shape, angles = SHAPES[name], tables(SHAPES[name])
+    (made,) = layers(shape, form, count=1)
+    made = dataclasses.replace(made, norm2=made.norm2 * 300)
+    table, chunks = torch.arange(8)[None].int(), torch.tensor([[0, 40, 0]], dtype=torch.int32)
+    x = torch.randn(40, shape.dim)
+    found, expected = x.clone(), x.clone()
+    Decoder(shape, [made]).run(found, *angles, chunks, table, poisoned(shape))
+    reference.run(shape, [made], expected, *angles, chunks, table, poisoned(shape))
     assert (found - expected).norm() / expected.norm() < 0.01
 
 

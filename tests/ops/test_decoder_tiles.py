@@ -38,6 +38,7 @@ pytestmark = pytest.mark.skipif(
 SHAPES = {
     "64": Shape(dim=96, heads=6, kv_heads=2, head_dim=64, ffn=160, eps=1e-5),
     "96, window": Shape(dim=72, heads=4, kv_heads=4, head_dim=96, ffn=104, eps=1e-5, window=50),
+    "64, gated": Shape(dim=96, heads=6, kv_heads=2, head_dim=64, ffn=192, eps=1e-5),
     "32, 24 rows a key head": Shape(dim=64, heads=24, kv_heads=1, head_dim=32, ffn=64, eps=1e-5),
 }
 FORMS = {"int8": (8, 0), "int4": (4, 32), "int4 with zero points": (4, 64)}

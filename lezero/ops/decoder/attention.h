@@ -5,6 +5,7 @@ typedef struct {
   const int32_t *blocks; /* of the sequence */
   int64_t layer, head, last; /* last: position of the last row */
   int rows, filled; /* see [Note: rows of a tile] */
+  int only;         /* whether the chunk has no other of this head */
   int64_t position[MOST_QUERIES];
   const uint16_t *query[MOST_QUERIES];
   const int8_t *pairs; /* of inputs of the queries: [pair][row] */
@@ -171,14 +172,14 @@ INLINE void weigh(const lezero_step *s, const query_tile *q, const int32_t *tabl
   }
   const floats highest = read16(now, LEZERO_FP32, 0, 16);
   const floats before = read16(m->most, LEZERO_FP32, 0, 16);
-  write16(m->shrink, LEZERO_FP32, 0, 16, power_of_two(fused_less(all_floats(1), highest, before)));
+  write16(m->shrink, LEZERO_FP32, 0, 16, power_of_two(difference(before, highest)));
   write16(m->most, LEZERO_FP32, 0, 16, highest);
   for (int r = 0; r < R; r++) {
     const sight v = sight_of(s, q, base, r);
     floats total = product(m->total[r], all_floats(m->shrink[r]));
     for (int64_t b = 0; b < blocks; b++) {
       const int64_t at = b * LEZERO_BLOCK;
-      floats p = power_of_two(sum_of(score[r][b], all_floats(-now[r])));
+      floats p = power_of_two(difference(score[r][b], all_floats(now[r])));
       if (codes) {
         char *values = block_of(s, s->values, q->layer, table[b], q->head);
         score[r][b] = product(p, read16(scales_of(s, values), LEZERO_BF16, 0, 16));

@@ -28,7 +28,8 @@ static void lay_query_tiles(const lezero_step *s, query_tile *q, int8_t to[]) {
 }
 
 /* Scores of all rows with four blocks of keys (of fewer, the last one again). Values are fetched
- * meanwhile, and with them the keys of the next round, see [Note: fetching before]. */
+ * meanwhile, and with them the keys of the next round, see [Note: fetching before]; not where tiles of
+ * the same chunk read them one after the other. */
 static void score_tiles(const lezero_step *s, const query_tile *q, const key_round *k,
                         floats score[][TILE_BLOCKS]) {
   const char *key[TILE_BLOCKS], *fetched[2][TILE_BLOCKS];
@@ -44,7 +45,7 @@ static void score_tiles(const lezero_step *s, const query_tile *q, const key_rou
   tile_zero(3);
   for (int64_t e = 0; e < s->E / 2 * LINE; e += QUERY_ROWS * LINE) {
     tile_load(4, q->pairs + e, LINE);
-    for (int64_t at = e; at < e + QUERY_ROWS * LINE; at += LINE)
+    for (int64_t at = e; at < e + QUERY_ROWS * LINE && q->only; at += LINE)
       for (int i = 0; i < TILE_BLOCKS; i++) prefetch(fetched[0][i] + at), prefetch_far(fetched[1][i] + at);
     fetch_some(q->ahead, 16);
     tile_load(6, key[0] + e, LINE);
@@ -61,6 +62,42 @@ static void score_tiles(const lezero_step *s, const query_tile *q, const key_rou
   tile_store(1, &score[0][1], row);
   tile_store(2, &score[0][2], row);
   tile_store(3, &score[0][3], row);
+}
+
+/* [Note: a late maximum]
+ * Sums of a row are kept as they are until a score exceeds what was the largest one by LATE: weights are
+ * then up to 2^LATE, in bf16 as exact as others, and few rounds shrink what came before them. */
+enum { LATE = 8 };
+
+/* Scores of the keys that row r sees, the others `other`. */
+INLINE void hide(const lezero_step *s, const query_tile *q, int64_t base, int r,
+                 floats score[TILE_BLOCKS], float other) {
+  const sight v = sight_of(s, q, base, r);
+  UNROLL for (int b = 0; b < TILE_BLOCKS; b++)
+    score[b] = only_lanes(score[b], v.hidden - b * LEZERO_BLOCK, v.seen - b * LEZERO_BLOCK, other);
+}
+
+/* One round of the softmax, as weigh(). cut: a row may not see all keys of the round. */
+INLINE void weigh_tiles(const lezero_step *s, const query_tile *q, int64_t base,
+                        floats score[][TILE_BLOCKS], int8_t weight[][TILE_PAIRS], softmax_rows *m,
+                        const int cut) {
+  floats high[QUERY_ROWS];
+  for (int r = 0; r < q->rows && cut; r++) hide(s, q, base, r, score[r], LOWEST);
+  UNROLL for (int r = 0; r < QUERY_ROWS; r++)
+    high[r] = most_of(most_of(score[r][3], score[r][2]), most_of(score[r][1], score[r][0]));
+  const floats before = read16(m->most, LEZERO_FP32, 0, 16);
+  const floats now = larger_by(lanes_most_of(high), before, LATE);
+  write16(m->shrink, LEZERO_FP32, 0, 16, power_of_two(difference(before, now)));
+  write16(m->most, LEZERO_FP32, 0, 16, now);
+  for (int r = 0; r < q->rows; r++) {
+    floats p[TILE_BLOCKS], total = product(m->total[r], all_floats(m->shrink[r]));
+    UNROLL for (int b = 0; b < TILE_BLOCKS; b++)
+      p[b] = power_of_two(difference(score[r][b], all_floats(m->most[r])));
+    if (cut) hide(s, q, base, r, p, 0);
+    UNROLL for (int b = 0; b < TILE_BLOCKS; b++)
+      total = sum_of(total, store_weights(weight[r] + b * LEZERO_BLOCK / 2 * PAIR_BYTES, p[b]));
+    m->total[r] = total;
+  }
 }
 
 /* Where the values of a panel lie: in the cache, or, of a block that is not full, copied to `spare`. */
@@ -121,7 +158,9 @@ static void attend_tiles(const lezero_step *s, const query_tile *q, int64_t rang
        base += TILE) {
     const key_round k = round_at(q, base, end);
     score_tiles(s, q, &k, score);
-    weigh(s, q, k.table, base, k.blocks, score, weight, &m, 0, q->rows);
+    if (base + TILE <= q->position[0] + 1 && !s->window)
+      weigh_tiles(s, q, base, score, weight, &m, 0);
+    else weigh_tiles(s, q, base, score, weight, &m, 1);
     for (int r = 0; r < q->rows; r++)
       for (int64_t i = 0; i < s->E && m.shrink[r] != 1; i += 16)
         write16(f->out[r], LEZERO_FP32, i, 16,

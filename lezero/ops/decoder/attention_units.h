@@ -37,7 +37,7 @@ static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t hea
   const int64_t G = s->H / s->K, all = chunk->count * G;
   const int64_t most = queries_at_once(s), first = tile * most;
   query_tile q = {.blocks = s->table + c * s->width, .layer = layer, .head = head};
-  q.ahead = w->ahead;
+  q.ahead = w->ahead, q.only = query_tiles(s, chunk) == 1;
   q.rows = (int)least_of(all - first, most), q.filled = by_tiles(s) ? q.rows : filled_up(q.rows);
   for (int r = 0; r < q.filled; r++) {
     const int64_t at = first + least_of(r, q.rows - 1);

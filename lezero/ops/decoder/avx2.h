@@ -3,6 +3,7 @@
 INLINE floats quotient(floats x, floats y) {
   return BOTH(floats, _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b));
 }
+INLINE floats inverse(floats x) { return quotient(all_floats(1), x); }
 INLINE floats most_of(floats x, floats y) { /* y where one is NaN */
   return BOTH(floats, _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b));
 }
@@ -18,11 +19,16 @@ INLINE float lanes_total(floats x) {
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
-INLINE __m256 power8(__m256i n) {
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+INLINE floats whole(floats x) { /* the nearest one */
+  enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+  return BOTH(floats, _mm256_round_ps(x.a, NEAREST), _mm256_round_ps(x.b, NEAREST));
 }
-/* x · 2^n for n from -126 to 127. */
-INLINE floats times_power(floats x, ints n) {
+INLINE __m256 power8(__m256 n) {
+  const __m256i up = _mm256_cvtps_epi32(_mm256_min_ps(n, _mm256_set1_ps(128)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(up, _mm256_set1_epi32(127)), 23));
+}
+/* x · 2^n for whole n from -126 on. */
+INLINE floats times_power(floats x, floats n) {
   return BOTH(floats, _mm256_mul_ps(x.a, power8(n.a)), _mm256_mul_ps(x.b, power8(n.b)));
 }
 INLINE __m256 within8(__m256 x, __m256i lane, int from, int to, float other) {

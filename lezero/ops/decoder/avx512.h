@@ -1,19 +1,43 @@
 /* What layers.h needs beyond the primitives of linear, for AVX-512. */
 
 INLINE floats quotient(floats a, floats b) { return _mm512_div_ps(a, b); }
+INLINE floats inverse(floats a) { /* of a from 1 to 2^126, to 1 ulp */
+  const floats r = _mm512_rcp14_ps(a);
+  return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(a, r, _mm512_set1_ps(1)), r);
+}
 INLINE floats most_of(floats a, floats b) { return _mm512_max_ps(a, b); } /* b where one is NaN */
+/* Lanes of a that exceed those of b by more than `least`, the others of b. */
+INLINE floats larger_by(floats a, floats b, float least) {
+  const __mmask16 larger = _mm512_cmp_ps_mask(a, _mm512_add_ps(b, _mm512_set1_ps(least)), _CMP_GT_OQ);
+  return _mm512_mask_mov_ps(b, larger, a);
+}
 INLINE float lanes_most(floats a) { return _mm512_reduce_max_ps(a); }
+/* Lane r: the largest lane of v[r]. Halves of two rows meet in one, then quarters of four. */
+INLINE floats lanes_most_of(const floats v[16]) {
+  floats pairs[8], fours[4];
+  for (int i = 0; i < 8; i++) {
+    const floats a = v[2 * i], b = v[2 * i + 1];
+    pairs[i] = most_of(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
+    fours[i] = most_of((floats)_mm512_unpacklo_pd(a, b), (floats)_mm512_unpackhi_pd(a, b));
+  }
+  const floats low = most_of(_mm512_shuffle_f32x4(fours[0], fours[1], 0x44),
+                             _mm512_shuffle_f32x4(fours[0], fours[1], 0xee));
+  const floats high = most_of(_mm512_shuffle_f32x4(fours[2], fours[3], 0x44),
+                              _mm512_shuffle_f32x4(fours[2], fours[3], 0xee));
+  return most_of(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
 INLINE float lanes_total(floats a) {
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
 }
-/* a · 2^n for n from -126 to 127. */
-INLINE floats times_power(floats a, ints n) {
-  const ints bits = _mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23);
-  return _mm512_mul_ps(a, (floats)bits);
-}
+INLINE floats whole(floats a) { return _mm512_roundscale_ps(a, 0); } /* the nearest one */
+/* a · 2^n for whole n. */
+INLINE floats times_power(floats a, floats n) { return _mm512_scalef_ps(a, n); }
 /* Lanes `from` to `to` - 1 of a, the others `other`. */
 INLINE floats only_lanes(floats a, int64_t from, int64_t to, float other) {
   const uint32_t upto = to <= 0 ? 0 : to >= 16 ? 0xffff : (1u << to) - 1;

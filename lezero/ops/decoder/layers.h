@@ -58,6 +58,7 @@ typedef struct {
   float *query_scales; /* (T, H), beside a cache of codes */
   range_sums *sums;
   void *prepared;
+  void *gated;    /* what the last product of a layer multiplies, where gates wrote it */
   struct best_logit *best; /* (crew, rows) */
   char *own;      /* of each worker, `each` bytes: for products, and [Note: alone] */
   size_t each, alone_x, alone_rows, alone_prepared, bytes;
@@ -126,12 +127,14 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   char *at = base;
   const int64_t wide = larger_of(larger_of(s->D, s->H * s->E), s->F);
   const int64_t out = larger_of((s->H + 2 * s->K) * s->E, larger_of(2 * s->F, s->D));
-  size_t prepared = 0, own = 0;
+  size_t prepared = 0, own = 0, gated = 0;
   int64_t tiles = 0;
   for (int64_t i = 0; i < s->layers; i++) {
     const lezero_layer *y = s->layer + i;
     const lezero_linear all[] = {qkv_of(s, y), out_of(s, y), gate_up_of(s, y), down_of(s, y)};
     for (int j = 0; j < 4; j++) make_room(all + j, &prepared, &own, &tiles);
+    if (lezero_linear_gates(all + 2, all + 3))
+      gated = (size_t)larger_of((int64_t)gated, (int64_t)lezero_linear_scratch(all + 3, s->T));
   }
   if (s->rows) {
     const lezero_linear head = head_of(s);
@@ -152,6 +155,7 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   a.query_scales = carve(&at, (size_t)(s->T * s->H) * 4);
   a.sums = carve(&at, MOST_RANGES * sizeof(range_sums)); /* memory is taken as it is used */
   a.prepared = carve(&at, prepared);
+  a.gated = carve(&at, gated);
   a.best = carve(&at, (size_t)(s->crew * s->rows) * BEST_BYTES);
   a.own = carve(&at, a.each * (size_t)s->crew);
   a.bytes = (size_t)(at - base);
@@ -264,9 +268,7 @@ static void activate(const worker *w, int64_t row, int found_type, const lezero_
     const int64_t n = least_of(F - i, 16);
     const floats gate = read16(w->a.found, found_type, at + i, n);
     const floats up = read16(w->a.found, found_type, at + F + i, n);
-    const floats power = power_of_two(product(gate, all_floats(-1.44269504f)));
-    const floats silu = quotient(gate, sum_of(all_floats(1), power));
-    write16(w->rows, type_of(w->s, next), row * F + i, n, product(silu, up));
+    write16(w->rows, type_of(w->s, next), row * F + i, n, product(silu(gate), up));
   }
 }
 
@@ -287,17 +289,22 @@ static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) 
   if (!alone) meet(w);
 }
 
-static void multiply_own(const worker *w, lezero_linear *l, void *out) {
+static void multiply_own(const worker *w, lezero_linear *l, const void *prepared, void *out) {
   l->out = out;
   const int64_t pairs = lezero_linear_pairs(l);
-  lezero_linear_multiply(l, 0, l->M, w->prepared, w->a.own + w->begin * (int64_t)w->a.each,
+  lezero_linear_multiply(l, 0, l->M, prepared, w->a.own + w->begin * (int64_t)w->a.each,
                          from(w, pairs), upto(w, pairs));
 }
 
-static void multiply(worker *w, lezero_linear *l, void *out, const lezero_linear *next) {
+static void multiply_prepared(worker *w, lezero_linear *l, const void *prepared, void *out,
+                              const lezero_linear *next) {
   look_ahead(w, next);
-  multiply_own(w, l, out);
+  multiply_own(w, l, prepared, out);
   meet(w);
+}
+
+static void multiply(worker *w, lezero_linear *l, void *out, const lezero_linear *next) {
+  multiply_prepared(w, l, w->prepared, out, next);
 }
 
 #include "cache.h"
@@ -334,22 +341,28 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     const lezero_layer *y = s->layer + i;
     lezero_linear qkv = qkv_of(s, y), out = out_of(s, y), gate_up = gate_up_of(s, y),
                   down = down_of(s, y), next = i + 1 < s->layers ? qkv_of(s, y + 1) : head;
+    gate_up.gated = lezero_linear_gates(&gate_up, &down);
     prepare(w, &qkv, fill_normalised, &(filled_by){y->norm1, &y->qkv, delta});
     multiply(w, &qkv, w->a.found, &out);
     attention(w, y, i, qkv.x_type);
     prepare(w, &out, 0, 0);
     multiply(w, &out, w->a.delta, &gate_up);
     prepare(w, &gate_up, fill_normalised, &(filled_by){y->norm2, &y->gate_up, out.x_type});
-    multiply(w, &gate_up, w->a.found, &down);
-    prepare(w, &down, fill_activated, &(filled_by){0, &y->down, gate_up.x_type});
-    multiply(w, &down, w->a.delta, &next);
+    if (gate_up.gated) {
+      multiply(w, &gate_up, w->a.gated, &down);
+      multiply_prepared(w, &down, w->a.gated, w->a.delta, &next);
+    } else {
+      multiply(w, &gate_up, w->a.found, &down);
+      prepare(w, &down, fill_activated, &(filled_by){0, &y->down, gate_up.x_type});
+      multiply(w, &down, w->a.delta, &next);
+    }
     delta = down.x_type;
   }
   if (s->rows) {
     lezero_linear last = head;
     prepare(w, &last, fill_wanted, &(filled_by){s->norm, 0, delta});
     last.ahead = 0;
-    multiply_own(w, &last, s->logits);
+    multiply_own(w, &last, w->prepared, s->logits);
     if (!s->best) return;
     find_best(w, &last);
     meet(w);

@@ -7,5 +7,7 @@
 #define FEW_TOKENS
 #include "avx512.h"
 #include "tiles.h"
+#include "../decoder/avx512.h"
+#include "../decoder/power.h"
 #include "amx_tile.h"
 #include "amx.h"

@@ -4,13 +4,14 @@
  * A step multiplies two tiles of 16 rows of tokens with a pair of panels, 4 tiles of sums. Where a
  * token has two digits, the two tiles are its high and its low digits. A step goes over some lines of
  * inputs, about STRETCH and as many each time; then the next tokens take the same weights, which stay
- * in L1, and after the last tokens the next pair of panels takes the same stretch of the tokens, which
- * stays in L2. So PAIRS pairs of panels run through all inputs together, with their sums in memory,
- * also in L2; what the last inputs bring goes out at once. Weights are read from memory once, each step
- * fetching its part of the next pair's stretch. Those of 4 bits are spread to signed bytes once a
- * stretch, so that their sums begin with 0, not with `start`; or see [Note: rounded weights].
+ * in L1, past which tokens stream, and after the last tokens the next pair of panels takes the same
+ * stretch of the tokens, which stays in L2. So PAIRS pairs of panels run through all inputs together,
+ * with their sums in memory, also in L2; what the last inputs bring goes out at once. Weights are read
+ * from memory once, each step fetching its part of the next pair's stretch. Those of 4 bits are spread
+ * to signed bytes once a stretch, so that their sums begin with 0, not with `start`; or see [Note:
+ * rounded weights].
  */
-enum { STRETCH = 9, PAIRS = 8, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
+enum { STRETCH = 18, PAIRS = 12, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
@@ -52,11 +53,11 @@ INLINE void load_weights(const uint8_t *w0, const uint8_t *w1) {
 /* Tiles 0 to 3 (of one tile of tokens: 0 and 1) += tokens at a0 and a1 times tiles 6 and 7. */
 #define ADD_PRODUCTS(dot, two, a0, a1) \
   do {                                 \
-    tile_load(4, a0, LINE);            \
+    tile_stream(4, a0, LINE);          \
     dot(0, 4, 6);                      \
     dot(1, 4, 7);                      \
     if (two) {                         \
-      tile_load(5, a1, LINE);          \
+      tile_stream(5, a1, LINE);        \
       dot(2, 5, 6);                    \
       dot(3, 5, 7);                    \
     }                                  \
@@ -77,7 +78,8 @@ INLINE void load_weights(const uint8_t *w0, const uint8_t *w1) {
 INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], found_tile *f,
                       const int two, const int bf16) {
   const int64_t parts = bf16 ? w->parts : 1;
-  const int8_t *a0 = t[0].codes + s->begin * parts * TILE_BYTES, *a1 = t[two].codes + s->begin * parts * TILE_BYTES;
+  const int64_t from = s->begin * parts * TILE_BYTES;
+  const int8_t *a0 = t[0].codes + from, *a1 = t[two].codes + from;
   if (bf16 && s->begin == 0) SUMS(ZERO, two, f, f + 1);
   else SUMS(tile_load, two, f, f + 1);
   for (int64_t i = 0; i < s->lines; i++) {
@@ -295,11 +297,50 @@ static void begin_sums(const workspace *w, const own_space *own, int64_t pairs) 
   }
 }
 
+/* finish() of bf16 sums for bf16: a pair of panels is a line of a row. */
+static void finish_line(const lezero_linear *l, const token_tile *t, const panel_pair *p, int64_t first,
+                        const found_tile *f) {
+  const floats none = all_floats(0);
+  const floats low = l->bias ? read16(l->bias, LEZERO_FP32, p->first, 16) : none;
+  const floats high = l->bias ? read16(l->bias, LEZERO_FP32, p->first + 16, 16) : none;
+  uint16_t *to = (uint16_t *)l->out + (first + t->row) * l->N + p->first;
+  for (int64_t r = 0; r < t->rows; r++, to += l->N) {
+    const floats v = l->bias ? sum_of(f->sum[r][0], low) : f->sum[r][0];
+    const floats u = l->bias ? sum_of(f->sum[r][1], high) : f->sum[r][1];
+    _mm512_storeu_si512(to, (ints)_mm512_cvtne2ps_pbh(u, v));
+  }
+}
+
+/* [Note: gated outputs]
+ * Gates and what they gate are multiplied as a pair of panels, and what comes of them goes where the next
+ * product reads it as tile `tile` of its tokens: half a line of a row. */
+static void finish_gated(const lezero_linear *l, int64_t tile, const token_tile *t, const panel_pair *p,
+                         const found_tile *f) {
+  const int64_t F = l->N / 2;
+  const floats none = all_floats(0);
+  const floats low = l->bias ? read16(l->bias, LEZERO_FP32, p->first, 16) : none;
+  const floats high = l->bias ? read16(l->bias, LEZERO_FP32, F + p->first, 16) : none;
+  char *to = (char *)l->out + tile * LINE_ROWS * F * 2 + p->first / 32 * TILE_BYTES + p->first % 32 * 2;
+  for (int64_t r = 0; r < t->rows; r++, to += LINE) {
+    const floats gate = l->bias ? sum_of(f->sum[r][0], low) : f->sum[r][0];
+    const floats up = l->bias ? sum_of(f->sum[r][1], high) : f->sum[r][1];
+    write16(to, LEZERO_BF16, 0, 16, product(silu(gate), up));
+  }
+}
+
+static void finish_tile(const lezero_linear *l, const workspace *w, int64_t tile, const token_tile *t,
+                        const panel_pair *p, int64_t first, const found_tile *f) {
+  if (l->gated) finish_gated(l, tile, t, p, f);
+  else if (w->parts && l->x_type == LEZERO_BF16 && p->outputs[1] == 16) finish_line(l, t, p, first, f);
+  else finish(l, w, t, p, first, f);
+}
+
 /* All tokens times n pairs of panels from `pair` on. */
 static void multiply_pairs(const lezero_linear *l, const workspace *w, const own_space *own,
                            int64_t first, int64_t pair, int64_t n) {
   const int64_t lines = lines_of(w);
   const int digits = !w->parts && w->digits == 2;
+  const int once = w->parts && span_of(w) == lines; /* sums that begin with 0 and are complete at once */
   step_function *const step = step_of(l, w);
   begin_sums(w, own, n);
   for (int64_t at = 0; at < lines; at += span_of(w)) {
@@ -309,11 +350,11 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
       for (int64_t j = 0; j < w->tiles; j += 2 - digits) {
         const int two = !digits && j + 1 < w->tiles;
         const token_tile t[2] = {tile_at(w, j), tile_at(w, j + two)};
-        found_tile *f = own->sums + i * w->tiles + j;
+        found_tile *f = own->sums + (once ? 0 : i * w->tiles + j);
         step(l, w, &s, &p, t, own, f, two);
         if (at + s.lines < lines) continue;
-        finish(l, w, t, &p, first, f); /* the last of its inputs, and still in L1 */
-        if (two) finish(l, w, t + 1, &p, first, f + 1);
+        finish_tile(l, w, j, t, &p, first, f); /* the last of its inputs, and still in L1 */
+        if (two) finish_tile(l, w, j + 1, t + 1, &p, first, f + 1);
       }
     }
   }

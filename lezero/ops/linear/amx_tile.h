@@ -8,6 +8,7 @@
  *
  *     tiles_configure(shapes_of(depth)), tiles_release()     of the calling thread
  *     tile_zero(t), tile_load(t, at, step), tile_store(t, at, step)      step: bytes from row to row
+ *     tile_stream(t, at, step)   loads what is not wanted in the first cache afterwards
  *     tile_dot_bytes(c, a, b)    c += a · b for signed bytes a, unsigned b          TDPBSUD
  *     tile_dot_signed(c, a, b)   the same for signed bytes b                        TDPBSSD
  *     tile_dot_pairs(c, a, b)    c += a · b for pairs of bf16                       TDPBF16PS
@@ -47,6 +48,11 @@ static void tiles_configure(tile_shapes shapes) {
   do {                         \
     WRITTEN(at);               \
     _tile_loadd(t, at, step);  \
+  } while (0)
+#define tile_stream(t, at, step)     \
+  do {                               \
+    WRITTEN(at);                     \
+    _tile_stream_loadd(t, at, step); \
   } while (0)
 #define tile_store(t, at, step) _tile_stored(t, at, step)
 #define tile_dot_bytes(c, a, b) _tile_dpbsud(c, a, b)
@@ -93,6 +99,8 @@ static void tile_load(int t, const void *at, int64_t step) {
   for (int r = 0; r < amx.shapes.rows[t]; r++)
     memcpy(amx.bytes[t][r], (const char *)at + r * step, amx.shapes.row_bytes[t]);
 }
+
+#define tile_stream(t, at, step) tile_load(t, at, step)
 
 static void tile_store(int t, void *at, int64_t step) {
   fault_unless(amx.shapes.palette == 1, "not configured in this thread");

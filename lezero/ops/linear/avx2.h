@@ -111,6 +111,9 @@ INLINE floats all_floats(float x) { return BOTH(floats, _mm256_set1_ps(x), _mm25
 INLINE floats product(floats x, floats y) {
   return BOTH(floats, _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b));
 }
+INLINE floats difference(floats x, floats y) {
+  return BOTH(floats, _mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b));
+}
 INLINE floats sum_of(floats x, floats y) {
   return BOTH(floats, _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b));
 }

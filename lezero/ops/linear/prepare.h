@@ -264,12 +264,19 @@ int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count) {
 
 int64_t lezero_linear_pairs(const lezero_linear *l) { return (l->N + 31) / 32; }
 
+int lezero_linear_gates(const lezero_linear *l, const lezero_linear *next) {
+  const int halves = l->N == 2 * next->K && next->K % LINE == 0 && l->M == next->M;
+  return halves && IN_LINES(l) && in_bf16(l) && l->x_type == LEZERO_BF16 && IN_LINES(next) &&
+         in_bf16(next) && next->x_type == LEZERO_BF16;
+}
+
 lezero_ahead lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end) {
-  const int64_t panel = panel_bytes(l), scales = 2 * begin * scale_bytes(l);
-  lezero_ahead a = {(const char *)l->weight + 2 * begin * panel, 0, 0, 0};
+  const int64_t panels = l->gated ? 1 : 2; /* that follow each other */
+  const int64_t panel = panel_bytes(l), scales = panels * begin * scale_bytes(l);
+  lezero_ahead a = {(const char *)l->weight + panels * begin * panel, 0, 0, 0};
   if (l->scale) a.scale = (const char *)l->scale + scales;
   if (l->zero) a.zero = (const char *)l->zero + scales;
-  a.left = least(2 * end, (l->N + 15) / 16) * panel - 2 * begin * panel;
+  a.left = least(panels * end, (l->N + 15) / 16) * panel - panels * begin * panel;
   return a;
 }
 

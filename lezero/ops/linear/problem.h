@@ -39,6 +39,7 @@ typedef struct {
   const float *bias;    /* (N,) or null */
   const float *x_scale; /* one for all tokens, or null */
   int rounded; /* 8 or 4 bits: multiplied as bf16, to which the weight is rounded; with AMX only */
+  int gated;            /* see lezero_linear_gates */
   lezero_ahead *ahead;  /* what comes after this product, or null; it moves on as it is fetched */
 } lezero_linear;
 
@@ -50,6 +51,9 @@ int64_t lezero_linear_pairs(const lezero_linear *l);
 /* Writes tiles begin to end of those tokens into scratch, as the multiplication reads them. */
 void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count, void *scratch,
                            int64_t begin, int64_t end);
+/* Whether `l`, of N = 2 F outputs, can be `gated`: silu of the first F times the others comes out, and
+ * `out` is the scratch of `next`, a product with these F inputs, prepared. */
+int lezero_linear_gates(const lezero_linear *l, const lezero_linear *next);
 /* What there is to fetch of pairs begin to end. */
 lezero_ahead lezero_linear_part(const lezero_linear *l, int64_t begin, int64_t end);
 /* Bytes of scratch that each thread needs of its own for the multiplication; 0: none. */

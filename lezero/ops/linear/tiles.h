@@ -25,9 +25,9 @@ typedef struct {
 static panel_pair pair_at(const lezero_linear *l, const workspace *w, int64_t index) {
   const int64_t panels = (l->N + 15) / 16;
   panel_pair p;
-  p.first = 32 * index;
+  p.first = (l->gated ? 16 : 32) * index;
   for (int i = 0; i < 2; i++) {
-    const int64_t panel = least(2 * index + i, panels - 1);
+    const int64_t panel = l->gated ? index + i * (panels / 2) : least(2 * index + i, panels - 1);
     p.weight[i] = (const uint8_t *)l->weight + panel * (w->pair / 2);
     p.scale[i] = (const char *)l->scale + panel * (w->scales / 2);
     p.zero[i] = l->zero ? (const char *)l->zero + panel * (w->scales / 2) : 0;
