@@ -3,15 +3,15 @@
  * [Note: order of work]
  * A step multiplies two tiles of 16 rows of tokens with a pair of panels, 4 tiles of sums. Where a
  * token has two digits, the two tiles are its high and its low digits. A step goes over some lines of
- * inputs, about STRETCH and as many each time; then the next tokens take the same weights, which stay
- * in L1, past which tokens stream, and after the last tokens the next pair of panels takes the same
- * stretch of the tokens, which stays in L2. So PAIRS pairs of panels run through all inputs together,
+ * inputs, at most stretch_of() and as many each time; then the next tokens take the same weights, which
+ * stay in L1, past which tokens in bf16 stream (with whole numbers that is slower), and after the last tokens the next pair of panels takes the same
+ * stretch of the tokens, which stays in L2. So pairs_of() pairs of panels run through all inputs together,
  * with their sums in memory, also in L2; what the last inputs bring goes out at once. Weights are read
  * from memory once, each step fetching its part of the next pair's stretch. Those of 4 bits are spread
  * to signed bytes once a stretch, so that their sums begin with 0, not with `start`; or see [Note:
  * rounded weights].
  */
-enum { STRETCH = 18, PAIRS = 12, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
+enum { STRETCH = 18, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
@@ -27,10 +27,13 @@ typedef struct {
   int64_t begin, lines, fetches;
 } stretch;
 
+static int64_t stretch_of(const workspace *w) { return w->parts ? STRETCH : STRETCH / 2; }
+static int64_t pairs_of(const workspace *w) { return w->parts ? 12 : 8; }
+
 static own_space own_at(const workspace *w, char *base) {
   own_space own;
   char *at = base;
-  own.sums = (found_tile *)at, at += PAIRS * w->tiles * (int64_t)sizeof(found_tile);
+  own.sums = (found_tile *)at, at += pairs_of(w) * w->tiles * (int64_t)sizeof(found_tile);
   own.found = (int32_t(*)[2][LINE_ROWS][32])at, at += 2 * (int64_t)sizeof *own.found;
   own.spread = (uint8_t *)at, at += 2 * (STRETCH + 1) * TILE_BYTES;
   own.bytes = (size_t)(at - base);
@@ -51,16 +54,16 @@ INLINE void load_weights(const uint8_t *w0, const uint8_t *w1) {
 }
 
 /* Tiles 0 to 3 (of one tile of tokens: 0 and 1) += tokens at a0 and a1 times tiles 6 and 7. */
-#define ADD_PRODUCTS(dot, two, a0, a1) \
-  do {                                 \
-    tile_stream(4, a0, LINE);          \
-    dot(0, 4, 6);                      \
-    dot(1, 4, 7);                      \
-    if (two) {                         \
-      tile_stream(5, a1, LINE);        \
-      dot(2, 5, 6);                    \
-      dot(3, 5, 7);                    \
-    }                                  \
+#define ADD_PRODUCTS(load, dot, two, a0, a1) \
+  do {                                       \
+    load(4, a0, LINE);                       \
+    dot(0, 4, 6);                            \
+    dot(1, 4, 7);                            \
+    if (two) {                               \
+      load(5, a1, LINE);                     \
+      dot(2, 5, 6);                          \
+      dot(3, 5, 7);                          \
+    }                                        \
   } while (0)
 
 #define SUMS(move, two, at0, at1)                          \
@@ -86,8 +89,8 @@ INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], fou
     fetch_next(s);
     load_weights(s->weight[0] + i * TILE_BYTES, s->weight[1] + i * TILE_BYTES);
     for (int64_t part = 0; part < parts; part++, a0 += TILE_BYTES, a1 += TILE_BYTES) {
-      if (bf16) ADD_PRODUCTS(tile_dot_pairs, two, a0, a1);
-      else ADD_PRODUCTS(tile_dot_bytes, two, a0, a1);
+      if (bf16) ADD_PRODUCTS(tile_stream, tile_dot_pairs, two, a0, a1);
+      else ADD_PRODUCTS(tile_load, tile_dot_bytes, two, a0, a1);
     }
   }
   SUMS(tile_store, two, f, f + 1);
@@ -137,8 +140,8 @@ INLINE void blocks_step(const lezero_linear *l, const workspace *w, stretch *s, 
         const int64_t a = k / LINE * TILE_BYTES * D + k % LINE;
         if (k % LINE == 0) fetch_next(s);
         load_weights(s->weight[0] + k * LINE_ROWS, s->weight[1] + k * LINE_ROWS);
-        if (bits == 4) ADD_PRODUCTS(tile_dot_signed, two, a0 + a, a1 + a);
-        else ADD_PRODUCTS(tile_dot_bytes, two, a0 + a, a1 + a);
+        if (bits == 4) ADD_PRODUCTS(tile_load, tile_dot_signed, two, a0 + a, a1 + a);
+        else ADD_PRODUCTS(tile_load, tile_dot_bytes, two, a0 + a, a1 + a);
       }
       SUMS(tile_store, two, now[0], now[1]);
     }
@@ -213,7 +216,7 @@ static int64_t lines_of(const workspace *w) { return w->padded / (w->parts ? LIN
 
 /* Lines of inputs that a step goes over: as many in each one, and whole blocks. */
 static int64_t span_of(const workspace *w) {
-  const int64_t lines = lines_of(w), steps = (lines + STRETCH - 1) / STRETCH;
+  const int64_t lines = lines_of(w), steps = (lines + stretch_of(w) - 1) / stretch_of(w);
   return round_up((lines + steps - 1) / steps, !w->whole && !w->parts && w->block > LINE ? 2 : 1);
 }
 
@@ -374,7 +377,7 @@ void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count
   }
   const own_space space = own_at(&w, own);
   tiles_configure(shapes_of(w.parts || w.whole ? LINE : (int)least(w.block, LINE)));
-  for (int64_t pair = begin; pair < end; pair += PAIRS)
-    multiply_pairs(l, &w, &space, first, pair, least(PAIRS, end - pair));
+  for (int64_t pair = begin; pair < end; pair += pairs_of(&w))
+    multiply_pairs(l, &w, &space, first, pair, least(pairs_of(&w), end - pair));
   tiles_release();
 }
