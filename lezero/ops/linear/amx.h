@@ -300,16 +300,18 @@ static void begin_sums(const workspace *w, const own_space *own, int64_t pairs) 
   }
 }
 
+/* Biases of 16 outputs from the first one on. */
+INLINE floats bias_at(const lezero_linear *l, int64_t first) {
+  return l->bias ? read16(l->bias, LEZERO_FP32, first, 16) : all_floats(0);
+}
+
 /* finish() of bf16 sums for bf16: a pair of panels is a line of a row. */
 static void finish_line(const lezero_linear *l, const token_tile *t, const panel_pair *p, int64_t first,
                         const found_tile *f) {
-  const floats none = all_floats(0);
-  const floats low = l->bias ? read16(l->bias, LEZERO_FP32, p->first, 16) : none;
-  const floats high = l->bias ? read16(l->bias, LEZERO_FP32, p->first + 16, 16) : none;
+  const floats low = bias_at(l, p->first), high = bias_at(l, p->first + 16);
   uint16_t *to = (uint16_t *)l->out + (first + t->row) * l->N + p->first;
   for (int64_t r = 0; r < t->rows; r++, to += l->N) {
-    const floats v = l->bias ? sum_of(f->sum[r][0], low) : f->sum[r][0];
-    const floats u = l->bias ? sum_of(f->sum[r][1], high) : f->sum[r][1];
+    const floats v = sum_of(f->sum[r][0], low), u = sum_of(f->sum[r][1], high);
     _mm512_storeu_si512(to, (ints)_mm512_cvtne2ps_pbh(u, v));
   }
 }
@@ -320,13 +322,10 @@ static void finish_line(const lezero_linear *l, const token_tile *t, const panel
 static void finish_gated(const lezero_linear *l, int64_t tile, const token_tile *t, const panel_pair *p,
                          const found_tile *f) {
   const int64_t F = l->N / 2;
-  const floats none = all_floats(0);
-  const floats low = l->bias ? read16(l->bias, LEZERO_FP32, p->first, 16) : none;
-  const floats high = l->bias ? read16(l->bias, LEZERO_FP32, F + p->first, 16) : none;
+  const floats low = bias_at(l, p->first), high = bias_at(l, F + p->first);
   char *to = (char *)l->out + tile * LINE_ROWS * F * 2 + p->first / 32 * TILE_BYTES + p->first % 32 * 2;
   for (int64_t r = 0; r < t->rows; r++, to += LINE) {
-    const floats gate = l->bias ? sum_of(f->sum[r][0], low) : f->sum[r][0];
-    const floats up = l->bias ? sum_of(f->sum[r][1], high) : f->sum[r][1];
+    const floats gate = sum_of(f->sum[r][0], low), up = sum_of(f->sum[r][1], high);
     write16(to, LEZERO_BF16, 0, 16, product(silu(gate), up));
   }
 }
