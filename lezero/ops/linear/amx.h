@@ -2,21 +2,22 @@
  *
  * [Note: order of work]
  * A step multiplies two tiles of 16 rows of tokens with a pair of panels, 4 tiles of sums. Where a
- * token has two digits, the two tiles are its high and its low digits. A step goes over some lines of
- * inputs, at most stretch_of() and as many each time; then the next tokens take the same weights, which
- * stay in L1, past which tokens in bf16 stream (with whole numbers that is slower), and after the last tokens the next pair of panels takes the same
- * stretch of the tokens, which stays in L2. So pairs_of() pairs of panels run through all inputs together,
- * with their sums in memory, also in L2; what the last inputs bring goes out at once. Weights are read
- * from memory once, each step fetching its part of the next pair's stretch. Those of 4 bits are spread
- * to signed bytes once a stretch, so that their sums begin with 0, not with `start`; or see [Note:
- * rounded weights].
+ * token has two digits, the two tiles are its high and its low digits. A step goes over some lines
+ * of inputs, at most stretch_of() and as many each time; then the next tokens take the same weights,
+ * which stay in L1, past which tokens in bf16 stream (with whole numbers that is slower), and after
+ * the last tokens the next pair of panels takes the same stretch of the tokens, which stays in L2.
+ * So pairs_of() pairs of panels run through all inputs together, with their sums in memory, also in
+ * L2; what the last inputs bring goes out at once. Weights are read from memory once, each step
+ * fetching its part of the next pair's stretch. Those that are multiplied in blocks become signed
+ * bytes once a stretch, so that their sums begin with 0, not with `start`; or see [Note: rounded
+ * weights].
  */
 enum { STRETCH = 18, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
   int32_t (*found)[2][LINE_ROWS][32]; /* [this block or the one before][tile][row][output] */
-  uint8_t *spread;                    /* [panel][line of a step]: bytes of 4 bits, or rounded to bf16 */
+  uint8_t *spread;                    /* [panel][line of a step]: signed bytes, or rounded to bf16 */
   size_t bytes;
 } own_space;
 
@@ -96,61 +97,7 @@ INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], fou
   SUMS(tile_store, two, f, f + 1);
 }
 
-/* Adds a block's whole-number sums, scaled, to those of a tile of tokens: as blocks_tile() does. */
-INLINE void settle(const lezero_linear *l, const workspace *w, const token_tile *t,
-                   const panel_pair *p, int64_t b, const int32_t (*found)[32],
-                   const int32_t (*low)[32], found_tile *f, const int D, const int fine,
-                   const int bits) {
-  const int64_t R = t->rows, group = l->group ? b * w->block / l->group : 0;
-  const int32_t *start = t->start + b * R * D;
-  const float *total = t->total + b * R, *x_scale = t->scale + b * R;
-  for (int i = 0; i < 2; i++) {
-    const floats scale = read16(p->scale[i], l->scale_type, 16 * group, 16);
-    const int zeros = l->zero != 0;
-    const floats zero = zeros ? read16(p->zero[i], l->scale_type, 16 * group, 16) : all_floats(0);
-    _Pragma("GCC unroll 4") for (int64_t r = 0; r < R; r++) {
-      ints sum = load_line(found[r] + 16 * i);
-      if (D == 2) sum = digits_joined(sum, load_line(low[r] + 16 * i));
-      if (bits == 8)
-        sum = ints_sum(sum, all_ints(D == 2 ? 256 * start[2 * r] + start[2 * r + 1] : start[r]));
-      floats v = float_of(sum);
-      if (zeros) v = fused_less(zero, all_floats(total[r]), v);
-      const floats step = fine ? product(scale, all_floats(x_scale[r])) : scale;
-      f->sum[r][i] = fused(step, v, f->sum[r][i]);
-    }
-  }
-}
-
-/* Forms with blocks. A block is settled while the next one is multiplied. `two` tiles: of tokens, or
- * with two digits those of one tile of tokens. */
-INLINE void blocks_step(const lezero_linear *l, const workspace *w, stretch *s, const panel_pair *p,
-                        const token_tile t[2], const own_space *own, found_tile *f, const int two,
-                        const int D, const int fine, const int bits) {
-  const int64_t depth = least(w->block, LINE), begin = s->begin * LINE;
-  const int8_t *a0 = t[0].codes + begin * LINE_ROWS * D;
-  const int8_t *a1 = D == 2 ? a0 + TILE_BYTES : t[two].codes + begin * LINE_ROWS;
-  const int64_t first = begin / w->block;
-  const int64_t end = least(w->blocks, (begin + s->lines * LINE + w->block - 1) / w->block);
-  for (int64_t b = first; b <= end; b++) {
-    if (b < end) {
-      int32_t(*now)[LINE_ROWS][32] = own->found[b & 1];
-      const int64_t inputs = least(w->block, w->padded - b * w->block);
-      SUMS(ZERO, two, 0, 0);
-      for (int64_t k = b * w->block - begin, last = k + inputs; k < last; k += depth) {
-        const int64_t a = k / LINE * TILE_BYTES * D + k % LINE;
-        if (k % LINE == 0) fetch_next(s);
-        load_weights(s->weight[0] + k * LINE_ROWS, s->weight[1] + k * LINE_ROWS);
-        if (bits == 4) ADD_PRODUCTS(tile_load, tile_dot_signed, two, a0 + a, a1 + a);
-        else ADD_PRODUCTS(tile_load, tile_dot_bytes, two, a0 + a, a1 + a);
-      }
-      SUMS(tile_store, two, now[0], now[1]);
-    }
-    if (b == first) continue;
-    const int32_t(*before)[LINE_ROWS][32] = own->found[(b - 1) & 1];
-    settle(l, w, t, p, b - 1, before[0], before[1], f, D, fine, bits);
-    if (two && D == 1) settle(l, w, t + 1, p, b - 1, before[1], before[1], f + 1, D, fine, bits);
-  }
-}
+#include "amx_blocks.h"
 
 #define STEP static void __attribute__((noinline))
 #define GIVEN_STEP                                                                           \
@@ -167,39 +114,45 @@ STEP whole_step(GIVEN_STEP) {
   if (two) sums_step(w, s, t, f, 1, 0);
   else sums_step(w, s, t, f, 0, 0);
 }
-STEP a8w8_step(GIVEN_STEP) {
-  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 0, 8);
-  else blocks_step(l, w, s, p, t, own, f, 0, 1, 0, 8);
+STEP a8_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 0, 1);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 0, 1);
 }
-STEP a8w4_step(GIVEN_STEP) {
-  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 0, 4);
-  else blocks_step(l, w, s, p, t, own, f, 0, 1, 0, 4);
+STEP a8_bytes_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 0, 0);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 0, 0);
 }
-STEP b8w8_step(GIVEN_STEP) {
-  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 1, 8);
-  else blocks_step(l, w, s, p, t, own, f, 0, 1, 1, 8);
+STEP b8_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 1, 1);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 1, 1);
 }
-STEP b8w4_step(GIVEN_STEP) {
-  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 1, 4);
-  else blocks_step(l, w, s, p, t, own, f, 0, 1, 1, 4);
+STEP b8_bytes_step(GIVEN_STEP) {
+  if (two) blocks_step(l, w, s, p, t, own, f, 1, 1, 1, 0);
+  else blocks_step(l, w, s, p, t, own, f, 0, 1, 1, 0);
 }
-STEP a16w8_step(GIVEN_STEP) {
+STEP a16_step(GIVEN_STEP) {
   (void)two;
-  blocks_step(l, w, s, p, t, own, f, 1, 2, 1, 8);
+  blocks_step(l, w, s, p, t, own, f, 1, 2, 1, 1);
 }
-STEP a16w4_step(GIVEN_STEP) {
+STEP a16_bytes_step(GIVEN_STEP) {
   (void)two;
-  blocks_step(l, w, s, p, t, own, f, 1, 2, 1, 4);
+  blocks_step(l, w, s, p, t, own, f, 1, 2, 1, 0);
 }
 
 typedef void step_function(GIVEN_STEP);
 
+/* Whether codes of 8 bits are multiplied as they lie, from 0 to 255: less 128 takes a copy of them,
+ * which pays from a few tiles on. */
+static int in_bytes(const lezero_linear *l, const workspace *w) {
+  return l->bits == 8 && (l->zero || w->tiles < 4);
+}
+
 static step_function *step_of(const lezero_linear *l, const workspace *w) {
   if (w->parts) return bf16_step;
   if (w->whole) return whole_step;
-  if (w->digits == 2) return l->bits == 8 ? a16w8_step : a16w4_step;
-  if (w->fine) return l->bits == 8 ? b8w8_step : b8w4_step;
-  return l->bits == 8 ? a8w8_step : a8w4_step;
+  if (w->digits == 2) return in_bytes(l, w) ? a16_bytes_step : a16_step;
+  if (w->fine) return in_bytes(l, w) ? b8_bytes_step : b8_step;
+  return in_bytes(l, w) ? a8_bytes_step : a8_step;
 }
 
 /* A byte for each weight of 4 bits less `middle`, in lines: two for each line that is read. */
@@ -213,6 +166,13 @@ static void spread_halves(uint8_t *to, const uint8_t *from, int64_t lines, int m
 }
 
 static int64_t lines_of(const workspace *w) { return w->padded / (w->parts ? LINE / 2 : LINE); }
+
+/* Codes of 8 bits less 128. */
+static void spread_bytes(uint8_t *to, const uint8_t *from, int64_t lines) {
+  const ints turn = _mm512_set1_epi8((char)128);
+  for (int64_t i = 0; i < lines * LINE_ROWS; i++, to += LINE, from += LINE)
+    _mm512_store_si512(to, _mm512_xor_si512(load_line(from), turn));
+}
 
 /* Lines of inputs that a step goes over: as many in each one, and whole blocks. */
 static int64_t span_of(const workspace *w) {
@@ -279,9 +239,10 @@ static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_
   const panel_pair q = pair_at(l, w, next);
   for (int j = 0; j < 2; j++) {
     s.weight[j] = p->weight[j] + at * line, s.next[j] = q.weight[j] + next_at * line;
-    if (l->bits != 4 && !l->rounded) continue;
+    if (!l->rounded && (l->bits == 16 || w->whole || in_bytes(l, w))) continue;
     uint8_t *spread = own->spread + j * (STRETCH + 1) * TILE_BYTES;
     if (l->rounded) round_lines(l, p, j, spread, s.weight[j], at, s.lines);
+    else if (l->bits == 8) spread_bytes(spread, s.weight[j], s.lines);
     else spread_halves(spread, s.weight[j], s.lines, l->zero ? 0 : 8);
     s.weight[j] = spread;
   }
