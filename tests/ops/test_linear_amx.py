@@ -97,6 +97,51 @@ def test_weights_rounded_as_they_are_read() -> None:
         assert torch.equal(found, ops.linear_bf16(x, whole, seeded(N), N)), (M, N, K, sizes)
 
 
+FORMS = [  # bits, group, x_bits, x_block, zero points; from how many tokens on bf16 pays
+    (8, 0, 8, 0, False, None),
+    (4, 128, 8, 0, False, None),
+    (8, 64, 8, 0, False, 192),
+    (4, 32, 8, 0, True, 64),
+    (8, 64, 8, 32, False, 64),
+    (8, 0, 16, 0, False, 128),
+    (4, 64, 16, 0, True, 64),
+]
+
+
+@needs_avx512
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_many_tokens_are_rounded_where_they_may_be(form: tuple[Any, ...]) -> None:
+    ops, (bits, group, x_bits, x_block, zero, pays) = EMULATED.load(EMULATED.kernels[0]), form
+    N, K = 40, 192
+    weight, sizes = (
+        packed(N, K, bits, group, zero, torch.float16),
+        (N, bits, group, x_bits, x_block),
+    )
+
+    def product(x: Tensor, *rounds: bool, x_scale: Tensor | None = None) -> Tensor:
+        found: Tensor = ops.linear_int(x, *weight, None, x_scale, *sizes, *rounds)
+        return found
+
+    for M in (1, (pays or 300) - 1, pays or 300):
+        x = seeded(M, K).bfloat16()
+        assert torch.equal(product(x, False, True), product(x, pays == M))
+        assert torch.equal(product(x.float(), False, True), product(x.float()))
+    if pays:
+        assert not torch.equal(product(x, True), product(x))
+    if x_bits == 8 and not x_block:  # a scale from the calibration also limits the inputs
+        one = torch.tensor([0.01])
+        assert torch.equal(product(x, False, True, x_scale=one), product(x, x_scale=one))
+
+
+def test_other_kernels_round_nothing() -> None:
+    weight, x = packed(40, 192, 4, 64, True, torch.float16), seeded(200, 192).bfloat16()
+    for kernel in native.NATIVE.able():
+        if kernel.name != "amx":
+            linear_int = native.NATIVE.load(kernel).linear_int
+            given = (x, *weight, None, None, 40, 4, 64, 16, 0, False)
+            assert torch.equal(linear_int(*given, True), linear_int(*given))
+
+
 def test_rounded_products_are_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native.NATIVE, "kernel_name", lambda: "avx2")
     weight = packed(16, 64, 8, 0, False, torch.float32)

@@ -195,6 +195,7 @@ class PackedWeight(QuantizedWeight):
             x_bits=x_bits,
             x_block=x_block,
             x_scale=x_scale,
+            may_round=True,
         )
 
     def check_inputs(self, x: Tensor) -> None:

@@ -5,6 +5,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define IN_LINES(l) (in_bf16(l) || (l)->M > few_tokens(l))
 #define FEW_TOKENS
+#define MANY_TOKENS(l) many_tokens(l)
 #include "avx512.h"
 #include "tiles.h"
 #include "../decoder/avx512.h"

@@ -28,8 +28,8 @@ _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
 _library.define(
     "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
-    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits, int x_block=0) "
-    "-> Tensor"
+    "Tensor? x_scale, SymInt out_features, int bits, int group, int x_bits, int x_block=0, "
+    "bool may_round=False) -> Tensor"
 )
 _library.define(
     "embedding_int(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, SymInt in_features, "
@@ -66,6 +66,7 @@ def linear_int(
     x_bits: int = 16,
     x_block: int = 0,
     x_scale: Tensor | None = None,
+    may_round: bool = False,
 ) -> Tensor:
     """x wᵀ + bias for a weight of `pack` or `to_rows`: (…, K) → (…, N) in x's dtype.
 
@@ -73,7 +74,9 @@ def linear_int(
     scale a row. `x_bits`: 16 (weight-only: W8A16, W4A16) takes each block of a token's inputs in
     fixed point, to 1.6e-5 of the block's largest (`ops/quantize/tokens.py`); 8 rounds each token to
     int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all; with `x_block`
-    as many of its inputs share a scale: 32, 64 or 128, which divides the group. Raises
+    as many of its inputs share a scale: 32, 64 or 128, which divides the group. `may_round`:
+    many tokens in bf16 may be multiplied as they are, with the weight rounded to bf16, where this
+    is faster: with AMX, as `linear_rounded` does; how many are enough depends on the form. Raises
     `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
     not been rounded.
     """
@@ -98,7 +101,8 @@ def linear_int(
     if x_scale is not None and x_scale.numel() != 1:
         raise ConfigError(f"linear_int: x_scale is {tuple(x_scale.shape)}; it has one element")
     return torch.ops.lezero.linear_int(
-        x, weight, scale, zero, bias, x_scale, out_features, bits, group, x_bits, x_block
+        *(x, weight, scale, zero, bias, x_scale),
+        *(out_features, bits, group, x_bits, x_block, may_round),
     )
 
 
@@ -234,16 +238,21 @@ def _int(
     zero: Tensor | None,
     bias: Tensor | None,
     x_scale: Tensor | None,
-    *sizes: Any,
+    out_features: int,
+    bits: int,
+    group: int,
+    x_bits: int,
+    x_block: int = 0,
+    may_round: bool = False,
 ) -> Tensor:
-    x = x.contiguous()
+    x, sizes = x.contiguous(), (out_features, bits, group, x_bits, x_block)
     if _on_kernel(x) and weight.dim() == 4:
-        vectors = (_wide(bias), _wide(x_scale))
-        found: Tensor = native.NATIVE.ops.linear_int(x, weight, scale, zero, *vectors, *sizes)
+        given = (x, weight, scale, zero, _wide(bias), _wide(x_scale), *sizes, False, may_round)
+        found: Tensor = native.NATIVE.ops.linear_int(*given)
         return found
     flat, packed = x.view(-1, x.shape[-1]), Packed(weight, scale, zero)
     work = (reference if x.device.type == "cpu" else accelerator).linear_int
-    return work(flat, packed, bias, x_scale, *sizes).view(*x.shape[:-1], sizes[0])
+    return work(flat, packed, bias, x_scale, *sizes).view(*x.shape[:-1], out_features)
 
 
 def _embedding(
@@ -326,7 +335,7 @@ def _save_int(ctx: Any, inputs: tuple[Any, ...]) -> None:
 def _differentiate_int(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     sizes = (ctx.out_features, ctx.in_features, ctx.bits, ctx.group)
     wide = accelerator.dequantize(Packed(*ctx.saved_tensors), *sizes, grad.dtype)
-    return (grad @ wide, *[None] * 3, bias_grad(ctx, grad), *[None] * 6)
+    return (grad @ wide, *[None] * 3, bias_grad(ctx, grad), *[None] * 7)
 
 
 def _float_int(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:

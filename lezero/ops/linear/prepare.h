@@ -48,12 +48,29 @@ typedef struct {
 
 /* Whether products are those of bf16. */
 INLINE int in_bf16(const lezero_linear *l) { return l->bits == 16 || l->rounded; }
-#ifdef FEW_TOKENS
+/* Inputs that share a scale, of the token or of the weight; at most 128. */
+INLINE int64_t block_of(const lezero_linear *l) {
+  return l->x_block ? l->x_block : l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
+}
+#ifdef FEW_TOKENS /* with AMX */
 /* How many tokens vectors multiply at least as fast as tiles; measured, see lab-notes.md. */
 INLINE int64_t few_tokens(const lezero_linear *l) {
   if (l->x_block ? l->x_block < 64 : l->group % 64 != 0) return 12;
   return l->bits == 8 && l->x_bits == 16 ? 4 : 6;
 }
+
+/* How many tokens bf16 multiplies at least as fast as whole numbers, whose sums leave the tiles at each
+ * block; measured too. */
+INLINE int64_t many_tokens(const lezero_linear *l) {
+  const int64_t block = block_of(l);
+  if (l->x_bits == 16 || l->x_block) return block < 128 ? 64 : 128;
+  return block == 128 ? INT64_MAX : block == 64 ? 192 : 64;
+}
+#endif
+/* From how many tokens on a problem is solved faster if it is rounded; a kernel with a matrix unit
+ * defines it. */
+#ifndef MANY_TOKENS
+#define MANY_TOKENS(l) INT64_MAX
 #endif
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -79,9 +96,7 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_block;
     w.digits = l->x_bits == 16 && !WORDS ? 2 : 1, w.width = l->x_bits == 16 || WORDS ? 2 : 1;
     w.whole = !w.fine && l->bits == 8 && !l->group && !l->zero;
-    w.block = l->group % 128 == 0 ? 128 : l->group % 64 == 0 ? 64 : 32;
-    if (w.whole) w.block = w.padded;
-    if (l->x_block) w.block = l->x_block;
+    w.block = w.whole ? w.padded : block_of(l);
     most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
@@ -252,6 +267,10 @@ static void prepare_bf16(const lezero_linear *l, const workspace *w, const token
       store_pairs(pairs, v, part), scatter(at, pairs, 8, PAIR_BYTES, step.four);
     }
   }
+}
+
+int lezero_linear_rounds(const lezero_linear *l) {
+  return l->bits < 16 && l->x_type == LEZERO_BF16 && !l->x_scale && l->M >= MANY_TOKENS(l);
 }
 
 size_t lezero_linear_scratch(const lezero_linear *l, int64_t count) {

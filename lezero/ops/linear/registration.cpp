@@ -120,13 +120,14 @@ Tensor linear_bf16(const Tensor& x, const Tensor& weight, std::optional<Tensor> 
 Tensor linear_int(const Tensor& x, const Tensor& weight, const Tensor& scale,
                   std::optional<Tensor> zero, std::optional<Tensor> bias,
                   std::optional<Tensor> x_scale, int64_t out_features, int64_t bits, int64_t group,
-                  int64_t x_bits, int64_t x_block, bool rounded) {
+                  int64_t x_bits, int64_t x_block, bool rounded, bool may_round) {
   Tensor out = empty_output(x, out_features);
   lezero_linear l = call(x, weight, bias, out, out_features);
   l.bits = static_cast<int>(bits), l.group = group, l.x_bits = static_cast<int>(x_bits);
-  l.x_block = x_block, l.rounded = rounded, l.scale = scale.data_ptr(), l.scale_type = type(scale);
+  l.x_block = x_block, l.scale = scale.data_ptr(), l.scale_type = type(scale);
   l.zero = zero ? zero->data_ptr() : nullptr;
   l.x_scale = floats(x_scale);
+  l.rounded = rounded || (may_round && lezero_linear_rounds(&l));
   run(l);
   return out;
 }
@@ -153,7 +154,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
   m.def(
       "linear_int(Tensor x, Tensor weight, Tensor scale, Tensor? zero, Tensor? bias, "
       "Tensor? x_scale, int out_features, int bits, int group, int x_bits, "
-      "int x_block=0, bool rounded=False) -> Tensor");
+      "int x_block=0, bool rounded=False, bool may_round=False) -> Tensor");
   m.def(
       "embedding(Tensor ids, Tensor weight, Tensor scale, Tensor? zero, Tensor(a!) out, int bits, "
       "int group) -> ()");
