@@ -3,16 +3,16 @@
  * [Note: blocks as tiles]
  * A block of keys is a tile of weights for each 32 of the head's inputs, and a panel of a block's values
  * is half of one: 16 tokens. So 16 rows meet 64 keys in eight products for a head of 64, and 16 for the
- * values, read where they lie in the cache. Rows that a tile lacks are 0; what a row finds does not
- * depend on the others. Of the last block, pairs of tokens that nobody has written are left out.
+ * values, read where they lie in the cache. What a row finds does not depend on the others. Of the last
+ * block, pairs of tokens that nobody has written are left out.
  */
 enum { QUERY_ROWS = 16, VALUE_BYTES = LEZERO_BLOCK / 2 * LINE };
 
 INLINE int by_tiles(const lezero_step *s) { return s->cache_bits == 16 && s->E % 32 == 0; }
 
 /* Tiles 0 to 3: sums; 4: queries; 5: weights of 16 keys; 6: keys; 7: values. */
-static tile_shapes attention_shapes(void) {
-  tile_shapes shapes = shapes_of(LINE);
+static tile_shapes attention_shapes(int rows) {
+  tile_shapes shapes = shapes_of(LINE, rows);
   shapes.row_bytes[5] = LINE / 2, shapes.rows[7] = LEZERO_BLOCK / 2;
   return shapes;
 }
@@ -20,7 +20,6 @@ static tile_shapes attention_shapes(void) {
 /* Queries as tiles: [32 inputs][row][which of them]. */
 static void lay_query_tiles(const lezero_step *s, query_tile *q, int8_t to[]) {
   const int64_t chunk = QUERY_ROWS * LINE;
-  memset(to, 0, (size_t)(s->E / 32 * chunk));
   for (int r = 0; r < q->rows; r++)
     for (int64_t i = 0; i < s->E / 32; i++)
       memcpy(to + i * chunk + r * LINE, (const char *)q->query[r] + i * LINE, LINE);
@@ -84,7 +83,8 @@ INLINE void weigh_tiles(const lezero_step *s, const query_tile *q, int64_t base,
   floats high[QUERY_ROWS];
   for (int r = 0; r < q->rows && cut; r++) hide(s, q, base, r, score[r], LOWEST);
   UNROLL for (int r = 0; r < QUERY_ROWS; r++)
-    high[r] = most_of(most_of(score[r][3], score[r][2]), most_of(score[r][1], score[r][0]));
+    high[r] = r >= q->rows ? all_floats(LOWEST)
+                           : most_of(most_of(score[r][3], score[r][2]), most_of(score[r][1], score[r][0]));
   const floats before = read16(m->most, LEZERO_FP32, 0, 16);
   const floats now = larger_by(lanes_most_of(high), before, LATE);
   write16(m->shrink, LEZERO_FP32, 0, 16, power_of_two(difference(before, now)));
@@ -148,12 +148,12 @@ static void attend_tiles(const lezero_step *s, const query_tile *q, int64_t rang
   int8_t weight[QUERY_ROWS][TILE_PAIRS] __attribute__((aligned(64)));
   floats score[QUERY_ROWS][TILE_BLOCKS];
   softmax_rows m = {0};
-  memset(weight, 0, sizeof weight);
-  for (int r = 0; r < QUERY_ROWS; r++) {
-    m.most[r] = LOWEST, m.total[r] = all_floats(0);
+  for (int r = 0; r < QUERY_ROWS; r++) m.most[r] = LOWEST;
+  for (int r = 0; r < q->rows; r++) {
+    m.total[r] = all_floats(0);
     memset(f->out[r], 0, (size_t)s->E * 4);
   }
-  tiles_configure(attention_shapes());
+  tiles_configure(attention_shapes(q->rows));
   for (int64_t base = larger_of(range * RANGE, first_key(s, q->position[0])); base < end;
        base += TILE) {
     const key_round k = round_at(q, base, end);

@@ -336,7 +336,8 @@ void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count
     return;
   }
   const own_space space = own_at(&w, own);
-  tiles_configure(shapes_of(w.parts || w.whole ? LINE : (int)least(w.block, LINE)));
+  const int depth = w.parts || w.whole ? LINE : (int)least(w.block, LINE);
+  tiles_configure(shapes_of(depth, (int)w.rows + (w.longer > 0)));
   for (int64_t pair = begin; pair < end; pair += pairs_of(&w))
     multiply_pairs(l, &w, &space, first, pair, least(pairs_of(&w), end - pair));
   tiles_release();

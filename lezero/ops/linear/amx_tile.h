@@ -1,12 +1,13 @@
 /* The few instructions of AMX that amx.h is written in, with two bodies: the processor's own, and (for
  * tests, LEZERO_AMX_EMULATED) what Intel's manual says that they do, in plain C.
  *
- * A tile is up to 16 rows of up to 64 bytes. Numbers of tiles are literals:
- *     0 – 3   sums: 16 rows (tokens) of 16 (outputs) int32 or fp32
- *     4, 5    tokens: 16 rows of `depth` bytes, 64 or 32
+ * A tile is up to 16 rows of up to 64 bytes; what is done with it takes as long as it has rows. Numbers
+ * of tiles are literals:
+ *     0 – 3   sums: up to 16 rows (tokens) of 16 (outputs) int32 or fp32
+ *     4, 5    tokens: as many rows of `depth` bytes, 64 or 32
  *     6, 7    weights: a row of 16 outputs × 4 bytes for each 4 bytes of depth
  *
- *     tiles_configure(shapes_of(depth)), tiles_release()     of the calling thread
+ *     tiles_configure(shapes_of(depth, rows)), tiles_release()     of the calling thread
  *     tile_zero(t), tile_load(t, at, step), tile_store(t, at, step)      step: bytes from row to row
  *     tile_stream(t, at, step)   loads what is not wanted in the first cache afterwards
  *     tile_dot_bytes(c, a, b)    c += a · b for signed bytes a, unsigned b          TDPBSUD
@@ -22,9 +23,9 @@ typedef struct { /* as LDTILECFG reads it */
   uint8_t rows[16];
 } tile_shapes;
 
-static tile_shapes shapes_of(int depth) {
+static tile_shapes shapes_of(int depth, int rows) {
   tile_shapes s = {.palette = 1};
-  for (int t = 0; t < 8; t++) s.rows[t] = 16, s.row_bytes[t] = 64;
+  for (int t = 0; t < 8; t++) s.rows[t] = (uint8_t)rows, s.row_bytes[t] = 64;
   for (int t = 4; t < 6; t++) s.row_bytes[t] = (uint16_t)depth;
   for (int t = 6; t < 8; t++) s.rows[t] = (uint8_t)(depth / 4);
   return s;
