@@ -194,4 +194,4 @@ def test_the_op_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = [x if x is None else x.to("meta") for x in packed(40, 96, 8, 0, False, torch.float32)]
     out = op._int(torch.empty(2, 3, 96, device="meta"), *weight, None, None, 40, 8, 0, 8)  # type: ignore[arg-type]
     assert tuple(out.shape) == (2, 3, 40)
-    assert seen == [((6, 96), (None, 40, 8, 0, 8))]
+    assert seen == [((6, 96), (None, 40, 8, 0, 8, 0))]
