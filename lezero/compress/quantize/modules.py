@@ -99,7 +99,8 @@ class QuantizedLinear(QuantizedLayer):
     (each to 1.6e-5 of the largest of its block of 128 inputs or fewer); 8, each token is rounded to
     int8 (float8 for an fp8 weight) with a scale of its own or, where `input_scale` is there, with
     that. `x_block`: with 8 bits and a packed weight, how many of a token's inputs share a scale; 0:
-    all. Also stands for transformers' `Conv1D`.
+    all. Many tokens in bf16 may be multiplied as they are, see `may_round` of `linear_int`. Also
+    stands for transformers' `Conv1D`.
     """
 
     def __init__(

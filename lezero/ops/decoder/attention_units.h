@@ -19,11 +19,11 @@ static void join(const lezero_step *s, int rows, range_sums *all, const range_su
 }
 
 static void write_rows(const worker *w, const query_tile *q, int type, const range_sums *f) {
-  for (int r = 0; r < q->rows; r++)
-    for (int64_t i = 0; i < w->s->E; i += 16) {
-      const floats v = read16(f->out[r], LEZERO_FP32, i, 16);
-      write16(w->a.rows, type, q->to[r] + i, 16, quotient(v, all_floats(f->total[r])));
-    }
+  for (int r = 0; r < q->rows; r++) {
+    const floats part = all_floats(1 / f->total[r]);
+    for (int64_t i = 0; i < w->s->E; i += 16)
+      write16(w->a.rows, type, q->to[r] + i, 16, product(read16(f->out[r], LEZERO_FP32, i, 16), part));
+  }
 }
 
 /* Tiles of queries of a chunk and a key head. */

@@ -66,3 +66,36 @@ INLINE floats store_weights(int8_t *to, floats v) {
   return v;
 #endif
 }
+/* 16 rows of 16 dwords, `step` bytes apart, turned: line i of `to` has dword i of each. */
+INLINE void turn_dwords(char *to, const void *from, int64_t step) {
+  ints row[16], pair[16], four[16];
+  for (int i = 0; i < 16; i++) row[i] = load_line((const char *)from + i * step);
+  for (int i = 0; i < 16; i += 2) {
+    pair[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    pair[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    four[i] = _mm512_unpacklo_epi64(pair[i], pair[i + 2]);
+    four[i + 1] = _mm512_unpackhi_epi64(pair[i], pair[i + 2]);
+    four[i + 2] = _mm512_unpacklo_epi64(pair[i + 1], pair[i + 3]);
+    four[i + 3] = _mm512_unpackhi_epi64(pair[i + 1], pair[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) { /* quarters of four[i], [4 + i], [8 + i] and [12 + i] */
+    const ints a = _mm512_shuffle_i32x4(four[i], four[4 + i], 0x44);
+    const ints b = _mm512_shuffle_i32x4(four[i], four[4 + i], 0xee);
+    const ints c = _mm512_shuffle_i32x4(four[8 + i], four[12 + i], 0x44);
+    const ints d = _mm512_shuffle_i32x4(four[8 + i], four[12 + i], 0xee);
+    _mm512_storeu_si512(to + i * 64, _mm512_shuffle_i32x4(a, c, 0x88));
+    _mm512_storeu_si512(to + (4 + i) * 64, _mm512_shuffle_i32x4(a, c, 0xdd));
+    _mm512_storeu_si512(to + (8 + i) * 64, _mm512_shuffle_i32x4(b, d, 0x88));
+    _mm512_storeu_si512(to + (12 + i) * 64, _mm512_shuffle_i32x4(b, d, 0xdd));
+  }
+}
+/* v in bf16 to the even places of a line, whose odd ones become 0, or to the odd ones. */
+INLINE void put_even(uint16_t line[32], floats v) {
+  _mm512_storeu_si512(line, _mm512_cvtepu16_epi32(to_bf16(v)));
+}
+INLINE void put_odd(uint16_t line[32], floats v) {
+  const ints wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16);
+  _mm512_storeu_si512(line, _mm512_mask_blend_epi16(0xaaaaaaaa, load_line(line), wide));
+}

@@ -28,21 +28,19 @@ INLINE uint16_t *scales_of(const lezero_step *s, char *block) {
 }
 
 /* Head of E numbers of `found`, normalised by `norm` (or null) and turned to `position`, in fp32. */
-INLINE void turned(const lezero_step *s, const void *found, int type, int64_t first,
-                   const float *norm, int64_t position, float to[WIDEST]) {
+INLINE void turned(const lezero_step *s, const void *found, int64_t first, const float *norm,
+                   int64_t position, float to[WIDEST], const int type) {
   const int64_t half = s->E / 2;
   const float *cos = s->cos + position * half, *sin = s->sin + position * half;
-  float x[WIDEST];
   const floats factor =
       all_floats(norm ? inverse_rms(found, type, first, s->E, s->eps) : 1.0f);
-  for (int64_t i = 0; i < s->E; i += 16) {
-    floats v = read16(found, type, first + i, 16);
-    if (norm) v = product(product(v, factor), read16(norm, LEZERO_FP32, i, 16));
-    write16(x, LEZERO_FP32, i, 16, v);
-  }
   for (int64_t i = 0; i < half; i += 16) {
     const int64_t n = least_of(half - i, 16);
-    const floats a = read16(x, LEZERO_FP32, i, n), b = read16(x, LEZERO_FP32, half + i, n);
+    floats a = read16(found, type, first + i, n), b = read16(found, type, first + half + i, n);
+    if (norm) {
+      a = product(product(a, factor), read16(norm, LEZERO_FP32, i, n));
+      b = product(product(b, factor), read16(norm, LEZERO_FP32, half + i, n));
+    }
     const floats c = read16(cos, LEZERO_FP32, i, n), d = read16(sin, LEZERO_FP32, i, n);
     write16(to, LEZERO_FP32, i, n, fused_less(b, d, product(a, c)));
     write16(to, LEZERO_FP32, half + i, n, fused(a, d, product(b, c)));
@@ -72,79 +70,96 @@ INLINE void encode(const lezero_step *s, char *block, int64_t slot, const float 
   }
 }
 
-static void store_key(const lezero_step *s, char *block, int64_t slot, const float x[WIDEST]) {
-  if (s->cache_bits == 8) {
-    int8_t codes[WIDEST];
-    encode(s, block, slot, x, codes);
-    for (int64_t i = 0; i < s->E / 2; i++)
-      memcpy(block + (i * LEZERO_BLOCK + slot) * 2, codes + 2 * i, 2);
-    return;
-  }
-  uint16_t half[WIDEST];
-  for (int64_t i = 0; i < s->E; i += 16)
-    write16(half, LEZERO_BF16, i, 16, read16(x, LEZERO_FP32, i, 16));
+/* Codes of a key of the block's token `slot`, or of a value. */
+static void encode_key(const lezero_step *s, char *block, int64_t slot, const float x[WIDEST]) {
+  int8_t codes[WIDEST];
+  encode(s, block, slot, x, codes);
   for (int64_t i = 0; i < s->E / 2; i++)
-    memcpy(block + (i * LEZERO_BLOCK + slot) * 4, half + 2 * i, 4);
+    memcpy(block + (i * LEZERO_BLOCK + slot) * 2, codes + 2 * i, 2);
+}
+
+static void encode_value(const lezero_step *s, char *block, int64_t slot, const float x[WIDEST]) {
+  const int64_t to = slot / 2 * 32 + slot % 2; /* in a panel of 16 channels */
+  int8_t codes[WIDEST];
+  encode(s, block, slot, x, codes);
+  for (int64_t i = 0; i < s->E; i++)
+    block[i / 16 * LEZERO_BLOCK * 16 + to + i % 16 * 2] = codes[i];
+}
+
+/* Keys in bf16 of tokens from `slot` on; those of a whole block are turned as it is written. */
+static void store_keys(const lezero_step *s, char *block, int64_t slot, int rows,
+                       uint16_t key[][WIDEST]) {
+  int64_t i = 0;
+  for (; i + 32 <= s->E && rows == LEZERO_BLOCK; i += 32)
+    turn_dwords(block + i / 2 * LINE, key[0] + i, sizeof *key);
+  for (; i < s->E; i += 2)
+    for (int r = 0; r < rows; r++) memcpy(block + i / 2 * LINE + (slot + r) * 4, key[r] + i, 4);
 }
 
 static void store_value(const lezero_step *s, char *block, int64_t slot, const float x[WIDEST]) {
-  const int64_t to = slot / 2 * 32 + slot % 2; /* in a panel of 16 channels */
-  if (s->cache_bits == 8) {
-    int8_t codes[WIDEST];
-    encode(s, block, slot, x, codes);
-    for (int64_t i = 0; i < s->E; i++)
-      block[i / 16 * LEZERO_BLOCK * 16 + to + i % 16 * 2] = codes[i];
-    return;
-  }
-  uint16_t half[16];
   for (int64_t i = 0; i < s->E; i += 16) {
-    write16(half, LEZERO_BF16, 0, 16, read16(x, LEZERO_FP32, i, 16));
-    uint16_t *line = (uint16_t *)block + i * LEZERO_BLOCK + to;
-    for (int j = 0; j < 16; j++) {
-      line[2 * j] = half[j];
-      if (slot % 2 == 0) line[2 * j + 1] = 0;
-    }
+    uint16_t *line = (uint16_t *)block + i * LEZERO_BLOCK + slot / 2 * 32;
+    const floats v = read16(x, LEZERO_FP32, i, 16);
+    if (slot % 2) put_odd(line, v);
+    else put_even(line, v);
   }
 }
 
-/* Query `index` of the step, turned and scaled. */
-static void store_query(const worker *w, int64_t index, const float x[WIDEST]) {
+INLINE void halved(const lezero_step *s, const float x[WIDEST], floats factor, uint16_t to[WIDEST]) {
+  for (int64_t i = 0; i < s->E; i += 16)
+    write16(to, LEZERO_BF16, i, 16, product(read16(x, LEZERO_FP32, i, 16), factor));
+}
+
+/* Query `index` of the step, turned and scaled: by powers of two, not of e. */
+INLINE void store_query(const worker *w, int64_t index, const float x[WIDEST], float scale) {
   const lezero_step *s = w->s;
-  const float scale = 1.44269504f / sqrtf((float)s->E); /* powers of two, not of e */
   uint16_t *to = w->a.queries + index * s->E;
-  if (s->cache_bits == 8) {
-    const float step = largest_of(x, s->E) / 32767;
-    w->a.query_scales[index] = step * scale;
-    for (int64_t i = 0; i < s->E; i += 16) {
-      const floats v = quotient(read16(x, LEZERO_FP32, i, 16), all_floats(step));
-      store_words(to + i, rounded(limited(v, 32767)));
-    }
+  if (s->cache_bits == 16) {
+    halved(s, x, all_floats(scale), to);
     return;
   }
-  for (int64_t i = 0; i < s->E; i += 16)
-    write16(to, LEZERO_BF16, i, 16, product(read16(x, LEZERO_FP32, i, 16), all_floats(scale)));
+  const float step = largest_of(x, s->E) / 32767;
+  w->a.query_scales[index] = step * scale;
+  for (int64_t i = 0; i < s->E; i += 16) {
+    const floats v = quotient(read16(x, LEZERO_FP32, i, 16), all_floats(step));
+    store_words(to + i, rounded(limited(v, 32767)));
+  }
 }
 
-/* Queries of one piece and key head to `queries`, its keys and values into the cache. */
-static void store_piece(const worker *w, const lezero_layer *y, int64_t layer, const piece *p,
-                        int64_t head, int type) {
+INLINE void store_piece_in(const worker *w, const lezero_layer *y, int64_t layer, const piece *p,
+                           int64_t head, const int type) {
   const lezero_step *s = w->s;
   const lezero_chunk *chunk = s->chunk + p->chunk;
   const int64_t E = s->E, G = s->H / s->K, wide = (s->H + 2 * s->K) * E;
+  const int64_t begin = chunk->position + p->row, slot = begin % LEZERO_BLOCK;
+  const int64_t index = s->table[p->chunk * s->width + begin / LEZERO_BLOCK];
+  char *keys = block_of(s, s->keys, layer, index, head);
+  char *values = block_of(s, s->values, layer, index, head);
+  const float scale = 1.44269504f / sqrtf((float)E);
+  const void *found = w->a.found;
   float x[WIDEST];
-  for (int64_t row = p->row; row < p->row + p->rows; row++) {
-    const int64_t position = chunk->position + row, at = (chunk->first + row) * wide;
-    for (int64_t g = 0; g < G; g++) {
-      turned(s, w->a.found, type, at + (head * G + g) * E, y->q_norm, position, x);
-      store_query(w, (chunk->first + row) * s->H + head * G + g, x);
+  uint16_t key[LEZERO_BLOCK][WIDEST];
+  for (int r = 0; r < p->rows; r++) {
+    const int64_t row = chunk->first + p->row + r, at = row * wide;
+    for (int64_t g = head * G; g < head * G + G; g++) {
+      turned(s, found, at + g * E, y->q_norm, begin + r, x, type);
+      store_query(w, row * s->H + g, x, scale);
     }
-    const int64_t block = s->table[p->chunk * s->width + position / LEZERO_BLOCK];
-    const int64_t slot = position % LEZERO_BLOCK;
-    turned(s, w->a.found, type, at + (s->H + head) * E, y->k_norm, position, x);
-    store_key(s, block_of(s, s->keys, layer, block, head), slot, x);
+    turned(s, found, at + (s->H + head) * E, y->k_norm, begin + r, x, type);
+    if (s->cache_bits == 8) encode_key(s, keys, slot + r, x);
+    else halved(s, x, all_floats(1), key[r]);
     for (int64_t i = 0; i < E; i += 16)
-      write16(x, LEZERO_FP32, i, 16,
-              read16(w->a.found, type, at + (s->H + s->K + head) * E + i, 16));
-    store_value(s, block_of(s, s->values, layer, block, head), slot, x);
+      write16(x, LEZERO_FP32, i, 16, read16(found, type, at + (s->H + s->K + head) * E + i, 16));
+    if (s->cache_bits == 8) encode_value(s, values, slot + r, x);
+    else store_value(s, values, slot + r, x);
   }
+  if (s->cache_bits == 16) store_keys(s, keys, slot, p->rows, key);
+}
+
+/* Queries of one piece and key head to `queries`, its keys and values into the cache. type: as type_of()
+ * has it. */
+static void store_piece(const worker *w, const lezero_layer *y, int64_t layer, const piece *p,
+                        int64_t head, int type) {
+  if (type == LEZERO_BF16) store_piece_in(w, y, layer, p, head, LEZERO_BF16);
+  else store_piece_in(w, y, layer, p, head, LEZERO_FP32);
 }

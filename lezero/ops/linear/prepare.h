@@ -251,11 +251,14 @@ static void prepare_bf16(const lezero_linear *l, const workspace *w, const token
   const token_steps step = steps_of(w, t->rows);
   int8_t pairs[8 * PAIR_BYTES];
   if (w->lines && l->x_type == LEZERO_BF16) { /* as it is, line by line */
-    for (int64_t i = 0; i < w->padded; i += LINE / 2) {
-      int8_t *to = t->codes + r * step.row + (i >> 5) * step.line;
-      const size_t bytes = (size_t)(2 * least(LINE / 2, l->K > i ? l->K - i : 0));
-      if (bytes < LINE) memset(to, 0, LINE);
-      memcpy(to, (const char *)x + 2 * i, bytes);
+    int8_t *to = t->codes + r * step.row;
+    const char *from = x;
+    int64_t left = 2 * l->K;
+    for (; left >= LINE; left -= LINE, from += LINE, to += step.line) memcpy(to, from, LINE);
+    for (const int8_t *end = t->codes + r * step.row + w->padded / 32 * step.line; to < end;
+         to += step.line, left = 0) {
+      memset(to, 0, LINE);
+      memcpy(to, from, (size_t)left);
     }
     return;
   }
