@@ -71,7 +71,9 @@ class Engine:
         self.pool = BlockPool.of(program, blocks)
         why = program.why_longest if longest == program.longest else ""
         self.scheduler = Scheduler(
-            self.pool, program.most_tokens, max_requests, longest, why_longest=why
+            *(self.pool, program.most_tokens, max_requests, longest),
+            most_beside=program.most_beside,
+            why_longest=why,
         )
         self._speculator = speculator
         self._flies, self._follows = program.flies, speculator is None

@@ -49,6 +49,7 @@ class FusedProgram(Program):
 
     block_size = BLOCK
     most_tokens = MOST_TOKENS
+    most_beside = MOST_TOKENS // 2
     invariant = True
     kv_forms = ("bf16", "int8")
 

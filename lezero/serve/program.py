@@ -48,6 +48,8 @@ class Program(ABC):
     block_size: int
     most_tokens: int
     """Tokens of a step at most."""
+    most_beside: int | None = None
+    """Of one in which answers run, which wait for it; None: as many."""
     place: torch.device = torch.device("cpu")
     """Where weights and cache lie."""
     invariant: bool = False

@@ -1,6 +1,7 @@
 """Which tokens the next pass through the model feeds; plain Python, no tensors.
 
-[Note: who goes first] A step has room for `max_tokens` tokens. Running requests that decode come
+[Note: who goes first] A step has room for `max_tokens` tokens, beside answers for `most_beside`,
+since these wait for it. Running requests that decode come
 first, one token each, and drafts where room and blocks are left. Then prompts that are partly in,
 then waiting requests, both in turn (priority, arrival), cut into chunks where they do not fit. The
 first in turn that cannot start holds back all behind it, so that a long prompt is never overtaken
@@ -79,12 +80,12 @@ class Step:
 class Scheduler:
     """Takes requests in, plans one step at a time, and takes the step's tokens back.
 
-    pool: the blocks of the cache. max_tokens: tokens of a step. max_requests: running at once; not
-    above max_tokens, so that each gets a token a step. longest: tokens of a request at most, prompt
-    and answer; why_longest: what an error adds about it. One thread calls it: `schedule`, run the
-    model, `update`, again; `add`, `finish`, `cancel` and `make_room` may come between two steps,
-    and the first three between any of these. In place of `schedule` the next step may be what
-    `ahead` gave before the `update`.
+    pool: the blocks of the cache. max_tokens: tokens of a step; most_beside: of one in which
+    answers run, by default as many. max_requests: running at once; not above these, so that each
+    gets a token a step. longest: tokens of a request at most, prompt and answer; why_longest: what
+    an error adds about it. One thread calls it: `schedule`, run the model, `update`, again; `add`,
+    `finish`, `cancel` and `make_room` may come between two steps, and the first three between any
+    of these. In place of `schedule` the next step may be what `ahead` gave before the `update`.
     """
 
     def __init__(
@@ -95,16 +96,19 @@ class Scheduler:
         longest: int,
         clock: Callable[[], float] = time.monotonic,
         why_longest: str = "",
+        most_beside: int | None = None,
     ) -> None:
+        most_beside = max_tokens if most_beside is None else most_beside
         if max_requests < 1:
             raise ConfigError(f"max_requests: got {max_requests}, allowed is 1 or more")
-        if max_tokens < max_requests:
+        if (least := min(max_tokens, most_beside)) < max_requests:
             raise ConfigError(
-                f"max_tokens: got {max_tokens} tokens a step, allowed is {max_requests} or more, "
-                "one for each of max_requests"
+                f"max_tokens: got {least} tokens a step, allowed is {max_requests} or more, one "
+                "for each of max_requests"
             )
         self.pool, self.longest, self._why_longest = pool, longest, why_longest
         self.max_tokens, self.max_requests = max_tokens, max_requests
+        self._most_beside = most_beside
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._clock = clock
@@ -168,8 +172,8 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """The next step; it has no chunks when there is nothing to do."""
-        step = Step(self.max_tokens)
         decodes = [request for request in self.running if request.pending == 1]
+        step = Step(self._most_beside if decodes else self.max_tokens)
         prompts = [request for request in self.running if request.pending > 1]
         others = len(self.running)
         for request in decodes:

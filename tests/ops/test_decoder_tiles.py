@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lezero.core.facts import instruction_sets
-from lezero.ops.decoder import Decoder, LayerWeights, Shape, Weight, reference
+from lezero.ops.decoder import Decoder, Ending, LayerWeights, Shape, Weight, reference
 from lezero.ops.decoder.native import NATIVE
 from lezero.ops.linear import amx, pack
 from lezero.ops.native import Kernel
@@ -130,6 +130,39 @@ def test_a_row_is_the_same_in_any_chunk(name, rounded, kernel):
     whole = run(150)
     for counts in ((1, 100, 49), (70, 1, 1, 78), (16, 17, 15, 102)):
         assert torch.equal(run(*counts), whole)
+
+
+@pytest.mark.parametrize("form", ["bf16", "int4 with zero points"])
+def test_workers_that_take_their_own_tokens_find_the_same(form, kernel):
+    torch.manual_seed(0)
+    shape, rounded = SHAPES["64, gated"], form != "bf16"
+    made = rounded_layers(shape, form) if rounded else test_decoder.layers(shape, form)
+    ending = Ending(torch.rand(shape.dim), test_decoder.weight(333, shape.dim, False, 8))
+    decoder, angles = Decoder(shape, made, ending), tables(shape, 500)
+    x, table = torch.randn(500, shape.dim), torch.randperm(BLOCKS)[:32].view(1, 32).int()
+
+    def run(*counts: int) -> tuple[Tensor, Tensor]:
+        cache, found, begin = poisoned(shape), x.clone(), 0
+        for part in found.split(list(counts)):
+            chunks = torch.tensor([[0, len(part), begin]], dtype=torch.int32)
+            given = (*angles, chunks, table, cache)
+            rows = torch.tensor([0, len(part) // 2, len(part) - 1], dtype=torch.int32)
+            logits, _ = decoder.logits(part.clone(), *given, rows, rounded=rounded)
+            decoder.run(part, *given, rounded)
+            begin += len(part)
+        return found, logits
+
+    before, wanted = torch.get_num_threads(), run(5, 99, 99, 99, 99, 99)[0]
+    try:
+        for threads in (1, 2, 3):  # 160 and more tokens of each: by itself; blocks lie across
+            torch.set_num_threads(threads)
+            found, logits = run(5, 495)
+            assert torch.equal(found, wanted)
+            last = torch.tensor([0, 247, 494])
+            expected, _ = reference.logits(shape, ending, found[5:][last])
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_only_amx_rounds_and_only_where_there_is_something_to_round(monkeypatch):

@@ -11,9 +11,11 @@ from tests.serve.plain_engine import END, PlainEngine, guess, plain_answer
 
 
 def scheduler(
-    blocks: int = 100, size: int = 4, room: int = 16, requests: int = 8, longest: int = 200
-) -> Scheduler:
-    return Scheduler(BlockPool(blocks, size), room, requests, longest, itertools.count().__next__)
+    blocks: int = 100, size: int = 4, room: int = 16, requests: int = 8, longest: int = 200,
+    beside: int | None = None,
+) -> Scheduler:  # fmt: skip
+    sizes, clock = (room, requests, longest), itertools.count().__next__
+    return Scheduler(BlockPool(blocks, size), *sizes, clock, most_beside=beside)
 
 
 def request(name: str, prompt: int | list[int], new: int = 4, **fields: int) -> Request:
@@ -34,14 +36,14 @@ def run(plan: Scheduler, token: int = 1) -> list[tuple[str, int, int]]:
 
 
 def test_decodes_come_first_and_prompts_fill_the_rest_in_chunks() -> None:
-    plan = scheduler(room=16)
-    plan.add(request("a", 3))
-    assert run(plan) == [("a", 0, 3)]
+    plan = scheduler(room=24, beside=16)
+    plan.add(request("a", 27))
+    assert run(plan) + run(plan) == [("a", 0, 24), ("a", 24, 3)]
     plan.add(request("b", 20))
     plan.add(request("c", 9))
-    assert run(plan) == [("a", 3, 1), ("b", 0, 15)]
-    assert run(plan) == [("a", 4, 1), ("b", 15, 5), ("c", 0, 9)]
-    assert run(plan) == [("a", 5, 1), ("b", 20, 1), ("c", 9, 1)]
+    assert run(plan) == [("a", 27, 1), ("b", 0, 15)]
+    assert run(plan) == [("a", 28, 1), ("b", 15, 5), ("c", 0, 9)]
+    assert run(plan) == [("a", 29, 1), ("b", 20, 1), ("c", 9, 1)]
 
 
 def test_nobody_makes_room_in_vain() -> None:

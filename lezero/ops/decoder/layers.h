@@ -52,6 +52,7 @@ typedef struct {
   struct shared_state *shared;
   piece *pieces;
   char *rows;     /* (T, max of D, H E, F) what is prepared next, in the type of its weight */
+  char *normal;   /* (T, D) the same after a norm, apart where workers do not wait for each other */
   char *found;    /* (T, max of what comes out) */
   char *delta;    /* (T, D) what is added to the residual stream next */
   uint16_t *queries; /* (T, H, E) turned; bf16 and scaled, or int16 beside a cache of codes */
@@ -62,7 +63,8 @@ typedef struct {
   struct best_logit *best; /* (crew, rows) */
   char *own;      /* of each worker, `each` bytes: for products, and [Note: alone] */
   size_t each, alone_x, alone_rows, alone_prepared, bytes;
-  int alone;
+  size_t prepared_each, gated_each; /* of a worker, see [Note: own tokens] */
+  int alone, by_tokens;
 } layout;
 
 struct shared_state {
@@ -116,10 +118,30 @@ static void *carve(char **at, size_t bytes) {
   return found;
 }
 
-static void make_room(const lezero_linear *l, size_t *prepared, size_t *own, int64_t *tiles) {
-  *prepared = (size_t)larger_of((int64_t)*prepared, (int64_t)lezero_linear_scratch(l, l->M));
+static size_t larger_size(size_t a, size_t b) { return a > b ? a : b; }
+
+static void make_room(const lezero_linear *l, int64_t count, size_t *prepared, size_t *own,
+                      int64_t *tiles) {
+  *prepared = larger_size(*prepared, lezero_linear_scratch(l, count));
   *own = (size_t)larger_of((int64_t)*own, (int64_t)lezero_linear_own_scratch(l, l->M));
   *tiles = larger_of(*tiles, lezero_linear_tiles(l, l->M));
+}
+
+/* See [Note: own tokens]. */
+enum { OWN_TOKENS = 160 }; /* of a worker, at least */
+
+static int by_tokens(const lezero_step *s) {
+  if (s->crew < 2 || s->T < OWN_TOKENS * s->crew) return 0;
+  for (int64_t i = 0; i < s->layers; i++) {
+    const lezero_linear gate_up = gate_up_of(s, s->layer + i), down = down_of(s, s->layer + i);
+    if (!lezero_linear_gates(&gate_up, &down)) return 0;
+  }
+  return 1;
+}
+
+/* The first of a worker's own tokens; whole tiles of them. */
+static int64_t own_row(const lezero_step *s, int64_t worker) {
+  return worker == s->crew ? s->T : s->T * worker / s->crew / 16 * 16;
 }
 
 static layout lay_out_step(const lezero_step *s, char *base) {
@@ -129,16 +151,19 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   const int64_t out = larger_of((s->H + 2 * s->K) * s->E, larger_of(2 * s->F, s->D));
   size_t prepared = 0, own = 0, gated = 0;
   int64_t tiles = 0;
+  a.by_tokens = by_tokens(s);
+  const int64_t parts = a.by_tokens ? s->crew : 1;
+  const int64_t count = a.by_tokens ? s->T / s->crew + 32 : s->T; /* own_row() rounds */
   for (int64_t i = 0; i < s->layers; i++) {
     const lezero_layer *y = s->layer + i;
     const lezero_linear all[] = {qkv_of(s, y), out_of(s, y), gate_up_of(s, y), down_of(s, y)};
-    for (int j = 0; j < 4; j++) make_room(all + j, &prepared, &own, &tiles);
+    for (int j = 0; j < 4; j++) make_room(all + j, count, &prepared, &own, &tiles);
     if (lezero_linear_gates(all + 2, all + 3))
-      gated = (size_t)larger_of((int64_t)gated, (int64_t)lezero_linear_scratch(all + 3, s->T));
+      gated = larger_size(gated, lezero_linear_scratch(all + 3, count));
   }
   if (s->rows) {
     const lezero_linear head = head_of(s);
-    make_room(&head, &prepared, &own, &tiles);
+    make_room(&head, head.M, &prepared, &own, &tiles);
   }
   const size_t x = whole_lines((size_t)(s->T * s->D) * 4);
   const size_t rows = whole_lines((size_t)(s->T * wide) * 4);
@@ -149,13 +174,15 @@ static layout lay_out_step(const lezero_step *s, char *base) {
   a.shared = carve(&at, sizeof(struct shared_state));
   a.pieces = carve(&at, (size_t)s->T * sizeof(piece));
   a.rows = carve(&at, (size_t)(s->T * wide) * 4);
+  a.normal = a.by_tokens ? carve(&at, x) : a.rows;
   a.found = carve(&at, (size_t)(s->T * out) * 4);
   a.delta = carve(&at, (size_t)(s->T * s->D) * 4);
   a.queries = carve(&at, (size_t)(s->T * s->H * s->E) * 2);
   a.query_scales = carve(&at, (size_t)(s->T * s->H) * 4);
   a.sums = carve(&at, MOST_RANGES * sizeof(range_sums)); /* memory is taken as it is used */
-  a.prepared = carve(&at, prepared);
-  a.gated = carve(&at, gated);
+  a.prepared_each = whole_lines(prepared), a.gated_each = whole_lines(gated);
+  a.prepared = carve(&at, a.prepared_each * (size_t)parts);
+  a.gated = carve(&at, a.gated_each * (size_t)parts);
   a.best = carve(&at, (size_t)(s->crew * s->rows) * BEST_BYTES);
   a.own = carve(&at, a.each * (size_t)s->crew);
   a.bytes = (size_t)(at - base);
@@ -179,55 +206,7 @@ void lezero_decoder_begin(const lezero_step *s) {
   *a.shared = (struct shared_state){0, n, a};
 }
 
-/* [Note: alone]
- * A step of so few tokens that they are one tile is prepared by every worker for itself, which takes
- * no longer than by one of them for all, and saves four of a layer's barriers. So each has its own
- * copy of the residual stream, as long as all of these together are small. */
-
-typedef struct {
-  const lezero_step *s;
-  layout a;
-  int64_t begin, end, meets;
-  float *x;       /* (T, D) */
-  char *rows;     /* as the layout's, and `prepared` too; or its own */
-  void *prepared;
-  lezero_ahead *ahead; /* [Note: fetching meanwhile] */
-} worker;
-
-static worker worker_of(const lezero_step *s, int64_t begin, int64_t end, lezero_ahead *ahead) {
-  const layout a = ((struct shared_state *)s->scratch)->layout;
-  worker w = {s, a, begin, end, 0, s->x, a.rows, a.prepared, ahead};
-  if (!a.alone) return w;
-  char *own = a.own + begin * (int64_t)a.each;
-  w.x = (float *)(own + a.alone_x), w.rows = own + a.alone_rows, w.prepared = own + a.alone_prepared;
-  memcpy(w.x, s->x, (size_t)(s->T * s->D) * 4);
-  return w;
-}
-
-static int64_t from(const worker *w, int64_t units) { return units * w->begin / w->s->crew; }
-static int64_t upto(const worker *w, int64_t units) { return units * w->end / w->s->crew; }
-
-/* [Note: fetching meanwhile]
- * Memory is the limit of a step of few tokens, and it would rest while tokens are prepared, attention
- * is computed, and workers meet. So a worker fetches its part of the weights that are multiplied next
- * meanwhile: a few lines with each step of such work, and all the time while it waits. */
-static void look_ahead(worker *w, const lezero_linear *next) {
-  const int64_t pairs = lezero_linear_pairs(next);
-  *w->ahead = lezero_linear_part(next, from(w, pairs), upto(w, pairs));
-  w->ahead->left = least_of(w->ahead->left, MOST_AHEAD);
-}
-
-/* Returns when all workers are here, with what they wrote before. */
-static void meet(worker *w) {
-  w->meets += w->s->crew;
-  int64_t *meets = &w->a.shared->meets;
-  __atomic_fetch_add(meets, w->end - w->begin, __ATOMIC_ACQ_REL);
-  for (int spins = 0; __atomic_load_n(meets, __ATOMIC_ACQUIRE) < w->meets; spins++) {
-    if (w->ahead->left > 0) fetch_some(w->ahead, 1);
-    else if (spins < 4000) _mm_pause();
-    else sched_yield(); /* another program has the core that we wait for */
-  }
-}
+#include "workers.h"
 
 /* 1 / sqrt(mean of squares + eps) of n numbers. */
 INLINE float inverse_rms(const void *x, int type, int64_t first, int64_t n, float eps) {
@@ -276,31 +255,34 @@ static void activate(const worker *w, int64_t row, int found_type, const lezero_
 typedef void filler(const worker *w, int64_t row, const void *how);
 
 static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) {
-  const int alone = w->a.alone;
+  const int all = w->a.alone || w->by_tokens;
   l->ahead = w->ahead;
   l->x = fill ? w->rows : w->a.rows;
-  const int64_t tiles = lezero_linear_tiles(l, l->M);
-  const int64_t first = alone ? 0 : from(w, tiles), end = alone ? tiles : upto(w, tiles);
-  const int64_t rows = l->M / tiles, longer = l->M % tiles; /* as the tiles are split */
+  const int64_t begin = w->by_tokens ? w->first : 0, count = w->by_tokens ? w->count : l->M;
+  const int64_t tiles = lezero_linear_tiles(l, count);
+  const int64_t first = all ? 0 : from(w, tiles), end = all ? tiles : upto(w, tiles);
+  const int64_t rows = count / tiles, longer = count % tiles; /* as the tiles are split */
   const int64_t last = end * rows + least_of(end, longer);
   if (fill)
-    for (int64_t row = first * rows + least_of(first, longer); row < last; row++) fill(w, row, how);
-  lezero_linear_prepare(l, 0, l->M, w->prepared, first, end);
-  if (!alone) meet(w);
+    for (int64_t row = first * rows + least_of(first, longer); row < last; row++)
+      fill(w, begin + row, how);
+  lezero_linear_prepare(l, begin, count, w->prepared, first, end);
+  if (!all) meet(w);
 }
 
 static void multiply_own(const worker *w, lezero_linear *l, const void *prepared, void *out) {
   l->out = out;
   const int64_t pairs = lezero_linear_pairs(l);
-  lezero_linear_multiply(l, 0, l->M, prepared, w->a.own + w->begin * (int64_t)w->a.each,
-                         from(w, pairs), upto(w, pairs));
+  char *own = w->a.own + w->begin * (int64_t)w->a.each;
+  if (w->by_tokens) lezero_linear_multiply(l, w->first, w->count, prepared, own, 0, pairs);
+  else lezero_linear_multiply(l, 0, l->M, prepared, own, from(w, pairs), upto(w, pairs));
 }
 
 static void multiply_prepared(worker *w, lezero_linear *l, const void *prepared, void *out,
                               const lezero_linear *next) {
   look_ahead(w, next);
   multiply_own(w, l, prepared, out);
-  meet(w);
+  if (!w->by_tokens) meet(w);
 }
 
 static void multiply(worker *w, lezero_linear *l, void *out, const lezero_linear *next) {
@@ -344,13 +326,14 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     gate_up.gated = lezero_linear_gates(&gate_up, &down);
     prepare(w, &qkv, fill_normalised, &(filled_by){y->norm1, &y->qkv, delta});
     multiply(w, &qkv, w->a.found, &out);
+    if (w->by_tokens) meet(w); /* for the rows of blocks that two workers share */
     attention(w, y, i, qkv.x_type);
     prepare(w, &out, 0, 0);
     multiply(w, &out, w->a.delta, &gate_up);
     prepare(w, &gate_up, fill_normalised, &(filled_by){y->norm2, &y->gate_up, out.x_type});
     if (gate_up.gated) {
-      multiply(w, &gate_up, w->a.gated, &down);
-      multiply_prepared(w, &down, w->a.gated, w->a.delta, &next);
+      multiply(w, &gate_up, w->gated, &down);
+      multiply_prepared(w, &down, w->gated, w->a.delta, &next);
     } else {
       multiply(w, &gate_up, w->a.found, &down);
       prepare(w, &down, fill_activated, &(filled_by){0, &y->down, gate_up.x_type});
@@ -359,6 +342,10 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     delta = down.x_type;
   }
   if (s->rows) {
+    if (w->by_tokens) {
+      w->by_tokens = 0, w->prepared = w->a.prepared;
+      meet(w);
+    }
     lezero_linear last = head;
     prepare(w, &last, fill_wanted, &(filled_by){s->norm, 0, delta});
     last.ahead = 0;
@@ -369,7 +356,8 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     if (w->begin == 0) join_best(w);
     return;
   }
-  for (int64_t row = from(w, s->T); row < upto(w, s->T); row++) {
+  const int64_t last = w->by_tokens ? w->first + w->count : upto(w, s->T);
+  for (int64_t row = w->by_tokens ? w->first : from(w, s->T); row < last; row++) {
     normalise(w, row, row, 0, 0, delta);
     if (w->x != s->x) memcpy(s->x + row * s->D, w->x + row * s->D, (size_t)s->D * 4);
   }

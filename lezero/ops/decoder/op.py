@@ -27,7 +27,7 @@ from lezero.ops.draw.native import NATIVE as DRAW
 
 BLOCK = 16
 """Tokens of a cache block."""
-MOST_TOKENS = 256
+MOST_TOKENS = 512
 """Tokens of a step."""
 WIDEST_HEAD = 256
 _NO_ROWS = torch.empty(0, dtype=torch.int32, device="cpu")

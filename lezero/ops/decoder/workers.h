@@ -1,0 +1,62 @@
+/* Who does what of a step; included by layers.h. */
+
+/* [Note: alone]
+ * A step of so few tokens that they are one tile is prepared by every worker for itself, which takes
+ * no longer than by one of them for all, and saves four of a layer's barriers. So each has its own
+ * copy of the residual stream, as long as all of these together are small. */
+
+/* [Note: own tokens]
+ * Of a long prompt each worker takes its own tokens through all products: what one of them writes the same
+ * one reads, from its own cache, and workers meet for attention alone. Weights are read by all of them. */
+typedef struct {
+  const lezero_step *s;
+  layout a;
+  int64_t begin, end, meets;
+  float *x;       /* (T, D) */
+  char *rows;     /* where it fills them in; the layout's, and `prepared` too, or its own */
+  void *prepared, *gated;
+  lezero_ahead *ahead; /* [Note: fetching meanwhile] */
+  int by_tokens;
+  int64_t first, count; /* its own tokens */
+} worker;
+
+static worker worker_of(const lezero_step *s, int64_t begin, int64_t end, lezero_ahead *ahead) {
+  const layout a = ((struct shared_state *)s->scratch)->layout;
+  worker w = {s, a, begin, end, 0, s->x, a.rows, a.prepared, a.gated, ahead, a.by_tokens, 0, s->T};
+  if (a.by_tokens) {
+    w.first = own_row(s, begin), w.count = own_row(s, end) - w.first;
+    w.prepared = (char *)a.prepared + begin * (int64_t)a.prepared_each;
+    w.gated = (char *)a.gated + begin * (int64_t)a.gated_each;
+    w.rows = a.normal;
+  }
+  if (!a.alone) return w;
+  char *own = a.own + begin * (int64_t)a.each;
+  w.x = (float *)(own + a.alone_x), w.rows = own + a.alone_rows, w.prepared = own + a.alone_prepared;
+  memcpy(w.x, s->x, (size_t)(s->T * s->D) * 4);
+  return w;
+}
+
+static int64_t from(const worker *w, int64_t units) { return units * w->begin / w->s->crew; }
+static int64_t upto(const worker *w, int64_t units) { return units * w->end / w->s->crew; }
+
+/* [Note: fetching meanwhile]
+ * Memory is the limit of a step of few tokens, and it would rest while tokens are prepared, attention
+ * is computed, and workers meet. So a worker fetches its part of the weights that are multiplied next
+ * meanwhile: a few lines with each step of such work, and all the time while it waits. */
+static void look_ahead(worker *w, const lezero_linear *next) {
+  const int64_t pairs = lezero_linear_pairs(next);
+  *w->ahead = lezero_linear_part(next, from(w, pairs), upto(w, pairs));
+  w->ahead->left = least_of(w->ahead->left, MOST_AHEAD);
+}
+
+/* Returns when all workers are here, with what they wrote before. */
+static void meet(worker *w) {
+  w->meets += w->s->crew;
+  int64_t *meets = &w->a.shared->meets;
+  __atomic_fetch_add(meets, w->end - w->begin, __ATOMIC_ACQ_REL);
+  for (int spins = 0; __atomic_load_n(meets, __ATOMIC_ACQUIRE) < w->meets; spins++) {
+    if (w->ahead->left > 0) fetch_some(w->ahead, 1);
+    else if (spins < 4000) _mm_pause();
+    else sched_yield(); /* another program has the core that we wait for */
+  }
+}
