@@ -48,7 +48,6 @@ class FusedProgram(Program):
     """
 
     block_size = BLOCK
-    most_tokens = MOST_TOKENS
     most_beside = MOST_TOKENS // 2
     invariant = True
     kv_forms = ("bf16", "int8")
@@ -72,7 +71,7 @@ class FusedProgram(Program):
         self._decoder = Decoder(
             self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding)
         )
-        self.prompts_apart = self._decoder.rounds
+        self.prompts_apart, self.most_tokens = self._decoder.rounds, self._decoder.most_tokens
         self._step_s = _MOST_S
         """What the last step of one token a sequence took."""
         self._cache: BlockCache | None = None

@@ -172,3 +172,4 @@ def test_only_amx_rounds_and_only_where_there_is_something_to_round(monkeypatch)
     for name in ("amx", "avx512_vnni"):
         monkeypatch.setattr(NATIVE, "kernel_name", lambda name=name: name)
         assert few.rounds == (name == "amx" and NATIVE.available())
+        assert few.most_tokens == (512 if few.rounds else 256)

@@ -28,7 +28,7 @@ from lezero.ops.draw.native import NATIVE as DRAW
 BLOCK = 16
 """Tokens of a cache block."""
 MOST_TOKENS = 512
-"""Tokens of a step."""
+"""Tokens of a step at most."""
 WIDEST_HEAD = 256
 _NO_ROWS = torch.empty(0, dtype=torch.int32, device="cpu")
 _NO_LOGITS = torch.empty(0, 0, device="cpu", dtype=torch.float32)
@@ -212,7 +212,17 @@ class Decoder:
         """Whether `rounded` works here, and differs: with AMX, and layers of 8 or 4 bits."""
         matrices = (w for y in self.layers for w in (y.qkv, y.out, y.gate_up, y.down))
         few = any(weight.bits != 16 for weight in matrices)
-        return few and NATIVE.available() and NATIVE.kernel_name() == "amx"
+        return few and self._by_amx
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a step that suit this machine. With AMX workers take their own tokens where
+        there are many (`workers.h`); for other kernels no more than before were tried."""
+        return MOST_TOKENS if self._by_amx else MOST_TOKENS // 2
+
+    @property
+    def _by_amx(self) -> bool:
+        return NATIVE.available() and NATIVE.kernel_name() == "amx"
 
     @property
     def draws(self) -> bool:
