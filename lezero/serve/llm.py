@@ -96,8 +96,8 @@ class LLM:
         longest, most = self.program.longest, self.program.most_beside or self.program.most_tokens
         if max_requests > most:
             raise ConfigError(
-                f"max_requests: got {max_requests}, allowed is 1 to {most}, the tokens of a step; "
-                "more of them may wait"
+                f"max_requests: got {max_requests}, allowed is 1 to {most}, a token of each in "
+                "a step; more of them may wait"
             )
         if context is not None and context > longest:
             why = self.program.why_longest

@@ -133,8 +133,11 @@ enum { OWN_TOKENS = 160 }; /* of a worker, at least */
 static int by_tokens(const lezero_step *s) {
   if (s->crew < 2 || s->T < OWN_TOKENS * s->crew) return 0;
   for (int64_t i = 0; i < s->layers; i++) {
-    const lezero_linear gate_up = gate_up_of(s, s->layer + i), down = down_of(s, s->layer + i);
+    const lezero_layer *y = s->layer + i;
+    const lezero_linear gate_up = gate_up_of(s, y), down = down_of(s, y);
     if (!lezero_linear_gates(&gate_up, &down)) return 0;
+    /* Rows of one type lie apart in every buffer, those of two types would lie across. */
+    if (type_of(s, &y->qkv) != LEZERO_BF16 || type_of(s, &y->out) != LEZERO_BF16) return 0;
   }
   return 1;
 }

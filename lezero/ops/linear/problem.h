@@ -45,7 +45,7 @@ typedef struct {
 
 /* Whether the problem would be solved faster if it were `rounded`; M and x_type as they are. */
 int lezero_linear_rounds(const lezero_linear *l);
-/* Bytes of scratch, aligned to 64, for tokens first … first + count - 1 (at most LEZERO_TOKENS). */
+/* Bytes of scratch, aligned to 64, for tokens first … first + count - 1. */
 size_t lezero_linear_scratch(const lezero_linear *l, int64_t count);
 /* How many tiles of tokens there are, and pairs of panels. */
 int64_t lezero_linear_tiles(const lezero_linear *l, int64_t count);
