@@ -50,8 +50,7 @@ class DraftModel(Speculator):
         """The draft for a program with so many blocks of cache."""
         cost = program.read_bytes / target.read_bytes
         tokens = blocks * target.block_size
-        room = target.most_beside or target.most_tokens
-        return cls(program, tokens=tokens, room=room, cost=cost)
+        return cls(program, tokens=tokens, room=target.most_beside, cost=cost)
 
     def guess(self, requests: Sequence[Request]) -> None:
         alive = set(requests)

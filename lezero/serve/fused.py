@@ -48,7 +48,6 @@ class FusedProgram(Program):
     """
 
     block_size = BLOCK
-    most_beside = MOST_TOKENS // 2
     invariant = True
     kv_forms = ("bf16", "int8")
 
@@ -76,6 +75,10 @@ class FusedProgram(Program):
         """What the last step of one token a sequence took."""
         self._cache: BlockCache | None = None
         self.keep_kv("bf16")
+
+    @property
+    def most_beside(self) -> int:
+        return MOST_TOKENS // 2
 
     def keep_kv(self, form: str) -> None:
         super().keep_kv(form)

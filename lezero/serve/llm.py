@@ -93,7 +93,7 @@ class LLM:
         self.coder = read_coder() if coder is None and read_coder is not None else coder
         give_back_free_blocks()  # of the weights as they were
         self._beside = beside_bytes(before, self.program, self._draft)
-        longest, most = self.program.longest, self.program.most_beside or self.program.most_tokens
+        longest, most = self.program.longest, self.program.most_beside
         if max_requests > most:
             raise ConfigError(
                 f"max_requests: got {max_requests}, allowed is 1 to {most}, a token of each in "

@@ -48,8 +48,6 @@ class Program(ABC):
     block_size: int
     most_tokens: int
     """Tokens of a step at most."""
-    most_beside: int | None = None
-    """Of one in which answers run, which wait for it; None: as many."""
     place: torch.device = torch.device("cpu")
     """Where weights and cache lie."""
     invariant: bool = False
@@ -161,6 +159,11 @@ class Program(ABC):
     @abstractmethod
     def read_bytes(self) -> int:
         """Bytes of weights that one token reads."""
+
+    @property
+    def most_beside(self) -> int:
+        """Tokens at most of a step in which answers run, which wait for it."""
+        return self.most_tokens
 
     @property
     def product_forms(self) -> tuple[str, ...]:
