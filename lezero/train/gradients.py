@@ -69,10 +69,12 @@ class Gradients:
     def norm(self, parameters: list[torch.Tensor]) -> float:
         """The 2-norm of all gradients, the same on every rank."""
         found = self.of(parameters)
-        norm = float(nn.utils.get_total_norm(found))
-        if math.isinf(norm):  # of finite gradients above 1.8e19 the squares overflow fp32
-            norm = math.sqrt(float(squares(found, found[0].device).sum()))
-        return norm
+        place = found[0].device
+        if place.type != "cpu":  # in fp32, which is quicker
+            norm = float(nn.utils.get_total_norm(found))
+            if not math.isinf(norm):  # of finite gradients above 1.8e19 the squares overflow it
+                return norm
+        return math.sqrt(math.fsum(squares(found, place).tolist()))
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

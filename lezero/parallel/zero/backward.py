@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from lezero.core import groups, in_flight, observer
+from lezero.core.function_modes import past_modes
 from lezero.parallel.zero.gradients import Bucket, Lent, agree_on_scalars
 from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.plan import Plan, Recorder, Turns
@@ -102,6 +103,7 @@ class Backward:
             held.sharded.grad = gradient
         self._aside.clear()
 
+    @past_modes
     @torch.no_grad()
     def arrived(self, held: Held, leaf: torch.Tensor) -> None:
         """A gradient of `held` is in `leaf.grad`: moves it to its bucket."""
@@ -129,6 +131,7 @@ class Backward:
         self.lent.in_flight.clear()
         self._turns, self.active = None, False
 
+    @past_modes
     @torch.no_grad()
     def _end(self) -> None:
         """Runs when autograd has finished: reduces the rest, deposits, releases the units."""

@@ -18,6 +18,7 @@ from torch._C import _functorch
 from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
+from lezero.core.function_modes import past_modes
 from lezero.parallel.zero.unit import UNIT, Unit, passed_on
 
 _classes: dict[tuple[type, bool], type] = {}
@@ -115,12 +116,12 @@ def _uncompiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def _enter(unit: Unit, args: Any, keywords: Any) -> tuple[Any, Any]:
     _refuse_transform(unit)
-    found = unit.cast(args, keywords)
+    found, enter = unit.cast(args, keywords), past_modes(unit.enter)
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is allocated here lives on into training
-            unit.enter()
+            enter()
     else:
-        unit.enter()
+        enter()
     return found
 
 

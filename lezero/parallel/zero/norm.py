@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lezero.core import groups, in_flight
 from lezero.core.errors import ConfigError
+from lezero.ops.square_sum import square_sums
 from lezero.parallel.zero.held import HELD, Held, local
 from lezero.parallel.zero.layout import Rows
 from lezero.parallel.zero.lines import Lines
@@ -148,10 +149,12 @@ def _parts(
 
 def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
     """The sum of squares of each in fp64; 0 for None."""
-    if place.type == "cpu":
-        nothing = torch.zeros((), dtype=torch.float64)
-        return torch.stack([nothing if x is None else _square(x) for x in tensors])
-    return at_once(tensors, place)
+    if place.type != "cpu":
+        return at_once(tensors, place)
+    found = torch.zeros(len(tensors), dtype=torch.float64)
+    there = [i for i, x in enumerate(tensors) if x is not None]
+    found[there] = square_sums([_real(local(x)) for x in tensors if x is not None])
+    return found
 
 
 def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
@@ -162,13 +165,6 @@ def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torc
     norms = iter(torch._foreach_norm(there, 2, dtype=torch.float64) if there else ())
     found = [next(norms) if x.numel() and x is not nothing else nothing for x in mine]
     return torch.stack(found).square()
-
-
-def _square(gradient: torch.Tensor) -> torch.Tensor:
-    """Sum of squares in fp64, by pieces: torch would first copy a large tensor to fp64."""
-    flat = _real(local(gradient)).reshape(-1)
-    norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in flat.split(_PIECE)]
-    return torch.stack(norms).square().sum() if norms else flat.new_zeros((), dtype=torch.float64)
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:

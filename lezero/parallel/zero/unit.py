@@ -30,6 +30,7 @@ from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
+from lezero.core.function_modes import past_modes
 from lezero.parallel.zero.held import REPLACED, Held, local, register
 from lezero.parallel.zero.segment import Segment, Whole
 from lezero.parallel.zero.tensors import new_tensors, returned
@@ -257,7 +258,7 @@ class Unit:
             output = tree_map(passed_on, output)
             found = new_tensors(None, output)
         for tensor in found:
-            tensor.register_hook(functools.partial(self._before_backward, call))
+            tensor.register_hook(functools.partial(past_modes(self._before_backward), call))
         if not self.sharding.backward.active:
             self.awaited.add(call)
             self.sharding.backward.due = True
