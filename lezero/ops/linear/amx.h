@@ -7,12 +7,14 @@
  * which stay in L1, past which tokens in bf16 stream (with whole numbers that is slower), and after
  * the last tokens the next pair of panels takes the same stretch of the tokens, which stays in L2.
  * So pairs_of() pairs of panels run through all inputs together, with their sums in memory, also in
- * L2; what the last inputs bring goes out at once. Weights are read from memory once, each step
- * fetching its part of the next pair's stretch. Those that are multiplied in blocks become signed
- * bytes once a stretch, so that their sums begin with 0, not with `start`; or see [Note: rounded
- * weights].
+ * L2; what the last inputs bring goes out at once. Where there are more than COLD bytes of outputs,
+ * which no cache has, they go out after all, tokens by tokens, so that a row's outputs are written side
+ * by side, each line fetched before: waiting for them took a tenth of the time, with blocks more.
+ * Weights are read from memory once, each step fetching its part of the next pair's stretch. Those
+ * that are multiplied in blocks become signed bytes once a stretch, so that their sums begin with 0,
+ * not with `start`; or see [Note: rounded weights].
  */
-enum { STRETCH = 18, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE };
+enum { STRETCH = 18, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE, COLD = 1 << 20 };
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
@@ -298,12 +300,31 @@ static void finish_tile(const lezero_linear *l, const workspace *w, int64_t tile
   else finish(l, w, t, p, first, f);
 }
 
+INLINE int64_t output_row(const lezero_linear *l) { return l->N * (l->x_type == LEZERO_FP32 ? 4 : 2); }
+
+/* The outputs of n pairs of panels from `pair` on, fetching where the next pair writes. */
+static void finish_pairs(const lezero_linear *l, const workspace *w, int64_t first, int64_t pair,
+                         int64_t n, const found_tile *sums) {
+  const int64_t row = output_row(l), line = 32 * row / l->N; /* of a row, a pair writes */
+  for (int64_t j = 0; j < w->tiles; j++) {
+    const token_tile t = tile_at(w, j);
+    const char *to = (const char *)l->out + (first + t.row) * row + pair * line;
+    for (int64_t i = 0; i < n; i++) {
+      const panel_pair p = pair_at(l, w, pair + i);
+      const char *next = to + (i + 1) * line;
+      for (int64_t r = 0; r < t.rows; r++, next += row) __builtin_prefetch(next, 1, 3);
+      finish_tile(l, w, j, &t, &p, first, sums + i * w->tiles + j);
+    }
+  }
+}
+
 /* All tokens times n pairs of panels from `pair` on. */
 static void multiply_pairs(const lezero_linear *l, const workspace *w, const own_space *own,
                            int64_t first, int64_t pair, int64_t n) {
   const int64_t lines = lines_of(w);
   const int digits = !w->parts && w->digits == 2;
   const int once = w->parts && span_of(w) == lines; /* sums that begin with 0 and are complete at once */
+  const int late = !once && !l->gated && w->tokens * output_row(l) > COLD;
   step_function *const step = step_of(l, w);
   begin_sums(w, own, n);
   for (int64_t at = 0; at < lines; at += span_of(w)) {
@@ -315,12 +336,13 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
         const token_tile t[2] = {tile_at(w, j), tile_at(w, j + two)};
         found_tile *f = own->sums + (once ? 0 : i * w->tiles + j);
         step(l, w, &s, &p, t, own, f, two);
-        if (at + s.lines < lines) continue;
+        if (late || at + s.lines < lines) continue;
         finish_tile(l, w, j, t, &p, first, f); /* the last of its inputs, and still in L1 */
         if (two) finish_tile(l, w, j + 1, t + 1, &p, first, f + 1);
       }
     }
   }
+  if (late) finish_pairs(l, w, first, pair, n, own->sums);
 }
 
 size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count) {

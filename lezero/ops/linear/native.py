@@ -13,7 +13,7 @@ _FOLDER = Path(__file__).parent
 _EXACT = ("-ffp-contract=off", "-mfma", "-mf16c")
 _VNNI = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _HAS_VNNI = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma", "f16c"})
-_AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16")
+_AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mprfchw")
 
 
 def _slow_bf16() -> bool:
