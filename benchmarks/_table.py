@@ -124,8 +124,10 @@ class Result:
         return statistics.median(float(row[key]) for row in self.figures[name])
 
     def ratio(self, key: str, one: str, other: str) -> float:
-        """Median of `key` on side `one` divided by that on side `other`."""
-        return self.median(one, key) / self.median(other, key)
+        """Median over the rounds of `key` on side `one` divided by that on side `other`: what moves
+        the machine's speed from round to round moves both."""
+        pairs = zip(self.figures[one], self.figures[other], strict=True)
+        return statistics.median(float(a[key]) / float(b[key]) for a, b in pairs)
 
     def table(self, keys: Sequence[str], base: str | None = None) -> str:
         """A table for people: medians of `keys`, and the ratio of the first key to side `base`."""
