@@ -151,7 +151,7 @@ def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torc
     """The sum of squares of each in fp64; 0 for None."""
     if place.type != "cpu":
         return at_once(tensors, place)
-    found = torch.zeros(len(tensors), dtype=torch.float64)
+    found = torch.zeros(len(tensors), dtype=torch.float64, device=place)
     there = [i for i, x in enumerate(tensors) if x is not None]
     found[there] = square_sums([_real(local(x)) for x in tensors if x is not None])
     return found
