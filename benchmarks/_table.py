@@ -15,7 +15,7 @@ environment failed.
 [Note: what makes the figures comparable]
 Rounds are interleaved (a b, b a, a b …), so that a drifting machine touches all sides alike. Each
 side is a fresh process with the same number of threads. A figure of a side is the median over its
-rounds, and a ratio is the ratio of two medians. A side that fails is a row that says why.
+rounds, and a ratio is the median of the rounds' ratios. A side that fails is a row that says why.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Result:
     def ratio(self, key: str, one: str, other: str) -> float:
         """Median over the rounds of `key` on side `one` divided by that on side `other`: what moves
         the machine's speed from round to round moves both."""
-        pairs = zip(self.figures[one], self.figures[other], strict=True)
+        pairs = zip(self.figures[one], self.figures[other], strict=False)  # one may have failed
         return statistics.median(float(a[key]) / float(b[key]) for a, b in pairs)
 
     def table(self, keys: Sequence[str], base: str | None = None) -> str:

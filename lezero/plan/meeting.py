@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lezero.comm.choice import Exchange
-from lezero.parallel.zero.norm import squares
+from lezero.ops.square_sum import has_kernel, square_sums
 from lezero.plan import sharded
 from lezero.plan.kinds import GRADIENT, PARAMETER, WHOLE, WIRE
 
@@ -33,8 +33,8 @@ class Meeting:
     def gradients(self, trainable: list[nn.Parameter]) -> list[torch.Tensor]:
         """What clipping scales, its norm taken."""
         found = [p.grad for p in trainable if p.grad is not None]
-        if found and found[0].device.type == "cpu":
-            squares(found, found[0].device)
+        if found and has_kernel(found):
+            square_sums(found)
         elif found:
             nn.utils.get_total_norm(found)
         return found

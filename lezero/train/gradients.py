@@ -22,6 +22,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.nn.walk import drop_gradients
+from lezero.ops.square_sum import has_kernel, square_sums
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.norm import squares
@@ -69,12 +70,12 @@ class Gradients:
     def norm(self, parameters: list[torch.Tensor]) -> float:
         """The 2-norm of all gradients, the same on every rank."""
         found = self.of(parameters)
-        place = found[0].device
-        if place.type != "cpu":  # in fp32, which is quicker
-            norm = float(nn.utils.get_total_norm(found))
-            if not math.isinf(norm):  # of finite gradients above 1.8e19 the squares overflow it
-                return norm
-        return math.sqrt(math.fsum(squares(found, place).tolist()))
+        if has_kernel(found):
+            return math.sqrt(math.fsum(square_sums(found).tolist()))
+        norm = float(nn.utils.get_total_norm(found))
+        if math.isinf(norm):  # of finite gradients above 1.8e19 the squares overflow fp32
+            norm = math.sqrt(float(squares(found, found[0].device).sum()))
+        return norm
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:

@@ -199,3 +199,11 @@ def test_weights_saved_in_fp32_become_the_masters_of_weights_in_bf16(kind, steps
             assert torch.equal(exact[name], value), name
         second.load(second.save(tmp_path))
     second.train_step(torch.ones(2, 4))
+
+
+def test_gradients_whose_norm_no_type_holds_skip_the_step() -> None:
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine = Engine(model, optimizer, loss=lambda m, b: m(b).mean() * 1e300, precision="fp32")
+    found = engine.train_step(torch.ones(2, 4, dtype=torch.float64))
+    assert "gradient norm is inf" in (found.skipped or "")

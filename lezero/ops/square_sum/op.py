@@ -32,16 +32,24 @@ def square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return found
 
 
+def has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one kernel takes all of them as they lie."""
+    return NATIVE.available() and all(_fits(x) and x.is_contiguous() for x in tensors)
+
+
 def _run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    out = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
     able = NATIVE.available()
-    fits = [i for i, x in enumerate(tensors) if able and _fits(x)]
-    out = torch.empty(len(tensors), dtype=torch.float64, device="cpu")
-    found = torch.empty(len(fits), dtype=torch.float64, device="cpu")
+    fits = [i for i, x in enumerate(tensors) if able and _fits(x) and x.is_contiguous()]
     if fits:
-        NATIVE.ops.square_sums([tensors[i].contiguous() for i in fits], found)
-    out[fits] = found
+        found = torch.empty(len(fits), dtype=torch.float64, device="cpu")
+        NATIVE.ops.square_sums([tensors[i] for i in fits], found)
+        out[fits] = found
     for i in set(range(len(tensors))).difference(fits):
-        out[i] = _by_norm(tensors[i])
+        if able and _fits(tensors[i]):  # one copy at a time
+            NATIVE.ops.square_sums([tensors[i].contiguous()], out[i : i + 1])
+        else:
+            out[i] = _by_norm(tensors[i])
     return out
 
 
