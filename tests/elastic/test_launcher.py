@@ -140,7 +140,8 @@ def test_user_errors_are_told_once_and_never_restarted(tmp_path, capfd):
     )
     assert run(script) == 2
     assert capfd.readouterr().err == "error: train.lr: got -1\n"
-    assert {(tmp_path / f"starts{rank}").read_text() for rank in range(2)} == {"x"}
+    # On a busy machine one rank may end the job before the other has begun.
+    assert {starts.read_text() for starts in tmp_path.glob("starts?")} == {"x"}
 
 
 def test_commands_that_explain_themselves_are_not_repeated(tmp_path, capfd):
