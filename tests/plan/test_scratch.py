@@ -102,4 +102,5 @@ def test_scratch_lies_between_the_scores_and_their_gradient() -> None:
     total, parts = memory_of(trace, spec, needs)
     assert total == sum(parts.values())
     assert parts["libraries"] == memory_of(trace, spec, {})[1]["libraries"] + 16 * MIB
-    assert total >= without + 16 * MIB
+    # In which hole small objects settle is chance: it differs even with the length of a path.
+    assert total >= without + 16 * MIB - (1 << 16)
