@@ -1,7 +1,7 @@
 """Where bytes live: the host memory pool, the allocator of tensors under it, huge pages."""
 
 from lezero.memory.allocator import OVERHEAD, can_come_from_malloc, tensors_from_malloc
-from lezero.memory.huge_pages import HugePages
+from lezero.memory.huge_pages import HugePages, huge_room
 from lezero.memory.pool import HostPool, PoolStats
 
 __all__ = [
@@ -10,5 +10,6 @@ __all__ = [
     "HugePages",
     "PoolStats",
     "can_come_from_malloc",
+    "huge_room",
     "tensors_from_malloc",
 ]

@@ -1,4 +1,5 @@
-"""Tensors in huge pages: for weights that are read from one end to the other, again and again.
+"""Tensors in huge pages: for weights that are read from one end to the other, again and again, and
+for room that every step uses.
 
 A processor fetches ahead within a page and looks each page up, so pages of 4 KiB slow reading from
 memory down; with 2 MiB a token of a small model takes 5 to 10% less (docs/lab-notes.md, "Weights in
@@ -8,6 +9,7 @@ huge pages"). Linux gives them to private memory that asks, where its setting is
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterable
 from pathlib import Path
@@ -58,6 +60,15 @@ class HugePages:
             self._left = _slab(max(whole, _SLAB))
         found, self._left = self._left[:size], self._left[whole:]
         return found
+
+
+def huge_room(size: int) -> Tensor:
+    """`size` bytes that nothing has been written to, uint8; on huge pages where the system gives
+    them. Memory is taken as they are written, two MiB at a time."""
+    with contextlib.suppress(OSError):  # too much; torch says so
+        if given():
+            return _slab(size)[:size]
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def _slab(size: int) -> Tensor:

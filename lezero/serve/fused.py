@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.weights import PackedWeight
-from lezero.memory import HugePages
+from lezero.memory import HugePages, huge_room
 from lezero.models import Transformer
 from lezero.models.transformer import TransformerBlock
 from lezero.ops.decoder import (
@@ -68,8 +68,9 @@ class FusedProgram(Program):
             pages.move(x for w in _matrices(weights[-1]) for x in _tensors(w))
         pages.move(_tensors(self._head))
         self._decoder = Decoder(
-            self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding)
-        )
+            self._shape, weights, Ending(self._norm, self._head), _beginning(self._embedding),
+            room=huge_room,
+        )  # fmt: skip
         self.prompts_apart, self.most_tokens = self._decoder.rounds, self._decoder.most_tokens
         self._step_s = _MOST_S
         """What the last step of one token a sequence took."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lezero.memory import huge_pages
-from lezero.memory.huge_pages import HUGE, HugePages, given
+from lezero.memory.huge_pages import HUGE, HugePages, given, huge_room
 
 
 @pytest.mark.skipif(not given(), reason="this system gives no huge pages")
@@ -39,6 +39,27 @@ def test_what_is_larger_than_a_slab_has_one_of_its_own() -> None:
     pages.move(made)
     assert all(x.sum() == x.numel() for x in made)
     assert made[1].data_ptr() % HUGE == 0
+
+
+@pytest.mark.skipif(not given(), reason="this system gives no huge pages")
+def test_room_takes_memory_as_it_is_written() -> None:
+    statm = Path("/proc/self/statm")
+    before = int(statm.read_text().split()[1])
+    room = huge_room(1 << 30)
+    assert room.shape == (1 << 30,)
+    assert room.dtype == torch.uint8
+    assert room.data_ptr() % HUGE == 0
+    room[5 << 20 : 7 << 20] = 1
+    taken = mmap.PAGESIZE * (int(statm.read_text().split()[1]) - before)
+    assert 2 << 20 <= taken < 64 << 20
+
+
+def test_room_of_a_system_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "given", lambda: False)
+    assert huge_room(1000).shape == (1000,)
+    monkeypatch.setattr(huge_pages, "given", lambda: True)
+    with pytest.raises(RuntimeError, match="memory"):
+        huge_room(1 << 50)
 
 
 def test_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

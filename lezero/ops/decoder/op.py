@@ -11,7 +11,7 @@ tenth of a token's time, so `Decoder` writes their addresses into one tensor, on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,15 @@ class Shape:
         return ""
 
 
+Room = Callable[[int], Tensor]
+"""Gives so many bytes, uint8, that nothing has been written to."""
+
+
+def empty_room(size: int) -> Tensor:
+    """As torch takes it."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
 @dataclass(frozen=True)
 class BlockCache:
     """Keys and values of all layers in blocks of 16 tokens, bf16 or int8.
@@ -84,8 +93,8 @@ def block_bytes(head_dim: int, bits: int) -> int:
 class Decoder:
     """The layers of one model. Keeps the weights, whose addresses it hands to the kernels.
 
-    ending: what `logits` needs; `follow` needs a beginning too. Raises `ConfigError` for matrices
-    that do not fit the shape, and for one with a `problem`.
+    ending: what `logits` needs; `follow` needs a beginning too. room: for scratch. Raises
+    `ConfigError` for matrices that do not fit the shape, and for one with a `problem`.
     """
 
     def __init__(
@@ -94,6 +103,7 @@ class Decoder:
         layers: Sequence[LayerWeights],
         ending: Ending | None = None,
         beginning: Beginning | None = None,
+        room: Room = empty_room,
     ) -> None:
         if shape.problem():
             raise ConfigError(shape.problem())
@@ -112,7 +122,7 @@ class Decoder:
         begin = [] if beginning is None else beginning.rows.row()
         self._begin = torch.tensor(begin, dtype=torch.int64)
         self._sizes: dict[tuple[int, int, int, bool], int] = {}
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._take_room, self._room = room, torch.empty(0, dtype=torch.uint8)
 
     def run(
         self,
@@ -257,7 +267,7 @@ class Decoder:
             self._sizes[key] = NATIVE.ops.scratch(*given) + 64
         size = self._sizes[key] + aside
         if self._room.numel() < size:
-            self._room = torch.empty(size, dtype=torch.uint8)
+            self._room = self._take_room(size)
         return self._room[-self._room.data_ptr() % 64 :]
 
 
