@@ -129,6 +129,8 @@ def _allowed(kind: str, said: str) -> str:
     """What pydantic says of a value, so that it goes on from "allowed is"."""
     if kind in ("model_type", "dict_type"):
         return "a section: keys with values"
+    if kind in ("tuple_type", "list_type"):
+        return "a list, such as [1, 2]"
     said = said.removeprefix("Value error, ").split(", unable to ", 1)[0]
     said = re.sub(r"^(Input|String|Tuple|List) should (be|have) ", "", said)
     return re.sub(r" after validation, not \d+$", "", said)
@@ -184,6 +186,10 @@ def _read_as_number(value: Any, found: Any) -> str:
     return ""
 
 
+_SIGNS = ("*", "&", "!", "%", "@", "`")
+"""What a plain value of YAML may not begin with."""
+
+
 def set_path(data: dict[str, Any], assignment: str) -> None:
     """Applies one `--set a.b=value` to a nested mapping in place; the value is read as YAML.
 
@@ -197,7 +203,11 @@ def set_path(data: dict[str, Any], assignment: str) -> None:
     try:
         value = load_yaml(text)
     except ValueError as error:
-        raise ConfigError(f"--set {assignment}: the value is not valid YAML ({error})") from None
+        quoted = f"""; quote it: --set "{path}='{text}'\""""
+        hint = quoted if text.strip()[:1] in _SIGNS and "'" not in text else ""
+        raise ConfigError(
+            f"--set {assignment}: the value is not valid YAML ({error}){hint}"
+        ) from None
     node: Any = data
     for at, key in enumerate(keys[:-1], 1):
         node = node.setdefault(key, {})

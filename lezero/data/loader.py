@@ -104,9 +104,9 @@ class Loader:
                 f"this version has {now['format']}"
             )
         for name, what in (
-            ("digest", "text, tokenizer or sequence"),
-            ("rows", "rows"),
             ("seed", "seed"),
+            ("digest", "text, tokenizer, sequence, or how it was split for validation,"),
+            ("rows", "rows"),
         ):
             if state[name] != now[name]:
                 then, here = (str(one[name])[:12] for one in (state, now))

@@ -325,6 +325,8 @@ def _converted(folder: Path) -> tuple[Any, dict[str, Any]]:
         if not holds_tokenizer(folder):
             raise none from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if first.rstrip().endswith(":"):  # a list of what transformers looked for
+            first = "its files do not say of which kind it is; copy the model's tokenizer.json, too"
         raise FileError(f"tokenizer {folder}: no tokenizer that can be read ({first})") from None
     if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
         # for some types of models transformers makes one of special tokens where there is no file

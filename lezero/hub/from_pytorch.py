@@ -147,7 +147,11 @@ def _check_use(
     ours: list[Tensor],
 ) -> None:
     """Warns where other weights in place of those `given` leave the outputs `ours` as they are."""
-    telling = [i for i, x in enumerate(ours) if x.is_floating_point() and bool((x != 0).any())]
+    telling = [
+        i
+        for i, x in enumerate(ours)
+        if x.is_floating_point() and bool((x.isfinite() & (x != 0)).any())
+    ]
     weights = [x for x in given.values() if x.is_floating_point() and x.dtype.itemsize > 1]
     if not telling or not weights:
         return

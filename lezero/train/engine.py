@@ -104,7 +104,7 @@ class Engine:
         check_model(model, optimizer)
         speed.check_asked(model, compile, attention)
         agree_on_arguments(
-            optimizer, counted=counted if isinstance(counted, str) else "a function",
+            model, optimizer, counted=counted if isinstance(counted, str) else "a function",
             precision=precision, accumulate=accumulate, clip=clip, schedule=schedule,
             total_steps=total_steps, compile=compile, attention=attention, max_skipped=max_skipped,
             seed=seed,

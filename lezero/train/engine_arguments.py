@@ -16,6 +16,7 @@ from lezero.core.log import logger
 from lezero.files.tensorfile import CODES
 from lezero.nn.unsized import check_sized
 from lezero.optim import Schedule
+from lezero.parallel.zero import sharding_of
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.guard import check_optimizer
 
@@ -103,9 +104,12 @@ def _warn_of_unsavable(model: nn.Module) -> None:
             return
 
 
-def agree_on_arguments(optimizer: torch.optim.Optimizer, **arguments: Any) -> None:
-    """Raises `DistributedError` on every rank, naming the first that ranks have unlike; these and
-    the options of the optimizer's groups. `OrderError` on one that has not joined the others."""
+def agree_on_arguments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **arguments: Any
+) -> None:
+    """Raises `DistributedError` on every rank, naming the first that ranks have unlike: these, the
+    options of the optimizer's groups, and the parameters of a model that is not sharded.
+    `OrderError` on one that has not joined the others."""
     groups.need_joined()
     if groups.world_size() == 1:
         return
@@ -115,7 +119,12 @@ def agree_on_arguments(optimizer: torch.optim.Optimizer, **arguments: Any) -> No
         for key, value in sorted(group.items())
         if key != "params"
     }
-    mine = {**arguments, "optimizer": type(optimizer).__name__, **options}
+    whole = sharding_of(model) is None
+    parameters = {
+        f"parameter {name} of the model": [list(p.shape), str(p.dtype)]
+        for name, p in (model.named_parameters() if whole else ())
+    }
+    mine = {**arguments, "optimizer": type(optimizer).__name__, **options, **parameters}
     agree("lz.Engine", {key: _plain(value) for key, value in mine.items()})
 
 

@@ -92,6 +92,8 @@ class LiveView:
                 self._live = _Area(self.console, self._state)
         else:
             self._print(self._state.title())
+            if said := self._state.foreseen():
+                self._print(said)
             if info.first_step:
                 self._print(f"goes on from step {info.first_step:,}")
 
@@ -262,6 +264,14 @@ class _State:
         parts = (info.name, info.model, info.precision, ranks, info.device)
         return plain(" · ".join(part for part in parts if part)).replace("\n", " ")
 
+    def foreseen(self) -> str:
+        """What was forecast of a step, "" if nothing was."""
+        memory, seconds = self.info.forecast_bytes, self.info.forecast_seconds
+        if not memory or not seconds:
+            return ""
+        rank = " a rank" if self.info.ranks > 1 else ""
+        return f"forecast: memory {size(memory)}{rank}, {span(seconds)} a step"
+
     def line(self) -> str:
         """The newest step as one plain line."""
         r = self.record
@@ -288,6 +298,8 @@ class _State:
         """The lines of the live area, as pieces of text with a style."""
         lines: list[list[Piece]] = [[("lezero ", "bold"), (self.title(), "dim")]]
         if self.record is None:
+            said = self.foreseen()
+            lines += [[(said, "dim")]] if said else []
             return [*lines, [("the first step is running", "dim")]]
         r = self.record
         lines += [self._progress(r, width), self._loss(r, width), self._speed(r)]

@@ -93,6 +93,13 @@ def test_plain_words_mean_what_editors_take_them_for(text: str, value: object) -
     assert data == {"a": {"b": value}}
 
 
+def test_a_value_that_needs_quotes_is_shown_with_them() -> None:
+    with pytest.raises(ConfigError, match=r"quote it: --set \"data.train='\*.txt'\"$"):
+        set_path({}, "data.train=*.txt")
+    set_path(data := {}, "data.train='*.txt'")
+    assert data == {"data": {"train": "*.txt"}}
+
+
 @pytest.mark.parametrize("text", ["!!int 0b11", "!!timestamp 2024-01-01", "!!timestamp x"])
 def test_a_tag_of_yaml_1_1_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--set a=.*: the value is not valid YAML"):

@@ -83,6 +83,8 @@ def test_state_of_other_data_is_refused():
             loader.seek({**good, **change})
     with pytest.raises(ConfigError, match=r"checkpoint \(0123456789ab\) and of this run"):
         loader.seek({**good, "digest": "0123456789abcdef"})
+    with pytest.raises(ConfigError, match=r"the seed of the checkpoint \(2\) and of this run"):
+        loader.seek({**good, "seed": 2, "digest": "of another split"})
     with pytest.raises(ConfigError, match="not a loader's state"):
         loader.seek({"samples": 3})
     assert loader.state() == good

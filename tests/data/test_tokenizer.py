@@ -231,3 +231,10 @@ def test_special_tokens_and_the_bytes_of_others(tmp_path):
     trained = train_tokenizer(["中中中中 the the the"], 270)
     token = trained.encode("中")[0]
     assert "中".encode().startswith(trained.bytes_of(token) or b"?")
+
+
+def test_a_folder_of_bare_vocabularies_says_what_is_missing(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\na\nb\n")
+    with pytest.raises(FileError, match=r"do not say of which kind it is; copy .*tokenizer\.json"):
+        load_tokenizer(tmp_path)

@@ -357,6 +357,9 @@ def unlike(folder):
     told = "'option lr of group 0 of the optimizer' is 0.01 on rank 0 but 0.02 on rank 1"
     with pytest.raises(DistributedError, match=told):
         Engine(model, AdamW(model, lr=0.01 * one))
+    wide = torch.nn.Linear(4, one)
+    with pytest.raises(DistributedError, match=r"bias of the model' is \[\[1\], .*on rank 0 but"):
+        Engine(wide, AdamW(wide))
     with pytest.raises(DistributedError, match=r"lz train: 'train.lr' is 0.01 on rank 0 but 0.02"):
         Trainer(config(folder, train__lr=0.01 * one)).run()
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from lezero.train.live import LiveView, RunInfo
+from lezero.train.live import LiveView, RunInfo, _State
 from lezero.train.metrics import StepRecord
 
 INFO = RunInfo("runs/a", 1000, model="26M", precision="bf16", ranks=2, forecast_bytes=2 * 2**30)
@@ -152,6 +152,15 @@ def test_one_slow_step_does_not_move_the_time_left():
         clock.now += 300.0 if step == 25 else 0.5
         view.step(record(step))
     assert view._state.left_seconds() == pytest.approx(0.5 * 950)
+
+
+def test_the_forecast_is_told_before_the_first_step():
+    told = "forecast: memory 2.00 GiB a rank, 0.50 s a step"
+    info = RunInfo("a", 10, ranks=2, forecast_bytes=2 << 30, forecast_seconds=0.5)
+    out, view = plain_view(Clock())
+    view.start(info)
+    assert told in out.getvalue()
+    assert told in str(_State(info, Clock()).picture(80))
 
 
 def test_a_resumed_run_says_where_it_goes_on():
