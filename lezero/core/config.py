@@ -12,6 +12,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
@@ -130,7 +131,7 @@ def _allowed(kind: str, said: str) -> str:
     if kind in ("model_type", "dict_type"):
         return "a section: keys with values"
     if kind in ("tuple_type", "list_type"):
-        return "a list, such as [1, 2]"
+        return "a list: values in brackets"
     said = said.removeprefix("Value error, ").split(", unable to ", 1)[0]
     said = re.sub(r"^(Input|String|Tuple|List) should (be|have) ", "", said)
     return re.sub(r" after validation, not \d+$", "", said)
@@ -203,8 +204,10 @@ def set_path(data: dict[str, Any], assignment: str) -> None:
     try:
         value = load_yaml(text)
     except ValueError as error:
-        quoted = f"""; quote it: --set "{path}='{text}'\""""
-        hint = quoted if text.strip()[:1] in _SIGNS and "'" not in text else ""
+        escaped = text.replace("'", "''")
+        hint = ""
+        if text.strip()[:1] in _SIGNS:
+            hint = "; quote it: --set " + shlex.quote(f"{path}='{escaped}'")
         raise ConfigError(
             f"--set {assignment}: the value is not valid YAML ({error}){hint}"
         ) from None

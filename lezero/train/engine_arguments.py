@@ -63,6 +63,13 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"optimizer: got a {type(optimizer).__name__}, allowed is a torch.optim.Optimizer such "
             "as lz.optim.AdamW(model.parameters(), lr=3e-4)"
         )
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            kind = type(module).__name__
+            raise ConfigError(
+                f"model: got one wrapped by {kind}, but the Engine itself sums gradients over the "
+                "ranks, and twice is wrong; give it the module inside (wrapped.module)"
+            )
     check_sized(model)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -121,7 +128,11 @@ def agree_on_arguments(
     }
     whole = sharding_of(model) is None
     parameters = {
-        f"parameter {name} of the model": [list(p.shape), str(p.dtype)]
+        f"parameter {name} of the model": [
+            list(p.shape),
+            str(p.dtype),
+            "trained" if p.requires_grad else "frozen",
+        ]
         for name, p in (model.named_parameters() if whole else ())
     }
     mine = {**arguments, "optimizer": type(optimizer).__name__, **options, **parameters}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Literal
 
 import pytest
@@ -94,10 +95,12 @@ def test_plain_words_mean_what_editors_take_them_for(text: str, value: object) -
 
 
 def test_a_value_that_needs_quotes_is_shown_with_them() -> None:
-    with pytest.raises(ConfigError, match=r"quote it: --set \"data.train='\*.txt'\"$"):
-        set_path({}, "data.train=*.txt")
-    set_path(data := {}, "data.train='*.txt'")
-    assert data == {"data": {"train": "*.txt"}}
+    for text in ("*.txt", "*it's.txt", '*$HOME"`', "!foo bar"):
+        with pytest.raises(ConfigError) as told:
+            set_path({}, f"data.train={text}")
+        (argument,) = shlex.split(str(told.value).split("; quote it: --set ")[1])
+        set_path(data := {}, argument)
+        assert data == {"data": {"train": text}}
 
 
 @pytest.mark.parametrize("text", ["!!int 0b11", "!!timestamp 2024-01-01", "!!timestamp x"])

@@ -357,6 +357,8 @@ def unlike(folder):
     told = "'option lr of group 0 of the optimizer' is 0.01 on rank 0 but 0.02 on rank 1"
     with pytest.raises(DistributedError, match=told):
         Engine(model, AdamW(model, lr=0.01 * one))
+    with pytest.raises(ConfigError, match="wrapped by DistributedDataParallel"):
+        Engine(torch.nn.parallel.DistributedDataParallel(model), AdamW(model))
     wide = torch.nn.Linear(4, one)
     with pytest.raises(DistributedError, match=r"bias of the model' is \[\[1\], .*on rank 0 but"):
         Engine(wide, AdamW(wide))
