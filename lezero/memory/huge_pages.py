@@ -45,12 +45,16 @@ class HugePages:
 
         A tensor stays the object that it is, with the same values, contiguous from now on, so
         whoever holds it sees the new place; views of it made before keep the old one. Tensors of
-        accelerators and empty ones are left alone. The room is freed with the last tensor in it.
+        accelerators, empty ones and those that there is no room for are left alone. The room is
+        freed with the last tensor in it.
         """
         for x in tensors:
             if not self._given or x.device.type != "cpu" or not x.nbytes:
                 continue
-            place = self._place(x.nbytes).view(x.dtype).view(x.shape)
+            try:
+                place = self._place(x.nbytes).view(x.dtype).view(x.shape)
+            except OSError:  # a limit leaves no room for two of it
+                continue
             x.data = place.copy_(x.detach())
 
     def _place(self, size: int) -> Tensor:

@@ -71,8 +71,15 @@ def test_others_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     empty, meta = torch.empty(0), torch.empty(3, device="meta")
     HugePages().move([empty, meta])
     assert meta.is_meta
-    monkeypatch.setattr(huge_pages, "given", lambda: False)
     x = torch.ones(1000)
     before = x.data_ptr()
+
+    def none(size: int) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(huge_pages, "_slab", none)
+    HugePages().move([x])
+    assert x.data_ptr() == before
+    monkeypatch.setattr(huge_pages, "given", lambda: False)
     HugePages().move([x])
     assert x.data_ptr() == before
