@@ -80,12 +80,16 @@ def named_end(inner: Any, settings: Mapping[str, Any]) -> int | None:
     return None
 
 
-def end_of_model(inner: Any, folder: Path) -> int:
+def end_of_model(inner: Any, folder: Path, settings: Mapping[str, Any]) -> int:
     """The first token of the tokenizer's that ends a text by what the files of the model beside it
-    say. Raises `FileError` where they name none."""
+    say, or else the one that separates texts (BERT's). Raises `FileError` where there is none."""
     for token in stop_tokens(folder):
         if token < 1 << 32 and inner.id_to_token(token) is not None:
             return token
+    separator = _text_of(settings.get("sep_token"))
+    found = None if separator is None else inner.token_to_id(separator)
+    if found is not None:
+        return int(found)
     raise FileError(
         f"tokenizer {folder}: names no end-of-text token; "
         'write "eos_token" into its tokenizer_config.json'

@@ -206,8 +206,9 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     """Opens a Hugging Face tokenizer folder, or a tokenizer.json.
 
     A folder without tokenizer.json is opened by transformers (extra `hf`). Where the tokenizer's
-    files name no end-of-text token, it is the first `eos_token_id` of the model beside them. Raises
-    `FileError` when there is none, it cannot be read, or nothing names an end-of-text token.
+    files name no end-of-text token, it is the first `eos_token_id` of the model beside them, or
+    else their `sep_token`. Raises `FileError` when there is none, it cannot be read, or nothing
+    names an end-of-text token.
     """
     path = Path(expand_home(place))
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
@@ -219,7 +220,7 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     if not file.is_file():
         inner, settings = _converted(folder)
         eos = named_end(inner, settings)
-        eos = end_of_model(inner, folder) if eos is None else eos
+        eos = end_of_model(inner, folder, settings) if eos is None else eos
         return _Backed(inner, eos, _start(inner), settings=settings)
     if file.stat().st_size > _LIMIT:
         raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
@@ -233,7 +234,7 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     if eos is not None:
         return _Backed(inner, eos, _start(inner), files)
     settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    return _Backed(inner, end_of_model(inner, folder), _start(inner), files, settings)
+    return _Backed(inner, end_of_model(inner, folder, settings), _start(inner), files, settings)
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -62,3 +62,16 @@ def test_ends_that_are_none(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(FileError, match="is no JSON object"):
         stop_tokens(tmp_path)
+
+
+def test_a_token_between_texts_ends_them_where_nothing_else_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "text"]
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "vocab.txt").write_text("\n".join(words))
+    opened = transformers.BertTokenizerFast(vocab=str(tmp_path / "words" / "vocab.txt"))
+    opened.save_pretrained(tmp_path)
+    found = load_tokenizer(tmp_path)
+    assert found.eos == opened.sep_token_id == words.index("[SEP]")
+    plain = opened("good text", add_special_tokens=False)["input_ids"]
+    assert list(found.encode("good text")) == plain
