@@ -20,6 +20,8 @@ import ctypes
 import functools
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lezero.core.errors import ConfigError
@@ -29,7 +31,10 @@ from lezero.memory.allocator import tensors_from_malloc
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 _LARGEST = 2**31 - 1  # mallopt takes an int: blocks above 2 GiB still go straight to the kernel
-_TOP_PAD = 64 << 20
+_KEEPING = (_LARGEST, _LARGEST, 64 << 20)
+_USUAL = (32 << 20, 64 << 20, 128 << 10)
+"""Thresholds (mmap, trim) and pad that glibc moves to by itself once a block of 32 MiB was freed;
+a process that sets one of them keeps the others where they are, and there is no way to ask."""
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
 _enabled = 0  # pools of this process that are on
@@ -67,6 +72,32 @@ def give_back_free_blocks() -> None:
         libc.malloc_trim(0)
 
 
+@contextmanager
+def frees_reach_the_kernel() -> Iterator[None]:
+    """Meanwhile a large block that is freed leaves the process at once, whichever heap it lies in.
+
+    `give_back_free_blocks` leaves the end of every heap but the first: those of threads, and of a
+    main thread that was once refused memory, which glibc then sends to another heap for good.
+    """
+    libc = _libc()
+    if libc is None:
+        yield
+        return
+    libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
+    try:
+        yield
+    finally:
+        _set(libc, *(_KEEPING if _enabled else _USUAL))
+
+
+def _set(libc: ctypes.CDLL, mapped: int, trim: int, pad: int) -> bool:
+    return bool(
+        libc.mallopt(_M_MMAP_THRESHOLD, mapped)
+        and libc.mallopt(_M_TRIM_THRESHOLD, trim)
+        and libc.mallopt(_M_TOP_PAD, pad)
+    )
+
+
 @dataclass(frozen=True)
 class PoolStats:
     """Bytes that the C heap holds: in use by tensors and others, and free but still resident."""
@@ -102,19 +133,15 @@ class HostPool:
         if self.enabled:
             return True
         self._other = max(0, _resident() - _in_use(libc))
-        self.enabled = bool(
-            libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
-            and libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST)
-            and libc.mallopt(_M_TOP_PAD, _TOP_PAD)
-        )
+        self.enabled = _set(libc, *_KEEPING)
         if self.enabled:
             _enabled += 1
             tensors_from_malloc(True)
         return self.enabled
 
     def disable(self) -> None:
-        """Back to glibc's own thresholds, unless another pool is on; free blocks return to the
-        kernel."""
+        """Back to where glibc's own thresholds come to lie, unless another pool is on; free blocks
+        return to the kernel."""
         global _enabled
         libc = _libc()
         if libc is None or not self.enabled:
@@ -123,9 +150,7 @@ class HostPool:
         _enabled -= 1
         if _enabled:
             return
-        libc.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
-        libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
-        libc.mallopt(_M_TOP_PAD, 128 << 10)
+        _set(libc, *_USUAL)
         tensors_from_malloc(False)
         libc.malloc_trim(0)
 
