@@ -86,7 +86,7 @@ INLINE void sums_step(const workspace *w, stretch *s, const token_tile t[2], fou
   const int64_t parts = bf16 ? w->parts : 1;
   const int64_t from = s->begin * parts * TILE_BYTES;
   const int8_t *a0 = t[0].codes + from, *a1 = t[two].codes + from;
-  if (bf16 && s->begin == 0) SUMS(ZERO, two, f, f + 1);
+  if (s->begin == 0) SUMS(ZERO, two, f, f + 1);
   else SUMS(tile_load, two, f, f + 1);
   for (int64_t i = 0; i < s->lines; i++) {
     fetch_next(s);
@@ -252,17 +252,6 @@ static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_
   return s;
 }
 
-static void begin_sums(const workspace *w, const own_space *own, int64_t pairs) {
-  if (w->parts) return; /* they begin with 0 */
-  memset(own->sums, 0, (size_t)(pairs * w->tiles) * sizeof(found_tile));
-  if (!w->whole) return;
-  for (int64_t i = 0; i < pairs * w->tiles; i++) {
-    const token_tile t = tile_at(w, i % w->tiles);
-    for (int64_t r = 0; r < t.rows; r++)
-      own->sums[i].count[r][0] = own->sums[i].count[r][1] = all_ints(t.start[r]);
-  }
-}
-
 /* Biases of 16 outputs from the first one on. */
 INLINE floats bias_at(const lezero_linear *l, int64_t first) {
   return l->bias ? read16(l->bias, LEZERO_FP32, first, 16) : all_floats(0);
@@ -277,6 +266,27 @@ static void finish_line(const lezero_linear *l, const token_tile *t, const panel
     const floats v = sum_of(f->sum[r][0], low), u = sum_of(f->sum[r][1], high);
     _mm512_storeu_si512(to, (ints)_mm512_cvtne2ps_pbh(u, v));
   }
+}
+
+/* The same of whole-number sums, which lack what they begin with; `start` is what a sum of bytes does. */
+static void finish_whole_line(const lezero_linear *l, const token_tile *t, const panel_pair *p,
+                              int64_t first, const found_tile *f) {
+  const floats bias[2] = {bias_at(l, p->first), bias_at(l, p->first + 16)};
+  floats scale[2], v[2];
+  for (int i = 0; i < 2; i++) scale[i] = read16(p->scale[i], l->scale_type, 0, 16);
+  uint16_t *to = (uint16_t *)l->out + (first + t->row) * l->N + p->first;
+  for (int64_t r = 0; r < t->rows; r++, to += l->N) {
+    for (int i = 0; i < 2; i++) {
+      const floats found = float_of(ints_sum(f->count[r][i], all_ints(t->start[r])));
+      v[i] = sum_of(product(found, product(all_floats(t->scale[r]), scale[i])), bias[i]);
+    }
+    _mm512_storeu_si512(to, (ints)_mm512_cvtne2ps_pbh(v[1], v[0]));
+  }
+}
+
+static void add_start(const token_tile *t, found_tile *f) {
+  for (int64_t r = 0; r < t->rows; r++)
+    for (int i = 0; i < 2; i++) f->count[r][i] = ints_sum(f->count[r][i], all_ints(t->start[r]));
 }
 
 /* [Note: gated outputs]
@@ -294,17 +304,22 @@ static void finish_gated(const lezero_linear *l, int64_t tile, const token_tile 
 }
 
 static void finish_tile(const lezero_linear *l, const workspace *w, int64_t tile, const token_tile *t,
-                        const panel_pair *p, int64_t first, const found_tile *f) {
+                        const panel_pair *p, int64_t first, found_tile *f) {
+  const int line = l->x_type == LEZERO_BF16 && p->outputs[1] == 16;
   if (l->gated) finish_gated(l, tile, t, p, f);
-  else if (w->parts && l->x_type == LEZERO_BF16 && p->outputs[1] == 16) finish_line(l, t, p, first, f);
-  else finish(l, w, t, p, first, f);
+  else if (w->parts && line) finish_line(l, t, p, first, f);
+  else if (w->whole && line) finish_whole_line(l, t, p, first, f);
+  else {
+    if (w->whole) add_start(t, f);
+    finish(l, w, t, p, first, f);
+  }
 }
 
 INLINE int64_t output_row(const lezero_linear *l) { return l->N * (l->x_type == LEZERO_FP32 ? 4 : 2); }
 
 /* The outputs of n pairs of panels from `pair` on, fetching where the next pair writes. */
 static void finish_pairs(const lezero_linear *l, const workspace *w, int64_t first, int64_t pair,
-                         int64_t n, const found_tile *sums) {
+                         int64_t n, found_tile *sums) {
   const int64_t row = output_row(l), line = 32 * row / l->N; /* of a row, a pair writes */
   for (int64_t j = 0; j < w->tiles; j++) {
     const token_tile t = tile_at(w, j);
@@ -323,10 +338,11 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
                            int64_t first, int64_t pair, int64_t n) {
   const int64_t lines = lines_of(w);
   const int digits = !w->parts && w->digits == 2;
-  const int once = w->parts && span_of(w) == lines; /* sums that begin with 0 and are complete at once */
+  const int apart = !w->parts && !w->whole; /* blocks, whose sums leave the tiles */
+  const int once = !apart && span_of(w) == lines; /* sums that are complete at once */
   const int late = !once && !l->gated && w->tokens * output_row(l) > COLD;
   step_function *const step = step_of(l, w);
-  begin_sums(w, own, n);
+  if (apart) memset(own->sums, 0, (size_t)(n * w->tiles) * sizeof(found_tile));
   for (int64_t at = 0; at < lines; at += span_of(w)) {
     for (int64_t i = 0; i < n; i++) {
       const panel_pair p = pair_at(l, w, pair + i);
