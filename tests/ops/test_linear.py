@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import (
@@ -355,6 +356,10 @@ W = packed(20, 70, 4, 32, False, torch.float32)
 def test_what_does_not_fit_is_named(x: Tensor, weight: Packed, sizes: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         linear_int(x, weight, **{"out_features": 20, "bits": 4, "group": 32, **sizes})
+    with pytest.raises(ConfigError, match=said):  # by the dispatcher
+        linear_int(
+            x.requires_grad_(), weight, **{"out_features": 20, "bits": 4, "group": 32, **sizes}
+        )
 
 
 def test_a_weight_without_inputs_is_refused() -> None:
@@ -376,3 +381,20 @@ def test_packing_refuses_what_it_cannot_keep() -> None:
         pack(codes, scale.double(), None, bits=8)
     with pytest.raises(ConfigError, match="bias is"):
         linear_bf16(seeded(2, 8), pack_bf16(seeded(4, 8)), torch.ones(5), out_features=4)
+
+
+def test_whoever_watches_sees_the_op_and_the_same_result() -> None:
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    x, sizes = seeded(2, 70), {"out_features": 20, "bits": 4, "group": 32}
+    with Watch():
+        watched = linear_int(x, W, **sizes)
+    assert "lezero.linear_int.default" in seen
+    assert torch.equal(linear_int(x, W, **sizes), watched)
+    assert torch.equal(torch.func.vmap(lambda row: linear_int(row, W, **sizes))(x), watched)

@@ -42,8 +42,8 @@ def cast(x: Tensor) -> Tensor:
     in autocast's, where it is on."""
     kind = x.device.type
     # torch.compile of 2.11 cannot follow the first question, and compiles for no other devices.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
-    if not (available and torch.is_autocast_enabled(kind)):
+    known = kind == "cpu" or torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if not (known and torch.is_autocast_enabled(kind)):
         return x
     if not x.is_floating_point() or x.dtype == torch.float64:
         return x

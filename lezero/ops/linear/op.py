@@ -13,6 +13,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import accelerator, native, reference
 from lezero.ops.linear.derivatives import bias_grad, differentiate
+from lezero.ops.linear.direct import unseen
 from lezero.ops.linear.layout import (
     BITS,
     PANEL,
@@ -80,7 +81,29 @@ def linear_int(
     `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
     not been rounded.
     """
-    weight, scale, zero = packed
+    sizes = (out_features, bits, group, x_bits, x_block)
+    if unseen(x, bias) and _on_kernel(x):
+        given = (x.contiguous(), *packed, _wide(bias), _wide(x_scale), *sizes, False, may_round)
+        try:
+            found: Tensor = native.NATIVE.ops.linear_int(*given)
+            return found
+        except RuntimeError:  # what does not fit has a name below; all else is raised once more
+            pass
+    _check_int(x, packed, bias, x_scale, *sizes)
+    return torch.ops.lezero.linear_int(x, *packed, bias, x_scale, *sizes, may_round)
+
+
+def _check_int(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+    bits: int,
+    group: int,
+    x_bits: int,
+    x_block: int,
+) -> None:
     check_packed("linear_int", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
     _check_x("linear_int", x, padded_inputs(packed, bits), 512 if in_rows(packed) else 64)
     _check_bias("linear_int", bias, out_features)
@@ -100,10 +123,6 @@ def linear_int(
         )
     if x_scale is not None and x_scale.numel() != 1:
         raise ConfigError(f"linear_int: x_scale is {tuple(x_scale.shape)}; it has one element")
-    return torch.ops.lezero.linear_int(
-        *(x, weight, scale, zero, bias, x_scale),
-        *(out_features, bits, group, x_bits, x_block, may_round),
-    )
 
 
 def linear_rounded(
@@ -219,7 +238,7 @@ def _on_kernel(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
-    return x if x is None else x.float().contiguous()
+    return x.float().contiguous() if x is not None and x.is_floating_point() else x
 
 
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
