@@ -99,16 +99,18 @@ def test_weights_rounded_as_they_are_read() -> None:
 
 @needs_avx512
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_outputs_that_no_cache_holds_are_those_of_fewer_tokens(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("K", [600, 70])  # sums in two steps, and in one
+def test_outputs_that_no_cache_holds_are_those_of_fewer_tokens(K: int, dtype: torch.dtype) -> None:
     """More than a MiB of them is written in another order."""
-    ops, M, N, K = EMULATED.load(EMULATED.kernels[0]), 70, 8009, 600
+    ops, M, N = EMULATED.load(EMULATED.kernels[0]), 70, 8009
     assert M * N * 2 > 1 << 20 > 23 * N * 4
     x, bias, whole = seeded(M, K).to(dtype), seeded(N), pack_bf16(seeded(N, K))
     products = [lambda x: ops.linear_bf16(x, whole, bias, N)]
     for bits, group, x_bits, zero in ((8, 0, 8, False), (4, 64, 8, True), (4, 32, 16, False)):
-        weight = packed(N, K, bits, group, zero, torch.float16)
-        given = (*weight, bias, None, N, bits, group, x_bits, 0)
-        products.append(lambda x, given=given: ops.linear_int(x, *given))
+        for rounded in (False, True) if x_bits == 16 and dtype == torch.bfloat16 else (False,):
+            weight = packed(N, K, bits, group, zero, torch.float16)
+            given = (*weight, bias, None, N, bits, group, x_bits, 0, rounded)
+            products.append(lambda x, given=given: ops.linear_int(x, *given))
     for product in products:
         assert torch.equal(product(x), torch.cat([product(part) for part in x.split(23)]))
 

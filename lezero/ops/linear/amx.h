@@ -10,16 +10,19 @@
  * L2; what the last inputs bring goes out at once. Where there are more than COLD bytes of outputs,
  * which no cache has, they go out after all, tokens by tokens, so that a row's outputs are written side
  * by side, each line fetched before: waiting for them took a tenth of the time, with blocks more.
+ * Where a step completes its sums besides, some tokens take a few pairs of panels after each other.
  * Weights are read from memory once, each step fetching its part of the next pair's stretch. Those
  * that are multiplied in blocks become signed bytes once a stretch, so that their sums begin with 0,
  * not with `start`; or see [Note: rounded weights].
  */
 enum { STRETCH = 18, TILE_BYTES = LINE * LINE_ROWS, ROW = 2 * LINE, COLD = 1 << 20 };
+enum { SPREAD_PAIR = 2 * (STRETCH + 1) * TILE_BYTES };
 
 typedef struct {
   found_tile *sums;                   /* [pair][tile of tokens]: so far, ints or floats */
   int32_t (*found)[2][LINE_ROWS][32]; /* [this block or the one before][tile][row][output] */
-  uint8_t *spread;                    /* [panel][line of a step]: signed bytes, or rounded to bf16 */
+  uint8_t *spread;                    /* [panel][line of a step]: signed bytes, or rounded to bf16;
+                                       * of outputs side by side for each pair */
   size_t bytes;
 } own_space;
 
@@ -31,14 +34,28 @@ typedef struct {
 } stretch;
 
 static int64_t stretch_of(const workspace *w) { return w->parts ? STRETCH : STRETCH / 2; }
-static int64_t pairs_of(const workspace *w) { return w->parts ? 12 : 8; }
+static int64_t lines_of(const workspace *w) { return w->padded / (w->parts ? LINE / 2 : LINE); }
+/* Whether sums are complete after a step. */
+static int at_once(const workspace *w) {
+  return (w->parts || w->whole) && lines_of(w) <= stretch_of(w);
+}
+INLINE int64_t output_row(const lezero_linear *l) { return l->N * (l->x_type == LEZERO_FP32 ? 4 : 2); }
+/* Whether no cache has the outputs. */
+static int is_cold(const lezero_linear *l, const workspace *w) {
+  return !l->gated && w->tokens * output_row(l) > COLD;
+}
+enum { SIDE_BY_SIDE = 4 };
+static int64_t pairs_of(const lezero_linear *l, const workspace *w) {
+  return at_once(w) && is_cold(l, w) ? SIDE_BY_SIDE : w->parts ? 12 : 8;
+}
 
-static own_space own_at(const workspace *w, char *base) {
+static own_space own_at(const lezero_linear *l, const workspace *w, char *base) {
   own_space own;
   char *at = base;
-  own.sums = (found_tile *)at, at += pairs_of(w) * w->tiles * (int64_t)sizeof(found_tile);
+  const int64_t once = at_once(w), pairs = pairs_of(l, w), sums = once ? 2 : pairs * w->tiles;
+  own.sums = (found_tile *)at, at += sums * (int64_t)sizeof(found_tile);
   own.found = (int32_t(*)[2][LINE_ROWS][32])at, at += 2 * (int64_t)sizeof *own.found;
-  own.spread = (uint8_t *)at, at += 2 * (STRETCH + 1) * TILE_BYTES;
+  own.spread = (uint8_t *)at, at += (once && is_cold(l, w) ? pairs : 1) * SPREAD_PAIR;
   own.bytes = (size_t)(at - base);
   return own;
 }
@@ -143,11 +160,7 @@ STEP a16_bytes_step(GIVEN_STEP) {
 
 typedef void step_function(GIVEN_STEP);
 
-/* Whether codes of 8 bits are multiplied as they lie, from 0 to 255: less 128 takes a copy of them,
- * which pays from a few tiles on. */
-static int in_bytes(const lezero_linear *l, const workspace *w) {
-  return l->bits == 8 && (l->zero || w->tiles < 4);
-}
+#include "amx_weights.h"
 
 static step_function *step_of(const lezero_linear *l, const workspace *w) {
   if (w->parts) return bf16_step;
@@ -155,101 +168,6 @@ static step_function *step_of(const lezero_linear *l, const workspace *w) {
   if (w->digits == 2) return in_bytes(l, w) ? a16_bytes_step : a16_step;
   if (w->fine) return in_bytes(l, w) ? b8_bytes_step : b8_step;
   return in_bytes(l, w) ? a8_bytes_step : a8_step;
-}
-
-/* A byte for each weight of 4 bits less `middle`, in lines: two for each line that is read. */
-static void spread_halves(uint8_t *to, const uint8_t *from, int64_t lines, int middle) {
-  const ints less = _mm512_set1_epi8((char)middle);
-  for (int64_t i = 0; i < lines * LINE_ROWS / 2; i++, to += 2 * LINE) {
-    const ints line = load_line(from + i * LINE);
-    _mm512_store_si512(to, _mm512_sub_epi8(low_halves(line), less));
-    _mm512_store_si512(to + LINE, _mm512_sub_epi8(high_halves(line), less));
-  }
-}
-
-static int64_t lines_of(const workspace *w) { return w->padded / (w->parts ? LINE / 2 : LINE); }
-
-/* Codes of 8 bits less 128. */
-static void spread_bytes(uint8_t *to, const uint8_t *from, int64_t lines) {
-  const ints turn = _mm512_set1_epi8((char)128);
-  for (int64_t i = 0; i < lines * LINE_ROWS; i++, to += LINE, from += LINE)
-    _mm512_store_si512(to, _mm512_xor_si512(load_line(from), turn));
-}
-
-/* Lines of inputs that a step goes over: as many in each one, and whole blocks. */
-static int64_t span_of(const workspace *w) {
-  const int64_t lines = lines_of(w), steps = (lines + stretch_of(w) - 1) / stretch_of(w);
-  return round_up((lines + steps - 1) / steps, !w->whole && !w->parts && w->block > LINE ? 2 : 1);
-}
-
-/* [Note: rounded weights]
- * A line of bf16 for each 32 inputs of a panel of 8 or 4 bits: (code - zero point) · scale, rounded
- * twice in fp32 and then to bf16, as dequantize_packed() and pack_bf16() do. Once a stretch, for all
- * tokens; a few take longer for that than for the products. */
-INLINE ints rounded_pairs(floats first, floats second) {
-  const ints order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23,
-                                      7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(order, (ints)_mm512_cvtne2ps_pbh(second, first));
-}
-
-INLINE floats code_at(ints line, const int at, const int bits) {
-  if (bits == 4) /* looked up by the lowest four bits of a lane */
-    return _mm512_permutexvar_ps(_mm512_srli_epi32(line, at),
-                                 _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0));
-  const ints code = _mm512_and_si512(_mm512_srli_epi32(line, at), all_ints((1 << bits) - 1));
-  return float_of(code);
-}
-
-INLINE void round_line(uint8_t *to, const uint8_t *from, floats scale, floats zero, const int bits) {
-  for (int i = 0; i < bits; i++) { /* lines that are read */
-    const ints line = load_line(from + i * LINE);
-    for (int half = 0; half < 8; half += bits)
-      for (int at = half; at < 32; at += 16, to += LINE) {
-        const floats first = difference(code_at(line, at, bits), zero);
-        const floats second = difference(code_at(line, at + 8, bits), zero);
-        _mm512_store_si512(to, rounded_pairs(product(first, scale), product(second, scale)));
-      }
-  }
-}
-
-static void round_lines(const lezero_linear *l, const panel_pair *p, int panel, uint8_t *to,
-                        const uint8_t *from, int64_t line, int64_t lines) {
-  const int64_t last = l->group ? (l->K - 1) / l->group : 0; /* padding has no scale of its own */
-  for (int64_t i = line; i < line + lines; i++, to += TILE_BYTES, from += 64 * l->bits) {
-    const int64_t group = l->group ? least(i * (LINE / 2) / l->group, last) : 0;
-    const floats scale = read16(p->scale[panel], l->scale_type, 16 * group, 16);
-    const floats zero = l->zero ? read16(p->zero[panel], l->scale_type, 16 * group, 16)
-                                : all_floats(l->bits == 8 ? 128 : 8);
-    if (l->bits == 8) round_line(to, from, scale, zero, 8);
-    else round_line(to, from, scale, zero, 4);
-  }
-}
-
-/* Pair i of n from `pair` on, from the line `at` of `lines` on. */
-static stretch stretch_at(const lezero_linear *l, const workspace *w, const own_space *own,
-                          const panel_pair *p, int64_t pair, int64_t i, int64_t n, int64_t at,
-                          int64_t lines) {
-  /* Bytes of a line in a panel. */
-  const int64_t line = l->rounded ? 64 * l->bits : l->bits == 4 ? TILE_BYTES / 2 : TILE_BYTES;
-  const int64_t span = span_of(w);
-  const int64_t steps = w->digits == 2 && !w->parts ? w->tiles : (w->tiles + 1) / 2;
-  stretch s = {.begin = at, .lines = least(span, lines - at)};
-  int64_t next = pair, next_at = at;
-  if (i + 1 < n) next += i + 1;
-  else if (at + span < lines) next_at += span;
-  else next += n, next_at = 0;
-  const panel_pair q = pair_at(l, w, next);
-  for (int j = 0; j < 2; j++) {
-    s.weight[j] = p->weight[j] + at * line, s.next[j] = q.weight[j] + next_at * line;
-    if (!l->rounded && (l->bits == 16 || w->whole || in_bytes(l, w))) continue;
-    uint8_t *spread = own->spread + j * (STRETCH + 1) * TILE_BYTES;
-    if (l->rounded) round_lines(l, p, j, spread, s.weight[j], at, s.lines);
-    else if (l->bits == 8) spread_bytes(spread, s.weight[j], s.lines);
-    else spread_halves(spread, s.weight[j], s.lines, l->zero ? 0 : 8);
-    s.weight[j] = spread;
-  }
-  s.fetches = (s.lines * line / LINE + steps * s.lines - 1) / (steps * s.lines);
-  return s;
 }
 
 /* Biases of 16 outputs from the first one on. */
@@ -315,8 +233,6 @@ static void finish_tile(const lezero_linear *l, const workspace *w, int64_t tile
   }
 }
 
-INLINE int64_t output_row(const lezero_linear *l) { return l->N * (l->x_type == LEZERO_FP32 ? 4 : 2); }
-
 /* The outputs of n pairs of panels from `pair` on, fetching where the next pair writes. */
 static void finish_pairs(const lezero_linear *l, const workspace *w, int64_t first, int64_t pair,
                          int64_t n, found_tile *sums) {
@@ -333,20 +249,21 @@ static void finish_pairs(const lezero_linear *l, const workspace *w, int64_t fir
   }
 }
 
-/* All tokens times n pairs of panels from `pair` on. */
+/* All tokens times n pairs of panels from `pair` on, stretch by stretch. */
 static void multiply_pairs(const lezero_linear *l, const workspace *w, const own_space *own,
                            int64_t first, int64_t pair, int64_t n) {
-  const int64_t lines = lines_of(w);
+  const int64_t lines = lines_of(w), span = span_of(w);
   const int digits = !w->parts && w->digits == 2;
-  const int apart = !w->parts && !w->whole; /* blocks, whose sums leave the tiles */
-  const int once = !apart && span_of(w) == lines; /* sums that are complete at once */
-  const int late = !once && !l->gated && w->tokens * output_row(l) > COLD;
+  const int once = at_once(w), late = !once && is_cold(l, w);
   step_function *const step = step_of(l, w);
-  if (apart) memset(own->sums, 0, (size_t)(n * w->tiles) * sizeof(found_tile));
-  for (int64_t at = 0; at < lines; at += span_of(w)) {
+  if (!w->parts && !w->whole) memset(own->sums, 0, (size_t)(n * w->tiles) * sizeof(found_tile));
+  for (int64_t at = 0; at < lines; at += span) {
     for (int64_t i = 0; i < n; i++) {
       const panel_pair p = pair_at(l, w, pair + i);
-      stretch s = stretch_at(l, w, own, &p, pair, i, n, at, lines);
+      const int same = i + 1 < n || at + span >= lines; /* the next pair's stretch begins here, or at 0 */
+      const int64_t next = i + 1 < n ? pair + i + 1 : same ? pair + n : pair;
+      const int64_t next_at = i + 1 < n ? at : same ? 0 : at + span;
+      stretch s = stretch_at(l, w, own->spread, &p, at, next, next_at);
       for (int64_t j = 0; j < w->tiles; j += 2 - digits) {
         const int two = !digits && j + 1 < w->tiles;
         const token_tile t[2] = {tile_at(w, j), tile_at(w, j + two)};
@@ -361,9 +278,32 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
   if (late) finish_pairs(l, w, first, pair, n, own->sums);
 }
 
+/* The same where a step completes its sums and no cache has the outputs: some tokens times all of these
+ * pairs after each other, so that a row's outputs are written side by side. Where they are cached, this
+ * is 5 to 10% slower. */
+static void multiply_side_by_side(const lezero_linear *l, const workspace *w, const own_space *own,
+                             int64_t first, int64_t pair, int64_t n) {
+  step_function *const step = step_of(l, w);
+  panel_pair p[SIDE_BY_SIDE];
+  stretch s[SIDE_BY_SIDE];
+  for (int64_t i = 0; i < n; i++) {
+    p[i] = pair_at(l, w, pair + i);
+    s[i] = stretch_at(l, w, own->spread + i * SPREAD_PAIR, p + i, 0, pair + n + i, 0);
+  }
+  for (int64_t j = 0; j < w->tiles; j += 2) {
+    const int two = j + 1 < w->tiles;
+    const token_tile t[2] = {tile_at(w, j), tile_at(w, j + two)};
+    for (int64_t i = 0; i < n; i++) {
+      step(l, w, s + i, p + i, t, own, own->sums, two);
+      finish_tile(l, w, j, t, p + i, first, own->sums);
+      if (two) finish_tile(l, w, j + 1, t + 1, p + i, first, own->sums + 1);
+    }
+  }
+}
+
 size_t lezero_linear_own_scratch(const lezero_linear *l, int64_t count) {
   const workspace w = lay_out(l, count, (char *)64);
-  return w.lines ? own_at(&w, (char *)64).bytes : 0;
+  return w.lines ? own_at(l, &w, (char *)64).bytes : 0;
 }
 
 void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count,
@@ -373,10 +313,14 @@ void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count
     multiply_vectors(l, first, count, scratch, begin, end);
     return;
   }
-  const own_space space = own_at(&w, own);
+  const own_space space = own_at(l, &w, own);
   const int depth = w.parts || w.whole ? LINE : (int)least(w.block, LINE);
   tiles_configure(shapes_of(depth, (int)w.rows + (w.longer > 0)));
-  for (int64_t pair = begin; pair < end; pair += pairs_of(&w))
-    multiply_pairs(l, &w, &space, first, pair, least(pairs_of(&w), end - pair));
+  const int cold = at_once(&w) && is_cold(l, &w);
+  for (int64_t pair = begin, n; pair < end; pair += n) {
+    n = least(pairs_of(l, &w), end - pair);
+    if (cold) multiply_side_by_side(l, &w, &space, first, pair, n);
+    else multiply_pairs(l, &w, &space, first, pair, n);
+  }
   tiles_release();
 }
