@@ -26,7 +26,7 @@ def run(side: str, place: str, quick: bool) -> dict[str, Any]:
 
         data = [{"input_ids": rows} for rows in calibration.split(2)]
         # The size is a bar too, so nothing stays in bf16 because it looks slow by itself.
-        scheme = lz.Int8WeightActivation(group=64, method="gptq")
+        scheme = lz.Int8WeightActivation(method="gptq")
         lz.quantize_(model, scheme, data=data, objective="size")
     if side == "torchao":
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
