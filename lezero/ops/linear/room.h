@@ -14,6 +14,7 @@
 namespace {
 
 constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kSmall = kHugePage / 4;  // what would leave most of a huge page empty
 // malloc takes blocks from here on straight from the kernel, whatever was freed before.
 constexpr size_t kFresh = 32 << 20;
 
@@ -38,16 +39,16 @@ class Room {
   Room& operator=(const Room&) = delete;
   ~Room() { drop(); }
 
-  // `bytes` that begin with a huge page; what was taken before is lost. nullptr for 0.
+  // `bytes`, aligned to 64; what was taken before is lost. nullptr for 0.
   void* take(size_t bytes) {
     if (bytes > size_) {
       drop();
-      const size_t whole = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-      begin_ = std::aligned_alloc(kHugePage, whole);
+      const size_t page = bytes < kSmall ? 64 : kHugePage, whole = (bytes + page - 1) / page * page;
+      begin_ = std::aligned_alloc(page, whole);
       if (!begin_) throw std::bad_alloc();
       size_ = whole;
 #ifdef MADV_HUGEPAGE
-      madvise(begin_, whole, MADV_HUGEPAGE);
+      if (page == kHugePage) madvise(begin_, whole, MADV_HUGEPAGE);
 #endif
     }
     return bytes ? begin_ : nullptr;
