@@ -84,6 +84,7 @@ def frees_reach_the_kernel() -> Iterator[None]:
         yield
         return
     libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
+    libc.mallopt(_M_TOP_PAD, 0)
     try:
         yield
     finally:

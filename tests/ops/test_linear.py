@@ -345,9 +345,10 @@ W = packed(20, 70, 4, 32, False, torch.float32)
         (seeded(2, 64), W, {}, "groups of 32"),
         (seeded(2, 70).double(), W, {}, "float64"),
         (seeded(2, 70), W, {"out_features": 33}, "for 33 outputs"),
-        (seeded(2, 70), W, {"group": 64}, "groups of 64"),
         (seeded(2, 70), W, {"group": 40}, r"groups of 32 · n"),
         (seeded(2, 70), W, {"bits": 3}, "3 bits"),
+        (seeded(2, 70), W._replace(scale=torch.ones(2, 0, 16)), {"group": 2**63 - 32}, "scale is"),
+        (seeded(2, 70), W, {"bias": torch.ones(1, 20)}, "bias is"),
         (seeded(2, 70), W, {"x_bits": 4}, "x_bits is 4"),
         (seeded(2, 70), W._replace(scale=W.scale.double()), {}, "scale is torch.float64"),
         (seeded(2, 70), W._replace(weight=W.weight[:, ::2]), {}, "contiguous"),
@@ -391,8 +392,7 @@ def test_whoever_watches_sees_the_op_and_the_same_result() -> None:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    seen: list[str] = []
-    x, sizes = seeded(2, 70), {"out_features": 20, "bits": 4, "group": 32}
+    seen, x, sizes = [], seeded(2, 70), {"out_features": 20, "bits": 4, "group": 32}
     with Watch():
         watched = linear_int(x, W, **sizes)
     assert "lezero.linear_int.default" in seen

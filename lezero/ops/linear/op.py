@@ -82,7 +82,8 @@ def linear_int(
     not been rounded.
     """
     sizes = (out_features, bits, group, x_bits, x_block)
-    if unseen(x, bias) and _on_kernel(x):
+    floats = bias is None or bias.is_floating_point()
+    if floats and unseen(x, bias) and _on_kernel(x):
         given = (x.contiguous(), *packed, _wide(bias), _wide(x_scale), *sizes, False, may_round)
         try:
             found: Tensor = native.NATIVE.ops.linear_int(*given)
@@ -238,7 +239,7 @@ def _on_kernel(x: Tensor) -> bool:
 
 
 def _wide(x: Tensor | None) -> Tensor | None:
-    return x.float().contiguous() if x is not None and x.is_floating_point() else x
+    return x if x is None else x.float().contiguous()
 
 
 def _bf16(x: Tensor, weight: Tensor, bias: Tensor | None, out_features: int) -> Tensor:

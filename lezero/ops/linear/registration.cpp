@@ -147,13 +147,13 @@ bool fits(const Tensor& x, const Tensor& weight, const Tensor& scale,
     return false;
   if (N <= (panels - 1) * kPanel || N > panels * kPanel) return false;
   if (K <= std::max<int64_t>(0, padded - 64) || K > std::min(padded, kMostInputs)) return false;
-  const int64_t groups = group ? (K + group - 1) / group : 1;
+  const int64_t groups = group ? (K - 1) / group + 1 : 1;
   if (!is_numbers(scale, scale, panels, groups) || !is_numbers(zero, scale, panels, groups))
     return false;
   const bool block = x_block == 32 || x_block == 64 || x_block == 128;
   if (x_block && (!block || x_bits != 8 || group % x_block || x_scale)) return false;
   if (x_bits != 8 && (x_bits != 16 || x_scale)) return false;
-  return is_fp32(bias, N) && is_fp32(x_scale, 1);
+  return is_fp32(bias, N) && (!bias || bias->dim() == 1) && is_fp32(x_scale, 1);
 }
 
 Tensor linear_int(const Tensor& x, const Tensor& weight, const Tensor& scale,
