@@ -74,7 +74,7 @@ def give_back_free_blocks() -> None:
 
 @contextmanager
 def frees_reach_the_kernel() -> Iterator[None]:
-    """Meanwhile a large block that is freed leaves the process at once, whichever heap it lies in.
+    """What is freed meanwhile has left the process afterwards, whichever heap it lay in.
 
     `give_back_free_blocks` leaves the end of every heap but the first: those of threads, and of a
     main thread that was once refused memory, which glibc then sends to another heap for good.
@@ -88,6 +88,7 @@ def frees_reach_the_kernel() -> Iterator[None]:
     try:
         yield
     finally:
+        libc.malloc_trim(0)
         _set(libc, *(_KEEPING if _enabled else _USUAL))
 
 

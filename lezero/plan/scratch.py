@@ -70,7 +70,6 @@ def _reading(run: Callable[[], object]) -> int | None:
     before = rss()
     with frees_reach_the_kernel():
         library.mkl_serv_free_buffers()
-        give_back_free_blocks()
     return max(0, before - rss())
 
 

@@ -131,3 +131,30 @@ def test_the_last_pool_that_ends_switches_it_off():
 def test_bad_share():
     with pytest.raises(ConfigError, match="share: got 0"):
         HostPool(1 << 30, share=0)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("heap", ["the first", "another"])
+def test_what_is_freed_leaves_whichever_heap_it_lay_in(pool, heap):
+    code = f"""
+    import ctypes, json
+    from lezero.memory import HostPool
+    from lezero.memory.pool import frees_reach_the_kernel
+    from lezero.profiler.memory import rss
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    if {heap == "another"}:
+        assert libc.malloc(1 << 50) is None
+    if {pool}:
+        assert HostPool(8 << 30).enable()
+    else:
+        libc.free(libc.malloc(31 << 20))  # blocks come from a heap from now on
+    at = libc.malloc(20 << 20)
+    ctypes.memset(at, 1, 20 << 20)
+    full = rss()
+    with frees_reach_the_kernel():
+        libc.free(at)
+    print(json.dumps(full - rss()))
+    """
+    assert run(code) > 19 << 20

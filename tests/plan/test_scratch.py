@@ -106,6 +106,11 @@ def test_what_others_allocate_meanwhile_counts_only_where_no_two_readings_agree(
     assert seen(0, 0) == 0
 
 
+def test_what_a_call_takes_is_measured_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lezero.plan.measure.scratch_of", lambda run: (run(), 7)[1])
+    assert timed(product(64, 64, 64)).scratch == 7
+
+
 def test_without_mkl_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "_mkl", lambda: None)
     assert timed(product(512, 384, 16384)).scratch == 0

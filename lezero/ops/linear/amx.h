@@ -44,18 +44,20 @@ INLINE int64_t output_row(const lezero_linear *l) { return l->N * (l->x_type == 
 static int is_cold(const lezero_linear *l, const workspace *w) {
   return !l->gated && w->tokens * output_row(l) > COLD;
 }
+/* Whether they are written by multiply_side_by_side(), and of how many pairs together. */
+static int side_by_side(const lezero_linear *l, const workspace *w) { return at_once(w) && is_cold(l, w); }
 enum { SIDE_BY_SIDE = 4 };
 static int64_t pairs_of(const lezero_linear *l, const workspace *w) {
-  return at_once(w) && is_cold(l, w) ? SIDE_BY_SIDE : w->parts ? 12 : 8;
+  return side_by_side(l, w) ? SIDE_BY_SIDE : w->parts ? 12 : 8;
 }
 
 static own_space own_at(const lezero_linear *l, const workspace *w, char *base) {
   own_space own;
   char *at = base;
-  const int64_t once = at_once(w), pairs = pairs_of(l, w), sums = once ? 2 : pairs * w->tiles;
+  const int64_t pairs = pairs_of(l, w), sums = at_once(w) ? 2 : pairs * w->tiles;
   own.sums = (found_tile *)at, at += sums * (int64_t)sizeof(found_tile);
   own.found = (int32_t(*)[2][LINE_ROWS][32])at, at += 2 * (int64_t)sizeof *own.found;
-  own.spread = (uint8_t *)at, at += (once && is_cold(l, w) ? pairs : 1) * SPREAD_PAIR;
+  own.spread = (uint8_t *)at, at += (side_by_side(l, w) ? pairs : 1) * SPREAD_PAIR;
   own.bytes = (size_t)(at - base);
   return own;
 }
@@ -260,9 +262,10 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
   for (int64_t at = 0; at < lines; at += span) {
     for (int64_t i = 0; i < n; i++) {
       const panel_pair p = pair_at(l, w, pair + i);
-      const int same = i + 1 < n || at + span >= lines; /* the next pair's stretch begins here, or at 0 */
-      const int64_t next = i + 1 < n ? pair + i + 1 : same ? pair + n : pair;
-      const int64_t next_at = i + 1 < n ? at : same ? 0 : at + span;
+      int64_t next = pair, next_at = at;
+      if (i + 1 < n) next += i + 1;
+      else if (at + span < lines) next_at += span;
+      else next += n, next_at = 0;
       stretch s = stretch_at(l, w, own->spread, &p, at, next, next_at);
       for (int64_t j = 0; j < w->tiles; j += 2 - digits) {
         const int two = !digits && j + 1 < w->tiles;
@@ -282,7 +285,7 @@ static void multiply_pairs(const lezero_linear *l, const workspace *w, const own
  * pairs after each other, so that a row's outputs are written side by side. Where they are cached, this
  * is 5 to 10% slower. */
 static void multiply_side_by_side(const lezero_linear *l, const workspace *w, const own_space *own,
-                             int64_t first, int64_t pair, int64_t n) {
+                                  int64_t first, int64_t pair, int64_t n) {
   step_function *const step = step_of(l, w);
   panel_pair p[SIDE_BY_SIDE];
   stretch s[SIDE_BY_SIDE];
@@ -316,10 +319,9 @@ void lezero_linear_multiply(const lezero_linear *l, int64_t first, int64_t count
   const own_space space = own_at(l, &w, own);
   const int depth = w.parts || w.whole ? LINE : (int)least(w.block, LINE);
   tiles_configure(shapes_of(depth, (int)w.rows + (w.longer > 0)));
-  const int cold = at_once(&w) && is_cold(l, &w);
   for (int64_t pair = begin, n; pair < end; pair += n) {
     n = least(pairs_of(l, &w), end - pair);
-    if (cold) multiply_side_by_side(l, &w, &space, first, pair, n);
+    if (side_by_side(l, &w)) multiply_side_by_side(l, &w, &space, first, pair, n);
     else multiply_pairs(l, &w, &space, first, pair, n);
   }
   tiles_release();

@@ -94,7 +94,8 @@ Tensor empty_output(const Tensor& x, int64_t out_features) {
   std::vector<int64_t> sizes(given.begin(), given.end());
   sizes.back() = out_features;
   Tensor out = torch::stable::new_empty(x, sizes);
-  if (out.numel()) advise_fresh(out.data_ptr(), static_cast<size_t>(out.numel()) * (type(x) == LEZERO_FP32 ? 4 : 2));
+  const size_t bytes = static_cast<size_t>(out.numel()) * (type(x) == LEZERO_FP32 ? 4 : 2);
+  if (bytes) advise_fresh(out.data_ptr(), bytes);
   return out;
 }
 
