@@ -99,13 +99,14 @@ def rounded(model: Transformer, levels: float, low: int) -> Transformer:
 
 
 def test_w8a8_differs_by_how_tokens_are_rounded_and_by_nothing_else(tmp_path: Path) -> None:
-    """compressed-tensors takes |x|max / 127.5 for a token's step, LeZero |x|max / 127."""
+    """compressed-tensors takes |x|max / 127.5 for a token's step, LeZero |x|max / 127. Where sums
+    are rounded otherwise, by processor, a code of 8 bits may fall elsewhere: some 6e-4."""
     model = quantized(lz.Int8WeightActivation(vocabulary="keep"))
     save_quantized(model, tmp_path / "out", layout="compressed-tensors")
     theirs = opened(tmp_path / "out")
-    assert difference(logits(theirs), logits(rounded(model, 127.5, -128))) < 1e-6
-    assert difference(logits(model), logits(rounded(model, 127.0, -127))) < EQUAL
-    assert difference(logits(theirs), logits(model)) > EQUAL
+    assert difference(logits(theirs), logits(rounded(model, 127.5, -128))) < 2e-3
+    assert difference(logits(model), logits(rounded(model, 127.0, -127))) < 2e-3
+    assert difference(logits(theirs), logits(model)) > 3e-3
     same_weights(theirs, model)
 
 

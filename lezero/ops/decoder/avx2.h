@@ -56,7 +56,7 @@ INLINE void store_words(uint16_t to[16], ints q) {
 /* sum + w · x for pairs of words. */
 INLINE ints dot_words(ints sum, ints w, int32_t x) {
   const __m256i pair = _mm256_set1_epi32(x);
-  return ints_sum(sum, BOTH(ints, _mm256_madd_epi16(w.a, pair), _mm256_madd_epi16(w.b, pair)));
+  return BOTH(ints, add_words(sum.a, w.a, pair), add_words(sum.b, w.b, pair));
 }
 enum { MOST_SUMS = 4 }; /* that registers hold beside what is multiplied */
 /* Weights of attention (not negative) as `read_pair` reads them, and what they became. */

@@ -1,6 +1,9 @@
-/* The primitives of tiles.h, which says what each does, for AVX2 with FMA and F16C. */
+/* The primitives of tiles.h, which says what each does, for AVX2 with FMA and F16C; with AVX-VNNI,
+ * where flags allow, bytes are multiplied by one instruction, and so are words. */
 #include <immintrin.h>
 #include <string.h>
+
+#include "avx_vnni.h"
 
 typedef struct {
   __m256 a, b;
@@ -9,9 +12,13 @@ typedef struct {
   __m256i a, b;
 } ints;
 
-enum { MOST_WHOLE = 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4, MOST_ROWS = 4 };
-/* The last two: bytes of four inputs of a token, and of a pair of them beside bf16 weights. */
-enum { WORDS = 1, FLOATS = 1, FOUR_BYTES = 8, PAIR_BYTES = 8 };
+/* How many rows' sums registers hold beside weights. */
+enum { MOST_WHOLE = BYTES ? 6 : 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4 };
+enum { MOST_ROWS = 6 };
+/* Whether tokens of so many digits lie as words beside weights of so many bits. */
+#define WORDS(bits, digits) ((digits) == 2 || ((bits) == 8 && !BYTES))
+/* Beside bf16 weights tokens lie in fp32; bytes of a pair of their inputs. */
+enum { FLOATS = 1, PAIR_BYTES = 8 };
 /* Two panels are two streams of memory; with more tokens one leaves registers for their sums. */
 #define AT_ONCE(R) ((R) == 1 ? 2 : 1)
 
@@ -79,24 +86,40 @@ INLINE ints high_halves(ints x) {
 
 INLINE ints all_ints(int32_t x) { return BOTH(ints, _mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
 
-/* Four inputs of a token as words: the even ones, and the odd ones. */
+/* Four inputs of a token: as words the even ones, and the odd ones; as bytes `even` is all. */
 typedef struct {
   __m256i even, odd;
 } token_codes;
-INLINE token_codes read_codes(const int8_t *at) {
+INLINE token_codes read_codes(const int8_t *at, const int words) {
   int32_t even, odd;
-  memcpy(&even, at, 4), memcpy(&odd, at + 4, 4);
+  memcpy(&even, at, 4), memcpy(&odd, words ? at + 4 : at, 4);
   return (token_codes){_mm256_set1_epi32(even), _mm256_set1_epi32(odd)};
 }
-/* 8 sums of four products, as words, since sums of 8-bit pairs would saturate. */
-INLINE __m256i dot8(__m256i sum, __m256i w, token_codes x) {
+/* 8 sums of four products. Without AVX-VNNI as words, since pairs of u8 · s8 would saturate. */
+INLINE __m256i dot8(__m256i sum, __m256i w, token_codes x, const int words) {
+  if (!words) return add_bytes(sum, w, x.even);
   const __m256i even = _mm256_and_si256(w, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(w, 8);
-  sum = _mm256_add_epi32(sum, _mm256_madd_epi16(even, x.even));
-  return _mm256_add_epi32(sum, _mm256_madd_epi16(odd, x.odd));
+  return add_words(add_words(sum, even, x.even), odd, x.odd);
 }
-INLINE ints dot_bytes(ints sum, ints w, token_codes x) {
-  return BOTH(ints, dot8(sum.a, w.a, x), dot8(sum.b, w.b, x));
+INLINE ints dot_codes(ints sum, ints w, token_codes x, const int words) {
+  return BOTH(ints, dot8(sum.a, w.a, x, words), dot8(sum.b, w.b, x, words));
 }
+#ifndef VNNI
+/* Where weights have 4 bits, a sum of 16 bits holds what 32 inputs add to one of two: 16 · 15 · 127. */
+#define SHORT_SUMS
+INLINE __m256i short8(__m256i sum, __m256i w, __m256i x) {
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+  __asm__("" : "+x"(sum)); /* or gcc 12 adds the products to each other first, and spills them */
+  return sum;
+}
+INLINE ints dot_short(ints sum, ints w, token_codes x) {
+  return BOTH(ints, short8(sum.a, w.a, x.even), short8(sum.b, w.b, x.even));
+}
+INLINE ints add_short(ints sum, ints pairs) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return BOTH(ints, add_words(sum.a, pairs.a, one), add_words(sum.b, pairs.b, one));
+}
+#endif
 INLINE ints ints_sum(ints x, ints y) {
   return BOTH(ints, _mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b));
 }
@@ -168,12 +191,16 @@ INLINE void store_bytes(int8_t to[16], ints q) {
   _mm_storeu_si128((__m128i *)to, _mm_packs_epi16(_mm256_castsi256_si128(words),
                                                   _mm256_extracti128_si256(words, 1)));
 }
-/* As words, see [Note: tiles of tokens]. */
-INLINE void store_codes(int8_t to[32], ints q) {
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
+/* As bytes, or as words, see [Note: tiles of tokens]. */
+INLINE void store_codes(int8_t to[32], ints q, const int words) {
+  if (!words) {
+    store_bytes(to, q);
+    return;
+  }
+  const __m256i line = _mm256_permute4x64_epi64(_mm256_packs_epi32(q.a, q.b), 0xd8);
   const __m256i order = _mm256_broadcastsi128_si256(
       _mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
-  _mm256_storeu_si256((__m256i *)to, _mm256_shuffle_epi8(words, order));
+  _mm256_storeu_si256((__m256i *)to, _mm256_shuffle_epi8(line, order));
 }
 
 INLINE __m256 first_of(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }

@@ -6,8 +6,8 @@ typedef __m512 floats;
 typedef __m512i ints;
 
 enum { MOST_WHOLE = 14, MOST_BLOCKS = 6, MOST_DIGITS = 4, MOST_ROWS = 16 };
-/* Bytes of four inputs of a token. */
-enum { WORDS = 0, FOUR_BYTES = 4 };
+/* Whether tokens of so many digits lie as words beside weights of so many bits. */
+#define WORDS(bits, digits) 0
 /* Beside bf16 weights: whether tokens lie in fp32, bytes of a pair of inputs, rows of a tile. With
  * both halves of two weights split and a token's pair, 24 sums are what registers hold. */
 #ifdef __AVX512BF16__
@@ -64,12 +64,14 @@ INLINE ints high_halves(ints x) { return low_halves(_mm512_srli_epi16(x, 4)); }
 
 INLINE ints all_ints(int32_t x) { return _mm512_set1_epi32(x); }
 typedef int32_t token_codes; /* four inputs of a token */
-INLINE token_codes read_codes(const int8_t *at) {
+INLINE token_codes read_codes(const int8_t *at, const int words) {
+  (void)words;
   int32_t x;
   memcpy(&x, at, 4);
   return x;
 }
-INLINE ints dot_bytes(ints sum, ints w, token_codes x) {
+INLINE ints dot_codes(ints sum, ints w, token_codes x, const int words) {
+  (void)words;
   return _mm512_dpbusd_epi32(sum, w, _mm512_set1_epi32(x));
 }
 INLINE ints digits_joined(ints high, ints low) {
@@ -110,7 +112,7 @@ INLINE ints low_digit(ints q, ints high) {
 INLINE void store_bytes(int8_t to[16], ints q) {
   _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8(q));
 }
-INLINE void store_codes(int8_t to[16], ints q) { store_bytes(to, q); }
+INLINE void store_codes(int8_t to[16], ints q, const int words) { (void)words, store_bytes(to, q); }
 
 /* bf16: `dot_pair` is sum + w · x for pairs of bf16. */
 INLINE void store_bf16(uint16_t to[16], floats v) {
@@ -118,7 +120,7 @@ INLINE void store_bf16(uint16_t to[16], floats v) {
 }
 #ifdef __AVX512BF16__
 typedef int32_t token_pair; /* two inputs of a token, in bf16 */
-INLINE token_pair read_pair(const int8_t *at) { return read_codes(at); }
+INLINE token_pair read_pair(const int8_t *at) { return read_codes(at, 0); }
 INLINE floats dot_pair(floats sum, ints w, token_pair x) {
   return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
 }

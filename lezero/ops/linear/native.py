@@ -13,6 +13,7 @@ _FOLDER = Path(__file__).parent
 _EXACT = ("-ffp-contract=off", "-mfma", "-mf16c")
 _VNNI = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _HAS_VNNI = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma", "f16c"})
+_HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AMX = ("-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mprfchw")
 
 
@@ -41,8 +42,14 @@ NATIVE = Native(
         ),
         Kernel("avx512_vnni", _HAS_VNNI, (_FOLDER / "avx512_vnni.c",), (*_EXACT, *_VNNI)),
         Kernel(
+            "avx_vnni",
+            _HAS_AVX2 | {"avx_vnni"},
+            (_FOLDER / "avx2.c",),
+            (*_EXACT, "-mavx2", "-mavxvnni"),
+        ),
+        Kernel(
             "avx2",
-            frozenset({"avx2", "fma", "f16c"}),
+            _HAS_AVX2,
             (_FOLDER / "avx2.c",),
             (*_EXACT, "-mavx2"),
         ),

@@ -4,9 +4,9 @@
  * The tokens are split evenly into tiles of at most `most` rows. In a tile of R tokens with D digits
  * each, what is multiplied lies as [four inputs][R][D][which of the four], so that one 4-byte
  * broadcast after the other is read in order, whatever K is. bf16 lies as [high, low part][pair of
- * inputs][R][which of the pair]. Where WORDS is set a token's codes lie as words, of 16 bits whatever
- * they count, as [four inputs][R][first, third, second, fourth of them]: without byte products a
- * kernel multiplies the even and the odd ones apart, and one sum does for both digits. Where FLOATS is
+ * inputs][R][which of the pair]. Where WORDS is set a token's codes lie as words, of 16 bits
+ * whatever they count, as [four inputs][R][first, third, second, fourth of them]: a kernel multiplies
+ * the even and the odd ones apart, and one sum does for both digits. Where FLOATS is
  * set a token lies beside bf16 weights as [pair of inputs][R][which of the pair] in fp32, in one part.
  * Beside it, for each block of inputs: `start`, what the whole-number sum of each digit begins with,
  * -middle · its sum (0 where there are zero points); `total`, the sum of each token as a float; and the
@@ -29,6 +29,7 @@ typedef struct {
   int64_t pair, scales;         /* bytes of a pair of panels, and of its scales */
   int64_t part, step;           /* bytes of the next pair that a tile, and an iteration fetches */
   int64_t digits, width; /* sums of whole numbers a token; bytes of an input */
+  int words;             /* whether a token's codes lie as words */
   int whole, parts; /* whole: one sum over all inputs; parts: of bf16, high only or high and low */
   int fine;         /* a token has a scale for each block: 16 bits, or 8 that say so */
   int lines;        /* [Note: tokens in lines] */
@@ -94,7 +95,8 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     w.digits = 1, w.width = FLOATS ? 4 : 2 * w.parts, w.block = w.padded;
   } else {
     w.padded = round_up(l->K, 64), w.fine = l->x_bits == 16 || l->x_block;
-    w.digits = l->x_bits == 16 && !WORDS ? 2 : 1, w.width = l->x_bits == 16 || WORDS ? 2 : 1;
+    w.words = WORDS(l->bits, l->x_bits / 8), w.digits = l->x_bits == 16 && !w.words ? 2 : 1;
+    w.width = l->x_bits == 16 || w.words ? 2 : 1;
     w.whole = !w.fine && l->bits == 8 && !l->group && !l->zero;
     w.block = w.whole ? w.padded : block_of(l);
     most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
@@ -189,38 +191,43 @@ typedef struct {
   token_steps step;
 } token_part;
 
-INLINE void digits16(const token_part *p, int64_t i, floats v, const int two, ints sums[2]) {
-  int8_t bytes[4 * FOUR_BYTES], *at = p->to + (i >> 6) * p->step.line + (i & 63) / 4 * p->step.four;
+INLINE void digits16(const token_part *p, int64_t i, floats v, const int two, const int words,
+                     ints sums[2]) {
+  const int size = words ? 8 : 4; /* of four inputs */
+  int8_t bytes[32], *at = p->to + (i >> 6) * p->step.line + (i & 63) / 4 * p->step.four;
   v = product(v, all_floats(p->inverse));
   if (!two && p->limit) v = limited(v, 127);
   const ints q = rounded(v);
-  if (two && !WORDS) {
+  if (two && !words) {
     const ints high = high_digit(q), low = low_digit(q, high);
     sums[0] = ints_sum(sums[0], high), sums[1] = ints_sum(sums[1], low);
-    store_codes(bytes, high), scatter(at, bytes, 4, FOUR_BYTES, p->step.four);
-    store_codes(bytes, low), scatter(at + p->step.digit, bytes, 4, FOUR_BYTES, p->step.four);
+    store_codes(bytes, high, 0), scatter(at, bytes, 4, size, p->step.four);
+    store_codes(bytes, low, 0), scatter(at + p->step.digit, bytes, 4, size, p->step.four);
   } else {
     sums[0] = ints_sum(sums[0], q);
-    store_codes(bytes, q), scatter(at, bytes, 4, FOUR_BYTES, p->step.four);
+    store_codes(bytes, q, words), scatter(at, bytes, 4, size, p->step.four);
   }
 }
 
-INLINE void digits_in(const token_part *p, const void *x, const int two, int32_t sums[2],
-                      const int type) {
+INLINE void digits_in(const token_part *p, const void *x, const int two, const int words,
+                      int32_t sums[2], const int type) {
   ints total[2] = {all_ints(0), all_ints(0)};
   int64_t i = p->begin;
   /* What is not finite has the scale NaN, and the digits 0. */
   if (p->inverse > 0) {
-    for (; i + 16 <= p->end; i += 16) digits16(p, i, read16(x, type, i, 16), two, total);
-    if (i < p->end) digits16(p, i, read16(x, type, i, p->end - i), two, total), i += 16;
+    for (; i + 16 <= p->end; i += 16) digits16(p, i, read16(x, type, i, 16), two, words, total);
+    if (i < p->end) digits16(p, i, read16(x, type, i, p->end - i), two, words, total), i += 16;
   }
-  for (; i < p->filled; i += 16) digits16(p, i, all_floats(0), two, total);
-  sums[0] = lanes_sum(total[0]), sums[1] = two && !WORDS ? lanes_sum(total[1]) : 0;
+  for (; i < p->filled; i += 16) digits16(p, i, all_floats(0), two, words, total);
+  sums[0] = lanes_sum(total[0]), sums[1] = two && !words ? lanes_sum(total[1]) : 0;
 }
 
-static void digits_of(const token_part *p, const void *x, int type, int two, int32_t sums[2]) {
-  if (two) BY_TYPE(type, digits_in, p, x, 1, sums);
-  else BY_TYPE(type, digits_in, p, x, 0, sums);
+/* two: of 16 bits, whose digits are apart where they are bytes. */
+static void digits_of(const token_part *p, const void *x, int type, int two, int words,
+                      int32_t sums[2]) {
+  if (two) BY_TYPE(type, digits_in, p, x, 1, WORDS(8, 2), sums);
+  else if (words && WORDS(8, 1)) BY_TYPE(type, digits_in, p, x, 0, 1, sums);
+  else BY_TYPE(type, digits_in, p, x, 0, 0, sums);
 }
 
 static void prepare_codes(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
@@ -240,7 +247,7 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
     int32_t sums[2];
     const token_part part = {begin, end,  filled, inverse, l->x_scale != 0, t->codes + r * step.row,
                              step};
-    digits_of(&part, x, l->x_type, two, sums);
+    digits_of(&part, x, l->x_type, two, w->words, sums);
     for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
     t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
   }

@@ -117,36 +117,70 @@ INLINE void fetch_scales(const lezero_linear *l, const panel_pair *p, const int 
   }
 }
 
+/* Bytes of four inputs of a token. */
+#define FOUR_BYTES(words) ((words) ? 8 : 4)
+
 /* acc[row][panel] += a · w for four inputs of each of R tokens and P panels. */
-INLINE void dot_fours(const int R, const int P, ints b0, ints b1, const int8_t *a, ints acc[][2]) {
+INLINE void dot_fours(const int R, const int P, const int words, ints b0, ints b1, const int8_t *a,
+                      ints acc[][2]) {
   UNROLL for (int r = 0; r < R; r++) {
-    const token_codes x = read_codes(a + FOUR_BYTES * r);
-    acc[r][0] = dot_bytes(acc[r][0], b0, x);
-    if (P == 2) acc[r][1] = dot_bytes(acc[r][1], b1, x);
+    const token_codes x = read_codes(a + FOUR_BYTES(words) * r, words);
+    acc[r][0] = dot_codes(acc[r][0], b0, x, words);
+    if (P == 2) acc[r][1] = dot_codes(acc[r][1], b1, x, words);
   }
 }
 
 /* Sums of whole numbers over `fours` of inputs, 8 bits a code. */
-INLINE void sum_bytes(const int R, const int P, const uint8_t *w0,
+INLINE void sum_bytes(const int R, const int P, const int words, const uint8_t *w0,
                       const uint8_t *w1, const int8_t *a, int64_t fours, const fetching *m,
                       const uint8_t **next, ints acc[][2]) {
-  for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES * R) {
+  for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES(words) * R) {
     fetch(P, w0, w1, m, next);
-    dot_fours(R, P, load_line(w0), P == 2 ? load_line(w1) : all_ints(0), a, acc);
+    dot_fours(R, P, words, load_line(w0), P == 2 ? load_line(w1) : all_ints(0), a, acc);
   }
 }
 
 /* The same for 4 bits a code: a line holds eight inputs of each output. */
-INLINE void sum_halves(const int R, const int P, const uint8_t *w0,
+INLINE void sum_halves(const int R, const int P, const int words, const uint8_t *w0,
                        const uint8_t *w1, const int8_t *a, int64_t eights, const fetching *m,
                        const uint8_t **next, ints acc[][2]) {
-  for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES * R) {
+  const int four = FOUR_BYTES(words) * R;
+  for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 2 * four) {
     fetch(P, w0, w1, m, next);
     const ints l0 = load_line(w0), l1 = P == 2 ? load_line(w1) : all_ints(0);
-    dot_fours(R, P, low_halves(l0), low_halves(l1), a, acc);
-    dot_fours(R, P, high_halves(l0), high_halves(l1), a + FOUR_BYTES * R, acc);
+    dot_fours(R, P, words, low_halves(l0), low_halves(l1), a, acc);
+    dot_fours(R, P, words, high_halves(l0), high_halves(l1), a + four, acc);
   }
 }
+
+#ifdef SHORT_SUMS
+/* pairs[row][panel] += a · w for four inputs of each of R tokens, as bytes. */
+INLINE void short_fours(const int R, const int P, ints b0, ints b1, const int8_t *a,
+                        ints pairs[][2]) {
+  UNROLL for (int r = 0; r < R; r++) {
+    const token_codes x = read_codes(a + FOUR_BYTES(0) * r, 0);
+    pairs[r][0] = dot_short(pairs[r][0], b0, x);
+    if (P == 2) pairs[r][1] = dot_short(pairs[r][1], b1, x);
+  }
+}
+
+/* sum_halves for tokens of bytes, by sums of 16 bits, which hold 32 inputs. */
+INLINE void sum_short(const int R, const int P, const uint8_t *w0, const uint8_t *w1, const int8_t *a,
+                      int64_t eights, const fetching *m, const uint8_t **next, ints acc[][2]) {
+  for (; eights; eights -= 4) {
+    ints pairs[MOST_BLOCKS][2];
+    UNROLL for (int r = 0; r < R; r++) pairs[r][0] = pairs[r][1] = all_ints(0);
+    for (int k = 0; k < 4; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES(0) * R) {
+      fetch(P, w0, w1, m, next);
+      const ints l0 = load_line(w0), l1 = P == 2 ? load_line(w1) : all_ints(0);
+      short_fours(R, P, low_halves(l0), low_halves(l1), a, pairs);
+      short_fours(R, P, high_halves(l0), high_halves(l1), a + FOUR_BYTES(0) * R, pairs);
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
+      acc[r][i] = add_short(acc[r][i], pairs[r][i]);
+  }
+}
+#endif
 
 INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
                        const panel_pair *p, found_tile *f, const fetching *m, const int R) {
@@ -156,7 +190,7 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
   UNROLL for (int i = 0; i < 2; i += P) {
     ints acc[MOST_WHOLE][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
-    sum_bytes(R, P, p->weight[i], p->weight[1], t->codes, w->padded / 4, m, &next, acc);
+    sum_bytes(R, P, WORDS(8, 1), p->weight[i], p->weight[1], t->codes, w->padded / 4, m, &next, acc);
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < P; j++)
       f->count[r][i + j] = settled(acc[r][j]);
   }
@@ -180,8 +214,8 @@ INLINE void add_block(const int R, const int D, const int zeros, const int fine,
 /* R tokens of D digits, block by block; `fine`: with a scale of their own for each block. */
 INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const token_tile *t,
                           const panel_pair *p, found_tile *f, const fetching *m, const int R,
-                          const int D, const int fine, const int bits, const int first,
-                          const uint8_t **next) {
+                          const int D, const int words, const int fine, const int bits,
+                          const int first, const uint8_t **next) {
   const int P = AT_ONCE(R);
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
@@ -197,8 +231,11 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
     ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(start[i]);
     if (m->ahead) fetch_scales(l, p, P, first, group, m);
-    if (bits == 8) sum_bytes(R * D, P, w0, w1, a, inputs / 4, m, next, acc);
-    else sum_halves(R * D, P, w0, w1, a, inputs / 8, m, next, acc);
+    if (bits == 8) sum_bytes(R * D, P, words, w0, w1, a, inputs / 4, m, next, acc);
+#ifdef SHORT_SUMS
+    else if (!words) sum_short(R * D, P, w0, w1, a, inputs / 8, m, next, acc);
+#endif
+    else sum_halves(R * D, P, words, w0, w1, a, inputs / 8, m, next, acc);
     UNROLL for (int i = 0; i < P; i++) {
       const floats scale = read16(p->scale[first + i], l->scale_type, 16 * group, 16);
       if (l->zero) {
@@ -208,7 +245,7 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
         add_block(R, D, 0, fine, i, scale, scale, total, x_scale, acc, sum);
       }
     }
-    a += inputs / 4 * FOUR_BYTES * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
+    a += inputs / 4 * FOUR_BYTES(words) * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
     start += R * D, total += R, x_scale += R;
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
@@ -219,8 +256,9 @@ INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_
                         const panel_pair *p, found_tile *f, const fetching *m, const int R,
                         const int D, const int fine, const int bits) {
   const uint8_t *next = m->next;
+  const int words = WORDS(bits, D); /* which hold both digits */
   UNROLL for (int first = 0; first < 2; first += AT_ONCE(R))
-    blocks_panels(l, w, t, p, f, m, R, WORDS ? 1 : D, fine, bits, first, &next);
+    blocks_panels(l, w, t, p, f, m, R, words ? 1 : D, words, fine, bits, first, &next);
 }
 
 /* R tokens of one part, or of a high and a low one; both meet a line of weights while it is there. */
