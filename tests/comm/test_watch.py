@@ -299,7 +299,7 @@ def cost():
 def test_a_collective_costs_microseconds(ranks):
     for seconds in ranks(2, cost, timeout_s=40):
         print(f"{seconds * 1e6:.2f} us")
-        assert seconds < 6e-6  # 2 us on an idle machine
+        assert seconds < 1e-5  # 2 to 3 us on an idle machine
 
 
 def stuck():

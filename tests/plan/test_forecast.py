@@ -193,7 +193,7 @@ def _timed(build: Callable[[], nn.Module]) -> None:
     with pytest.raises(CapacityError, match="does not fit"):
         foresee(build, limit=16 << 30, **long).require_fit()
     # processor time: other programs on this machine must not fail the test
-    assert time.process_time() - begin < 12
+    assert time.process_time() - begin < 20
 
 
 def _peak_of(run: Callable[[], None]) -> int:

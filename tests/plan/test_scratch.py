@@ -52,8 +52,9 @@ torch.mm(x[:8], w, out=torch.zeros(8, n))
 scratch._mkl().mkl_serv_free_buffers()
 before = rss()
 torch.mm(x, w, out=out)
-grown = rss() - before
-print(json.dumps([grown, *(scratch.scratch_of(lambda: torch.mm(x, w, out=out)) for _ in "ab")]))
+grown, taken = rss() - before, scratch._mkl().mkl_serv_mem_stat(ctypes.byref(ctypes.c_int()))
+found = [scratch.scratch_of(lambda: torch.mm(x, w, out=out)) for _ in "ab"]
+print(json.dumps([grown, taken, *found]))
 """
 
 
@@ -73,15 +74,17 @@ def test_scratch_is_what_a_process_grows_by(
     shape: tuple[int, ...], instructions: str, refused: int
 ) -> None:
     """How much it is differs with the processor: 24 MiB for the first shape with AVX-512, 12 with
-    AVX2. (The numbers of a product: rows, features, results, threads.)"""
+    AVX2, 10 on a Zen 3, and what MKL takes for almost any product counts as none. (The numbers of a
+    product: rows, features, results, threads.)"""
     asked = {"MKL_ENABLE_INSTRUCTIONS": instructions} if instructions else {}
     done = subprocess.run(
         [sys.executable, "-c", FRESH, *map(str, (*shape, refused))],
         capture_output=True, text=True, timeout=120, env=os.environ | asked,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    grown, first, again = json.loads(done.stdout)
-    assert first == pytest.approx(grown, abs=2 * MIB)
+    grown, taken, first, again = json.loads(done.stdout)
+    usual = taken < scratch._USUAL * shape[-1]
+    assert first == (0 if usual else pytest.approx(grown, abs=2 * MIB))
     assert again == pytest.approx(first, abs=MIB)
 
 

@@ -74,7 +74,7 @@ INLINE void score_blocks(const lezero_step *s, const query_tile *q, const int32_
   }
   UNROLL for (int i = 0; i < B; i++) {
     floats scale = all_floats(1);
-    if (codes) scale = read16(scales_of(s, block[i]), LEZERO_BF16, 0, 16);
+    if (codes) scale = read16(scales_of(s, (char *)block[i]), LEZERO_BF16, 0, 16);
     UNROLL for (int r = 0; r < R; r++) {
       if (codes) acc[r][i] = product(float_of(count[r][i]), product(all_floats(q->scale[r]), scale));
       score[r][b + i] = acc[r][i];

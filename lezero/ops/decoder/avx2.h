@@ -80,3 +80,4 @@ INLINE void put_odd(uint16_t line[32], floats v) {
   store_bf16(half, v);
   for (int i = 0; i < 16; i++) line[2 * i + 1] = half[i];
 }
+INLINE void rest(void) { _mm_pause(); } /* while a worker waits for another core */

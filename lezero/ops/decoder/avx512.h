@@ -99,3 +99,4 @@ INLINE void put_odd(uint16_t line[32], floats v) {
   const ints wide = _mm512_slli_epi32(_mm512_cvtepu16_epi32(to_bf16(v)), 16);
   _mm512_storeu_si512(line, _mm512_mask_blend_epi16(0xaaaaaaaa, load_line(line), wide));
 }
+INLINE void rest(void) { _mm_pause(); } /* while a worker waits for another core */

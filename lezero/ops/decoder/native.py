@@ -15,7 +15,7 @@ _FOLDER = Path(__file__).parent
 
 def _with_layers(kernel: Kernel) -> Kernel:
     """The layers beside the linear kernel of the same instruction set, which they call."""
-    layers = kernel.files[0].stem.partition("_")[0]  # amx, avx512 or avx2
+    layers = kernel.files[0].stem.partition("_")[0]  # amx, avx512, avx2 or generic
     files = (*kernel.files, _FOLDER / f"{layers}_layers.c")
     trial = _as_linear if kernel.trial else None
     return replace(kernel, files=files, trial=trial)

@@ -56,7 +56,7 @@ static void meet(worker *w) {
   __atomic_fetch_add(meets, w->end - w->begin, __ATOMIC_ACQ_REL);
   for (int spins = 0; __atomic_load_n(meets, __ATOMIC_ACQUIRE) < w->meets; spins++) {
     if (w->ahead->left > 0) fetch_some(w->ahead, 1);
-    else if (spins < 4000) _mm_pause();
+    else if (spins < 4000) rest();
     else sched_yield(); /* another program has the core that we wait for */
   }
 }

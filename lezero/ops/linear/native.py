@@ -10,7 +10,8 @@ from lezero.profiler.products import product_seconds
 
 _FOLDER = Path(__file__).parent
 # A product and the sum around it stay two roundings where the reference has two.
-_EXACT = ("-ffp-contract=off", "-mfma", "-mf16c")
+_ROUNDED = ("-ffp-contract=off",)
+_EXACT = (*_ROUNDED, "-mfma", "-mf16c")
 _VNNI = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _HAS_VNNI = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "fma", "f16c"})
 _HAS_AVX2 = frozenset({"avx2", "fma", "f16c"})
@@ -53,6 +54,13 @@ NATIVE = Native(
             (_FOLDER / "avx2.c",),
             (*_EXACT, "-mavx2"),
         ),
+        Kernel(
+            "dotprod",
+            frozenset({"neon", "dotprod"}),
+            (_FOLDER / "generic.c",),
+            (*_ROUNDED, "-march=armv8.2-a+dotprod"),
+        ),
+        Kernel("generic", frozenset(), (_FOLDER / "generic.c",), _ROUNDED),
     ),
     registration=_FOLDER / "registration.cpp",
     otherwise="packed linear layers run their reference, many times slower",

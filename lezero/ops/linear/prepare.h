@@ -21,6 +21,11 @@
 #ifndef IN_LINES
 #define IN_LINES(l) 0
 #endif
+/* Whether a kernel multiplies 8-bit weights less 128, since its bytes are signed. */
+#ifndef SIGNED_BYTES
+#define SIGNED_BYTES 0
+#define load_bytes load_line
+#endif
 enum { LINE_ROWS = 16 }; /* of a tile in lines */
 
 typedef struct {
@@ -234,7 +239,8 @@ static void prepare_codes(const lezero_linear *l, const workspace *w, const toke
                           const void *x) {
   const int64_t D = w->digits, R = t->rows;
   const token_steps step = steps_of(w, R);
-  const int middle = l->zero ? 0 : l->bits == 8 ? 128 : 8, two = l->x_bits == 16;
+  const int off = SIGNED_BYTES && l->bits == 8 ? 128 : 0, two = l->x_bits == 16;
+  const int middle = (l->zero ? 0 : l->bits == 8 ? 128 : 8) - off;
   float inverse = 0;
   if (!w->fine) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
   for (int64_t b = 0; b < w->blocks; b++) {

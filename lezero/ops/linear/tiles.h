@@ -136,7 +136,7 @@ INLINE void sum_bytes(const int R, const int P, const int words, const uint8_t *
                       const uint8_t **next, ints acc[][2]) {
   for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES(words) * R) {
     fetch(P, w0, w1, m, next);
-    dot_fours(R, P, words, load_line(w0), P == 2 ? load_line(w1) : all_ints(0), a, acc);
+    dot_fours(R, P, words, load_bytes(w0), P == 2 ? load_bytes(w1) : all_ints(0), a, acc);
   }
 }
 

@@ -31,6 +31,7 @@ NATIVE = Native(
             (_FOLDER / "avx2.c",),
             ("-mavx2", "-mfma", "-mf16c"),
         ),
+        Kernel("generic", frozenset(), (_FOLDER / "generic.c",)),
     ),
     registration=_FOLDER / "registration.cpp",
     otherwise="attention of encoders is PyTorch's, over padded texts",

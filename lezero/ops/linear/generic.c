@@ -1,0 +1,5 @@
+/* Linear layers for any processor. */
+#include "problem.h"
+#define INLINE static inline __attribute__((always_inline))
+#include "generic.h"
+#include "vectors.h"
