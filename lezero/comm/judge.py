@@ -112,9 +112,11 @@ class Judge:
         waited = now - self._waits_since
         if self._entered == self._left or waited < self._patience_s:
             return
-        for peer in self.peers.values():
-            behind = peer.entered < self._entered and peer.rank not in self._silent
-            if behind and self._waited_for.get(peer.rank) != self._entered:
+        peers = [peer for peer in self.peers.values() if peer.rank not in self._silent]
+        behind = [peer for peer in peers if peer.entered < self._entered]
+        # Whoever began the same exchange may not come to its end, since it waits elsewhere.
+        for peer in behind or [peer for peer in peers if peer.left <= self._left]:
+            if self._waited_for.get(peer.rank) != self._entered:
                 self._waited_for[peer.rank] = self._entered
                 level = log.info if peer.state == BUSY else log.warning
                 level("%s.%s", verdict.waited_for(peer, waited, now), self._around(peer))

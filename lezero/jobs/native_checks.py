@@ -47,7 +47,7 @@ class NativeOpsCheck(Check):
                 )
             )
         running = [f"{op['name']} ({op['kernel']})" for op in ops if op["kernel"]]
-        if running and not found:
+        if running:
             found.append(Finding(severity="ok", title=f"native ops: {', '.join(running)}"))
         return found
 

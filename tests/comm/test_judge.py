@@ -132,6 +132,15 @@ def test_who_is_waited_for_is_told_of_once_with_what_it_does(
     assert said[0].startswith(f"{level}: {text}")
 
 
+def test_a_rank_that_began_the_same_collective_may_wait_elsewhere(warnings: list[str]) -> None:
+    """In a collective that the watch does not see, before it has come to the end of this one."""
+    scene = Scene()
+    while scene.now < 2 * PATIENCE_S:
+        scene.hear(entered=6, left=4)
+        assert not scene.told(BEAT_S)
+    assert len(warnings) == 1
+
+
 def test_waiting_begins_anew_with_every_collective(warnings: list[str]) -> None:
     scene = Scene()
     for at in ((4, 4), (5, 4), (6, 5), (7, 6)):  # alone, then with one in flight all the time

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.core.errors import ConfigError
-from lezero.ops.linear import Packed, linear_int, native, pack
+from lezero.ops.linear import Packed, linear_int, native, pack, reference
+from lezero.ops.native import Kernel
 
 pytestmark = pytest.mark.skipif(not native.NATIVE.available(), reason="no kernel")
 N, K = 20, 70
@@ -99,3 +100,19 @@ def test_a_bias_has_one_dim_and_is_of_floats(bias: Tensor, trains: bool) -> None
 def test_a_scale_may_be_of_any_type(scale: Tensor) -> None:
     x = tokens(3)
     assert torch.equal(layer(x, x_scale=scale), layer(x, x_scale=torch.tensor([1.0])))
+
+
+@pytest.mark.parametrize("kernel", native.NATIVE.able(), ids=lambda kernel: kernel.name)
+def test_a_tie_of_fp32_is_rounded_by_what_lies_below_it(kernel: Kernel) -> None:
+    """3 · (1 + 2^-23) is a tie, and the sum of the block before it too small for fp64 to keep."""
+    codes = torch.full((1, 64), 8, dtype=torch.uint8)
+    codes[0, 0], codes[0, 32] = 7, 9
+    weight = pack(codes, torch.tensor([[2.0**-60, 1 + 2.0**-23]]), None, bits=4)
+    x, sizes = torch.zeros(1, 64), (1, 4, 32, 8, 0)
+    x[0, 0], x[0, 32] = 1, 3
+    one = torch.ones(1)
+    for found in (
+        native.NATIVE.load(kernel).linear_int(x, *weight, None, one, *sizes),
+        reference.linear_int(x, weight, None, one, *sizes),
+    ):
+        assert float(found) == 3 + 2.0**-22

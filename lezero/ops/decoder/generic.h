@@ -13,7 +13,7 @@ INLINE float lanes_total(floats x) {
   const f4 q = (x.a + x.c) + (x.b + x.d);
   return (q[0] + q[2]) + (q[1] + q[3]);
 }
-INLINE floats whole(floats x) { return EACH(floats, whole4, x); } /* the nearest one */
+INLINE floats whole(floats x) { return EACH(floats, whole4, x); }
 INLINE f4 power4(f4 x, f4 n) {
   return x * (f4)((__builtin_convertvector(least4(n, all4(128)), i4) + 127) << 23);
 }
@@ -71,7 +71,7 @@ INLINE void put_odd(uint16_t line[32], floats v) {
   for (int i = 0; i < 16; i++) line[2 * i + 1] = half[i];
 }
 INLINE void rest(void) { /* while a worker waits for another core */
-#ifdef __ARM_NEON
+#ifdef __aarch64__
   __asm__ volatile("yield");
 #endif
 }

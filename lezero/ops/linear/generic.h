@@ -1,10 +1,11 @@
 /* The primitives of tiles.h, which says what each does, in the vectors of gcc and clang, 16 bytes
- * each: for any processor. On Arm with its dot product and where it multiplies and adds at once by
- * the instructions for that. */
+ * each: for any processor. Products are those of 64-bit Arm and of SSE2 where there are these. */
 #include <stdint.h>
 #include <string.h>
-#ifdef __ARM_NEON
+#ifdef __aarch64__
 #include <arm_neon.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 typedef float f4 __attribute__((vector_size(16)));
@@ -35,15 +36,27 @@ INLINE ints all_ints(int32_t x) { return (ints){all4i(x), all4i(x), all4i(x), al
 INLINE f4 chosen(i4 mask, f4 x, f4 y) { return (f4)((mask & (i4)x) | (~mask & (i4)y)); }
 
 INLINE float from_half(uint16_t half) {
-  _Float16 x;
-  memcpy(&x, &half, 2);
-  return (float)x;
+  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, size = half & 0x7fff;
+  uint32_t bits = (size << 13) + (112u << 23);
+  float x;
+  if (size >= 0x7c00) bits += 112u << 23;
+  memcpy(&x, &bits, 4);
+  if (size < 0x0400) x = (float)size * 0x1p-24f;
+  memcpy(&bits, &x, 4), bits |= sign, memcpy(&x, &bits, 4);
+  return x;
 }
 INLINE uint16_t to_half(float x) {
-  const _Float16 half = (_Float16)x;
-  uint16_t bits;
-  memcpy(&bits, &half, 2);
-  return bits;
+  uint32_t bits, half;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) half = 0x7e00;
+  else if (size >= 0x47800000) half = 0x7c00;
+  else if (size >= 0x38800000) half = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+  else { /* below the normal ones: adding 1/2 rounds to multiples of 2^-24 */
+    float small;
+    memcpy(&small, &size, 4), small += 0.5f, memcpy(&half, &small, 4), half -= 0x3f000000;
+  }
+  return (uint16_t)(sign | half);
 }
 
 /* Kept out of the loops that call them: inlined, they take most of the time to build. */
@@ -120,6 +133,22 @@ INLINE i4 dot4(i4 sum, i4 w, token_codes x) { return (i4)vdotq_s32((int32x4_t)su
 INLINE i4 made_signed(i4 w) { return w ^ all4i((int32_t)0x80808080); }
 #else
 #define SIGNED_BYTES 0
+#ifdef __SSE2__ /* as words: the even ones, and the odd ones */
+typedef struct {
+  i4 even, odd;
+} token_codes;
+INLINE token_codes read_codes(const int8_t *at, const int words) {
+  int32_t x;
+  (void)words, memcpy(&x, at, 4);
+  const __m128i all = _mm_set1_epi32(x);
+  return (token_codes){(i4)_mm_srai_epi16(_mm_slli_epi16(all, 8), 8), (i4)_mm_srai_epi16(all, 8)};
+}
+INLINE i4 dot4(i4 sum, i4 w, token_codes x) {
+  const __m128i even = (__m128i)(w & all4i(0x00ff00ff)), odd = _mm_srli_epi16((__m128i)w, 8);
+  sum += (i4)_mm_madd_epi16(even, (__m128i)x.even);
+  return sum + (i4)_mm_madd_epi16(odd, (__m128i)x.odd);
+}
+#else
 typedef struct {
   int32_t x[4];
 } token_codes;
@@ -132,6 +161,7 @@ INLINE i4 dot4(i4 sum, i4 w, token_codes t) {
   sum += (w & byte) * all4i(t.x[0]) + (w >> 8 & byte) * all4i(t.x[1]);
   return sum + (w >> 16 & byte) * all4i(t.x[2]) + (w >> 24 & byte) * all4i(t.x[3]);
 }
+#endif
 INLINE i4 made_signed(i4 w) { return w; }
 #endif
 INLINE ints dot_codes(ints sum, ints w, token_codes x, const int words) {
@@ -152,16 +182,25 @@ INLINE floats float_of(ints x) { return EACH(floats, float4, x); }
 INLINE f4 mul4(f4 x, f4 y) { return x * y; }
 INLINE f4 sub4(f4 x, f4 y) { return x - y; }
 INLINE f4 add4(f4 x, f4 y) { return x + y; }
-/* Rounded once: in fp64 the product is exact, and the sum so near that it rounds as one. */
+/* Rounded once. */
+#ifdef __aarch64__
 INLINE f4 fma4(f4 x, f4 y, f4 z) {
-#ifdef __ARM_NEON
   return (f4)vfmaq_f32((float32x4_t)z, (float32x4_t)x, (float32x4_t)y);
-#else
-  typedef double d4 __attribute__((vector_size(32)));
-  const d4 wide = __builtin_convertvector(x, d4) * __builtin_convertvector(y, d4);
-  return __builtin_convertvector(wide + __builtin_convertvector(z, d4), f4);
-#endif
 }
+#else
+/* In fp64 the product is exact. If the sum is not, it is made odd towards what it lacks, so that it
+ * is no tie of fp32, which would be rounded a second time. */
+INLINE f4 fma4(f4 x, f4 y, f4 z) {
+  typedef double d4 __attribute__((vector_size(32)));
+  typedef int64_t l4 __attribute__((vector_size(32)));
+  const d4 p = __builtin_convertvector(x, d4) * __builtin_convertvector(y, d4);
+  const d4 c = __builtin_convertvector(z, d4), sum = p + c, part = sum - p, zero = {0};
+  const d4 rest = (p - (sum - part)) + (c - part); /* NaN beyond the finite ones */
+  const l4 bits = (l4)sum, away = (l4)((rest > zero) == (sum > zero)); /* -1 or 0 */
+  const l4 even = (l4)((bits & 1) == 0) & (l4)((rest > zero) | (rest < zero));
+  return __builtin_convertvector((d4)(bits + (even & (-1 - 2 * away))), f4);
+}
+#endif
 INLINE f4 fma_less4(f4 x, f4 y, f4 z) { return fma4(-x, y, z); }
 INLINE floats product(floats x, floats y) { return EACH_TWO(floats, mul4, x, y); }
 INLINE floats difference(floats x, floats y) { return EACH_TWO(floats, sub4, x, y); }
@@ -194,7 +233,8 @@ INLINE f4 limited4(f4 x, f4 most) { return least4(most4(x, -most), most); }
 INLINE floats limited(floats x, float most) {
   return EACH_TWO(floats, limited4, x, all_floats(most));
 }
-INLINE f4 whole4(f4 x) { return (x + all4(0x1.8p23f)) - all4(0x1.8p23f); } /* below 2^22 */
+/* The nearest one, of numbers below 2^22. */
+INLINE f4 whole4(f4 x) { return (x + all4(0x1.8p23f)) - all4(0x1.8p23f); }
 INLINE i4 rounded4(f4 x) { return __builtin_convertvector(whole4(x), i4); }
 INLINE ints rounded(floats x) { return EACH(ints, rounded4, x); }
 INLINE i4 high_digit4(i4 q) { return (q + 128) >> 8; }
@@ -219,7 +259,7 @@ INLINE token_pair read_pair(const int8_t *at) {
 /* sum + w · x for pairs of bf16. */
 INLINE f4 pair4(f4 sum, i4 w, token_pair x) {
   const f4 first = (f4)(w << 16), second = (f4)(w & all4i((int32_t)0xffff0000));
-#ifdef __ARM_NEON
+#ifdef __aarch64__
   return fma4(second, x.second, fma4(first, x.first, sum));
 #else
   return sum + first * x.first + second * x.second;

@@ -1,7 +1,7 @@
 """Linear layers on packed weights in plain PyTorch: the formulas that every kernel is held to.
 
     bf16    y = x wᵀ + bias; x in bf16 as it is, in fp32 and fp16 as the sum of two bf16 (AVX2,
-            which multiplies in fp32, takes it as it is)
+            and others that multiply in fp32, take it as it is)
     4, 8 bits, x of 8 bits (A8): a (int8), t from `quantize_tokens`, for each group g of inputs
                 y = t · Σ_g s_g · Σ_k a (w - z) + bias
     4, 8 bits, x of 16 bits (A16): a (int16), t_b from `fixed_point`, or of 8 bits in blocks: a
@@ -150,8 +150,16 @@ def embedding(
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a · b + c of fp32 values: exact in fp64 but for the sum, so rounded as once."""
-    return (a.double() * b.double() + c.double()).float()
+    """a · b + c of fp32 values, rounded once. In fp64 the product is exact; a sum that is not is
+    made odd towards what it lacks, so that it is no tie, which `float` would round once more."""
+    product, c = torch.broadcast_tensors(a.double() * b.double(), c.double())
+    total = product + c
+    part = total - product
+    rest = (product - (total - part)) + (c - part)  # NaN beyond the finite ones
+    bits = total.view(torch.int64)
+    even = ((bits & 1) == 0) & ((rest > 0) | (rest < 0))
+    step = torch.where((rest > 0) == (total > 0), 1, -1)
+    return torch.where(even, bits + step, bits).view(torch.float64).float()
 
 
 def finish(out: Tensor, factor: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -31,7 +31,6 @@ NATIVE = Native(
             (_FOLDER / "avx2.c",),
             ("-mavx2", "-mfma", "-mf16c"),
         ),
-        Kernel("generic", frozenset(), (_FOLDER / "generic.c",)),
     ),
     registration=_FOLDER / "registration.cpp",
     otherwise="attention of encoders is PyTorch's, over padded texts",

@@ -23,7 +23,7 @@ from lezero.comm.wire import Wire
 from lezero.core.errors import OrderError
 from lezero.nn.blocks import blocks
 from lezero.parallel.zero.config import Zero
-from lezero.parallel.zero.held import REPLACED, local
+from lezero.parallel.zero.held import local, retire
 from lezero.parallel.zero.layout import Part, Rows
 from lezero.parallel.zero.structure import Structure
 
@@ -193,7 +193,7 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
         assert isinstance(parameter.placements[-1], Shard)
         setattr(parameter, OWNED, Owned(name, sharding))
         if before[name] is not parameter:
-            setattr(before[name], REPLACED, name)
+            retire(before[name], name)
     return sharding
 
 

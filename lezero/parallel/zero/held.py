@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +48,23 @@ class Mark(NamedTuple):
         return dropped
 
 
+def retire(old: nn.Parameter, name: str) -> None:
+    """Says of a parameter that the model no longer has what it was. No optimizer may hold it, and a
+    gradient that reaches it was computed from values that no step changes."""
+    setattr(old, REPLACED, name)
+    if old.requires_grad and old.is_leaf:
+        old.register_hook(partial(_stale, name))
+
+
+def _stale(name: str, _: torch.Tensor) -> None:
+    raise OrderError(
+        f"parameter '{name}' was replaced by lz.shard_, and the loss was computed from the tensor "
+        "that it was before, whose values no step changes: something keeps it beside the model's "
+        "table of parameters, such as a list or an attribute set by object.__setattr__. Read it "
+        "from the module that has it, each time"
+    )
+
+
 def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Puts `parameter` where the module has one of that name."""
     if isinstance(module, nn.RNNBase):  # it keeps a list of its own beside the table
@@ -85,7 +103,7 @@ class Held:
         """Makes `parameter` the registered one; an optimizer that holds the old one is told so."""
         old = self.sharded
         if old is not parameter:
-            setattr(old, REPLACED, self.name)
+            retire(old, self.name)
         parameter.requires_grad_(old.requires_grad)
         setattr(parameter, HELD, self)
         self.sharded = parameter

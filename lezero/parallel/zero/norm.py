@@ -71,16 +71,29 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_` for a model under `lz.shard_` at any stage, with the same
     result bit for bit at all of them; collective. `norm_type`: the p of the p-norm, above 0; `inf`
-    is the largest magnitude. A norm that is not finite clips nothing.
+    is the largest magnitude. A norm that is not finite clips nothing. `ConfigError` where some of
+    the parameters are of no sharded model: their gradients, and so the norm, are each rank's own.
     """
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is {max_norm}; allowed is above 0")
     listed = _listed(parameters)
+    _need_shared(listed)
     norm = grad_norm(listed, norm_type)
     if math.isfinite(float(norm)) and float(norm) > max_norm:
         gradients = [local(p.grad) for p in listed if p.grad is not None]
         torch._foreach_mul_(gradients, max_norm / (float(norm) + 1e-6))
     return norm
+
+
+def _need_shared(parameters: list[torch.Tensor]) -> None:
+    given = [p for p in parameters if p.grad is not None]
+    alone = [p for p in given if not hasattr(p, HELD) and not isinstance(p.grad, DTensor)]
+    if alone and len(alone) < len(given) and groups.world_size() > 1:
+        raise ConfigError(
+            f"clip_grad_norm_: {len(alone)} of {len(given)} parameters are of no sharded model, "
+            f"one of shape {tuple(alone[0].shape)}: each rank would clip its shards by a norm of "
+            "its own. Shard the whole of what is trained, or clip the others by themselves"
+        )
 
 
 def _summed(gradients: list[DTensor], norm_type: float) -> list[float]:

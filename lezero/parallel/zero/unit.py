@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
 from lezero.core.function_modes import past_modes
-from lezero.parallel.zero.held import REPLACED, Held, local, register
+from lezero.parallel.zero.held import Held, local, register, retire
 from lezero.parallel.zero.segment import Segment, Whole
 from lezero.parallel.zero.tensors import new_tensors, returned
 
@@ -53,7 +53,7 @@ def adopt(held: Held, found: nn.Parameter | None) -> None:
         )
     with torch.no_grad():
         held.local().copy_(local(found.detach()))
-        setattr(found, REPLACED, held.name)
+        retire(found, held.name)
     held.show(held.sharded)
 
 
