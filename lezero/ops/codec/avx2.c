@@ -183,18 +183,25 @@ static void decode_bf16(const uint16_t* q, int64_t n, float* y) {
     _mm256_storeu_ps(y + i, widen(_mm_loadu_si128((const __m128i*)(q + i))));
 }
 
-// For each set of two kept of four: which lanes they are, and where each of the four finds itself.
-#define NONE {0, 0, 0, 0}
-static const int32_t take[16][4] = {
-    NONE, NONE, NONE, {0, 1}, NONE, {0, 2}, {1, 2}, NONE,
-    NONE, {0, 3}, {1, 3}, NONE, {2, 3}, NONE, NONE, NONE};
-static const int32_t give[16][4] = {
-    NONE, NONE, NONE, {0, 1, 0, 0}, NONE, {0, 0, 1, 0}, {0, 0, 1, 0}, NONE,
-    NONE, {0, 0, 0, 1}, {0, 0, 0, 1}, NONE, {0, 0, 0, 1}, NONE, NONE, NONE};
+// For two of four kept, twice: which lanes these are, and where among them each of the eight finds
+// itself. Of four that do not keep two, the first stands for all.
+static uint8_t take[256][8], give[256][8];
 
-static __m256i of_fours(const int32_t table[16][4], uint8_t keep) {
-  const __m128i low = _mm_loadu_si128((const __m128i*)table[keep & 15]);
-  return _mm256_set_m128i(_mm_loadu_si128((const __m128i*)table[keep >> 4]), low);
+static void __attribute__((constructor)) fill_tables(void) {
+  for (int keep = 0; keep < 256; keep++)
+    for (int four = 0; four < 2; four++) {
+      const int two = __builtin_popcount(keep >> 4 * four & 15) == 2;
+      take[keep][2 * four] = take[keep][2 * four + 1] = (uint8_t)(4 * four);
+      for (int lane = 4 * four, n = 2 * four; lane < 4 * four + 4; lane++) {
+        const int kept = two && keep >> lane & 1;
+        give[keep][lane] = (uint8_t)(kept ? n : 2 * four);
+        if (kept) take[keep][n++] = (uint8_t)lane;
+      }
+    }
+}
+
+static __m256i lanes_of(const uint8_t table[256][8], uint8_t keep) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)table[keep]));
 }
 
 // Each lane is compared with the three others of its four; one that stands before it wins a tie,
@@ -218,17 +225,15 @@ static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs)
                                         _mm256_and_si256(c, _mm256_or_si256(a, b)));
     const uint8_t keep = (uint8_t)~_mm256_movemask_ps(_mm256_castsi256_ps(two));
     kept[i / 8] = keep;
-    const __m256 chosen = _mm256_permutevar_ps(x, of_fours(take, keep));
-    const __m256d packed = _mm256_permute4x64_pd(_mm256_castps_pd(chosen), 0x08);
-    _mm_storeu_ps(pairs + i / 2, _mm_castpd_ps(_mm256_castpd256_pd128(packed)));
+    const __m256 chosen = _mm256_permutevar8x32_ps(x, lanes_of(take, keep));
+    _mm_storeu_ps(pairs + i / 2, _mm256_castps256_ps128(chosen));
   }
   return largest_of(top);
 }
 
 static __m256 spread_8(const float* pairs, const uint8_t* kept, int64_t i) {
   const __m256 x = _mm256_castps128_ps256(_mm_loadu_ps(pairs + i / 2));
-  const __m256 two = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(x), 0x10));
-  const __m256 placed = _mm256_permutevar_ps(two, of_fours(give, kept[i / 8]));
+  const __m256 placed = _mm256_permutevar8x32_ps(x, lanes_of(give, kept[i / 8]));
   return _mm256_and_ps(placed, _mm256_castsi256_ps(lanes(kept[i / 8])));
 }
 
