@@ -65,12 +65,8 @@ def test_layers_of_all_shapes_are_those_of_avx2_bit_for_bit() -> None:
         form, dtype = draw.choice([(8, 0), (8, 32), (16, 0)]), draw.choice(FLOATS)
         x, weight = seeded(M, K).to(dtype), packed(N, K, bits, group, draw.random() < 0.3, dtype)
         given = (x, *weight, seeded(N), None, N, bits, group, *form)
-        assert torch.equal(ops.linear_int(*given), plain.linear_int(*given)), (
-            M,
-            K,
-            dtype,
-            given[7:],
-        )
+        same = torch.equal(ops.linear_int(*given), plain.linear_int(*given))
+        assert same, (M, K, dtype, given[7:])
 
 
 @pytest.mark.parametrize("name", test_decoder.SHAPES)

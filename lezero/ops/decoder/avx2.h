@@ -1,5 +1,7 @@
 /* What layers.h needs beyond the primitives of linear, for AVX2. */
 
+#include "plain.h"
+
 INLINE floats quotient(floats x, floats y) {
   return BOTH(floats, _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b));
 }
@@ -63,21 +65,5 @@ enum { MOST_SUMS = 4 }; /* that registers hold beside what is multiplied */
 INLINE floats store_weights(int8_t *to, floats v) {
   write16(to, LEZERO_FP32, 0, 16, v);
   return v;
-}
-/* 16 rows of 16 dwords, `step` bytes apart, turned: line i of `to` has dword i of each. */
-INLINE void turn_dwords(char *to, const void *from, int64_t step) {
-  for (int r = 0; r < 16; r++)
-    for (int i = 0; i < 16; i++) memcpy(to + i * 64 + 4 * r, (const char *)from + r * step + 4 * i, 4);
-}
-/* v in bf16 to the even places of a line, whose odd ones become 0, or to the odd ones. */
-INLINE void put_even(uint16_t line[32], floats v) {
-  uint16_t half[16];
-  store_bf16(half, v);
-  for (int i = 0; i < 16; i++) line[2 * i] = half[i], line[2 * i + 1] = 0;
-}
-INLINE void put_odd(uint16_t line[32], floats v) {
-  uint16_t half[16];
-  store_bf16(half, v);
-  for (int i = 0; i < 16; i++) line[2 * i + 1] = half[i];
 }
 INLINE void rest(void) { _mm_pause(); } /* while a worker waits for another core */

@@ -1,5 +1,7 @@
 /* What layers.h needs beyond the primitives of linear, for any processor. */
 
+#include "plain.h"
+
 INLINE f4 quotient4(f4 x, f4 y) { return x / y; }
 INLINE floats quotient(floats x, floats y) { return EACH_TWO(floats, quotient4, x, y); }
 INLINE floats inverse(floats x) { return quotient(all_floats(1), x); }
@@ -53,22 +55,6 @@ enum { MOST_SUMS = 6 }; /* that registers hold beside what is multiplied */
 INLINE floats store_weights(int8_t *to, floats v) {
   memcpy(to, &v, 64);
   return v;
-}
-/* 16 rows of 16 dwords, `step` bytes apart, turned: line i of `to` has dword i of each. */
-INLINE void turn_dwords(char *to, const void *from, int64_t step) {
-  for (int r = 0; r < 16; r++)
-    for (int i = 0; i < 16; i++) memcpy(to + i * 64 + 4 * r, (const char *)from + r * step + 4 * i, 4);
-}
-/* v in bf16 to the even places of a line, whose odd ones become 0, or to the odd ones. */
-INLINE void put_even(uint16_t line[32], floats v) {
-  uint16_t half[16];
-  store_bf16(half, v);
-  for (int i = 0; i < 16; i++) line[2 * i] = half[i], line[2 * i + 1] = 0;
-}
-INLINE void put_odd(uint16_t line[32], floats v) {
-  uint16_t half[16];
-  store_bf16(half, v);
-  for (int i = 0; i < 16; i++) line[2 * i + 1] = half[i];
 }
 INLINE void rest(void) { /* while a worker waits for another core */
 #ifdef __aarch64__
