@@ -6,7 +6,7 @@ A GPT of 26M parameters (8 layers, 512 wide, 256 tokens, batch 4 a rank, bf16 au
 of one thread. Two hosts are two network namespaces joined by a cable that `tc` slows down. DDP and
 DeepSpeed run a bare loop, LeZero (stage 0: gradients are all-reduced, both ways encoded) its Engine
 as it ships; the row without a codec tells what the Engine gives and what the wire. What is counted
-begins after the Engine has tried both attention kernels (18 steps; 3 for the others, which try none).
+begins when the Engine has tried both attention kernels, after 18 steps (peers try none: after 3).
 
 The loss is that of validation text after 300 steps on the loopback with the codec forced, on rows
 of 128 tokens. A codec counts for the speedup when its loss is within 1% of DDP's.

@@ -206,27 +206,33 @@ static __m256i lanes_of(const uint8_t table[256][8], uint8_t keep) {
 
 // Each lane is compared with the three others of its four; one that stands before it wins a tie,
 // so there a lane's own size counts one less.
-static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
+static __m128 keep_8(const float* y, uint8_t* kept, __m256i* top) {
   const __m256i tie1 = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0, 0, 1));
   const __m256i tie2 = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 0, 1, 1));
   const __m256i tie3 = _mm256_broadcastsi128_si256(_mm_setr_epi32(0, 1, 1, 1));
+  const __m256 x = _mm256_loadu_ps(y);
+  const __m256i size = magnitude(x);
+  *top = _mm256_max_epi32(*top, size);
+  const __m256i a = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x39),
+                                       _mm256_sub_epi32(size, tie1));
+  const __m256i b = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x4E),
+                                       _mm256_sub_epi32(size, tie2));
+  const __m256i c = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x93),
+                                       _mm256_sub_epi32(size, tie3));
+  const __m256i two = _mm256_or_si256(_mm256_and_si256(a, b),
+                                      _mm256_and_si256(c, _mm256_or_si256(a, b)));
+  const uint8_t keep = (uint8_t)~_mm256_movemask_ps(_mm256_castsi256_ps(two));
+  *kept = keep;
+  return _mm256_castps256_ps128(_mm256_permutevar8x32_ps(x, lanes_of(take, keep)));
+}
+
+static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
   __m256i top = _mm256_setzero_si256();
-  for (int64_t i = 0; i < n; i += 8) {
-    const __m256 x = _mm256_loadu_ps(y + i);
-    const __m256i size = magnitude(x);
-    top = _mm256_max_epi32(top, size);
-    const __m256i a = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x39),
-                                         _mm256_sub_epi32(size, tie1));
-    const __m256i b = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x4E),
-                                         _mm256_sub_epi32(size, tie2));
-    const __m256i c = _mm256_cmpgt_epi32(_mm256_shuffle_epi32(size, 0x93),
-                                         _mm256_sub_epi32(size, tie3));
-    const __m256i two = _mm256_or_si256(_mm256_and_si256(a, b),
-                                        _mm256_and_si256(c, _mm256_or_si256(a, b)));
-    const uint8_t keep = (uint8_t)~_mm256_movemask_ps(_mm256_castsi256_ps(two));
-    kept[i / 8] = keep;
-    const __m256 chosen = _mm256_permutevar8x32_ps(x, lanes_of(take, keep));
-    _mm_storeu_ps(pairs + i / 2, _mm256_castps256_ps128(chosen));
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m128 low = keep_8(y + i, kept + i / 8, &top);
+    const __m128 high = keep_8(y + i + 8, kept + i / 8 + 1, &top);
+    // One store, as one load reads them: a load of two stores waits until both have left.
+    _mm256_storeu_ps(pairs + i / 2, _mm256_set_m128(high, low));
   }
   return largest_of(top);
 }

@@ -149,27 +149,34 @@ static void decode_bf16(const uint16_t* q, int64_t n, float* y) {
 
 // Each lane is compared with the three others of its four: the difference is negative where the other
 // is larger. One that stands before it wins a tie, so there a lane's own size counts one less.
-static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
+static __m256 keep_16(const float* y, uint8_t* kept, __m512i* top) {
   const __m512i mask = _mm512_set1_epi32(0x7FFFFFFF);
   const __m512i tie1 = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 0, 1));
   const __m512i tie2 = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 1, 1));
   const __m512i tie3 = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 1, 1, 1));
+  const __m512 x = _mm512_loadu_ps(y);
+  const __m512i size = _mm512_and_si512(mask, _mm512_castps_si512(x));
+  *top = _mm512_max_epu32(*top, size);
+  const __m512i other1 = _mm512_shuffle_epi32(size, 0x39);  // of lanes 1, 2, 3, 0
+  const __m512i other2 = _mm512_shuffle_epi32(size, 0x4E);
+  const __m512i other3 = _mm512_shuffle_epi32(size, 0x93);
+  const __m512i a = _mm512_sub_epi32(_mm512_sub_epi32(size, tie1), other1);
+  const __m512i b = _mm512_sub_epi32(_mm512_sub_epi32(size, tie2), other2);
+  const __m512i c = _mm512_sub_epi32(_mm512_sub_epi32(size, tie3), other3);
+  // Negative where at most one of the three is: not their majority.
+  const __mmask16 keep = _mm512_movepi32_mask(_mm512_ternarylogic_epi32(a, b, c, 0x17));
+  const uint16_t bits = (uint16_t)keep;
+  memcpy(kept, &bits, 2);
+  return _mm512_castps512_ps256(_mm512_maskz_compress_ps(keep, x));
+}
+
+static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs) {
   __m512i top = _mm512_setzero_si512();
-  for (int64_t i = 0; i < n; i += 16) {
-    const __m512 x = _mm512_loadu_ps(y + i);
-    const __m512i size = _mm512_and_si512(mask, _mm512_castps_si512(x));
-    top = _mm512_max_epu32(top, size);
-    const __m512i other1 = _mm512_shuffle_epi32(size, 0x39);  // of lanes 1, 2, 3, 0
-    const __m512i other2 = _mm512_shuffle_epi32(size, 0x4E);
-    const __m512i other3 = _mm512_shuffle_epi32(size, 0x93);
-    const __m512i a = _mm512_sub_epi32(_mm512_sub_epi32(size, tie1), other1);
-    const __m512i b = _mm512_sub_epi32(_mm512_sub_epi32(size, tie2), other2);
-    const __m512i c = _mm512_sub_epi32(_mm512_sub_epi32(size, tie3), other3);
-    // Negative where at most one of the three is: not their majority.
-    const __mmask16 keep = _mm512_movepi32_mask(_mm512_ternarylogic_epi32(a, b, c, 0x17));
-    const uint16_t bits = (uint16_t)keep;
-    memcpy(kept + i / 8, &bits, 2);
-    _mm256_storeu_ps(pairs + i / 2, _mm512_castps512_ps256(_mm512_maskz_compress_ps(keep, x)));
+  for (int64_t i = 0; i < n; i += 32) {
+    const __m256 low = keep_16(y + i, kept + i / 8, &top);
+    const __m256 high = keep_16(y + i + 16, kept + i / 8 + 2, &top);
+    // One store, as one load reads them: a load of two stores waits until both have left.
+    _mm512_storeu_ps(pairs + i / 2, _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1));
   }
   return _mm512_reduce_max_epu32(top);
 }
