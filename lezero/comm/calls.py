@@ -22,10 +22,14 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from lezero.comm.pending import Arrived
+from lezero.core import in_flight
+
 KEPT = 4096
 WINDOW = 32
 _KINDS = 1 << 16
 _DEEPEST = 48
+_WAITS = (in_flight.wait.__code__, Arrived.block.__code__)
 Text = tuple[str, tuple[int, ...], str, str]
 
 
@@ -200,6 +204,17 @@ def position_of(thread: int) -> tuple[int, int]:
     frame = sys._current_frames().get(thread)
     try:
         return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+    finally:
+        del frame
+
+
+def wait_of(thread: int) -> int:
+    """The frame in which a thread waits for the backend: equal while it does, 0 outside."""
+    frame = sys._current_frames().get(thread)
+    try:
+        while frame is not None and frame.f_code not in _WAITS:
+            frame = frame.f_back
+        return 0 if frame is None else id(frame)
     finally:
         del frame
 

@@ -42,6 +42,7 @@ from lezero.comm.calls import (
     place_of,
     position_of,
     site_of,
+    wait_of,
 )
 from lezero.comm.judge import BEAT_S, Judge
 from lezero.comm.usual import Usual
@@ -88,7 +89,7 @@ class Watch:
         self._thread_watched = threading.get_ident()
         self._told: str | None = None
         self._said = False  # raised or logged
-        self._held = (0, 0, now)  # where the watched thread was when it was told, and when
+        self._held: tuple[object, float] = (0, now)  # where the watched thread is held, since when
         self._asking_s = 0.0
         self._parted: tuple[int, float] | None = None
         self._started = now
@@ -329,7 +330,8 @@ class Watch:
         if self._told is not None:
             return
         self._told, self._attend = text, True
-        self._held = (*position_of(self._thread_watched), time.monotonic())
+        thread = self._thread_watched
+        self._held = wait_of(thread) or position_of(thread), time.monotonic()
         self._news.notify_all()
         if pass_on:
             for _ in range(2):
@@ -355,10 +357,16 @@ class Watch:
             self._tell(text)
 
     def _enforce(self, now: float) -> None:
-        """The last resort: the backend holds a thread that nothing else can free."""
-        *position, since = self._held
-        stuck = self._entered > self._left and tuple(position) == position_of(self._thread_watched)
-        if stuck and now - since > self._grace_s:
+        """The last resort: the backend holds a thread that nothing else can free.
+
+        It is where it was when it was told, or in a wait that it was on its way to.
+        """
+        waits = wait_of(self._thread_watched)
+        if waits and waits != self._held[0]:
+            self._held = waits, now
+        where, since = self._held
+        stays = where == (waits or position_of(self._thread_watched))
+        if stays and self._entered > self._left and now - since > self._grace_s:
             say(f"error: {self._told}")
             os._exit(EXIT_STATUS)
 

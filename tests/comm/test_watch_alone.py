@@ -13,8 +13,10 @@ import torch
 
 from lezero.comm import watch as watching
 from lezero.comm.calls import place_of, position_of
+from lezero.comm.pending import Arrived
 from lezero.comm.verdict import RUNS
 from lezero.comm.watch import Watch
+from lezero.core import in_flight
 
 
 @pytest.fixture
@@ -43,14 +45,40 @@ def test_a_rank_that_goes_on_has_not_ended(alone, end):
     assert (alone._state, alone._doing) == ("runs", "")
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_only_a_thread_that_stays_where_it_was_is_ended(alone, monkeypatch, moves):
-    gates, ended = [threading.Event(), threading.Event()], []
+class Lost:
+    """A collective of the backend that never ends, as one whose send Gloo has lost."""
+
+    def __init__(self, come, gate):
+        self.come, self.gate = come, gate
+
+    def is_completed(self):
+        return False
+
+    def wait(self):
+        self.come.set()
+        self.gate.wait()
+
+
+@pytest.mark.parametrize("goes_to", ["", "its own work", "in_flight.wait", "Arrived.block"])
+def test_only_a_thread_that_is_held_is_ended(alone, monkeypatch, goes_to):
+    gates, come, ended = [threading.Event(), threading.Event()], threading.Event(), []
+    lost = Lost(come, gates[1])
+
+    def own_work():
+        come.set()
+        while not gates[1].is_set():
+            time.sleep(0.001)
+
+    onward = {
+        "": gates[1].wait,
+        "its own work": own_work,
+        "in_flight.wait": lambda: in_flight.wait(lost),
+        "Arrived.block": lambda: Arrived(lost).block(0.0),
+    }
 
     def held():
         gates[0].wait()
-        while not gates[1].is_set():
-            time.sleep(0.001)
+        onward[goes_to]()
 
     monkeypatch.setattr(os, "_exit", ended.append)
     with ThreadPoolExecutor(1) as pool:
@@ -59,16 +87,18 @@ def test_only_a_thread_that_stays_where_it_was_is_ended(alone, monkeypatch, move
         while "test_watch" not in place_of(alone._thread_watched):
             time.sleep(0.001)
         alone._entered = 1
-        alone._held = (*position_of(alone._thread_watched), 0.0)
-        if moves:
+        alone._held = position_of(alone._thread_watched), 0.0
+        if goes_to:
             gates[0].set()
-            while position_of(alone._thread_watched) == alone._held[:2]:
-                time.sleep(0.001)
-        alone._enforce(alone._grace_s + 1.0)
-        gates[0].set()
-        gates[1].set()
+            come.wait()
+        for late in (1.0, 2.0):  # it is seen there first
+            alone._enforce(late * alone._grace_s + late)
+        for gate in gates:
+            gate.set()
         waiting.result()
-    assert ended == ([] if moves else [watching.EXIT_STATUS])
+    free = goes_to == "its own work"
+    assert bool(ended) is not free
+    assert set(ended) <= {watching.EXIT_STATUS}
 
 
 def test_asking_takes_no_more_than_its_share(alone, monkeypatch):
