@@ -22,14 +22,13 @@ from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lezero.comm.pending import Arrived
 from lezero.core import in_flight
 
 KEPT = 4096
 WINDOW = 32
 _KINDS = 1 << 16
 _DEEPEST = 48
-_WAITS = (in_flight.wait.__code__, Arrived.block.__code__)
+_WAITS = (in_flight.wait.__code__, in_flight.block.__code__)
 Text = tuple[str, tuple[int, ...], str, str]
 
 
@@ -210,11 +209,12 @@ def position_of(thread: int) -> tuple[int, int]:
 
 def wait_of(thread: int) -> int:
     """The frame in which a thread waits for the backend: equal while it does, 0 outside."""
-    frame = sys._current_frames().get(thread)
+    frame, found = sys._current_frames().get(thread), 0
     try:
-        while frame is not None and frame.f_code not in _WAITS:
+        while frame is not None:
+            found = id(frame) if frame.f_code in _WAITS else found
             frame = frame.f_back
-        return 0 if frame is None else id(frame)
+        return found
     finally:
         del frame
 

@@ -52,7 +52,7 @@ class Arrived:
 
     def block(self, deadline: float) -> None:
         with groups.naming_lost_ranks():
-            self.work.wait()
+            in_flight.block(self.work)
 
 
 class Call(NamedTuple):

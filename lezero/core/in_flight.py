@@ -51,6 +51,11 @@ def wait(work: dist.Work | None) -> None:
     while not work.is_completed() and _move():
         time.sleep(nap)
         nap = min(2 * nap, _LONGEST_NAP_S)
+    block(work)
+
+
+def block(work: dist.Work) -> None:
+    """Waits for a collective of torch alone."""
     work.wait()
 
 
