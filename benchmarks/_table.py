@@ -114,9 +114,16 @@ class Result:
     figures: dict[str, list[dict[str, Any]]]
     failed: dict[str, str]
 
+    def add(self, one: Side, figures: dict[str, Any]) -> None:
+        """Keeps a round's figures, and says them on stderr: whole benchmarks take long."""
+        self.figures[one.name].append(figures)
+        shown = ", ".join(f"{key} {_plain(value)}" for key, value in figures.items())
+        _say(f"{one.name}, round {len(self.figures[one.name])}: {shown}")
+
     def fail(self, one: Side, error: Exception) -> None:
         """Notes why a side gave no figures; one of this environment breaks the benchmark."""
         self.failed[one.name] = f"failed: {error}"
+        _say(f"{one.name} {self.failed[one.name]}")
         if one.command[0] == sys.executable:
             _broken.append(f"{one.name}: {error}")
 
@@ -143,6 +150,10 @@ class Result:
                 cells.append(f"{self.ratio(keys[0], name, base):.3f}" if both else "–")
             rows.append([name, *cells, str(len(found))])
         return columns(rows)
+
+
+def _say(line: str) -> None:
+    print(line if len(line) <= 200 else f"{line[:199]}…", file=sys.stderr, flush=True)
 
 
 def _shown(value: float) -> str:
@@ -175,7 +186,7 @@ def compare(
             if one.name in result.failed:
                 continue
             try:
-                result.figures[one.name].append(run(one, threads, timeout_s))
+                result.add(one, run(one, threads, timeout_s))
             except RuntimeError as error:
                 result.fail(one, error)
     return result

@@ -102,7 +102,7 @@ def compare_in_turns(
                 player.turn()
         for one, player in zip(running, players, strict=True):
             try:
-                result.figures[one.name].append(player.end())
+                result.add(one, player.end())
             except RuntimeError as error:
                 result.fail(one, error)
     return result
