@@ -16,7 +16,7 @@ def agree(what: str, mine: dict[str, Any]) -> None:
     """
     every = groups.gather_objects(mine)
     for rank, theirs in enumerate(every):
-        for key in sorted({*every[0], *theirs}):
+        for key in dict.fromkeys([*every[0], *theirs]):
             ours, other = every[0].get(key, "nothing"), theirs.get(key, "nothing")
             if ours != other:
                 raise DistributedError(

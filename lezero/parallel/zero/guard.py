@@ -3,8 +3,8 @@
 Two hooks that torch calls around every step of every optimizer, registered once, when the first
 model is sharded. Before a step: an optimizer that holds parameters which sharding replaced, or
 which the model has lost, is refused, since its step would silently do nothing; so is one of a model
-that has other parameters now. State that was loaded whole is cut. After it: the whole copies are
-out of date.
+that has other parameters now, or that is not the same on all ranks. State that was loaded whole is
+cut. After it: the whole copies are out of date.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.optim import optimizer as hooks
 
 from lezero.core.errors import ConfigError, OrderError
-from lezero.parallel.zero import plain_state, probe
+from lezero.parallel.zero import alike, plain_state, probe
 from lezero.parallel.zero.fsdp import OWNED, FsdpSharding, Owned
 from lezero.parallel.zero.held import HELD, REPLACED, Held
 
@@ -125,6 +125,7 @@ def _before_step(
         _check_trained(optimizer)
     check_state(optimizer)
     if optimizer not in _tried:
+        alike.check(optimizer)
         probe.check(optimizer)
         _tried.add(optimizer)
         optimizer.register_load_state_dict_post_hook(_fitted.discard)

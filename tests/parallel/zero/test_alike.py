@@ -1,0 +1,64 @@
+"""Optimizers that are not the same on every rank: refused before their first step, on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core import groups
+from lezero.core.errors import ConfigError, DistributedError
+from lezero.optim import AdamW
+from lezero.parallel.zero import Zero, shard_
+from tests.parallel.zero.models import batches, loss_of, make
+from tests.ranks import RankPool
+
+
+def computed(stage: int) -> nn.Module:
+    model = shard_(make(), Zero(stage=stage))
+    loss_of(model, next(batches(1))).backward()
+    return model
+
+
+def other_options(stage: int) -> None:
+    model, rank = computed(stage), groups.rank()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(DistributedError, match=r"AdamW.step: 'lr of group 0' is 0.1 on rank 0 but"):
+        AdamW(model.parameters(), lr=0.1 / (1 + rank)).step()
+    betas = (0.9, 0.999 if rank == 0 else 0.99)
+    with pytest.raises(DistributedError, match=r"'betas of group 0' is \[0.9, 0.999\] on rank 0"):
+        torch.optim.AdamW(model.parameters(), betas=betas).step()
+    kind = torch.optim.SGD if rank == 0 else torch.optim.Adagrad
+    with pytest.raises(DistributedError, match=r"'optimizer' is 'SGD' on rank 0 but 'Adagrad'"):
+        kind(model.parameters(), lr=0.1).step()
+    first, *rest = model.parameters()
+    with pytest.raises(DistributedError, match=r"'parameters of group 0' is 22 on rank 0 but 21"):
+        torch.optim.SGD([first, *rest][rank:], lr=0.1).step()
+    order = 1 if rank == 0 else -1
+    with pytest.raises(DistributedError, match=r"'digest of the parameters of group 0, in order'"):
+        torch.optim.SGD([first, *rest][::order], lr=0.1).step()
+    several = [{"params": rest}, {"params": [first], "lr": 0.5}]
+    with pytest.raises(DistributedError, match=r"group 1' is 1 on rank 0 but 'nothing' on rank 1"):
+        torch.optim.SGD(several[: 2 - rank], lr=0.1).step()
+    for then, now in zip(before, model.parameters(), strict=True):
+        assert torch.equal(then, now.detach())
+    torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)).step()
+
+
+def beside(stage: int) -> None:
+    model, head = computed(stage), nn.Linear(4, 2)
+    torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1).step()  # none has a gradient
+    head.weight.grad = torch.full((2, 4), float(groups.rank()))
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match=r"SGD.step: 1 of its .* no sharded .* shape \(2, 4\)"):
+        optimizer.step()
+    head.weight.grad.fill_(float("nan"))  # as of a reduction that every rank has
+    optimizer.step()
+    head.weight.grad.fill_(float(groups.rank()))
+    torch.optim.SGD(head.parameters(), lr=0.1).step()  # of no sharded model: none of our business
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("case", [other_options, beside])
+def test_optimizers_that_differ_between_ranks(ranks: RankPool, case, stage: int) -> None:
+    ranks(2, case, stage)
