@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lezero.core import in_flight, meeting, observer, sockets
 from lezero.core.errors import DistributedError, OrderError
 from lezero.core.flags import flag
-from lezero.core.launched import check_place
+from lezero.core.launched import check_place, number
 from lezero.core.launched import launched as launched
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
     kind = device.accelerator()
     if kind is not None:
         if backend is None:
-            here = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-            device.require(max(here, local_rank() + 1))
+            device.require(max(number("LOCAL_WORLD_SIZE", 1), local_rank() + 1))
         device.use(device.device())
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     need_interface()
@@ -239,7 +238,7 @@ def rank() -> int:
         import torch.distributed as dist
 
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0") or 0) if launched() else 0
+    return number("RANK") if launched() else 0
 
 
 def world_size() -> int:
@@ -259,11 +258,12 @@ def kind() -> str:
 
 def ranks_here() -> int:
     """How many ranks of this job share this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1) if launched() else 1
+    return number("LOCAL_WORLD_SIZE", 1) if launched() else 1
 
 
 def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0") or 0)
+    none = os.environ.get("LOCAL_RANK") == "-1"  # as some scripts say that nobody launched them
+    return 0 if none else number("LOCAL_RANK")
 
 
 def is_main() -> bool:

@@ -18,22 +18,24 @@ _STARTERS = {
 _LOG = logger("groups")
 
 
+def number(key: str, missing: int = 0) -> int:
+    """What the environment says of `key`; `ConfigError` for what is no whole number from 0."""
+    given = os.environ.get(key, "")
+    if given and not given.isdecimal():
+        raise ConfigError(f"{key}={given!r}: allowed is a whole number from 0, as launchers set")
+    return int(given or missing)
+
+
 def launched() -> bool:
     """True when a launcher started this process as one rank of several."""
-    return all(map(os.environ.get, _KEYS)) and int(os.environ["WORLD_SIZE"]) > 1
+    return all(map(os.environ.get, _KEYS)) and number("WORLD_SIZE") > 1
 
 
 def check_place() -> None:
     """Raises `ConfigError` for a RANK that is none of WORLD_SIZE, and for a rank of several that is
     not told where the others are: they would never meet, or each would work alone."""
-    place = {key: os.environ.get(key, "") for key in _KEYS}
-    for key, given in place.items():
-        if given and key != "MASTER_ADDR" and not given.isdecimal():
-            raise ConfigError(
-                f"{key}={given!r}: allowed is a whole number from 0, as launchers set"
-            )
-    ranks, rank = (int(place[key] or 0) for key in ("WORLD_SIZE", "RANK"))
-    missing = [key for key, given in place.items() if not given]
+    ranks, rank, _ = (number(key) for key in ("WORLD_SIZE", "RANK", "MASTER_PORT"))
+    missing = [key for key in _KEYS if not os.environ.get(key)]
     if ranks > 1 and missing and len(missing) < len(_KEYS) - 1:  # WORLD_SIZE alone says nothing
         raise ConfigError(
             f"WORLD_SIZE={ranks} without {' and '.join(missing)}: this process would work alone; "

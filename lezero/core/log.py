@@ -20,7 +20,8 @@ ROOT = "lezero"
 
 class _RankFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
-        rank = int(os.environ.get("RANK", "0") or 0)
+        given = os.environ.get("RANK", "")
+        rank = int(given) if given.isdecimal() else 0  # what it cannot be, others say
         record.rank = f"[rank {rank}] " if rank else ""
         return rank == 0 or record.levelno >= logging.WARNING
 

@@ -177,3 +177,27 @@ def test_a_rank_that_has_not_joined_is_told_before_it_trains_alone(monkeypatch, 
         begin(model)
     monkeypatch.setenv("WORLD_SIZE", "")  # as without a launcher
     assert not groups.launched()
+
+
+@pytest.mark.parametrize(
+    ("key", "ask"),
+    [
+        ("WORLD_SIZE", groups.launched),
+        ("RANK", groups.rank),
+        ("LOCAL_RANK", groups.local_rank),
+        ("LOCAL_WORLD_SIZE", groups.ranks_here),
+    ],
+)
+@pytest.mark.parametrize("given", ["2.0", "-2", "two"])
+def test_a_place_that_is_no_number_is_told_by_whoever_asks(monkeypatch, key, ask, given) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in {**place, key: given}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{key}='{given}': allowed is a whole number from 0"):
+        ask()
+    launched._LOG.info("a line of the log asks for the rank too")
+
+
+def test_no_local_rank(monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    assert groups.local_rank() == 0
