@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError
+from lezero.core.forked import need_threads_of
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.serve.answer import Answer, Completion, Stream
@@ -117,7 +119,7 @@ class LLM:
             longest=self.context,
             speculator=None if guesser is None else WhilePaying(guesser),
         )
-        self._numbers = itertools.count()
+        self._numbers, self._process = itertools.count(), os.getpid()
         self._answers: dict[Request, Answer] = {}
         self._left: deque[Answer] = deque()
         self._lock = threading.Lock()
@@ -302,6 +304,7 @@ class LLM:
 
     def _known_tokens(self, prompt: Prompt, name: str) -> list[int]:
         """The tokens of a text, or those given, all of which the model has."""
+        need_threads_of(self._process, "this LLM")
         text = isinstance(prompt, str)
         tokens = self._coder().encode(_sound(prompt, name)) if text else _tokens(prompt, name)
         most = self.program.vocab - 1
