@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -54,6 +56,17 @@ def test_make_targets_commands_and_files_exist(path: Path) -> None:
     ):
         if "/" in file and not file.startswith("lezero/files/generation"):
             assert (ROOT / file).exists(), f"{file} in {named(path)}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_python_that_is_shown_imports_what_there_is(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for body in (body for kind, body in FENCE.findall(text) if kind == "python"):
+        for node in ast.walk(ast.parse(textwrap.dedent(body))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lezero"):
+                exec(compile(ast.Module([node], []), named(path), "exec"), {})
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert node.value.id != "lz" or hasattr(lezero, node.attr), f"lz.{node.attr}"
 
 
 def test_every_row_of_the_table_says_how_it_is_shown() -> None:

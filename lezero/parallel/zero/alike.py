@@ -18,26 +18,49 @@ from lezero.core.errors import ConfigError
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.fsdp import OWNED
 from lezero.parallel.zero.held import HELD
-from lezero.parallel.zero.norm import norm_of
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises on every rank where `optimizer` is not the same on all: `DistributedError` for other
-    options or parameters, `ConfigError` for gradients of its own on each.
+    """Raises `DistributedError` on every rank where `optimizer` has not the same kind, options and
+    parameters on all. Collective where it has parameters of a sharded model."""
+    if _shared(optimizer):
+        agree(f"{type(optimizer).__name__}.step", _description(optimizer))
 
-    Collective where it has parameters of a sharded model.
-    """
+
+def beside(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """What `optimizer` trains beside the parameters of a sharded model."""
+    found = [p for p in _parameters(optimizer) if _name(p) is None and p.requires_grad]
+    return found if _shared(optimizer) else []
+
+
+def check_gradients(
+    optimizer: torch.optim.Optimizer, beside: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Raises `ConfigError` on every rank where the gradients of `beside` are each rank's own.
+    Returns those that have none yet on some rank. Collective where there are any."""
+    every = groups.gather_objects([_digest(p.grad) for p in beside]) if beside else []
+    own = [p for p, *said in zip(beside, *every, strict=True) if len(set(said)) > 1]
+    if own:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step: {len(own)} of its parameters are of no sharded "
+            f"model, one of shape {tuple(own[0].shape)}, and their gradients differ between the "
+            "ranks, so that each would train values of its own. Shard the whole of what is "
+            "trained, reduce their gradients, or give them an optimizer of their own"
+        )
+    return [p for p, *said in zip(beside, *every, strict=True) if not all(said)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _shared(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether several ranks step it together. (A forecast has no values, and no other ranks.)"""
     if groups.world_size() == 1 or detect_fake_mode() is not None:
-        return  # a forecast has no values, and no other ranks
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    beside = [p for p in held if _name(p) is None]
-    if len(beside) == len(held):
-        return
-    agree(f"{type(optimizer).__name__}.step", _description(optimizer))
-    if beside:
-        _check_reduced(optimizer, beside)
+        return False
+    return any(_name(p) is not None for p in _parameters(optimizer))
 
 
 def _name(parameter: torch.Tensor) -> str | None:
@@ -65,24 +88,24 @@ def _plain(value: Any) -> tuple[object] | None:
     """An option as plain data; None for one that cannot be compared, such as a function."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
+    if value != value:  # a NaN is not even equal to itself
+        value = str(value)
     if isinstance(value, tuple | list) and all(isinstance(one, _PLAIN) for one in value):
         return (list(value),)
     return (value,) if isinstance(value, _PLAIN) else None
 
 
-def _check_reduced(optimizer: torch.optim.Optimizer, beside: list[torch.Tensor]) -> None:
-    def told(parameter: torch.Tensor) -> str:
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse or isinstance(gradient, DTensor):
-            return ""
-        return float(norm_of(gradient)).hex()
-
-    every = groups.gather_objects([told(p) for p in beside])
-    own = [p for p, *norms in zip(beside, *every, strict=True) if len(set(norms)) > 1]
-    if own:
-        raise ConfigError(
-            f"{type(optimizer).__name__}.step: {len(own)} of its parameters are of no sharded "
-            f"model, one of shape {tuple(own[0].shape)}, and their gradients differ between the "
-            "ranks, so that each would train values of its own. Shard the whole of what is "
-            "trained, reduce their gradients, or give them an optimizer of their own"
-        )
+def _digest(gradient: torch.Tensor | None) -> str:
+    """Of its values; "" where there is none. DTensors are for who made them to reduce."""
+    if gradient is None or isinstance(gradient, DTensor):
+        return "a DTensor" if gradient is not None else ""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        parts = [gradient.indices(), gradient.values()]
+    else:
+        parts = [gradient.resolve_conj().resolve_neg()]
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+    return found.hexdigest()[:16]

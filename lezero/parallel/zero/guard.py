@@ -25,7 +25,12 @@ if TYPE_CHECKING:
     from lezero.parallel.zero.sharding import Sharding
 
 _registered = False
-_tried: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""With how many groups of parameters each was tried."""
+_beside: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What each trains beside the sharded model, and has had no gradient to compare yet."""
 _fitted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _WHOLE = (torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Muon)
 
@@ -121,14 +126,19 @@ def _before_step(
 ) -> None:
     check_optimizer(optimizer)
     _check_reduced(optimizer)
-    if not any(callable(one) for one in (*arguments[1:], *keywords.values())):  # no closure
+    closure = _has_closure(arguments, keywords)
+    if not closure:
         _check_trained(optimizer)
     check_state(optimizer)
-    if optimizer not in _tried:
+    if _tried.get(optimizer) != len(optimizer.param_groups):
         alike.check(optimizer)
         probe.check(optimizer)
-        _tried.add(optimizer)
-        optimizer.register_load_state_dict_post_hook(_fitted.discard)
+        _beside[optimizer] = alike.beside(optimizer)
+        if optimizer not in _tried:
+            optimizer.register_load_state_dict_post_hook(_fitted.discard)
+        _tried[optimizer] = len(optimizer.param_groups)
+    if not closure:
+        _beside[optimizer] = alike.check_gradients(optimizer, _beside[optimizer])
     if optimizer not in _fitted:
         plain_state.take_rows(optimizer)
         _fitted.add(optimizer)
@@ -136,7 +146,16 @@ def _before_step(
         sharding.stepping()
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _has_closure(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Whether the step computes the gradients, by a function that it was given."""
+    return any(callable(one) for one in (*arguments[1:], *keywords.values()))
+
+
+def _after_step(
+    optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    if _has_closure(arguments, keywords):
+        _beside[optimizer] = alike.check_gradients(optimizer, _beside[optimizer])
     for sharding, helds in _stepped_by(optimizer):
         sharding.stepped(helds)
 

@@ -157,7 +157,7 @@ def _parts(
     if norm_type == 2:
         return squares(tensors, place)
     nothing = torch.zeros((), dtype=torch.float64, device=place)
-    return torch.stack([nothing if x is None else norm_of(x, norm_type) for x in tensors])
+    return torch.stack([nothing if x is None else _norm(x, norm_type) for x in tensors])
 
 
 def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
@@ -185,8 +185,8 @@ def _real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
-def norm_of(gradient: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
-    """The norm of one in fp64, by pieces."""
+def _norm(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm in fp64, by pieces."""
     flat = local(gradient).reshape(-1)
     wide = torch.complex128 if flat.is_complex() else torch.float64
     norms = [

@@ -46,19 +46,48 @@ def other_options(stage: int) -> None:
 
 
 def beside(stage: int) -> None:
-    model, head = computed(stage), nn.Linear(4, 2)
-    torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1).step()  # none has a gradient
-    head.weight.grad = torch.full((2, 4), float(groups.rank()))
-    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
-    with pytest.raises(ConfigError, match=r"SGD.step: 1 of its .* no sharded .* shape \(2, 4\)"):
-        optimizer.step()
-    head.weight.grad.fill_(float("nan"))  # as of a reduction that every rank has
+    rank = groups.rank()
+    model, head, frozen = computed(stage), nn.Linear(4, 2), nn.Linear(2, 2).requires_grad_(False)
+    held = [*model.parameters(), *frozen.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(held, lr=0.1)
+    optimizer.step()  # none of the head has a gradient yet
+    differ: list[torch.Tensor | None] = [
+        torch.full((2, 4), float(rank)),
+        torch.eye(4)[2 * rank : 2 * rank + 2],  # of one norm
+        torch.ones(2, 4) if rank == 0 else None,
+        torch.eye(4)[rank : rank + 2].to_sparse(),
+    ]
+    for gradient in differ:
+        head.weight.grad = gradient
+        with pytest.raises(ConfigError, match=r"SGD.step: 1 of its .* no sharded .* \(2, 4\)"):
+            optimizer.step()
+    head.weight.grad = torch.full((2, 4), float("nan"))  # as of a reduction that every rank has
     optimizer.step()
-    head.weight.grad.fill_(float(groups.rank()))
+    head.bias.grad = torch.ones(2) * rank
+    with pytest.raises(ConfigError, match=r"shape \(2,\)"):
+        optimizer.step()
     torch.optim.SGD(head.parameters(), lr=0.1).step()  # of no sharded model: none of our business
 
 
+def beside_by_closure(stage: int) -> None:
+    model, head = computed(stage), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        head.grad = torch.tensor([1.0 - 2 * groups.rank()])
+        return 0.0
+
+    optimizer.step(closure)
+    optimizer.add_param_group({"params": [head], "lr": 0.2})
+    with pytest.raises(ConfigError, match=r"shape \(1,\)"):
+        optimizer.step(closure)
+    optimizer.param_groups[1]["lr"] = float("nan")
+    other = torch.optim.SGD(optimizer.param_groups, lr=0.1)
+    head.grad = None
+    other.step()
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("case", [other_options, beside])
+@pytest.mark.parametrize("case", [other_options, beside, beside_by_closure])
 def test_optimizers_that_differ_between_ranks(ranks: RankPool, case, stage: int) -> None:
     ranks(2, case, stage)
