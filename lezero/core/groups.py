@@ -7,7 +7,9 @@ wire's own group). A group is made by every rank together, the ranks outside it 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -73,12 +75,21 @@ def join(timeout_s: float = _TIMEOUT_S, backend: str | None = None) -> None:
             dist.init_process_group(
                 backend or device.backend_for(kind), timeout=timedelta(seconds=timeout_s)
             )
+        _let_go_at_exit()
     except Exception as error:
         raise DistributedError(
             f"rank {rank()} of {os.environ['WORLD_SIZE']} could not join the others at {where}: "
             f"{str(error).splitlines()[0]}. Check that the port is free and that every rank "
             "was started with the same address."
         ) from error
+
+
+@functools.cache
+def _let_go_at_exit() -> None:
+    """A thread of Gloo drops what it moved last some time after the wait for it is over, and needs
+    the interpreter's lock for that. One that asks for it when the interpreter ends aborts the
+    process, which has done all its work: so it may have it before."""
+    atexit.register(time.sleep, _LET_GO_S)
 
 
 def need_interface() -> None:
@@ -155,6 +166,7 @@ def make(
     """
     if not active():
         return None
+    _let_go_at_exit()
     import torch.distributed as dist
 
     from lezero.core import device

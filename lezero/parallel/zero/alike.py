@@ -40,6 +40,8 @@ def check_gradients(
 ) -> list[torch.Tensor]:
     """Raises `ConfigError` on every rank where the gradients of `beside` are each rank's own.
     Returns those that have none yet on some rank. Collective where there are any."""
+    if detect_fake_mode() is not None:
+        return beside
     every = groups.gather_objects([_digest(p.grad) for p in beside]) if beside else []
     own = [p for p, *said in zip(beside, *every, strict=True) if len(set(said)) > 1]
     if own:

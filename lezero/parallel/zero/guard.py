@@ -155,7 +155,7 @@ def _after_step(
     optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
     if _has_closure(arguments, keywords):
-        _beside[optimizer] = alike.check_gradients(optimizer, _beside[optimizer])
+        _beside[optimizer] = alike.check_gradients(optimizer, _beside.get(optimizer, []))
     for sharding, helds in _stepped_by(optimizer):
         sharding.stepped(helds)
 
