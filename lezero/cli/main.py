@@ -90,7 +90,9 @@ def load(name: str) -> Any:
         settings = getattr(module, "CONTEXT_SETTINGS", None)
         app.command(name, context_settings=settings, help=_unwrapped(target.__doc__))(target)
         target = app
-    return typer.main.get_command(target)
+    command = typer.main.get_command(target)
+    command.context_settings.setdefault("help_option_names", ["--help", "-h"])
+    return command
 
 
 def _unwrapped(text: str | None) -> str:

@@ -16,10 +16,10 @@ import sysconfig
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from lezero.core import in_flight
@@ -163,8 +163,13 @@ class Kinds(dict[tuple[Any, ...], tuple[int, Text]]):
         return found
 
 
-def site_of(start: FrameType) -> tuple[CodeType, int]:
-    """The innermost frame of the user's own code; without one, of LeZero outside its wires."""
+def site_of(
+    start: FrameType, lines: Mapping[FrameType, int] = MappingProxyType({})
+) -> tuple[CodeType, int]:
+    """The innermost frame of the user's own code; without one, of LeZero outside its wires.
+
+    `lines`: of frames that have been elsewhere since.
+    """
     frame: FrameType | None = start
     ours: FrameType | None = None
     for _ in range(_DEEPEST):
@@ -174,12 +179,12 @@ def site_of(start: FrameType) -> tuple[CodeType, int]:
         if kind is None:
             kind = _kind(frame.f_code)
         if kind == _USER:
-            return frame.f_code, frame.f_lineno
+            return frame.f_code, lines.get(frame, frame.f_lineno)
         if kind == _OURS and ours is None:
             ours = frame
         frame = frame.f_back
     ours = ours or start
-    return ours.f_code, ours.f_lineno
+    return ours.f_code, lines.get(ours, ours.f_lineno)
 
 
 def place_name(code: CodeType, line: int) -> str:
@@ -221,8 +226,8 @@ def wait_of(thread: int) -> int:
 
 def origin(error: BaseException) -> str:
     """Where the user's code raised `error`, in brackets; empty when it was never raised."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return f" (at {place_name(*site_of(frames[-1]))})" if frames else ""
+    lines = dict(traceback.walk_tb(error.__traceback__))  # a handler may have raised it again
+    return f" (at {place_name(*site_of(list(lines)[-1], lines))})" if lines else ""
 
 
 _USER, _OURS, _OTHER = 0, 1, 2

@@ -3,7 +3,7 @@
 | name | bits an element | decoded within |
 |---|---|---|
 | `none` | 32 | exactly (fp32) |
-| `fp16` | 16 | 1/2048 of the value, or 2⁻²⁵; above 65504 infinity |
+| `fp16` | 16 | 1/2048 of the value, or 2⁻²⁵; from 65520 on infinity |
 | `bf16` | 16 | 1/256 of the value |
 """
 

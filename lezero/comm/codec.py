@@ -61,9 +61,10 @@ class Codec(ABC):
     def decode(self, payload: Tensor, out: Tensor, add: bool = False) -> None:
         """Writes `out` (flat, contiguous, `FLOATS`), or adds to it in fp32, rounded once."""
 
-    def check(self, payload: Tensor, numel: int) -> None:  # noqa: B027  (most need none)
+    def check(self, payload: Tensor, numel: int) -> None:
         """Raises `ConfigError` for a payload of `numel` elements that `encode` cannot have written
         and `decode` must not read: one that came from elsewhere. Waits for an accelerator."""
+        check_flat("payload", payload, self.bytes(numel), (torch.uint8,))
 
     @abstractmethod
     def bound(self, values: Tensor) -> Tensor:

@@ -227,6 +227,7 @@ class Link:
         for first, *others in mesh.lines(axis):  # each line has hosts of its own
             for rank in others:
                 _same("hosts", rank, every[rank]["hosts"], first, every[first]["hosts"])
+            _check_hosts(every[first]["hosts"], self.size)
 
     def _observe(
         self, operation: str, key: str, x: torch.Tensor, spans: tuple[Span, ...] = ()
@@ -273,6 +274,14 @@ class Link:
                 f"{operation} '{key}': {whole} has {x.numel()} elements and {part} {y.numel()}; "
                 f"{whole} must hold {self.size} chunks as long as {part} (pad it)"
             )
+
+
+def _check_hosts(hosts: list[list[int]] | None, size: int) -> None:
+    if hosts is not None and sorted(rank for host in hosts for rank in host) != list(range(size)):
+        raise ConfigError(
+            f"hosts: got {hosts}; allowed are lists that hold each of the places 0 to {size - 1} "
+            "on the axis once"
+        )
 
 
 def _same(key: str, rank: int, theirs: object, other: int, value: object) -> None:

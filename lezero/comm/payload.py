@@ -80,6 +80,7 @@ def decompress(payload: Payload) -> Tensors:
         kind = type(payload).__name__
         raise ConfigError(f"decompress: got {kind}, allowed is what compress returned")
     one = codec_named(payload.codec)
+    _check_form(payload)
     found = []
     for part in payload.parts:
         numel = part.shape.numel()
@@ -90,6 +91,24 @@ def decompress(payload: Payload) -> Tensors:
     if payload.single:
         return found[0]
     return found if payload.keys is None else dict(zip(payload.keys, found, strict=True))
+
+
+def _check_form(payload: Payload) -> None:
+    """`ConfigError` for what `compress` cannot have made; what is in the bytes is the codec's."""
+    count, keys = len(payload.parts), payload.keys
+    if payload.single and count != 1:
+        raise ConfigError(f"decompress: got {count} parts of a single tensor; it is damaged")
+    if keys is not None and len(keys) != count:
+        raise ConfigError(f"decompress: got {len(keys)} keys for {count} parts; it is damaged")
+    for place, part in enumerate(payload.parts):
+        shape, data = part.shape, part.data
+        right = isinstance(shape, torch.Size) and min(shape, default=0) >= 0
+        if not (right and isinstance(data, Tensor) and part.dtype in FLOATS):
+            raise ConfigError(
+                f"decompress: part {place} has shape {shape!r}, dtype {part.dtype!r} and data of "
+                f"type {type(data).__name__}; allowed is what compress made: a torch.Size, "
+                "float32, bfloat16 or float16, and a tensor of bytes"
+            )
 
 
 def _part(x: Tensor, one: Codec, which: str) -> Part:

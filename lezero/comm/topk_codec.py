@@ -85,7 +85,7 @@ class TopkCodec(Codec):
         out[places] = (out[places].float() + values).to(out.dtype)
 
     def check(self, payload: Tensor, numel: int) -> None:
-        check_flat("payload", payload, self.bytes(numel), (torch.uint8,))
+        super().check(payload, numel)
         places = typed(payload, torch.int32)[self.kept(numel) :].long()
         edges = torch.tensor([-1, numel], device=places.device)
         if not bool((torch.cat([edges[:1], places, edges[1:]]).diff() > 0).all()):

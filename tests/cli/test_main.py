@@ -216,8 +216,9 @@ def test_help_names_every_command_that_is_there(capsys: pytest.CaptureFixture[st
 def test_every_command_loads_and_explains_itself(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([name, "--help"]) == 0
-    assert "Usage: " in capsys.readouterr().out
+    for way in ("--help", "-h"):
+        assert main([name, way]) == 0
+        assert "Usage: " in capsys.readouterr().out
     assert cli.load(name).help
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from lezero.comm.calls import place_of, position_of
+from lezero.comm.calls import origin, place_of, position_of
 from lezero.parallel.zero.unit import _lent_by_torch
 
 
@@ -47,6 +47,20 @@ def test_the_place_is_the_users_line() -> None:
     with ThreadPoolExecutor(1) as pool:  # no line of the user's is on that thread
         assert pool.submit(place_of, pool.submit(threading.get_ident).result()).result() == ""
     assert position_of(-1) == (0, 0)
+
+
+def test_the_origin_of_an_error_is_where_it_was_raised_first() -> None:
+    def handled() -> None:
+        try:
+            raise ValueError("seven")
+        except ValueError:
+            raise  # where the frame was last
+
+    with pytest.raises(ValueError, match="seven") as caught:
+        handled()
+    line = handled.__code__.co_firstlineno + 2
+    assert origin(caught.value).endswith(f"test_calls.py:{line})")
+    assert origin(ValueError()) == ""
 
 
 def test_a_tensor_that_functional_call_lends_is_known() -> None:

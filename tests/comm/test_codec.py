@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 import torch
@@ -162,3 +164,25 @@ def test_places_that_no_top_k_payload_has_are_refused() -> None:
         data.view(torch.int32)[-1] = place
         with pytest.raises(ConfigError, match=r"payload: not one of topk:0\.1: its places"):
             decompress(payload)
+
+
+@pytest.mark.parametrize("name", [*BITS, "topk:0.1"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shape": torch.Size([10**13])}, "payload is a contiguous uint8 tensor of shape"),
+        ({"shape": (1000,)}, r"part 0 has shape \(1000,\)"),
+        ({"shape": torch.Size([-1000])}, r"part 0 has shape torch.Size\(\[-1000\]\)"),
+        ({"data": None}, "data of type NoneType"),
+        ({"dtype": torch.int64}, "dtype torch.int64"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused_before_memory_is_taken(name, change, says) -> None:
+    payload = compress(torch.randn(1000), name)
+    (part,) = payload.parts
+    with pytest.raises(ConfigError, match=says):
+        decompress(replace(payload, parts=(replace(part, **change),)))
+    with pytest.raises(ConfigError, match="got 2 parts of a single tensor"):
+        decompress(replace(payload, parts=(part, part)))
+    with pytest.raises(ConfigError, match="got 2 keys for 1 parts"):
+        decompress(replace(payload, keys=("a", "b"), single=False))
