@@ -360,7 +360,7 @@ def unlike(folder):
     with pytest.raises(ConfigError, match="wrapped by DistributedDataParallel"):
         Engine(torch.nn.parallel.DistributedDataParallel(model), AdamW(model))
     wide = torch.nn.Linear(4, one)
-    with pytest.raises(DistributedError, match=r"weight of the model' is \[\[1, 4\], .*on rank 0 but"):
+    with pytest.raises(DistributedError, match=r"weight of the model' is .*on rank 0 but \[\[2"):
         Engine(wide, AdamW(wide))
     with pytest.raises(DistributedError, match=r"lz train: 'train.lr' is 0.01 on rank 0 but 0.02"):
         Trainer(config(folder, train__lr=0.01 * one)).run()
