@@ -219,7 +219,7 @@ class Link:
         mine = {"lezero": __version__, "axis": axis, "mesh.kind": mesh.kind}
         mine["mesh"] = ", ".join(f"{name}: {size}" for name, size in mesh.axes.items())
         mine |= {f"wire.{key}": value for key, value in self.wire.to_dict().items()}
-        given = None if hosts is None else [list(host) for host in hosts]
+        given = None if hosts is None else [[*h] if isinstance(h, Sequence) else h for h in hosts]
         every: list[dict[str, Any]] = groups.gather_objects({"all": mine, "hosts": given})
         for rank, other in enumerate(one["all"] for one in every):
             for key in sorted({*mine, *other}):
@@ -276,8 +276,13 @@ class Link:
             )
 
 
-def _check_hosts(hosts: list[list[int]] | None, size: int) -> None:
-    if hosts is not None and sorted(rank for host in hosts for rank in host) != list(range(size)):
+def _check_hosts(hosts: list[Any] | None, size: int) -> None:
+    if hosts is None:
+        return
+    places: list[Any] = []
+    for host in hosts:
+        places += host if isinstance(host, list) else [None]
+    if not all(isinstance(p, int) for p in places) or sorted(places) != list(range(size)):
         raise ConfigError(
             f"hosts: got {hosts}; allowed are lists that hold each of the places 0 to {size - 1} "
             "on the axis once"

@@ -208,7 +208,7 @@ def test_hosts_that_do_not_suit_are_told(ranks: RankPool) -> None:
         assert "'hierarchical' needs several hosts with equally many ranks" in text
         assert "[0, 1], [2]" in text
     assert "'shared' needs all ranks to share" in ranks(3, refused, "shared", [[0, 1], [2]])[2]
-    for hosts in ([[0, 1], [2], [3]], [[0, 0], [1, 2]], [[0, 1]], []):
+    for hosts in ([[0, 1], [2], [3]], [[0, 0], [1, 2]], [[0, 1]], [], [0, 1, 2], [["a"]]):
         for text in ranks(3, refused, "auto", hosts):
             assert text.startswith(f"hosts: got {hosts}; allowed are lists that hold each of the p")
 

@@ -75,8 +75,10 @@ def _description(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """What all ranks must have alike, in plain data."""
     told: dict[str, object] = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
-        names = [f"{_name(p)} {tuple(p.shape)} {p.dtype}" for p in group["params"]]
-        told[f"parameters of group {index}"] = len(names)
+        held = group["params"]
+        names = [f"{_name(p)} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for p in held]
+        told[f"parameters of group {index}"] = len(held)
+        told[f"trained parameters of group {index}"] = sum(p.requires_grad for p in held)
         told[f"digest of the parameters of group {index}, in order"] = hashlib.sha256(
             "\n".join(names).encode()
         ).hexdigest()[:8]
@@ -90,15 +92,17 @@ def _plain(value: Any) -> tuple[object] | None:
     """An option as plain data; None for one that cannot be compared, such as a function."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
-    if value != value:  # a NaN is not even equal to itself
-        value = str(value)
-    if isinstance(value, tuple | list) and all(isinstance(one, _PLAIN) for one in value):
-        return (list(value),)
+    if isinstance(value, tuple | list):
+        each = [_plain(one) for one in value if isinstance(one, _PLAIN)]
+        return ([one[0] for one in each if one],) if len(each) == len(value) else None
+    if isinstance(value, float) and value != value:  # a NaN is not even equal to itself
+        return (str(value),)
     return (value,) if isinstance(value, _PLAIN) else None
 
 
 def _digest(gradient: torch.Tensor | None) -> str:
-    """Of its values; "" where there is none. DTensors are for who made them to reduce."""
+    """Of its values; "" where there is none or all are 0, as behind a layer that begins with zeros.
+    DTensors are for who made them to reduce."""
     if gradient is None or isinstance(gradient, DTensor):
         return "a DTensor" if gradient is not None else ""
     gradient = gradient.detach()
@@ -107,6 +111,8 @@ def _digest(gradient: torch.Tensor | None) -> str:
         parts = [gradient.indices(), gradient.values()]
     else:
         parts = [gradient.resolve_conj().resolve_neg()]
+    if not parts[-1].any():
+        return ""
     found = hashlib.sha256()
     for part in parts:
         found.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)

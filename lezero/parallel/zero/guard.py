@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from lezero.parallel.zero.sharding import Sharding
 
 _registered = False
-_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-"""With how many groups of parameters each was tried."""
+_tried: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int]] = (
+    weakref.WeakKeyDictionary()
+)
+"""With how many groups, and parameters that were trained, each was tried."""
 _beside: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
@@ -130,13 +132,15 @@ def _before_step(
     if not closure:
         _check_trained(optimizer)
     check_state(optimizer)
-    if _tried.get(optimizer) != len(optimizer.param_groups):
+    groups = optimizer.param_groups
+    has = len(groups), sum(p.requires_grad for group in groups for p in group["params"])
+    if _tried.get(optimizer) != has:
         alike.check(optimizer)
         probe.check(optimizer)
         _beside[optimizer] = alike.beside(optimizer)
         if optimizer not in _tried:
             optimizer.register_load_state_dict_post_hook(_fitted.discard)
-        _tried[optimizer] = len(optimizer.param_groups)
+        _tried[optimizer] = has
     if not closure:
         _beside[optimizer] = alike.check_gradients(optimizer, _beside[optimizer])
     if optimizer not in _fitted:

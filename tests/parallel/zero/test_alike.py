@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -43,6 +44,9 @@ def other_options(stage: int) -> None:
     for then, now in zip(before, model.parameters(), strict=True):
         assert torch.equal(then, now.detach())
     torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)).step()
+    own = {"scales": torch.ones(3), "table": np.ones(2), "none": torch.empty(0), "f": lambda: rank}
+    group = {"params": list(model.parameters()), "target": (0, float("nan")), **own}
+    torch.optim.SGD([group], lr=0.1).step()
 
 
 def beside(stage: int) -> None:
@@ -51,6 +55,8 @@ def beside(stage: int) -> None:
     held = [*model.parameters(), *frozen.parameters(), *head.parameters()]
     optimizer = torch.optim.SGD(held, lr=0.1)
     optimizer.step()  # none of the head has a gradient yet
+    head.weight.grad = torch.zeros(2, 4)  # behind a layer that begins with zeros
+    optimizer.step()
     differ: list[torch.Tensor | None] = [
         torch.full((2, 4), float(rank)),
         torch.eye(4)[2 * rank : 2 * rank + 2],  # of one norm
@@ -66,6 +72,13 @@ def beside(stage: int) -> None:
     head.bias.grad = torch.ones(2) * rank
     with pytest.raises(ConfigError, match=r"shape \(2,\)"):
         optimizer.step()
+    frozen.requires_grad_()
+    head.bias.grad, frozen.bias.grad = None, torch.ones(2) * rank
+    with pytest.raises(ConfigError, match=r"SGD.step: 1 of its .* shape \(2,\)"):
+        optimizer.step()
+    frozen.weight.requires_grad_(rank == 0)
+    with pytest.raises(DistributedError, match=r"'trained parameters of group 0' is 26 on"):
+        torch.optim.SGD(held, lr=0.1).step()
     torch.optim.SGD(head.parameters(), lr=0.1).step()  # of no sharded model: none of our business
 
 
@@ -81,10 +94,6 @@ def beside_by_closure(stage: int) -> None:
     optimizer.add_param_group({"params": [head], "lr": 0.2})
     with pytest.raises(ConfigError, match=r"shape \(1,\)"):
         optimizer.step(closure)
-    optimizer.param_groups[1]["lr"] = float("nan")
-    other = torch.optim.SGD(optimizer.param_groups, lr=0.1)
-    head.grad = None
-    other.step()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
