@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import psutil
-from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
@@ -82,6 +82,9 @@ class Agent(LocalElasticAgent):
         self.status = 0
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Asked before: a rank that fails from here on is for the next turn, not for torch alone,
+        # which would start all again without a word.
+        running = any(handler.proc.poll() is None for handler in self._handlers().values())
         if self._failures(worker_group):
             time.sleep(_MONITOR_S)  # the ranks of one accident are not gone at the same instant
             cause = self._told_by_first_rank(
@@ -89,6 +92,8 @@ class Agent(LocalElasticAgent):
             )
             self._stop(signal.SIGTERM, _PEER_GRACE_S)
             self._judge(worker_group, cause)
+        elif running:
+            return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
 
     def _failures(self, worker_group: WorkerGroup) -> list[Failure]:

@@ -1,10 +1,16 @@
-"""Ranks that end without leaving: what they have done counts."""
+"""Ranks that end: without leaving, and while the agent looks."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed.elastic.agent.server import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 from lezero.elastic import LaunchConfig, launch
+from lezero.elastic.agent import Agent
 
 SUMS = """
 import sys
@@ -24,3 +30,15 @@ def test_a_rank_that_ends_at_once_is_not_aborted(tmp_path: Path) -> None:
     script = tmp_path / "sums.py"
     script.write_text(SUMS)
     assert launch(LaunchConfig(ranks=4, oversubscribe=True, quiet=True), [str(script)]) == 0
+
+
+def test_a_rank_that_fails_while_the_agent_looks_is_for_its_next_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch saw the failure first and started all ranks again: not told, and not counted."""
+    codes = iter([None, 0, -9])  # of one process: it runs, and then was killed
+    process = SimpleNamespace(proc=SimpleNamespace(poll=lambda: next(codes)))
+    agent = object.__new__(Agent)
+    monkeypatch.setattr(agent, "_handlers", lambda: {0: process}, raising=False)
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: pytest.fail("torch's"))
+    assert agent._monitor_workers(None).state is WorkerState.HEALTHY
