@@ -16,6 +16,12 @@ enum { FLOATS = 0, PAIR_BYTES = 4, MOST_BF16 = 14 };
 enum { FLOATS = 1, PAIR_BYTES = 8, MOST_BF16 = 12 };
 #endif
 #define AT_ONCE(R) 2
+/* See [Note: one panel after the other]; not measured with AMX. */
+#ifdef FEW_TOKENS
+#define ALONE(R) 0
+#else
+#define ALONE(R) ((R) <= 6)
+#endif
 
 INLINE __mmask16 first_lanes(int64_t count) {
   return count >= 16 ? 0xffff : (__mmask16)((1u << count) - 1);

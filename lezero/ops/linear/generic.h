@@ -28,6 +28,7 @@ enum { MOST_WHOLE = 4, MOST_BLOCKS = 4, MOST_DIGITS = 2, MOST_BF16 = 4, MOST_ROW
 enum { FLOATS = 1, PAIR_BYTES = 8 };
 #define WORDS(bits, digits) 0
 #define AT_ONCE(R) ((R) == 1 ? 2 : 1)
+#define ALONE(R) 0
 
 INLINE f4 all4(float x) { return (f4){x, x, x, x}; }
 INLINE i4 all4i(int32_t x) { return (i4){x, x, x, x}; }

@@ -2,8 +2,12 @@
  * are; a `floats` or `ints` holds one number for each output of a panel).
  *
  * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs,
- * AT_ONCE(tokens) of the two at a time, with all sums in registers. Weights are read once a tile, in
- * order. Its loops over tokens have constant bounds: `R` is a literal in every copy of it.
+ * P of the two at a time, with all sums in registers. Weights are read once a tile, in order. Its
+ * loops over tokens have constant bounds: `R` and P are literals in every copy of it.
+ *
+ * [Note: one panel after the other]
+ * P is AT_ONCE(R), which computes fastest. A lone tile of few tokens waits for memory, and memory gives
+ * one stream of lines faster than two: with ALONE(R) it takes one panel after the other.
  */
 #include <math.h>
 #include <string.h>
@@ -183,10 +187,10 @@ INLINE void sum_short(const int R, const int P, const uint8_t *w0, const uint8_t
 #endif
 
 INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
-                       const panel_pair *p, found_tile *f, const fetching *m, const int R) {
+                       const panel_pair *p, found_tile *f, const fetching *m, const int R,
+                       const int P) {
   (void)l;
   const uint8_t *next = m->next;
-  const int P = AT_ONCE(R);
   UNROLL for (int i = 0; i < 2; i += P) {
     ints acc[MOST_WHOLE][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
@@ -214,9 +218,8 @@ INLINE void add_block(const int R, const int D, const int zeros, const int fine,
 /* R tokens of D digits, block by block; `fine`: with a scale of their own for each block. */
 INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const token_tile *t,
                           const panel_pair *p, found_tile *f, const fetching *m, const int R,
-                          const int D, const int words, const int fine, const int bits,
-                          const int first, const uint8_t **next) {
-  const int P = AT_ONCE(R);
+                          const int P, const int D, const int words, const int fine,
+                          const int bits, const int first, const uint8_t **next) {
   floats sum[MOST_BLOCKS][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
   const int8_t *a = t->codes;
@@ -254,19 +257,18 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
 
 INLINE void blocks_tile(const lezero_linear *l, const workspace *w, const token_tile *t,
                         const panel_pair *p, found_tile *f, const fetching *m, const int R,
-                        const int D, const int fine, const int bits) {
+                        const int P, const int D, const int fine, const int bits) {
   const uint8_t *next = m->next;
   const int words = WORDS(bits, D); /* which hold both digits */
-  UNROLL for (int first = 0; first < 2; first += AT_ONCE(R))
-    blocks_panels(l, w, t, p, f, m, R, words ? 1 : D, words, fine, bits, first, &next);
+  UNROLL for (int first = 0; first < 2; first += P)
+    blocks_panels(l, w, t, p, f, m, R, P, words ? 1 : D, words, fine, bits, first, &next);
 }
 
 /* R tokens of one part, or of a high and a low one; both meet a line of weights while it is there. */
 INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair *p, found_tile *f,
-                      const fetching *m, const int R, const int parts) {
+                      const fetching *m, const int R, const int P, const int parts) {
   const uint8_t *next = m->next;
   const int64_t low = w->padded * 2 * R; /* bytes from a token's high part to its low one */
-  const int P = AT_ONCE(R);
   UNROLL for (int first = 0; first < 2; first += P) {
     floats acc[MOST_BF16][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_floats(0);
@@ -288,9 +290,10 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
   }
 }
 
-#define CASE(most, R, tile, ...)                         \
-  case R:                                                \
-    if (R <= most) tile(l, w, t, p, f, m, R __VA_ARGS__); \
+#define CASE(most, R, tile, ...)                                                     \
+  case R:                                                                            \
+    if (R <= most && ALONE(R) && w->tiles == 1) tile(l, w, t, p, f, m, R, 1 __VA_ARGS__); \
+    else if (R <= most) tile(l, w, t, p, f, m, R, AT_ONCE(R) __VA_ARGS__);           \
     break;
 #define FEW(most, tile, ...)         \
   CASE(most, 1, tile, __VA_ARGS__) \
@@ -311,12 +314,14 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
   CASE(most, 14, tile)
 
 INLINE void bf16_one(const lezero_linear *l, const workspace *w, const token_tile *t,
-                     const panel_pair *p, found_tile *f, const fetching *m, const int R) {
-  (void)l, bf16_tile(w, t, p, f, m, R, 1);
+                     const panel_pair *p, found_tile *f, const fetching *m, const int R,
+                     const int P) {
+  (void)l, bf16_tile(w, t, p, f, m, R, P, 1);
 }
 INLINE void bf16_two(const lezero_linear *l, const workspace *w, const token_tile *t,
-                     const panel_pair *p, found_tile *f, const fetching *m, const int R) {
-  (void)l, bf16_tile(w, t, p, f, m, R, 2);
+                     const panel_pair *p, found_tile *f, const fetching *m, const int R,
+                     const int P) {
+  (void)l, bf16_tile(w, t, p, f, m, R, P, 2);
 }
 
 #define TILE static void __attribute__((noinline))
