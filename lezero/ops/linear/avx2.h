@@ -14,7 +14,7 @@ typedef struct {
 
 /* How many rows' sums registers hold beside weights. */
 enum { MOST_WHOLE = BYTES ? 6 : 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4 };
-enum { MOST_ROWS = 6 };
+enum { MOST_HALVES = MOST_BLOCKS, MOST_ROWS = 6 };
 /* Whether tokens of so many digits lie as words beside weights of so many bits. */
 #define WORDS(bits, digits) ((digits) == 2 || ((bits) == 8 && !BYTES))
 /* Beside bf16 weights tokens lie in fp32; bytes of a pair of their inputs. */

@@ -24,6 +24,7 @@ typedef struct {
           f((x).d, (y).d, (z).d)})
 
 enum { MOST_WHOLE = 4, MOST_BLOCKS = 4, MOST_DIGITS = 2, MOST_BF16 = 4, MOST_ROWS = 4 };
+enum { MOST_HALVES = MOST_BLOCKS }; /* with 4-bit weights */
 /* Beside bf16 weights tokens lie in fp32; bytes of a pair of their inputs. */
 enum { FLOATS = 1, PAIR_BYTES = 8 };
 #define WORDS(bits, digits) 0

@@ -104,7 +104,8 @@ static workspace lay_out(const lezero_linear *l, int64_t tokens, char *base) {
     w.width = l->x_bits == 16 || w.words ? 2 : 1;
     w.whole = !w.fine && l->bits == 8 && !l->group && !l->zero;
     w.block = w.whole ? w.padded : block_of(l);
-    most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : MOST_BLOCKS;
+    most = l->bits == 4 ? MOST_HALVES : MOST_BLOCKS;
+    most = w.whole ? MOST_WHOLE : w.digits == 2 ? MOST_DIGITS : most;
   }
   w.blocks = (l->K + w.block - 1) / w.block; /* padding beyond the last one is not read */
   w.in_group = l->group ? l->group / w.block : w.blocks;

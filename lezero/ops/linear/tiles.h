@@ -172,7 +172,7 @@ INLINE void short_fours(const int R, const int P, ints b0, ints b1, const int8_t
 INLINE void sum_short(const int R, const int P, const uint8_t *w0, const uint8_t *w1, const int8_t *a,
                       int64_t eights, const fetching *m, const uint8_t **next, ints acc[][2]) {
   for (; eights; eights -= 4) {
-    ints pairs[MOST_BLOCKS][2];
+    ints pairs[MOST_HALVES][2];
     UNROLL for (int r = 0; r < R; r++) pairs[r][0] = pairs[r][1] = all_ints(0);
     for (int k = 0; k < 4; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES(0) * R) {
       fetch(P, w0, w1, m, next);
@@ -220,7 +220,7 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
                           const panel_pair *p, found_tile *f, const fetching *m, const int R,
                           const int P, const int D, const int words, const int fine,
                           const int bits, const int first, const uint8_t **next) {
-  floats sum[MOST_BLOCKS][2];
+  floats sum[MOST_HALVES][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
   const int8_t *a = t->codes;
   const int32_t *start = t->start;
@@ -231,7 +231,7 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
     const int64_t inputs = least(w->block, w->padded - b * w->block);
     if (left == 0) left = w->in_group, group++;
     left--;
-    ints acc[MOST_BLOCKS > 2 * MOST_DIGITS ? MOST_BLOCKS : 2 * MOST_DIGITS][2];
+    ints acc[MOST_HALVES > 2 * MOST_DIGITS ? MOST_HALVES : 2 * MOST_DIGITS][2];
     UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(start[i]);
     if (m->ahead) fetch_scales(l, p, P, first, group, m);
     if (bits == 8) sum_bytes(R * D, P, words, w0, w1, a, inputs / 4, m, next, acc);
@@ -302,10 +302,12 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
   CASE(most, 4, tile, __VA_ARGS__) \
   CASE(most, 5, tile, __VA_ARGS__) \
   CASE(most, 6, tile, __VA_ARGS__)
+#define SOME(most, tile, ...)      \
+  FEW(most, tile, __VA_ARGS__)     \
+  CASE(most, 7, tile, __VA_ARGS__) \
+  CASE(most, 8, tile, __VA_ARGS__)
 #define MANY(most, tile) \
-  FEW(most, tile)        \
-  CASE(most, 7, tile)    \
-  CASE(most, 8, tile)    \
+  SOME(most, tile)       \
   CASE(most, 9, tile)    \
   CASE(most, 10, tile)   \
   CASE(most, 11, tile)   \
@@ -335,9 +337,9 @@ TILE any_bf16_parts(GIVEN) { switch (t->rows) { MANY(MOST_BF16, bf16_two) } }
 #define COMMA ,
 /* Tokens of 8 bits with a scale each, of 8 bits in blocks, and of 16 bits: digits and `fine`. */
 TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 0 COMMA 8) } }
-TILE any_a8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 0 COMMA 4) } }
+TILE any_a8w4(GIVEN) { switch (t->rows) { SOME(MOST_HALVES, blocks_tile, COMMA 1 COMMA 0 COMMA 4) } }
 TILE any_b8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 1 COMMA 8) } }
-TILE any_b8w4(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 1 COMMA 4) } }
+TILE any_b8w4(GIVEN) { switch (t->rows) { SOME(MOST_HALVES, blocks_tile, COMMA 1 COMMA 1 COMMA 4) } }
 TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 1 COMMA 8) } }
 TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 1 COMMA 4) } }
 
