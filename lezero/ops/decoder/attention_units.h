@@ -31,6 +31,13 @@ static int64_t query_tiles(const lezero_step *s, const lezero_chunk *chunk) {
   return (chunk->count * (s->H / s->K) + queries_at_once(s) - 1) / queries_at_once(s);
 }
 
+/* Whether one of its rows is among those that attend. */
+static int asks(const worker *w, const lezero_chunk *chunk, int64_t tile) {
+  const int64_t G = w->s->H / w->s->K, most = queries_at_once(w->s), first = tile * most;
+  const int64_t last = least_of(first + most, chunk->count * G) - 1;
+  return chunk->first + first / G < w->asking.end && chunk->first + last / G >= w->asking.first;
+}
+
 static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t head, int64_t tile) {
   const lezero_step *s = w->s;
   const lezero_chunk *chunk = s->chunk + c;
@@ -113,6 +120,7 @@ static void attend_units(const worker *w, const lezero_layer *y, int64_t layer, 
   for (int32_t c = 0; c < s->chunks; c++)
     for (int64_t head = 0; head < s->K; head++)
       for (int64_t tile = 0; tile < query_tiles(s, s->chunk + c); tile++) {
+        if (!stores && !asks(w, s->chunk + c, tile)) continue;
         int64_t first, count;
         ranges_of(s, s->chunk + c, tile, &first, &count);
         for (int64_t unit = 0; unit < (how == BY_RANGE ? count : 1); unit++, turn++) {

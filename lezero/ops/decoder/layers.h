@@ -261,7 +261,7 @@ static void prepare(worker *w, lezero_linear *l, filler *fill, const void *how) 
   const int all = w->a.alone || w->by_tokens;
   l->ahead = w->ahead;
   l->x = fill ? w->rows : w->a.rows;
-  const int64_t begin = w->by_tokens ? w->first : 0, count = w->by_tokens ? w->count : l->M;
+  const int64_t begin = w->first, count = w->count;
   const int64_t tiles = lezero_linear_tiles(l, count);
   const int64_t first = all ? 0 : from(w, tiles), end = all ? tiles : upto(w, tiles);
   const int64_t rows = count / tiles, longer = count % tiles; /* as the tiles are split */
@@ -277,8 +277,9 @@ static void multiply_own(const worker *w, lezero_linear *l, const void *prepared
   l->out = out;
   const int64_t pairs = lezero_linear_pairs(l);
   char *own = w->a.own + w->begin * (int64_t)w->a.each;
-  if (w->by_tokens) lezero_linear_multiply(l, w->first, w->count, prepared, own, 0, pairs);
-  else lezero_linear_multiply(l, 0, l->M, prepared, own, from(w, pairs), upto(w, pairs));
+  const int64_t begin = w->by_tokens ? 0 : from(w, pairs);
+  const int64_t end = w->by_tokens ? pairs : upto(w, pairs);
+  lezero_linear_multiply(l, w->first, w->count, prepared, own, begin, end);
 }
 
 static void multiply_prepared(worker *w, lezero_linear *l, const void *prepared, void *out,
@@ -330,7 +331,11 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     prepare(w, &qkv, fill_normalised, &(filled_by){y->norm1, &y->qkv, delta});
     multiply(w, &qkv, w->a.found, &out);
     if (w->by_tokens) meet(w); /* for the rows of blocks that two workers share */
+    const int narrows = i + 1 == s->layers && few_wanted(s);
+    if (narrows) w->asking = wanted_rows(s);
     attention(w, y, i, qkv.x_type);
+    if (narrows) share(w, w->asking);
+    if (narrows && !s->rows) return;
     prepare(w, &out, 0, 0);
     multiply(w, &out, w->a.delta, &gate_up);
     prepare(w, &gate_up, fill_normalised, &(filled_by){y->norm2, &y->gate_up, out.x_type});
@@ -345,10 +350,8 @@ void lezero_decoder_run(const lezero_step *s, int64_t begin, int64_t end) {
     delta = down.x_type;
   }
   if (s->rows) {
-    if (w->by_tokens) {
-      w->by_tokens = 0, w->prepared = w->a.prepared;
-      meet(w);
-    }
+    if (w->by_tokens) meet(w);
+    share(w, (row_range){0, s->rows});
     lezero_linear last = head;
     prepare(w, &last, fill_wanted, &(filled_by){s->norm, 0, delta});
     last.ahead = 0;

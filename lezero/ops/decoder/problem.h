@@ -50,7 +50,7 @@ typedef struct {
   const int32_t *table; /* (chunks, width): the cache blocks of each sequence, in order */
   int64_t cache_bits;  /* of a key or value: 16 (bf16) or 8 */
   char *keys, *values; /* (layers, blocks, K, as cache.h says) */
-  const int32_t *row; /* (rows,): of which rows logits are wanted; if of none, x is what comes out */
+  const int32_t *row; /* (rows,): of which rows logits are wanted; V 0: x is what comes out */
   int64_t rows, V;
   const float *norm;
   const lezero_weight *head; /* (V, D) */

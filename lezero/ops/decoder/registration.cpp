@@ -29,9 +29,10 @@ lezero_step step_of(int64_t T, const Tensor& layers, int64_t D, int64_t H, int64
 
 // `ending`: addresses of the head's weight, as a `lezero_weight`, and of the norm before it.
 void want(lezero_step& s, const Tensor& ending, int64_t rows, int64_t V) {
+  s.V = V;
   if (!rows) return;
   const auto* held = static_cast<const int64_t*>(ending.data_ptr());
-  s.rows = rows, s.V = V, s.head = reinterpret_cast<const lezero_weight*>(held);
+  s.rows = rows, s.head = reinterpret_cast<const lezero_weight*>(held);
   s.norm = reinterpret_cast<const float*>(held[sizeof(lezero_weight) / sizeof(int64_t)]);
 }
 
@@ -43,7 +44,7 @@ int64_t scratch(int64_t T, int64_t rows, const Tensor& layers, const Tensor& end
   return static_cast<int64_t>(lezero_decoder_scratch(&s));
 }
 
-// `rows`: of which logits are wanted, `logits`: theirs; both empty where x is what comes out. `best`:
+// `rows`: of which logits are wanted, `logits`: theirs, of width 0 where x is what comes out. `best`:
 // of each row its largest logit's place, or empty.
 lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor& sin,
                    const Tensor& chunks, const Tensor& table, const Tensor& keys,
