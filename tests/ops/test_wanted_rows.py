@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -46,7 +46,9 @@ def subsets(count: int) -> list[list[int]]:
     return [[count - 1], [], [0], [count // 3, count // 3 + 1], sorted({0, count // 2, count - 1})]
 
 
-def held(decoder: Decoder, steps: object, bits: int, rounded: bool, narrow: int) -> None:
+def held(
+    decoder: Decoder, steps: Sequence[list[list[int]]], bits: int, rounded: bool, narrow: int
+) -> None:
     """Each step asked for all rows, and for the `narrow`th of `subsets`, each with a cache of its
     own that goes from step to step."""
     shape, angles = decoder.shape, tables(decoder.shape, 500)
@@ -60,7 +62,7 @@ def held(decoder: Decoder, steps: object, bits: int, rounded: bool, narrow: int)
         assert torch.equal(best, logits.argmax(1) if rows else torch.empty(0, dtype=torch.int64))
         return logits
 
-    for chunks in map(torch.tensor, steps):  # type: ignore[call-overload]
+    for chunks in map(torch.tensor, steps):
         x = torch.randn(int(chunks[:, 1].sum()), shape.dim)
         rows = subsets(len(x))[narrow]
         expected = asked(x, whole, chunks.int(), list(range(len(x))))

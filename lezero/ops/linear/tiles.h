@@ -2,8 +2,8 @@
  * are; a `floats` or `ints` holds one number for each output of a panel).
  *
  * A micro-kernel multiplies a tile of tokens with a pair of panels, 32 outputs, over all inputs,
- * P of the two at a time, with all sums in registers. Weights are read once a tile, in order. Its
- * loops over tokens have constant bounds: `R` and P are literals in every copy of it.
+ * P of the two at a time, with the sums of a block in registers. Weights are read once a tile, in order.
+ * Its loops over tokens have constant bounds: `R` and P are literals in every copy of it.
  *
  * [Note: one panel after the other]
  * P is AT_ONCE(R), which computes fastest. A lone tile of few tokens waits for memory, and memory gives
