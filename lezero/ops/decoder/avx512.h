@@ -12,22 +12,10 @@ INLINE floats larger_by(floats a, floats b, float least) {
   return _mm512_mask_mov_ps(b, larger, a);
 }
 INLINE float lanes_most(floats a) { return _mm512_reduce_max_ps(a); }
-/* Lane r: the largest lane of v[r]. Halves of two rows meet in one, then quarters of four. */
+INLINE ints most_of_lanes(ints a, ints b) { return (ints)most_of((floats)a, (floats)b); }
+/* Lane r: the largest lane of v[r]. */
 INLINE floats lanes_most_of(const floats v[16]) {
-  floats pairs[8], fours[4];
-  for (int i = 0; i < 8; i++) {
-    const floats a = v[2 * i], b = v[2 * i + 1];
-    pairs[i] = most_of(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  }
-  for (int i = 0; i < 4; i++) {
-    const __m512d a = (__m512d)pairs[2 * i], b = (__m512d)pairs[2 * i + 1];
-    fours[i] = most_of((floats)_mm512_unpacklo_pd(a, b), (floats)_mm512_unpackhi_pd(a, b));
-  }
-  const floats low = most_of(_mm512_shuffle_f32x4(fours[0], fours[1], 0x44),
-                             _mm512_shuffle_f32x4(fours[0], fours[1], 0xee));
-  const floats high = most_of(_mm512_shuffle_f32x4(fours[2], fours[3], 0x44),
-                              _mm512_shuffle_f32x4(fours[2], fours[3], 0xee));
-  return most_of(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+  return (floats)lanes_joined((const ints *)v, most_of_lanes);
 }
 INLINE float lanes_total(floats a) {
   const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));

@@ -107,6 +107,30 @@ INLINE ints larger(ints a, ints b) { return _mm512_max_epi32(a, b); }
 INLINE int32_t largest_lane(ints a) { return _mm512_reduce_max_epi32(a); }
 INLINE ints ints_sum(ints a, ints b) { return _mm512_add_epi32(a, b); }
 INLINE int32_t lanes_sum(ints a) { return _mm512_reduce_add_epi32(a); }
+/* Lane r: all lanes of v[r] joined. Halves of two rows meet in one, then quarters of four. */
+INLINE ints lanes_joined(const ints v[16], ints (*join)(ints, ints)) {
+  ints two[8], four[4];
+  for (int i = 0; i < 8; i++) {
+    const ints a = v[2 * i], b = v[2 * i + 1];
+    two[i] = join(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  }
+  for (int i = 0; i < 4; i++) {
+    const ints a = two[2 * i], b = two[2 * i + 1];
+    four[i] = join(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  }
+  const ints low = join(_mm512_shuffle_i32x4(four[0], four[1], 0x44),
+                        _mm512_shuffle_i32x4(four[0], four[1], 0xee));
+  const ints high = join(_mm512_shuffle_i32x4(four[2], four[3], 0x44),
+                         _mm512_shuffle_i32x4(four[2], four[3], 0xee));
+  return join(_mm512_shuffle_i32x4(low, high, 0x88), _mm512_shuffle_i32x4(low, high, 0xdd));
+}
+#define LANES_JOINED
+INLINE void largest_lanes(const ints v[16], int32_t to[16]) {
+  _mm512_storeu_si512(to, lanes_joined(v, larger));
+}
+INLINE void lanes_sums(const ints v[16], int32_t to[16]) {
+  _mm512_storeu_si512(to, lanes_joined(v, ints_sum));
+}
 
 INLINE floats limited(floats x, float most) {
   return _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-most)), _mm512_set1_ps(most));

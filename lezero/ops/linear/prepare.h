@@ -157,108 +157,7 @@ static token_steps steps_of(const workspace *w, int64_t rows) {
    : type == LEZERO_FP32 ? inner(__VA_ARGS__, LEZERO_FP32)       \
                          : inner(__VA_ARGS__, LEZERO_FP16))
 
-INLINE int32_t largest_in(const void *x, int64_t begin, int64_t end, const int type) {
-  ints most = all_ints(0);
-  int64_t i = begin;
-  for (; i + 16 <= end; i += 16) most = larger(most, magnitude(read16(x, type, i, 16)));
-  if (i < end) most = larger(most, magnitude(read16(x, type, i, end - i)));
-  return largest_lane(most);
-}
-
-/* The largest magnitude of x[begin .. end), as its bits: beyond 0x7f7fffff something is not finite. */
-static int32_t largest(const void *x, int type, int64_t begin, int64_t end) {
-  return BY_TYPE(type, largest_in, x, begin, end);
-}
-
-/* The scale and its inverse for values up to `bits`, see tokens.py; `given` or null. */
-static float scale_of(int32_t bits, float levels, const float *given, float *inverse) {
-  float most, scale;
-  memcpy(&most, &bits, 4);
-  *inverse = 0;
-  if (bits >= 0x7f800000) return NAN;
-  scale = given ? *given : most / levels;
-  if (!(scale >= 0x1p-126f)) return given ? scale : 0;
-  *inverse = 1 / scale;
-  return scale;
-}
-
-/* `count` pieces of `size` bytes. */
-INLINE void scatter(int8_t *to, const void *from, const int count, const int size, int64_t step) {
-  if (step == size) memcpy(to, from, (size_t)(count * size));
-  else
-    for (int i = 0; i < count; i++) memcpy(to + i * step, (const char *)from + size * i, (size_t)size);
-}
-
-typedef struct {
-  int64_t begin, end, filled; /* inputs, and how far zeros fill up */
-  float inverse;
-  int limit;  /* whether values may exceed the scale, which was given */
-  int8_t *to; /* the token's first four inputs */
-  token_steps step;
-} token_part;
-
-INLINE void digits16(const token_part *p, int64_t i, floats v, const int two, const int words,
-                     ints sums[2]) {
-  const int size = words ? 8 : 4; /* of four inputs */
-  int8_t bytes[32], *at = p->to + (i >> 6) * p->step.line + (i & 63) / 4 * p->step.four;
-  v = product(v, all_floats(p->inverse));
-  if (!two && p->limit) v = limited(v, 127);
-  const ints q = rounded(v);
-  if (two && !words) {
-    const ints high = high_digit(q), low = low_digit(q, high);
-    sums[0] = ints_sum(sums[0], high), sums[1] = ints_sum(sums[1], low);
-    store_codes(bytes, high, 0), scatter(at, bytes, 4, size, p->step.four);
-    store_codes(bytes, low, 0), scatter(at + p->step.digit, bytes, 4, size, p->step.four);
-  } else {
-    sums[0] = ints_sum(sums[0], q);
-    store_codes(bytes, q, words), scatter(at, bytes, 4, size, p->step.four);
-  }
-}
-
-INLINE void digits_in(const token_part *p, const void *x, const int two, const int words,
-                      int32_t sums[2], const int type) {
-  ints total[2] = {all_ints(0), all_ints(0)};
-  int64_t i = p->begin;
-  /* What is not finite has the scale NaN, and the digits 0. */
-  if (p->inverse > 0) {
-    for (; i + 16 <= p->end; i += 16) digits16(p, i, read16(x, type, i, 16), two, words, total);
-    if (i < p->end) digits16(p, i, read16(x, type, i, p->end - i), two, words, total), i += 16;
-  }
-  for (; i < p->filled; i += 16) digits16(p, i, all_floats(0), two, words, total);
-  sums[0] = lanes_sum(total[0]), sums[1] = two && !words ? lanes_sum(total[1]) : 0;
-}
-
-/* two: of 16 bits, whose digits are apart where they are bytes. */
-static void digits_of(const token_part *p, const void *x, int type, int two, int words,
-                      int32_t sums[2]) {
-  if (two) BY_TYPE(type, digits_in, p, x, 1, WORDS(8, 2), sums);
-  else if (words && WORDS(8, 1)) BY_TYPE(type, digits_in, p, x, 0, 1, sums);
-  else BY_TYPE(type, digits_in, p, x, 0, 0, sums);
-}
-
-static void prepare_codes(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
-                          const void *x) {
-  const int64_t D = w->digits, R = t->rows;
-  const token_steps step = steps_of(w, R);
-  const int off = SIGNED_BYTES && l->bits == 8 ? 128 : 0, two = l->x_bits == 16;
-  const int middle = (l->zero ? 0 : l->bits == 8 ? 128 : 8) - off;
-  float inverse = 0;
-  if (!w->fine) t->scale[r] = scale_of(largest(x, l->x_type, 0, l->K), 127, l->x_scale, &inverse);
-  for (int64_t b = 0; b < w->blocks; b++) {
-    const int64_t begin = b * w->block, end = least(begin + w->block, l->K);
-    const int64_t filled = least(begin + w->block, w->padded);
-    if (w->fine)
-      t->scale[b * R + r] =
-          scale_of(largest(x, l->x_type, begin, end), two ? 32639 : 127, 0, &inverse);
-    fetch_some(l->ahead, 4);
-    int32_t sums[2];
-    const token_part part = {begin, end,  filled, inverse, l->x_scale != 0, t->codes + r * step.row,
-                             step};
-    digits_of(&part, x, l->x_type, two, w->words, sums);
-    for (int64_t d = 0; d < D; d++) t->start[(b * R + r) * D + d] = -middle * sums[d];
-    t->total[b * R + r] = D == 2 ? (float)(256 * sums[0] + sums[1]) : (float)sums[0];
-  }
-}
+#include "codes.h"
 
 static void prepare_bf16(const lezero_linear *l, const workspace *w, const token_tile *t, int64_t r,
                          const void *x) {
@@ -322,10 +221,9 @@ void lezero_linear_prepare(const lezero_linear *l, int64_t first, int64_t count,
   const int64_t size = l->x_type == LEZERO_FP32 ? 4 : 2;
   for (int64_t index = begin; index < end; index++) {
     const token_tile t = tile_at(&w, index);
-    for (int64_t r = 0; r < t.rows; r++) {
-      const void *x = (const char *)l->x + (first + t.row + r) * l->K * size;
-      if (in_bf16(l)) prepare_bf16(l, &w, &t, r, x);
-      else prepare_codes(l, &w, &t, r, x);
-    }
+    const char *x = (const char *)l->x + (first + t.row) * l->K * size;
+    if (!in_bf16(l)) prepare_codes(l, &w, &t, x);
+    else
+      for (int64_t r = 0; r < t.rows; r++) prepare_bf16(l, &w, &t, r, x + r * l->K * size);
   }
 }
