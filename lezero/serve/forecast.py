@@ -65,6 +65,8 @@ class Forecast:
     """Of a block of the cache."""
     faster: float = 1.0
     """How many times as fast decoding is where all guesses are right."""
+    invariant: bool = True
+    """Whether an answer's bits are what they are alone, whatever else runs."""
     beside_bytes: int = 0
     """Of the process beside all these: tokenizer, libraries; 0 on an accelerator."""
 
@@ -90,6 +92,8 @@ class Forecast:
         behind = _slower(f"; behind {ends:,} tokens {{}}", *full)
         full = self.full_prefill_tokens_s, self.prefill_tokens_s
         whole = _slower(f"; of {ends:,} at once {{}}", *full)
+        if not self.invariant:
+            slow.append("invariance  none: beside others an answer's last bits may differ")
         if self.disturbed:
             slow.append("note        measured beside other programs, so it may be more")
         return [
@@ -150,6 +154,7 @@ def foresee(
         ceilings is not None and ceilings.disturbed,
         program.block_size,
         max(1.0, (1 + guesses) / (1 + guesses * cost)),
+        program.invariant,
         beside,
     )
 

@@ -66,9 +66,9 @@ def invariance_costs(program: Program) -> list[Cost]:
 
 
 def cost_lines(costs: list[Cost]) -> list[str]:
-    """For people."""
+    """For people; nothing without costs, where the forecast says why."""
     if not costs:
-        return ["invariance  none: with this program an answer's last bits depend on neighbours"]
+        return []
     each = ", ".join(f"{x.ratio:.2f} for {_said(x.rows)} ({x.other})" for x in costs)
     dear = [_said(cost.rows) for cost in costs if cost.ratio > 1]
     return [

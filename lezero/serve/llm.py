@@ -49,9 +49,10 @@ class LLM:
     coder: in the place of the model's own tokenizer, which is then not read.
     weights: "auto" keeps a quantized model as it is, where kernels read its codes, and runs others
     in bf16; "int8" and "int4" (HQQ in groups of 64 or 32) quantize now, without data; "fp32" is
-    plain and slow, and exact. A GGUF file most of whose weights lie in Q4_0 or Q4_1 keeps them as
-    they are for "int4" (what it has in Q8_0 too, and all else becomes int8) and for "auto", which
-    also keeps a file in Q8_0. On a CPU "int4" and a file in Q4 round activations to int8, in
+    plain and slow, and exact: codes of a quantized model become the numbers that they stand for,
+    and activations are not rounded. A GGUF file most of whose weights lie in Q4_0 or Q4_1 keeps
+    them as they are for "int4" (what it has in Q8_0 too, and all else becomes int8) and for "auto",
+    which also keeps a file in Q8_0. On a CPU "int4" and a file in Q4 round activations to int8, in
     blocks of 32, 64 or 128.
     context: tokens of a request at most, by default the model's. max_requests: at once.
     kv: what keys and values are kept in. "int8" takes a little more than half of the memory of

@@ -143,7 +143,8 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
             f"weights: got {weights!r}, but this model is quantized already; take 'auto', which "
             "keeps it as it is, or start from the model before it was quantized"
         )
-    if quantized_layers(model) and weights == "bf16":
+    if quantized_layers(model) and weights in ("bf16", "fp32"):
+        model = model.float() if weights == "fp32" else model  # what codes stand for is not rounded
         dequantize_(model)
     if weights in ("int8", "int4"):
         scheme = Int8Weight() if weights == "int8" else _int4(model)

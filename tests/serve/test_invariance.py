@@ -67,5 +67,9 @@ def test_where_it_costs_time_is_said() -> None:
 
 
 def test_a_program_without_invariance_says_so() -> None:
-    assert invariance_costs(LLM(small(), weights="fp32").program) == []
-    assert "depend on neighbours" in cost_lines([])[0]
+    plain = LLM(small(), weights="fp32")
+    assert invariance_costs(plain.program) == cost_lines([]) == []
+    said = [line for line in plain.forecast.lines() if line.startswith("invariance")]
+    assert said == ["invariance  none: beside others an answer's last bits may differ"]
+    if native.NATIVE.available():
+        assert "invariance" not in " ".join(LLM(small()).forecast.lines())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lezero.compress.quantize import Fp8, Int4Weight, Int8Weight, Nf4, quantize_
+from lezero.compress.quantize import (
+    Fp8,
+    Int4Weight,
+    Int8Weight,
+    Int8WeightActivation,
+    Nf4,
+    dequantize_,
+    quantize_,
+)
 from lezero.core import device
 from lezero.core.errors import ConfigError, FileError
 from lezero.models import Transformer, load_gguf
@@ -38,6 +47,26 @@ def test_bf16_turns_codes_back() -> None:
     assert "bf16 weights" in wide.description or "bfloat16 weights" in wide.description
     assert wide.read_bytes > 1.5 * kept.read_bytes
     assert len(LLM(quantized(), weights="bf16").generate([1, 2, 3], GREEDY)[0].tokens) == 8
+
+
+@pytest.mark.parametrize(
+    "scheme", [Int8Weight(), Int8WeightActivation(), Int4Weight(group=32), Fp8(), Nf4(group=32)]
+)
+def test_fp32_is_exact_for_a_quantized_model_too(scheme: Any) -> None:
+    made: Any = quantize_(small().bfloat16(), scheme, objective="size")
+    plain = copy.deepcopy(made).float()
+    dequantize_(plain)
+    prompt = [1, 2, 3, 5, 8]
+    answer = LLM(made, weights="fp32").generate(
+        prompt, SamplingParams(max_tokens=8, temperature=0, logprobs=0)
+    )[0]
+    with torch.no_grad():
+        logits = plain(torch.tensor([prompt + answer.tokens]))[0]
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(
+        1, torch.tensor(answer.tokens)[:, None]
+    )
+    found = torch.tensor([one.logprob for one in answer.logprobs or []])
+    assert (found - expected[:, 0]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(
