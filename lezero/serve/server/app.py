@@ -109,7 +109,8 @@ class App:
                 allow = ", ".join(["GET", "HEAD"] if takes == ["GET"] else takes)
                 raise Problem(405, said, allow=allow)
             if exchange.path.startswith("/v1/models/"):
-                raise Problem(404, f"this server has the model {self.name!r}", param="model")
+                problem = f"this server has the model {self.name!r}"
+                raise Problem(404, problem, param="model", code="model_not_found")
             raise Problem(404, "there is nothing at this path")
         self._check_client(exchange)
         if method == "POST":
@@ -117,6 +118,10 @@ class App:
             if kind not in self.face.kinds:
                 allowed = " and ".join(self.face.kinds)
                 raise Problem(415, f"content-type: got {kind[:80]!r}, allowed is {allowed}")
+            coding = exchange.header("content-encoding").strip().lower()
+            if coding not in ("", "identity"):
+                problem = f"content-encoding: got {coding[:80]!r}; send the body as it is"
+                raise Problem(415, problem)
             self._check_open()
         return self._guarded[asked]
 

@@ -103,6 +103,10 @@ def test_other_ways_to_ask(client) -> None:
         takes = "GET, HEAD" if b"models" in found.body else "POST"
         assert found.headers["allow"] == takes
     assert client.ask("/v1/completions", b"{}", content_type="text/plain").status == 415
+    packed = client.ask("/v1/completions", b"{}", content_encoding="gzip")
+    assert packed.status == 415
+    assert "content-encoding: got 'gzip'" in packed.error["message"]
+    assert client.ask("/v1/models/other").error["code"] == "model_not_found"
     assert client.ask("/health", host="evil.example").status == 421
     assert client.ask("/health", host=f"localhost:{client.port}").status == 200
     assert client.ask("/health", host="localhost.evil.example").status == 421
