@@ -56,7 +56,7 @@ CASES = {
     "a number": (small, {"data": 3}, lz.ConfigError, "got int"),
     "wrong shape": (small, {"data": torch.zeros(2, 3, 4)}, lz.ConfigError, "does not take|shape"),
     "nan weights": (lambda: nan_at(small()), {}, lz.NumericsError, r"layers\.1\.mlp\.up_proj"),
-    "no layer fits": (small, {"filter": "nothing.*"}, lz.ConfigError, "no layer fits the filter"),
+    "no layer fits": (small, {"filter": "no.*"}, lz.ConfigError, "fits the filter 'no.*'embed_tok"),
     "bad filter": (small, {"filter": []}, lz.ConfigError, "filter"),
     "bad objective": (small, {"objective": "both"}, lz.ConfigError, "'speed' and 'size'"),
     "budget of nothing": (small, {"budget": 0.1}, lz.ConfigError, "give metric= or data="),

@@ -14,7 +14,7 @@ import lezero as lz
 from lezero.compress.quantize.batches import tensors_of
 from lezero.nn.meta import parameters_on_meta
 from tests.compress.test_huggingface import HEADS, MODELS, TEXT, ids, make
-from tests.compress.test_saved import saved
+from tests.compress.test_saved import change, saved
 
 pytest.importorskip("transformers")
 LLAMA = {**TEXT, **HEADS, "num_key_value_heads": 2}
@@ -134,3 +134,18 @@ def test_a_layer_inside_of_a_layer_keeps_its_own_weight(tmp_path: Path) -> None:
     found = lz.load_quantized(tmp_path / "q", rooted())
     assert found.weight is not found.adapter.weight
     assert torch.equal(found(x), model(x))
+
+
+def test_a_bias_that_the_manifest_denies_is_refused(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    lz.save_quantized(lz.quantize_(model, lz.Int8Weight(), objective="size"), tmp_path / "q")
+    layers = ("documents", "quantization", "layers", "0")
+
+    def deny(fields: Any) -> None:
+        for key in layers:
+            fields = fields[key]
+        fields["bias"] = False
+
+    change(tmp_path / "q", deny)
+    with pytest.raises(lz.FileError, match=r"0\.bias is there, and the manifest says"):
+        lz.load_quantized(tmp_path / "q", nn.Sequential(nn.Linear(64, 64)))

@@ -80,6 +80,15 @@ def test_parameters_of_inference_mode_are_quantized_and_given_back(name: str) ->
         assert torch.equal(model(x), plain(y))
 
 
+def test_what_is_given_back_in_inference_mode_can_be_trained() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(4, 64)
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    with torch.inference_mode():
+        lz.dequantize_(model)
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
 @pytest.fixture
 def default_dtype() -> Iterator[None]:
     yield

@@ -157,6 +157,13 @@ def test_a_parameter_keeps_the_strides_that_the_model_has(tmp_path: Path) -> Non
 def test_folders_are_replaced_only_where_they_are_ours(copied: Path, tmp_path: Path) -> None:
     model = load_quantized(copied)
     save_quantized(model, tmp_path / "q")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    save_quantized(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert load_quantized(tmp_path / "empty").config == model.config
+    shutil.rmtree(tmp_path / "empty")
+    (tmp_path / "link").unlink()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("years of work")
     with pytest.raises(lz.FileError, match="holds other files"):

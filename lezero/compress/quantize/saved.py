@@ -83,6 +83,8 @@ def save_quantized(
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
     root = Path(expand_home(folder)).absolute()
+    if root.is_symlink():  # it stays, and what it names is written
+        root = root.resolve()
     _check_target(root, layout)
     if layout == "compressed-tensors":
         return export_compressed_tensors(model, root, tokenizer_folder)
@@ -317,6 +319,11 @@ def _expect(
         for key in _exact(module)
     }
     problems = [f"missing {name}" for name in wanted if name not in stored]
+    problems += [
+        f"{name}.bias is there, and the manifest says that there is none"
+        for name, about in layers.items()
+        if about.get("bias") is False and f"{name}.bias" in stored
+    ]
     for name, form in stored.items():
         other = wanted.get(name)
         if other is None:

@@ -27,6 +27,7 @@ from lezero.nn.blocks import blocks
 Kind = Literal["linear", "embedding", "conv"]
 Filter = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
 _MOST_INPUTS = 1 << 16
+_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,15 @@ def _check_taken_whole(
 
 def _nothing_fits(model: nn.Module, filter: Filter) -> ConfigError:
     found = sorted({type(m).__name__ for m in model.modules() if not list(m.children())})
+    asked = ""
+    if filter is not None:
+        names = [name for name, module in model.named_modules() if kind_of(module) is not None]
+        some = ", ".join(map(repr, names[:_SHOWN])) + (", …" if len(names) > _SHOWN else "")
+        given = "" if callable(filter) else f" {filter!r}"[:200]
+        asked = f" the filter{given} (layers are named {some or 'otherwise'})"
     return ConfigError(
         "lz.quantize_: no layer fits"
-        + (" the filter" if filter is not None else "")
+        + asked
         + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
         f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
         "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16 "

@@ -35,6 +35,7 @@ from lezero.compress.quantize.work import Work
 from lezero.core import device, groups, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
+from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
 from lezero.nn.modes import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -63,7 +64,8 @@ def quantize_(
     Linear layers, embeddings and convolutions change their class (`compress.quantize.modules`
     documents their `state_dict`); all names of modules stay. `lz.quantization_report(model)` shows
     what became of each layer; `lz.dequantize_` gives plain layers back. Either all of it is done or
-    the model is exactly as it was, whatever fails.
+    the model is exactly as it was, whatever fails: Ctrl-C waits for a moment at which that holds
+    (pressed again while the model runs, it does not wait).
 
     Args:
         config: `Int8Weight`, `Int8WeightActivation`, `Int4Weight`, `Fp8` or `Nf4`.
@@ -109,24 +111,26 @@ def dequantize_(model: Model) -> Model:
     Their weights are what the codes stand for, in the type that the weights had: what rounding lost
     stays lost; biases that were corrected, batch norms that were folded and channels that were
     scaled (in two layers, which leaves the outputs) stay so. Parameters are new: build optimizers
-    afterwards. Raises `OrderError` where nothing is quantized.
+    afterwards. They take gradients where the weights did when they were quantized: freeze again
+    what was frozen since. Raises `OrderError` where nothing is quantized.
     """
     check_module(model, "lz.dequantize_")
     layers = quantized_layers(model)
     if not layers:
         raise OrderError("lz.dequantize_: no layer of this model is quantized")
     made: dict[tuple[int, bool], nn.Parameter] = {}
-    for layer in layers.values():
-        key = (id(layer.weight), layer.transposed)
-        if key not in made:
-            made[key] = _parameter(layer)
-        layer.give_back(made[key])
-    ledger.forget(model, "quantize_")
-    model.__dict__.pop(REPORT, None)
+    # It may be trained later, whatever mode the caller is in.
+    with held_interrupts(), torch.inference_mode(False), torch.no_grad():
+        for layer in layers.values():
+            key = (id(layer.weight), layer.transposed)
+            if key not in made:
+                made[key] = _parameter(layer)
+            layer.give_back(made[key])
+        ledger.forget(model, "quantize_")
+        model.__dict__.pop(REPORT, None)
     return model
 
 
-@torch.no_grad()
 def _parameter(layer: QuantizedLayer) -> nn.Parameter:
     weight = layer.weight.decode()
     return nn.Parameter(weight.T.contiguous() if layer.transposed else weight, layer.trains)
@@ -135,10 +139,11 @@ def _parameter(layer: QuantizedLayer) -> nn.Parameter:
 def _all_or_nothing(request: Request) -> None:
     """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
     model = request.model
-    with quiet(model), Spill() as spill, kept_buffers(model, spill):
+    with held_interrupts(), quiet(model), Spill() as spill, kept_buffers(model, spill):
         journal = Journal(spill)
         try:
             slower = _quantize(request, journal, spill)
+            let_in()
         except BaseException:
             journal.undo()
             raise
@@ -168,7 +173,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
             "budget: the model's outputs hold no floating-point tensor to compare; give metric="
         )
     report.metric_name = "metric" if metric is not None else "error of the outputs"
-    report.quality_before = _agreed(lambda: _figure(metric(model))) if metric is not None else 0.0
+    report.quality_before = _agreed(lambda: _rated(metric, model)) if metric is not None else 0.0
     work = Work(request, journal, spill)
     # Compiled blocks would go past the hooks and the replaced forwards that calibration needs.
     with uncompiled():
@@ -176,7 +181,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
 
     def measured() -> float | None:
         if metric is not None:
-            return _figure(metric(model))
+            return _rated(metric, model)
         assert batches is not None
         return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
 
@@ -302,7 +307,9 @@ def _check_optimizer(
         )
 
 
-def _figure(value: Any) -> float:
+def _rated(metric: Metric, model: nn.Module) -> float:
+    with passed_on_at(1):
+        value: Any = metric(model)
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):

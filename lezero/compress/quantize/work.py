@@ -44,6 +44,7 @@ from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.speed import AS_IT_WAS, LayerSpeed
 from lezero.compress.quantize.spill import Spill
 from lezero.core.errors import NumericsError
+from lezero.core.interrupts import let_in
 from lezero.memory.pool import give_back_free_blocks
 from lezero.nn.blocks import blocks
 
@@ -173,6 +174,10 @@ class Work:
         counted = any(self._needs_statistics(site, target) for site, target in sites)
         for index, batch in enumerate(batches):
             if index and not counted and self._have_inputs(sites, capture):
+                if not done:
+                    self.report.notes.append(
+                        f"only {index} of {len(batches)} batches ran: nothing asked for needs more"
+                    )
                 break
             with capture.watching(self.model):
                 first_call(self.model, batch, index)
@@ -228,6 +233,7 @@ class Work:
     @torch.no_grad()
     def _finish(self, site: Site, target: Target, inputs: dict[str, Inputs]) -> None:
         """Quantizes one weight, unless it is better left as it was, and reports."""
+        let_in()
         if any("forward" in user.module.__dict__ for user in site.users):
             self._leave(site, "its forward was replaced on the object, and would not be called")
             return

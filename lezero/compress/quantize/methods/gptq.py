@@ -11,6 +11,7 @@ from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.methods.method import Method, methods
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.core.errors import NumericsError
+from lezero.core.interrupts import let_in
 from lezero.ops.quantize import Grid, Quantized, dequantize, quantize
 
 _DAMPING = 0.01
@@ -55,6 +56,7 @@ class GPTQ(Method):
         codes_NK = torch.empty(w_NK.shape, dtype=grid.code_dtype, device=w_NK.device)
         group_K = _groups(grid, K, w_NK.device)[order].tolist()
         for first in range(0, K, _COLUMNS):
+            let_in()
             last = min(first + _COLUMNS, K)
             U = _rows_of_inverse(L, first, last)
             block = w_NK[:, first:last]
