@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Self
 
+from lezero.core.interrupts import held_interrupts
 from lezero.serve.coder import Coder
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import TokenLogprob
@@ -210,8 +211,9 @@ class Stream(Iterator[Piece]):
     def close(self) -> None:
         """Cancels what has not ended; its blocks are free at once."""
         if not self._closed:
-            self._closed = True
-            self._end(self._answer)
+            with held_interrupts():
+                self._closed = True
+                self._end(self._answer)
 
     def __del__(self) -> None:
         if not self._closed:

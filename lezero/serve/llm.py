@@ -12,6 +12,7 @@ from typing import Any
 
 from lezero.core.errors import ConfigError
 from lezero.core.forked import need_threads_of
+from lezero.core.interrupts import held_interrupts, let_in
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.serve.answer import Answer, Completion, Stream
@@ -176,14 +177,16 @@ class LLM:
             self.request(p, x, priority=priority) for p, x in zip(given, every, strict=True)
         ]
         answers: list[Answer] = []
-        try:
-            for request in requests:
-                answers.append(self.begin(request))
-            while any(request.reason is None for request in requests):
-                self.advance()
-        finally:
-            for answer in answers:
-                self.end(answer)
+        with held_interrupts():
+            try:
+                for request in requests:
+                    answers.append(self.begin(request))
+                while any(request.reason is None for request in requests):
+                    self.advance()
+                    let_in()
+            finally:
+                for answer in answers:
+                    self.end(answer)
         return [answer.completion() for answer in answers]
 
     def stream(
@@ -191,13 +194,14 @@ class LLM:
     ) -> Stream:
         """Pieces of the answer to one prompt as they come. Closing the iterator cancels it."""
         (asked,) = _each(params, 1)
-        return Stream(
-            self.begin(self.request(prompt, asked, priority=priority)),
-            lock=self._lock,
-            advance=self.advance,
-            end=self.end,
-            leave=self._leave,
-        )
+        with held_interrupts():
+            return Stream(
+                self.begin(self.request(prompt, asked, priority=priority)),
+                lock=self._lock,
+                advance=self.advance,
+                end=self.end,
+                leave=self._leave,
+            )
 
     def begin(self, request: Request) -> Answer:
         """Lets a request wait for its turn; its answer grows with each `advance`."""
@@ -208,8 +212,8 @@ class LLM:
         return answer
 
     def advance(self) -> None:
-        """One step of the engine, for all that has begun."""
-        with self._lock:
+        """One step of the engine, for all that has begun. Ctrl-C waits for its end."""
+        with held_interrupts(), self._lock:
             self._end_left()
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:

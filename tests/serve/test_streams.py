@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
 from typing import Any
 
@@ -232,3 +234,28 @@ def test_a_token_without_text_ends_its_own_answer_alone(first: int):
     assert found[1] == alone[1].text
     assert not llm.engine.busy
     assert not llm._answers
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("what", "nth"), [("update", 1), ("update", 4), ("cancel", 1)])
+def test_ctrl_c_leaves_no_request_and_no_half_of_a_step(
+    what: str, nth: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, params = LLM(small(), max_requests=2), SamplingParams(max_tokens=12, temperature=0)
+    given = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    wanted = [x.tokens for x in llm.generate(given, params)]
+    place = llm.engine.scheduler if what == "update" else llm.engine
+    real, calls = getattr(place, what), []
+
+    def pressing(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == nth:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(place, what, pressing)
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.stream(given[0], params)) if streamed else llm.generate(given, params)
+    assert not llm._answers
+    assert llm.engine.pool.used_count == 0
+    assert [x.tokens for x in llm.generate(given, params)] == wanted
