@@ -72,11 +72,14 @@ def test_transformers_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", ZERO_POINTS)
-def test_zero_points_open_where_weights_are_decoded(name: str, tmp_path: Path) -> None:
+def test_zero_points_open_where_weights_are_decoded(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Kept compressed, transformers 5.23 makes room for unpacked zero points and refuses packed
     ones, which is how the package itself writes them."""
     model = quantized(ZERO_POINTS[name])
     save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    assert "CompressedTensorsConfig(dequantize=True)" in caplog.text
     decoded = transformers.CompressedTensorsConfig(dequantize=True)
     theirs = opened(tmp_path / "out", quantization_config=decoded)
     assert difference(logits(theirs), logits(model)) < EQUAL

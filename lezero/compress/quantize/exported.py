@@ -32,11 +32,17 @@ from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.scheme import Scheme
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core.errors import ConfigError
+from lezero.core.log import logger
 from lezero.models import Transformer
 from lezero.models.huggingface import name_there, write_hf
 from lezero.ops.quantize import Grid
 
+_LOG = logger("compress")
 _HEAD = "lm_head"
+_ZEROS = (
+    "transformers opens zero points with "
+    "quantization_config=CompressedTensorsConfig(dequantize=True) only; zero_point=False needs none"
+)
 _SHOWN = 5
 _BIASES = (
     "gives biases to layers that have none in this architecture, which readers of the folder would "
@@ -90,6 +96,8 @@ def export_compressed_tensors(
         tensors |= {f"{name_there(name)}.{part}": value for part, value in parts.items()}
     tensors |= _floats(model, set(layers), dtype)
     tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    if any(name.endswith("weight_zero_point") for name in tensors):
+        _LOG.warning("%s: %s", folder, _ZEROS)
     return write_hf(
         model.config,
         folder,
