@@ -7,6 +7,7 @@ Python raises `KeyboardInterrupt` between any two instructions: also within a `f
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -16,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 _NEVER = sys.maxsize
+_WAITS_S = 0.05
 
 
 class _Held:
@@ -23,15 +25,21 @@ class _Held:
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self.before, self.presses, self.most = before, 0, _NEVER
+        self.process = os.getpid()
 
-    def handle(self, _number: int, frame: FrameType | None) -> None:
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        if _own() is not self:  # given back later by who found it here, or in a child
+            self.before(number, frame)
+            return
         self.presses += 1
-        if self.presses >= self.most:
-            self.pass_on(frame)
+        self.pass_on(self.most, frame)
 
-    def pass_on(self, frame: FrameType | None) -> None:
-        self.presses = 0
-        self.before(signal.SIGINT, frame)
+    def pass_on(self, most: int, frame: FrameType | None = None) -> None:
+        """All that wait, if they are as many."""
+        if self.presses >= most:
+            while self.presses:
+                self.presses -= 1
+                self.before(signal.SIGINT, frame or sys._getframe())
 
 
 _held: _Held | None = None
@@ -41,31 +49,39 @@ _held: _Held | None = None
 def held_interrupts() -> Iterator[None]:
     """Ctrl-C waits for `let_in`, or for the end of the block, and then does what it always does.
 
-    Nothing changes outside of the main thread, which is never interrupted, where Ctrl-C is ignored,
-    and within a block of this kind.
+    Nothing changes outside of the main thread, which is never interrupted, and where Ctrl-C is
+    ignored. Within another such block it waits for that one's end.
     """
     global _held
+    if _own() is not None:
+        with passed_on_at(_NEVER):
+            yield
+        return
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None
-    if _held is not None or not callable(before):
+    if not callable(before):
         yield
         return
-    held = _held = _Held(before)
-    signal.signal(signal.SIGINT, held.handle)
+    held = _Held(before)
     try:
+        signal.signal(signal.SIGINT, held.handle)
+        _held = held
         yield
+    except KeyboardInterrupt:
+        held.presses = 0
+        raise
     finally:
         _held = None
-        signal.signal(signal.SIGINT, before)
-        if held.presses:
-            held.pass_on(sys._getframe())
+        if signal.getsignal(signal.SIGINT) == held.handle:  # or what was set meanwhile stays
+            signal.signal(signal.SIGINT, before)
+        held.pass_on(1)
 
 
 def let_in() -> None:
     """Passes on a Ctrl-C that waits."""
     held = _own()
-    if held is not None and held.presses:
-        held.pass_on(sys._getframe())
+    if held is not None:
+        held.pass_on(1)
 
 
 @contextmanager
@@ -81,8 +97,22 @@ def passed_on_at(presses: int) -> Iterator[None]:
         yield
     finally:
         held.most = before
+        held.pass_on(before)
+
+
+@contextmanager
+def letting_in(lock: threading.Lock) -> Iterator[None]:
+    """Holds `lock`; Ctrl-C is let in while it waits for it."""
+    while not lock.acquire(timeout=_WAITS_S):
+        let_in()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _own() -> _Held | None:
-    """What is held, for the main thread."""
-    return _held if threading.current_thread() is threading.main_thread() else None
+    """What is held, for the main thread of the process that holds it."""
+    if _held is None or threading.current_thread() is not threading.main_thread():
+        return None
+    return _held if _held.process == os.getpid() else None

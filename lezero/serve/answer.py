@@ -200,7 +200,9 @@ class Stream(Iterator[Piece]):
                 if piece is None:
                     self._advance()
             except BaseException:
-                self.close()
+                with held_interrupts():
+                    self._closed = True
+                    self._leave(self._answer)
                 raise
             if piece is not None:
                 if piece.reason is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lezero.core.errors import ConfigError
 from lezero.core.forked import need_threads_of
-from lezero.core.interrupts import held_interrupts, let_in
+from lezero.core.interrupts import held_interrupts, let_in, letting_in
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.serve.answer import Answer, Completion, Stream
@@ -186,7 +186,7 @@ class LLM:
                     let_in()
             finally:
                 for answer in answers:
-                    self.end(answer)
+                    self._leave(answer)
         return [answer.completion() for answer in answers]
 
     def stream(
@@ -206,14 +206,14 @@ class LLM:
     def begin(self, request: Request) -> Answer:
         """Lets a request wait for its turn; its answer grows with each `advance`."""
         answer = Answer(request, self.coder)
-        with self._lock:
+        with letting_in(self._lock):
             self.engine.add(request)
             self._answers[request] = answer
         return answer
 
     def advance(self) -> None:
         """One step of the engine, for all that has begun. Ctrl-C waits for its end."""
-        with held_interrupts(), self._lock:
+        with held_interrupts(), letting_in(self._lock):
             self._end_left()
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:
@@ -222,12 +222,13 @@ class LLM:
 
     def end(self, answer: Answer) -> None:
         """Cancels what has not ended, and forgets it."""
-        with self._lock:
-            self._end(answer)
+        self._left.append(answer)
+        with letting_in(self._lock):
+            self._end_left()
 
     def _leave(self, answer: Answer) -> None:
-        """`end` for a stream that nobody holds any more. The garbage collector may call this at any
-        point of a step, in its thread too; then the step ends it."""
+        """`end` that never waits: where a step runs, that step ends it. The garbage collector may
+        call this for a stream that nobody holds any more, in the thread of a step too."""
         self._left.append(answer)
         if self._lock.acquire(blocking=False):
             try:

@@ -259,3 +259,15 @@ def test_ctrl_c_leaves_no_request_and_no_half_of_a_step(
     assert not llm._answers
     assert llm.engine.pool.used_count == 0
     assert [x.tokens for x in llm.generate(given, params)] == wanted
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_ctrl_c_does_not_wait_for_the_step_of_another_thread(streamed: bool) -> None:
+    llm = LLM(small(), max_requests=2)
+    wanted = llm.generate([1, 2, 3], GREEDY)[0].tokens
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with llm._lock, pytest.raises(KeyboardInterrupt):
+        list(llm.stream([1, 2, 3], GREEDY)) if streamed else llm.generate([1, 2, 3], GREEDY)
+    assert llm.generate([1, 2, 3], GREEDY)[0].tokens == wanted
+    assert not llm._answers
+    assert llm.engine.pool.used_count == 0

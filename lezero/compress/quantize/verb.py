@@ -145,7 +145,8 @@ def _all_or_nothing(request: Request) -> None:
             slower = _quantize(request, journal, spill)
             let_in()
         except BaseException:
-            journal.undo()
+            with held_interrupts():
+                journal.undo()
             raise
         if quantized_layers(model) and not slower:
             ledger.record(model, "quantize_")

@@ -38,23 +38,26 @@ static int asks(const worker *w, const lezero_chunk *chunk, int64_t tile) {
   return chunk->first + first / G < w->asking.end && chunk->first + last / G >= w->asking.first;
 }
 
-static query_tile tile_of(const worker *w, int64_t layer, int32_t c, int64_t head, int64_t tile) {
+/* Filled in where it stays: a copy, made by wider loads than the stores before it, waits for all of
+ * these to leave the core. */
+static void find_tile(const worker *w, int64_t layer, int32_t c, int64_t head, int64_t tile,
+                      query_tile *q) {
   const lezero_step *s = w->s;
   const lezero_chunk *chunk = s->chunk + c;
   const int64_t G = s->H / s->K, all = chunk->count * G;
   const int64_t most = queries_at_once(s), first = tile * most;
-  query_tile q = {.blocks = s->table + c * s->width, .layer = layer, .head = head};
-  q.ahead = w->ahead, q.only = query_tiles(s, chunk) == 1;
-  q.rows = (int)least_of(all - first, most), q.filled = by_tiles(s) ? q.rows : filled_up(q.rows);
-  for (int r = 0; r < q.filled; r++) {
-    const int64_t at = first + least_of(r, q.rows - 1);
+  q->blocks = s->table + c * s->width, q->layer = layer, q->head = head;
+  q->ahead = w->ahead, q->only = query_tiles(s, chunk) == 1;
+  q->rows = (int)least_of(all - first, most);
+  q->filled = by_tiles(s) ? q->rows : filled_up(q->rows);
+  for (int r = 0; r < q->filled; r++) {
+    const int64_t at = first + least_of(r, q->rows - 1);
     const int64_t row = chunk->first + at / G, h = head * G + at % G;
-    q.position[r] = q.last = chunk->position + at / G;
-    q.query[r] = w->a.queries + (row * s->H + h) * s->E;
-    q.scale[r] = w->a.query_scales[row * s->H + h];
-    q.to[r] = (row * s->H + h) * s->E;
+    q->position[r] = q->last = chunk->position + at / G;
+    q->query[r] = w->a.queries + (row * s->H + h) * s->E;
+    q->scale[r] = w->a.query_scales[row * s->H + h];
+    q->to[r] = (row * s->H + h) * s->E;
   }
-  return q;
 }
 
 /* Its queries side by side, as products with keys read them. */
@@ -127,7 +130,8 @@ static void attend_units(const worker *w, const lezero_layer *y, int64_t layer, 
           const int64_t mine = turn % s->crew;
           if (mine < w->begin || mine >= w->end) continue;
           if (stores) store_piece(w, y, layer, w->a.pieces + c, head, found_type);
-          query_tile q = tile_of(w, layer, c, head, tile);
+          query_tile q;
+          find_tile(w, layer, c, head, tile, &q);
           if (how != JOINING) lay_queries(s, &q, pairs);
           if (how == BY_RANGE) {
             attend_any(s, &q, first + unit, own + unit);
