@@ -82,3 +82,11 @@ def ranks() -> Iterator[RankPool]:
     """`ranks(2, function, *args)` runs a function of the test's module in two Gloo ranks."""
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Ctrl-C as in a terminal: what runs in the background of a shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

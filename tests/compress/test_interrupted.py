@@ -14,6 +14,7 @@ import lezero as lz
 from lezero.compress.quantize import capture, folds, journal, replay, verb
 from tests.compress.test_bad_input import small, tokens, unchanged
 
+pytestmark = pytest.mark.usefixtures("ctrl_c")
 AWQ = lz.Int4Weight(group=32, method="awq")
 WHERE = {
     "a trial's weights": (folds, "mode_of"),

@@ -18,7 +18,7 @@ Steps = list[object]
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def as_it_was(ctrl_c: None) -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     yield
     assert signal.getsignal(signal.SIGINT) is before

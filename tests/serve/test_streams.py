@@ -236,6 +236,7 @@ def test_a_token_without_text_ends_its_own_answer_alone(first: int):
     assert not llm._answers
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(("what", "nth"), [("update", 1), ("update", 4), ("cancel", 1)])
 def test_ctrl_c_leaves_no_request_and_no_half_of_a_step(
@@ -261,6 +262,7 @@ def test_ctrl_c_leaves_no_request_and_no_half_of_a_step(
     assert [x.tokens for x in llm.generate(given, params)] == wanted
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("streamed", [False, True])
 def test_ctrl_c_does_not_wait_for_the_step_of_another_thread(streamed: bool) -> None:
     llm = LLM(small(), max_requests=2)
