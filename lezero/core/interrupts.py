@@ -71,9 +71,12 @@ def held_interrupts() -> Iterator[None]:
         held.presses = 0
         raise
     finally:
-        _held = None
-        if signal.getsignal(signal.SIGINT) == held.handle:  # or what was set meanwhile stays
-            signal.signal(signal.SIGINT, before)
+        held.most = _NEVER  # none is passed on before its handler is back
+        try:
+            if signal.getsignal(signal.SIGINT) == held.handle:  # or what was set meanwhile stays
+                signal.signal(signal.SIGINT, before)
+        finally:
+            _held = None
         held.pass_on(1)
 
 
@@ -112,7 +115,9 @@ def letting_in(lock: threading.Lock) -> Iterator[None]:
 
 
 def _own() -> _Held | None:
-    """What is held, for the main thread of the process that holds it."""
+    """What is held, for the main thread of the process that holds it, as long as its handler is
+    there: a press may end the block's last lines."""
     if _held is None or threading.current_thread() is not threading.main_thread():
         return None
-    return _held if _held.process == os.getpid() else None
+    there = signal.getsignal(signal.SIGINT) == _held.handle
+    return _held if there and _held.process == os.getpid() else None

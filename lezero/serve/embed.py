@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lezero.core import device
 from lezero.core.errors import ConfigError, NumericsError
+from lezero.core.interrupts import let_in
 from lezero.serve.engine import Engine
 from lezero.serve.program import Fed
 
@@ -33,7 +34,7 @@ def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]
     going = Passages(engine, prompts)
     try:
         while not going.step():
-            pass
+            let_in()
     finally:
         going.close()
     return going.embeddings()

@@ -253,7 +253,7 @@ class LLM:
         """
         several = enumerate(_several(prompts))
         given = [self.passage(prompt, f"prompts[{number}]") for number, prompt in several]
-        with self._lock:
+        with held_interrupts(), letting_in(self._lock):
             return embed(self.engine, given)
 
     def passage(self, prompt: Prompt, name: str) -> list[int]:

@@ -181,6 +181,23 @@ def test_a_press_as_a_block_begins_leaves_the_next_one_whole(
     test_it_waits_for_a_moment_that_suits_or_for_the_end(pressed_and_let_in)
 
 
+def test_a_press_as_a_block_ends_leaves_its_handler_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, before = signal.signal, signal.getsignal(signal.SIGINT)
+
+    def pressing(number: int, handler: Any) -> Any:
+        found = real(number, handler)
+        if handler is before:
+            press()
+        return found
+
+    monkeypatch.setattr(signal, "signal", pressing)
+    with pytest.raises(KeyboardInterrupt), held_interrupts():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_child_is_not_held_by_what_its_parent_holds() -> None:
     with held_interrupts():
         child = os.fork()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -79,3 +81,26 @@ def test_what_has_no_embedding_is_refused() -> None:
     with pytest.raises(NumericsError, match=r"prompts\[1\]"):
         llm.embed([[1], [5]])
     assert llm.engine.pool.used_count == 0
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("what", ["allocate", "release", "states"])
+@pytest.mark.parametrize("nth", [1, 3])
+def test_ctrl_c_leaves_no_block(what: str, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(small(), weights="bf16")
+    wanted = llm.embed(given())
+    place: Any = llm.program if what == "states" else llm.engine.pool
+    real, calls = getattr(place, what), []
+
+    def pressing(*asked: Any) -> Any:
+        calls.append(1)
+        found = real(*asked)
+        if len(calls) == nth:
+            os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(place, what, pressing)
+    with pytest.raises(KeyboardInterrupt):
+        llm.embed(given())
+    assert llm.engine.pool.used_count == 0
+    assert llm.embed(given()) == wanted
