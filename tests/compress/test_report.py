@@ -57,6 +57,20 @@ def test_a_model_that_was_left_is_reported_as_it_is(monkeypatch: pytest.MonkeyPa
     assert report.bytes_after == report.bytes_before
 
 
+def test_so_are_the_layers_of_one_that_was_slower_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(speed, "in_turns", lambda one, two, clock=None: (1.0, 0.5))
+    monkeypatch.setattr(verb, "_slower", lambda *args: "the model as a whole was not faster")
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    lz.quantize_(model, lz.Int8Weight(), data=torch.randn(2, 64))
+    report = lz.quantization_report(model)
+    assert {(x.form, x.bits, x.quantized) for x in report.layers} == {("as it was", 32.0, False)}
+    assert "as it was: int8 by itself is faster" in str(report)
+    assert "layers: 2 as it was" in str(report)
+    assert not quantized_layers(model)
+
+
 def test_the_first_run_is_not_the_time_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verb, "_MOST_RUNS", 4)
     calls = []

@@ -29,7 +29,7 @@ from lezero.compress.quantize.evidence import Evidence, Given, gather
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import mode_of
 from lezero.compress.quantize.sites import Site, kind_of
-from lezero.compress.quantize.tensors import is_dense, overlaps
+from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps, sharing_memory
 
 _TRIES = 6
 _TOLERANCE = 1e-5
@@ -110,14 +110,17 @@ def copied(tensors: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def scale_channels(fold_producer: nn.Module, sites: tuple[Site, ...], s_K: Tensor) -> None:
-    """Divides the producer's outputs by `s_K` and multiplies the sites' inputs by it, in place."""
+    """Divides the producer's outputs by `s_K` and multiplies the sites' inputs by it, in memory of
+    their own: what else reads the old values, whoever holds them, has them still."""
     for parameter in producer_parameters(fold_producer):
         transposed = type(fold_producer).__name__ == "Conv1D" and parameter.dim() == 2
         with mode_of(parameter):
+            parameter.data = parameter.data.clone()
             rows = parameter.data.T if transposed else parameter.data
             rows.div_(s_K.view(-1, *[1] * (rows.dim() - 1)))
     for site in sites:
         with mode_of(site.parameter):
+            site.parameter.data = site.parameter.data.clone()
             site.weight().mul_(s_K)
     torch.clear_autocast_cache()  # it holds weights as they were
 
@@ -138,15 +141,16 @@ def _width(module: nn.Module) -> int | None:
 
 
 def in_one_place(model: nn.Module) -> set[int]:
-    """Ids of the parameters that one module has, which is itself in one place of the model, and
-    whose values can be written to."""
+    """Ids of the parameters that one module has, which is itself in one place of the model, that
+    share no memory with anything else in it, and whose values can be written to."""
+    shared = sharing_memory([*model.parameters(), *model.buffers(), *kept_beside(model)])
     count = Counter(
         id(parameter)
         for _, module in model.named_modules(remove_duplicate=False)
         for parameter in module._parameters.values()
         if parameter is not None and is_dense(parameter) and not overlaps(parameter)
     )
-    return {key for key, places in count.items() if places == 1}
+    return {key for key, places in count.items() if places == 1 and key not in shared}
 
 
 def _holds(fold: Fold, before: Evidence, run: Callable[[], list[Tensor]]) -> bool:
@@ -171,9 +175,6 @@ def _passes(
     kept = [(p, p.data) for p in producer_parameters(fold.producer)]
     kept += [(site.parameter, site.parameter.data) for site in fold.sites]
     try:
-        for parameter, values in kept:
-            with mode_of(parameter):
-                parameter.data = values.clone()
         scale_channels(fold.producer, fold.sites, s_K)
         after = gather(before.given, run)
     finally:

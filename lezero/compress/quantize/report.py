@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from lezero.compress.quantize.modules import check_module
+from lezero.compress.quantize.speed import AS_IT_WAS
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.report import units
@@ -75,8 +76,14 @@ class QuantizationReport:
             "layers": [asdict(layer) for layer in self.layers],
         }
 
-    def undone(self, note: str) -> None:
-        """The model is as it was; `note` says why, where the layers do not."""
+    def undone(self, note: str, bits: Mapping[str, float]) -> None:
+        """The model is as it was; `note` says why, where the layers do not. bits: of each layer."""
+        self.layers = [
+            replace(x, form=AS_IT_WAS, bits=bits[x.name], reason=f"{x.form} by itself is faster")
+            if x.quantized
+            else x
+            for x in self.layers
+        ]
         self.bytes_after, self.seconds_after = self.bytes_before, self.seconds_before
         if self.quality_after is not None:
             self.quality_after = self.quality_before

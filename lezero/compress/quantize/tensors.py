@@ -3,7 +3,8 @@ parameters and buffers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +37,51 @@ def overlaps(x: Tensor) -> bool:
             return True
         end += stride * (size - 1)
     return False
+
+
+def span(x: Tensor) -> tuple[int, int, int] | None:
+    """The number of the memory that a dense tensor is of, and the bytes of it from its first value
+    to its last; `None` where it has none, or is not dense."""
+    where = place(x)
+    if where is None or not x.numel():
+        return None
+    number, begin = where
+    last = sum(stride * (size - 1) for stride, size in zip(x.stride(), x.shape, strict=True))
+    width = x.element_size()
+    return number, begin * width, (begin + last + 1) * width
+
+
+def sharing_memory(tensors: Iterable[Tensor]) -> set[int]:
+    """Ids of the tensors that another one may have values in common with: views of each other, and
+    those that were given each other's `.data`."""
+    found = set[int]()
+    spans = sorted(
+        (*where, key) for key, x in {id(x): x for x in tensors}.items() if (where := span(x))
+    )
+    before, reaches, by = None, 0, 0
+    for number, begin, end, key in spans:
+        if number == before and begin < reaches:
+            found |= {by, key}
+        if number != before or end > reaches:
+            before, reaches, by = number, end, key
+    return found
+
+
+def within_others(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> set[int]:
+    """Ids of the tensors that one of `others` is, or is a part of: not of those that are a part of
+    it, as a flat buffer has many."""
+    parts = defaultdict[int, list[tuple[int, int]]](list)
+    held = set[int]()
+    for other in others:
+        held.add(id(other))
+        if where := span(other):
+            parts[where[0]].append(where[1:])
+    found = set[int]()
+    for x in tensors:
+        number, begin, end = span(x) or (0, 0, 0)
+        inside = any(begin <= one and last <= end for one, last in parts.get(number, ()))
+        found |= {id(x)} if inside or id(x) in held else set()
+    return found
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:

@@ -152,7 +152,9 @@ def _all_or_nothing(request: Request) -> None:
             ledger.record(model, "quantize_")
         else:
             journal.undo()
-            request.report.undone(slower)
+            sites = {site.name: site for site, _ in request.targets.values()}
+            bits = {name: 8 * site.nbytes / site.numel for name, site in sites.items()}
+            request.report.undone(slower, bits)
         model.__dict__[REPORT] = request.report
 
 
