@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
+from torch import Tensor
 
+from lezero.compress.quantize.sites import not_finite
 from lezero.core.config import Config
 from lezero.core.errors import ConfigError, FileError
 from lezero.ops.quantize import Grid
@@ -44,6 +47,9 @@ class LayerForm(Config):
             raise ValueError("shape: sizes are at least 1")
         if (self.kind == "conv") != (len(self.shape) > 2):
             raise ValueError(f"a {self.kind} has no weight of {len(self.shape)} dims")
+        group, inputs = self.grid.group, math.prod(self.shape[1:])
+        if isinstance(group, int) and not 1 <= group <= inputs:
+            raise ValueError(f"grid.group: got {group}, allowed are 1 to {inputs}, the inputs")
         blocks = self.kind == "linear" and self.activation_bits == 8 and self.weight != "coded"
         if self.activation_block and (self.static or not blocks):
             raise ValueError("activations in blocks go with 8 bits, packed weights and no scale")
@@ -53,7 +59,6 @@ class LayerForm(Config):
             if rounds and not fp8:
                 raise ValueError("activations of 8 bits go with packed weights and fp8 in rows")
             return self
-        group = self.grid.group
         kernel = self.grid.format in ("int8", "int4") and self.kind != "conv"
         if not kernel or group == "tensor" or (isinstance(group, int) and group % 32):
             raise ValueError("packed weights are int8 or int4 in rows or in groups of 32 times n")
@@ -82,4 +87,21 @@ def check_layers(data: object, where: str) -> dict[str, dict[str, Any]]:
         ):
             raise FileError(f"{here} shares its weight with a layer that is none, or another")
         found[name] = made
+    return found
+
+
+def unsound(
+    tensors: Mapping[str, Tensor], layers: Iterable[str], parameters: Iterable[str]
+) -> list[str]:
+    """What of a model no result can come from: parameters, and what is beside the codes of
+    quantized layers, that are NaN or infinite; scales of activations that are not above 0."""
+    parts = ("weight.scale", "weight.zero", "input_scale")
+    beside = {f"{name}.{part}".removeprefix(".") for name in layers for part in parts}
+    found = []
+    for name in sorted({*parameters, *beside} & tensors.keys()):
+        value = tensors[name]
+        if value.is_floating_point() and (bad := not_finite(value)):
+            found.append(f"{bad} of {value.numel()} values of {name} are NaN or infinite")
+        elif name in beside and name.endswith("input_scale") and not bool((value > 0).all()):
+            found.append(f"{name} is {value.min().item():g}, it should be above 0")
     return found

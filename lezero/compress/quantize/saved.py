@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.exported import export_compressed_tensors
-from lezero.compress.quantize.forms import check_layers
+from lezero.compress.quantize.forms import check_layers, unsound
 from lezero.compress.quantize.imported import described_beside, import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
 from lezero.compress.quantize.modules import (
@@ -35,7 +35,7 @@ from lezero.compress.quantize.modules import (
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.tensors import kept_beside
 from lezero.compress.quantize.weights import QuantizedWeight
-from lezero.core.errors import ConfigError, FileError, OrderError
+from lezero.core.errors import ConfigError, FileError, NumericsError, OrderError
 from lezero.core.paths import expand_home
 from lezero.files import (
     Form,
@@ -73,7 +73,8 @@ def save_quantized(
     tokenizer are copied from `tokenizer_folder`, and what is said there of which tokens end a text
     and how tokens are chosen. A folder that was written by this in the same layout is replaced; any
     other that holds something, and one to which files were added, is refused. Raises `OrderError`
-    when no layer is quantized, `ConfigError` for what a layout cannot hold, and `FileError`.
+    when no layer is quantized, `ConfigError` for what a layout cannot hold, `NumericsError` for
+    parameters and scales that are NaN or infinite, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
     check_names(model, "lz.save_quantized")
@@ -82,6 +83,9 @@ def save_quantized(
         raise OrderError("lz.save_quantized: no layer is quantized; call lz.quantize_ first")
     if layout not in LAYOUTS:
         raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
+    state = _state(model)
+    if problems := unsound(state, layers, dict(model.named_parameters())):
+        raise NumericsError(f"lz.save_quantized: {_several(problems)}; mend the model first")
     root = Path(expand_home(folder)).absolute()
     if root.is_symlink():  # it stays, and what it names is written
         root = root.resolve()
@@ -102,7 +106,7 @@ def save_quantized(
     report = model.__dict__.get(REPORT)
     if isinstance(report, QuantizationReport):
         documents["decisions"] = report.decisions.to_json()
-    tensors = {_PREFIX + name: value for name, value in _state(model).items()}
+    tensors = {_PREFIX + name: value for name, value in state.items()}
     try:
         with aside(root.parent, root.name) as made:
             for path in copies:
@@ -156,7 +160,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     biased = _expect(model, layers, known, root)
     wanted = {_PREFIX + name for name in _stored(known)}
     tensors = read_generation(root, select=wanted.__contains__).tensors
-    _check_orders(layers, tensors, root)
+    _check_values(layers, tensors, model, root)
     _give_biases(model, biased)
     device = _device(model)
     rebuild_(model, layers)
@@ -337,10 +341,13 @@ def _expect(
     if not isinstance(model, Transformer):
         problems += missing_buffers(rehearsal, model)
     if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        shown = "; ".join(problems[:_SHOWN])
-        raise FileError(f"{root}: the tensors do not fit the model: {shown}{more}")
+        raise FileError(f"{root}: the tensors do not fit the model: {_several(problems)}")
     return biased
+
+
+def _several(problems: Sequence[str]) -> str:
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more
 
 
 def _exact(module: nn.Module) -> Sequence[str]:
@@ -350,9 +357,16 @@ def _exact(module: nn.Module) -> Sequence[str]:
     return SCALES if isinstance(module, QuantizedLayer) else ()
 
 
-def _check_orders(
-    layers: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Tensor], root: Path
+def _check_values(
+    layers: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, Tensor],
+    model: nn.Module,
+    root: Path,
 ) -> None:
+    named = {name.removeprefix(_PREFIX): x for name, x in tensors.items()}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if problems := unsound(named, layers, parameters):
+        raise FileError(f"{root}: nothing can be computed with it: {_several(problems)}")
     for name, about in layers.items():
         if about.get("weight") == "ordered":
             order = tensors[f"{_PREFIX}{name}.weight.order"].sort().values
