@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lezero.core import groups
-from lezero.core.config import dump_yaml
+from lezero.core.config import dump_yaml, load_yaml
 from lezero.core.decisions import Decisions
-from lezero.core.errors import FileError
+from lezero.core.errors import ConfigError, FileError
 from lezero.core.flags import flag
 from lezero.models import generate
 
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 _WAIT_S = 10.0
 """A rank that was killed may take a moment to be gone, with its lock."""
 _BUSY = {errno.EAGAIN, errno.EACCES}
+_WRITTEN = (
+    *("config.yaml", "data.json", "metrics.jsonl", "decisions.json", "forecast.json"),
+    *("hardware.json", "sample.json", "report.html"),
+)
 
 
 class RunFolder:
@@ -62,6 +66,11 @@ class RunFolder:
         try:
             if self.path.exists() and not self.path.is_dir():
                 return f"run: {self.path} is a file; name a folder, which may be new"
+            if stranger := self._stranger():
+                return (
+                    f"run: {self.path / stranger} was not written by a run, and this one would "
+                    "write over it; name another folder, or give that file another name"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
             write_aside(self.path / ".writable", "")
             (self.path / ".writable").unlink()
@@ -79,6 +88,14 @@ class RunFolder:
             f"run: another run is at work in {self.path}; name another folder, or end that one "
             "first"
         )
+
+    def _stranger(self) -> str:
+        """The first file of somebody else's that this run would write to. A run writes its config
+        before the others, and as nobody does by hand."""
+        config = self.path / _WRITTEN[0]
+        if config.exists():
+            return "" if _is_dumped(config) else config.name
+        return next((name for name in _WRITTEN if (self.path / name).exists()), "")
 
     def release(self) -> None:
         """Lets other runs use the folder; the end of the process does it too."""
@@ -149,6 +166,16 @@ class RunFolder:
             for key in sorted(old.keys() | new.keys())
             if old.get(key) != new.get(key) and key.split(".")[0] not in _HARMLESS
         ]
+
+
+def _is_dumped(config: Path) -> bool:
+    """Whether a file is what `write_config` writes, of this version or of another."""
+    try:
+        text = config.read_text(encoding="utf-8")
+        found = load_yaml(text)
+    except (OSError, ValueError, ConfigError):
+        return False
+    return isinstance(found, dict) and "run" in found and dump_yaml(found) == text
 
 
 _HARMLESS = ("run", "checkpoint", "report", "validation")

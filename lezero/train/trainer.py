@@ -158,8 +158,8 @@ class Trainer:
         found = find_checkpoint(self.folder, config.checkpoint.resume)
         if found is not None:
             self._check_same_run(found)
-        self.folder.write_json("data.json", self.data.findings)
         self.folder.write_config(config)  # from here on the run is this one
+        self.folder.write_json("data.json", self.data.findings)
         self.log.open()  # not before the texts were read: the folder may lie among them
         with watch.busy("forecasts the run"):
             vocab = self.data.tokenizer.vocab_size

@@ -84,6 +84,25 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
         RunFolder(tmp_path / "file" / "run").create()
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("report.html", "mine"),
+        ("metrics.jsonl", "mine"),
+        ("config.yaml", "run: x  # as I like it\n"),
+        ("config.yaml", "[not yaml"),
+        ("config.yaml", "model: {dim: 8}\n"),
+    ],
+)
+def test_files_of_somebody_else_are_not_written_over(tmp_path, name, text):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / name).write_text(text)
+    with pytest.raises(FileError, match=rf"^run: .*/{name} was not written by a run.*name another"):
+        Trainer(config(tmp_path, run=str(folder), train__steps=2)).run()
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, text)]
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_stays_in_its_folder_wherever_the_process_goes(tmp_path, monkeypatch, capsys):
     class Moves(Callback):
