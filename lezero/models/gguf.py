@@ -77,6 +77,7 @@ def load_gguf(
     quants = gguf_package()
     with Mapped(file) as data:
         source = _Source(file, data, read_header(data, file), quants)
+        _check_apart(source)
         config = _config(source)
         with torch.device("meta"):
             model = Transformer(config)
@@ -115,6 +116,20 @@ class _Source:
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture's own."""
         return self.header.metadata.get(f"{self.arch}.{key}", default)
+
+
+def _check_apart(source: _Source) -> None:
+    """Raises `CorruptError` where tensors share bytes; those of unknown types are left out."""
+    last, end = "", 0
+    for info in sorted(source.header.tensors, key=lambda info: info.offset):
+        size = _size(info, source) if info.kind in source.quants.GGML_QUANT_SIZES else 0
+        if size and info.offset < end:
+            raise CorruptError(
+                f"{source.path}: damaged GGUF file: tensor {info.name} begins at byte "
+                f"{info.offset} of the data, before tensor {last} ends, at {end}"
+            )
+        if size:
+            last, end = info.name, info.offset + size
 
 
 def _config(source: _Source) -> TransformerConfig:
@@ -227,12 +242,14 @@ def _tensors(
 
 
 def _name_here(name: str) -> str:
+    """The name in `Transformer`. One that is none of GGUF's comes back in quotes, as no weight is
+    called: a name of `Transformer` does not say in which order its rows lie."""
     if name in _OTHER_NAMES:
         return _OTHER_NAMES[name]
     parts = name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
         return f"layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{parts[3]}"
-    return name
+    return f"'{name}'"
 
 
 def _weight(info: TensorInfo, source: _Source, config: TransformerConfig) -> Tensor:
@@ -290,15 +307,20 @@ def _bytes(info: TensorInfo, source: _Source) -> Any:
     path, data, quants = source.path, source.data, source.quants
     if info.kind not in quants.GGML_QUANT_SIZES:
         raise FileError(f"{path}: tensor {info.name} has the unknown type {info.kind}")
-    block, block_bytes = quants.GGML_QUANT_SIZES[info.kind]
-    size = math.prod(info.shape) // block * block_bytes
+    size = _size(info, source)
     start = source.header.data_start + info.offset
     if not info.shape or not math.prod(info.shape):
         raise CorruptError(f"{path}: tensor {info.name} of shape {info.shape} holds nothing")
-    if info.shape[-1] % block or start + size > len(data):
+    if info.shape[-1] % quants.GGML_QUANT_SIZES[info.kind][0] or start + size > len(data):
         raise CorruptError(f"{path}: tensor {info.name} reaches beyond the end of the file")
     rows = np.frombuffer(data[start : start + size], dtype=np.uint8)
     return rows.reshape(*info.shape[:-1], -1)
+
+
+def _size(info: TensorInfo, source: _Source) -> int:
+    """Bytes of a tensor of a known type."""
+    block, block_bytes = source.quants.GGML_QUANT_SIZES[info.kind]
+    return int(math.prod(info.shape) // block * block_bytes)
 
 
 def _check_finite(values: Tensor, info: TensorInfo, source: _Source) -> None:

@@ -93,12 +93,25 @@ class _Reader:
         metadata = {}
         for _ in range(keys):
             key = self.string()
+            if key in metadata:
+                raise self.corrupt(f"the key {key} for the second time")
             metadata[key] = self.value(self.scalar("I"))
-        infos = [self.tensor() for _ in range(tensors)]
+        infos: dict[str, TensorInfo] = {}
+        for _ in range(tensors):
+            info = self.tensor()
+            if info.name in infos:
+                raise self.corrupt(f"tensor {info.name} for the second time")
+            infos[info.name] = info
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20:
             raise self.corrupt(f"alignment {alignment}")
-        return GGUFHeader(metadata, infos, -(-self.at // alignment) * alignment)
+        for info in infos.values():
+            if info.offset % alignment:
+                raise self.corrupt(
+                    f"tensor {info.name} has offset {info.offset}, no multiple of {alignment},"
+                )
+        start = -(-self.at // alignment) * alignment
+        return GGUFHeader(metadata, list(infos.values()), start)
 
     def corrupt(self, what: str) -> CorruptError:
         return CorruptError(f"{self.path}: damaged GGUF file: {what} at byte {self.at}")

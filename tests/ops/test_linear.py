@@ -363,6 +363,17 @@ def test_what_does_not_fit_is_named(x: Tensor, weight: Packed, sizes: Any, said:
         )
 
 
+def test_inputs_of_other_widths_meet_the_first_of_the_weight() -> None:
+    x = seeded(2, 128)
+    weight = packed(20, 100, 4, 64, True, torch.float32)
+    narrow, filled = x[:, :70], torch.nn.functional.pad(x[:, :70], (0, 30))
+    sizes = {"out_features": 20, "bits": 4, "group": 64}
+    assert torch.equal(linear_int(narrow, weight, **sizes), linear_int(filled, weight, **sizes))
+    wide = pack_bf16(seeded(20, 100))
+    found, wanted = (linear_bf16(x[:, :K].contiguous(), wide, out_features=20) for K in (128, 100))
+    assert torch.equal(found, wanted)
+
+
 def test_a_weight_without_inputs_is_refused() -> None:
     weight = Packed(torch.zeros(1, 0, 16, 4, dtype=torch.uint8), torch.ones(1, 1, 16), None)
     with pytest.raises(ConfigError, match=r"linear_int: x is"):

@@ -14,13 +14,15 @@ from lezero.ops.quantize import (
     FORMATS,
     Grid,
     dequantize,
+    find_scale,
     fixed_point,
+    nearest_points,
     pack_nibbles,
     quantize,
     quantize_tokens,
     unpack_nibbles,
 )
-from lezero.ops.quantize.grid import NF4
+from lezero.ops.quantize.grid import LEVELS, NF4
 
 INTEGERS = [
     Grid(format, group, zero_point)  # type: ignore[arg-type]
@@ -46,6 +48,45 @@ def test_no_value_moves_by_more_than_half_a_step(grid: Grid) -> None:
     # With a zero point rounded to a whole number, the ends may lie half a step outside.
     limit = 1.001 if grid.zero_point else 0.5001
     assert ((dequantize(*found, grid) - x).abs() <= limit * step).all()
+
+
+def test_symmetric_codes_are_rounded_once() -> None:
+    x = torch.tensor([[7, 0.5, 1.4999999, -0.49999997]])
+    grid = Grid("int4", 4)
+    assert dequantize(*quantize(x, grid), grid).tolist() == [[7, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("grid", [*INTEGERS, Grid("fp8", 32), Grid("nf4", 32)], ids=str)
+def test_nearest_points_are_what_codes_decode_to(grid: Grid) -> None:
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
+    whole = torch.arange(-8, 8).repeat(6) + 0.5  # halves, and what is next to them
+    x = torch.cat([x, whole[None], torch.nextafter(whole, torch.zeros(96))[None], x[:1] * 1e30])
+    x[0, :32] = -x[0, :32].abs()
+    x[1, :32] = x[1, :32].abs()  # a zero point of 0
+    scale, zero = find_scale(x, grid)
+    for s in (scale, torch.ones_like(scale)):
+        wanted = dequantize(*quantize(x, grid, scale=s, zero=zero), grid)
+        found = nearest_points(x, grid, s, zero)
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_that_fp16_does_not_hold(format: str) -> None:
+    """See [Note: scales that are not held]."""
+    grid = Grid(format, 4, scale_dtype="fp16")  # type: ignore[arg-type]
+    for size, found in ((65520, math.nan), (65504, None), (2.0**-25, 0.0), (2.0**-24, None)):
+        x = torch.full((1, 4), size * LEVELS[format])
+        wanted = x if found is None else torch.full((1, 4), found)
+        assert torch.equal(
+            dequantize(*quantize(x, grid), grid).nan_to_num(-1), wanted.nan_to_num(-1)
+        )
+
+
+@pytest.mark.filterwarnings("error")
+def test_nf4_of_a_transposed_matrix_warns_of_nothing() -> None:
+    x, grid = torch.randn(64, 32), Grid("nf4", 32)
+    found = quantize(x.T, grid)
+    assert torch.equal(found.codes, quantize(x.T.contiguous(), grid).codes)
 
 
 @pytest.mark.parametrize("format", FORMATS)

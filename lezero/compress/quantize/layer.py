@@ -28,6 +28,8 @@ from lezero.ops.quantize import Grid, Quantized
 
 # GPTQ solves with the Hessian for each part, so its parts are 128 MiB in fp32.
 _AT_ONCE_WITH_HESSIAN = 1 << 25
+# Below this mean of squares, those count that fp32 loses, which are under 2**-126.
+_LEAST_SQUARE = 2.0**-86
 
 
 @torch.no_grad()
@@ -136,13 +138,13 @@ def quantized_bytes(layers: list[QuantizedLayer], users: tuple[User, ...]) -> in
 
 def relative_error(wanted: Tensor, found: Tensor) -> float:
     """‖found - wanted‖ / ‖wanted‖ in fp32, in parts so that no whole fp32 copy is made; the host
-    waits once, for the sums.
+    waits once, for the sums. In fp64 once more where fp32 does not hold the squares.
 
     Places where both are the same infinity (what a mask leaves) or NaN do not count. Infinite where
     one alone is not finite, and where `wanted` is nothing but zeros and `found` is not.
     """
     wrong, whole = _squares(wanted, found, torch.float32)
-    if not math.isfinite(wrong + whole):
+    if not math.isfinite(wrong + whole) or whole < wanted.numel() * _LEAST_SQUARE:
         wrong, whole = _squares(*_finite_places(wanted, found), torch.float64)
     if not math.isfinite(wrong + whole):
         return math.inf
@@ -152,7 +154,8 @@ def relative_error(wanted: Tensor, found: Tensor) -> float:
 
 
 def _squares(wanted: Tensor, found: Tensor, kind: torch.dtype) -> tuple[float, float]:
-    """‖found - wanted‖² and ‖wanted‖²; squares that the type `kind` does not hold are infinite."""
+    """‖found - wanted‖² and ‖wanted‖²; squares that the type `kind` does not hold are infinite, or
+    0."""
     sums = torch.zeros(2, dtype=torch.float64, device=wanted.device)
     most = at_once(wanted.device)
     for one, two in zip(wanted.flatten().split(most), found.flatten().split(most), strict=True):

@@ -48,7 +48,8 @@ def linear_bf16(
 ) -> Tensor:
     """x wᵀ + bias for a weight of `pack_bf16`, summed in fp32: (…, K) → (…, N) in x's dtype.
 
-    Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias.
+    Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias. Of
+    K only ⌈K / 32⌉ is known here: other widths pass as in `linear_int`, with 0 for padding.
     """
     _check_x("linear_bf16", x, weight.shape[1] * 2, 32)
     _check_weight("linear_bf16", weight, torch.bfloat16, 2, out_features)
@@ -80,6 +81,11 @@ def linear_int(
     is faster: with AMX, as `linear_rounded` does; how many are enough depends on the form. Raises
     `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
     not been rounded.
+
+    K itself is not known here: any x passes of whose width `pack` makes a weight of this shape
+    (the same ⌈K / 64⌉; in rows the same `rows.width`) with as many groups. A narrower x than K is
+    multiplied with the weight's first inputs; the last inputs of a wider one with the padding,
+    which holds whatever. So callers compare x with K, as `PackedWeight` of `lezero.compress` does.
     """
     sizes = (out_features, bits, group, x_bits, x_block)
     floats = bias is None or bias.is_floating_point()

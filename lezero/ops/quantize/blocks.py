@@ -8,11 +8,19 @@ For each group of elements x, with L the format's highest level:
     fp8              code = x / s as float8_e4m3fn, nearest, with L = 448 (arXiv:2209.05433)
     nf4              code = the number of the nearest of nf4's 16 values to x / s, with L = 1
 
-and back: (code - z) · s, where z is 8 for symmetric int4 and 0 for symmetric int8.
+and back: (code - z) · s. Symmetric codes of int4 are counted from 0: 8 is added once they are
+rounded, and z is 8. x / s is computed as x · (1 / s), in fp32.
 
 [Note: values that are not finite]
 A group that holds one gets the scale NaN and decodes to NaN, never to something finite. A group of
-zeros has the scale 0, and so has one whose scale would be so small that 1 / s overflows.
+zeros has the scale 0 and decodes to zeros, and so does one whose scale would be so small that 1 / s
+overflows.
+
+[Note: scales that are not held]
+A scale that `scale_dtype` rounds to an infinity (fp16: 65,520 and more) becomes NaN, and its group
+decodes to NaN, however finite it is; one that it rounds to 0 (fp16: 2⁻²⁵ and less) becomes 0, and
+its group zeros. Callers whose values may be so large or so small take fp32 scales for them, as
+`storable` of `lezero.compress` does.
 """
 
 from __future__ import annotations
@@ -88,13 +96,14 @@ def nearest_points(x: Tensor, grid: Grid, scale: Tensor, zero: Tensor | None) ->
     if not grid.is_integer:
         return dequantize(*quantize(x, grid, scale=scale, zero=zero), grid)
     points = _by_group(torch.mul, x, _inverse(scale), grid)
+    # Codes know no -0, which adding 0 turns into 0.
     if zero is not None:
         _by_group(Tensor.add_, points, zero, grid)
-        points.round_().clamp_(*grid.code_range)
+        points.round_().clamp_(*grid.code_range).add_(0.0)
         _by_group(Tensor.sub_, points, zero, grid)
     else:
         low, high = (code - grid.middle for code in grid.code_range)
-        points.round_().clamp_(low, high)
+        points.round_().clamp_(low, high).add_(0.0)
     return _by_group(Tensor.mul_, points, scale, grid)
 
 
@@ -130,12 +139,14 @@ def _codes(scaled: Tensor, zero: Tensor | None, grid: Grid) -> Tensor:
         return scaled.nan_to_num(0.0).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     if grid.format == "nf4":
         table = torch.tensor(NF4, dtype=torch.float32, device=scaled.device)
-        return torch.bucketize(scaled.nan_to_num(0.0), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+        scaled = scaled.nan_to_num(0.0).contiguous()  # else bucketize warns and copies
+        return torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8)
     if zero is not None:
         scaled = _by_group(Tensor.add_, scaled, zero.float(), grid)
-    elif grid.middle:
+    scaled.round_()
+    if grid.middle:
         scaled.add_(grid.middle)
-    return scaled.round_().nan_to_num_(0.0).clamp_(*grid.code_range).to(grid.code_dtype)
+    return scaled.nan_to_num_(0.0).clamp_(*grid.code_range).to(grid.code_dtype)
 
 
 def _inverse(scale: Tensor) -> Tensor:
