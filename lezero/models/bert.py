@@ -10,19 +10,18 @@ Shapes: N tokens of all texts, D width.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lezero.core.errors import CorruptError, FileError
+from lezero.core.errors import FileError
 from lezero.core.paths import expand_home
-from lezero.models.huggingface import read_json, weight_files
+from lezero.models.huggingface import FLOATS, read_json, stored_tensors, weight_files
 from lezero.ops.packed_attention import packed_attention
 
 _FIELDS = {
@@ -187,28 +186,16 @@ def load_bert(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) 
     wanted = {name: tuple(x.shape) for name, x in model.named_parameters()}
     loaded: dict[str, Tensor] = {}
     problems: list[str] = []
-    for file in weight_files(root):
-        for name, tensor in _read(file):
-            name = name.removeprefix("bert.")
-            if name not in wanted:
-                continue
-            if tuple(tensor.shape) != wanted[name] or not tensor.is_floating_point():
-                found = f"{tensor.dtype} {tuple(tensor.shape)}"
-                problems.append(f"{name} is {found}, expected floats of {wanted[name]}")
-            loaded[name] = tensor.to(dtype or tensor.dtype, copy=True)
+    for name, shape, read in stored_tensors(weight_files(root), "bert."):
+        if name not in wanted:
+            continue
+        tensor = read()
+        if shape != wanted[name] or tensor.dtype not in FLOATS:
+            found = f"{tensor.dtype} {shape}"
+            problems.append(f"{name} is {found}, expected floats of {wanted[name]}")
+        loaded[name] = tensor.to(dtype or tensor.dtype, copy=True)
     problems += [f"missing {name}" for name in wanted if name not in loaded]
     if problems:
         raise FileError(f"{root}: the weights do not fit: {'; '.join(problems[:8])}")
     model.load_state_dict(loaded, assign=True)
     return model.eval()
-
-
-def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
-    except SafetensorError as error:
-        raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read ({error})") from None

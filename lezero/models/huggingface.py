@@ -8,10 +8,12 @@ prefix `model.` there.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from lezero.models.transformer import Transformer
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
@@ -47,14 +50,14 @@ def load_hf(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) ->
     """The model in a Hugging Face folder, on the CPU.
 
     `dtype` casts the weights; without it they keep the type they have in the file. Errors:
-    `FileError` for a missing file, an unsupported model type, or tensors that are missing,
-    unexpected or of another shape (each is named); `CorruptError` for a torn file. A folder with
-    pickled weights alone is refused, since reading them can run code.
+    `FileError` for a missing file, an unsupported model type, or tensors that are missing, twice
+    there, unexpected or of another shape (each is named); `CorruptError` for a torn file. A folder
+    with pickled weights alone is refused, since reading them can run code.
     """
     root = Path(expand_home(folder))
     with torch.device("meta"):
         model = Transformer(read_config(root))
-    fill(model, _tensors(weight_files(root)), dtype, str(root))
+    fill(model, stored_tensors(weight_files(root)), dtype, str(root))
     return model
 
 
@@ -62,7 +65,7 @@ def read_weights(folder: str | os.PathLike[str], model: Transformer, take: Take)
     """Hands every weight of `model` in a Hugging Face folder to `take` (see `hand_over`), without
     ever holding more than one: for a model that is split. Errors as `load_hf`."""
     root = Path(expand_home(folder))
-    hand_over(model, _tensors(weight_files(root)), take, str(root))
+    hand_over(model, stored_tensors(weight_files(root)), take, str(root))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -78,16 +81,16 @@ def weight_files(root: Path) -> list[Path]:
     if (root / _SINGLE).is_file():
         return [root / _SINGLE]
     if (root / _INDEX).is_file():
-        names = read_json(root / _INDEX).get("weight_map")
-        if not isinstance(names, dict) or not names:
-            raise FileError(f"{root / _INDEX}: has no weight_map")
-        files = sorted({str(name) for name in names.values()})
+        files = sorted(set(_weight_map(root / _INDEX).values()))
         for name in files:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise FileError(f"{root / _INDEX}: {name!r} is not a safetensors file beside it")
             if not (root / name).is_file():
-                raise FileError(f"{root / name}: named in {_INDEX}, but missing")
+                raise FileError(f"{root / name}: named in {_INDEX}, but no file is there")
         return [root / name for name in files]
+    for path in (root / _SINGLE, root / _INDEX):
+        if os.path.lexists(path):
+            raise no_regular_file(path)
     pickled = [p.name for p in sorted(root.glob("*")) if p.suffix in (".bin", ".pt", ".pth")]
     if pickled:
         raise FileError(
@@ -98,23 +101,76 @@ def weight_files(root: Path) -> list[Path]:
     raise FileError(f"{root}: has neither {_SINGLE} nor {_INDEX}")
 
 
+def no_regular_file(path: Path) -> FileError:
+    """For a path at which something is; opening a pipe would wait for ever."""
+    what = "not a regular file (a folder, a pipe or a link to nothing)"
+    return FileError(f"{path}: {what}; copy the file of the model again")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise FileError(f"{index}: has no weight_map")
+    return {name: str(file) for name, file in names.items()}
+
+
 # One stored tensor: its name here, its shape, and what brings it into memory.
 Stored = tuple[str, tuple[int, ...], Callable[[], Tensor]]
 Take = Callable[[str, Tensor], Tensor]
 
 
-def _tensors(files: Iterable[Path]) -> Iterator[Stored]:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except SafetensorError as error:
+        raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read ({error})") from None
+
+
+def tensor_names(files: Sequence[Path], prefix: str = "model.") -> dict[str, tuple[Path, str]]:
+    """Of each tensor, by its name without `prefix`: the file that holds it, and its name there.
+
+    `FileError` where a tensor is there twice, or not where the index says that it is.
+    """
+    held: dict[str, tuple[Path, str]] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118
-                    shape = tuple(file.get_slice(name).get_shape())
-                    read = functools.partial(file.get_tensor, name)
-                    yield name.removeprefix("model."), shape, read
-        except SafetensorError as error:
-            raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read ({error})") from None
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                other, twin = held.setdefault(name.removeprefix(prefix), (path, name))
+                if (other, twin) != (path, name):
+                    raise FileError(
+                        f"{path}: holds '{name}', which {other.name} holds too, as '{twin}'; "
+                        "delete one of them, or copy the files of the model again"
+                    )
+    index = files[0].with_name(_INDEX)
+    named = _weight_map(index) if files[0].name != _SINGLE and index.is_file() else {}
+    for name, shard in named.items():
+        if held.get(name.removeprefix(prefix), ("", ""))[0] != index.with_name(shard):
+            raise FileError(
+                f"{index}: looks for '{name}' in {shard}, which does not hold it; copy the files "
+                "of the model again"
+            )
+    return held
+
+
+def read_tensor(file: Any, path: Path, name: str) -> Tensor:
+    """`name` in a file that `safe_open` opened from `path`."""
+    try:
+        return file.get_tensor(name)
+    except SafetensorError as error:
+        raise FileError(f"{path}: '{name}' is of a type that is not read ({error})") from None
+
+
+def stored_tensors(files: Sequence[Path], prefix: str = "model.") -> Iterator[Stored]:
+    held = tensor_names(files, prefix)
+    for path, names in itertools.groupby(held.items(), key=lambda item: item[1][0]):
+        with _opened(path) as file:
+            for here, (_, name) in names:
+                shape = tuple(file.get_slice(name).get_shape())
+                yield here, shape, functools.partial(read_tensor, file, path, name)
 
 
 def fill(
@@ -163,8 +219,9 @@ def hand_over(model: Transformer, tensors: Iterable[Stored], take: Take, source:
             problems.append(f"{name} has shape {shape}, config.json says {expected}")
         else:
             tensor = read()
-            if not tensor.is_floating_point():
-                problems.append(f"{name} holds {tensor.dtype}, expected floating point")
+            if tensor.dtype not in FLOATS:
+                problems.append(f"{name} is {tensor.dtype}, convert it to fp32, bf16, fp16 or fp64")
+                continue
             kept = take(name, tensor)
             taken.add(name)
             if name == _EMBEDDING and model.config.tied:

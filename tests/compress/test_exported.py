@@ -15,7 +15,9 @@ import lezero as lz
 from lezero.compress.quantize import Scheme, save_quantized
 from lezero.compress.quantize.exported import why_not_exported
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
+from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer, TransformerConfig
+from lezero.ops.quantize import Grid, quantize
 from tests.compress.test_quantize import small, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -144,6 +146,21 @@ def test_what_the_layout_cannot_hold_is_refused(tmp_path: Path) -> None:
         save_quantized(model, tmp_path / "x", layout="onnx")  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     save_quantized(half.bfloat16(), tmp_path / "x", layout="compressed-tensors")
+
+
+def test_a_last_group_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    shape = {**small(True).config.to_dict(), "ffn": 160}
+    model = Transformer(TransformerConfig.parse(shape, "here")).eval()
+    lz.quantize_(model, lz.Int4Weight(group=32), objective="size", filter="layers.*")
+    layer = model.get_submodule(LAYER)
+    grid = Grid("int4", 64)  # imported files have such groups
+    exact = layer.weight.decode(torch.float32)
+    layer.weight = PackedWeight.of(quantize(exact, grid), grid, torch.float32)
+    said = r"down_proj' has 160 inputs in groups of 64, .* save with layout='lezero'"
+    with pytest.raises(lz.ConfigError, match=said):
+        save_quantized(model, tmp_path / "x", layout="compressed-tensors")
+    assert not list(tmp_path.iterdir())
+    save_quantized(model, tmp_path / "x", layout="lezero")
 
 
 def test_biases_that_the_architecture_does_not_have_are_refused(tmp_path: Path) -> None:

@@ -86,6 +86,14 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"missing encoder\.layer\.1\.output\.dense\.bias") as found:
         load_bert(tmp_path)
     assert "embeddings.LayerNorm.bias" in str(found.value)
+    whole = {**model().state_dict(), "bert.embeddings.LayerNorm.bias": torch.zeros(64)}
+    save_file(whole, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=r"LayerNorm\.bias', which model.safetensors holds too"):
+        load_bert(tmp_path)
+    eight = {"embeddings.LayerNorm.bias": torch.zeros(32).to(torch.float8_e4m3fn)}
+    save_file({**model().state_dict(), **eight}, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=r"LayerNorm\.bias is torch\.float8_e4m3fn \(32,\)"):
+        load_bert(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,9 @@ def export_compressed_tensors(
     """Writes a quantized `Transformer` as a Hugging Face folder that other servers open.
 
     Raises `ConfigError` for what the layout cannot say: fp8 and nf4 of ours, zero points that are
-    no whole numbers (those of "hqq"), inputs in GPTQ's act-order, biases that the architecture does
-    not have (those of `bias_correction`), modules of other libraries.
+    no whole numbers (those of "hqq"), inputs in GPTQ's act-order, groups that do not divide a
+    layer's inputs, biases that the architecture does not have (those of `bias_correction`), modules
+    of other libraries.
     """
     if not isinstance(model, Transformer):
         raise ConfigError(
@@ -79,6 +80,7 @@ def export_compressed_tensors(
                 "written in it; int4 and int8 in rows or groups can, without act-order"
             )
         assert isinstance(weight, PackedWeight)
+        _check_groups(name, weight)
         static = layer.input_scale is not None
         # Readers know no scales of blocks of a token: they get inputs that are not rounded.
         scheme = _scheme(weight.grid, 16 if layer.x_block else layer.x_bits, static)
@@ -137,6 +139,15 @@ def _check_biases(model: Transformer) -> None:
 
 def _can(weight: nn.Module) -> bool:
     return isinstance(weight, PackedWeight) and not isinstance(weight, OrderedWeight)
+
+
+def _check_groups(name: str, weight: PackedWeight) -> None:
+    K, group = weight.full_shape[1], weight.group
+    if group and K % group:
+        raise ConfigError(
+            f"layout 'compressed-tensors': '{name}' has {K} inputs in groups of {group}, the last "
+            "of them cut short, which transformers does not open; save with layout='lezero'"
+        )
 
 
 def _scheme(grid: Grid, x_bits: int, static: bool) -> dict[str, Any]:

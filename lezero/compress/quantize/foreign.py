@@ -33,6 +33,7 @@ _SCALES: dict[torch.dtype, Literal["fp32", "fp16", "bf16"]] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
 }
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class Foreign(Config):
@@ -102,11 +103,15 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
         if tuple(tensors[name].shape) != size:
             raise ValueError(
                 f"{name} is {tuple(tensors[name].shape)}, it should be {size} at {bits} bits and "
-                f"group_size {about.group_size}"
+                f"group_size {about.group_size}; correct these in the quantization_config, or copy "
+                "the files of the model again"
             )
-        whole = torch.int32 if name != "scales" else None
-        if (tensors[name].dtype != whole) if whole else (tensors[name].dtype not in _SCALES):
-            raise ValueError(f"{name} holds {tensors[name].dtype}")
+        allowed = tuple(_SCALES) if name == "scales" else (torch.int32,)
+        if tensors[name].dtype not in allowed:
+            raise ValueError(
+                f"{name} holds {tensors[name].dtype}, it should hold "
+                f"{' or '.join(map(str, allowed))}; write the checkpoint again with that"
+            )
     if not torch.isfinite(tensors["scales"]).all():
         raise ValueError("scales holds values that are NaN or infinite")
     order, disputed = None, False
@@ -176,8 +181,11 @@ def _order(g_idx: Tensor | None, K: int, group: int) -> Tensor | None:
     if g_idx is None:
         return None
     in_rows = torch.arange(K, dtype=torch.int64) // group
-    if tuple(g_idx.shape) != (K,) or g_idx.is_floating_point():
-        raise ValueError(f"g_idx is {g_idx.dtype} {tuple(g_idx.shape)}, it should be ({K},)")
+    if tuple(g_idx.shape) != (K,) or g_idx.dtype not in _INTEGERS:
+        raise ValueError(
+            f"g_idx is {g_idx.dtype} {tuple(g_idx.shape)}, it should be torch.int32 ({K},); write "
+            "the checkpoint again with that"
+        )
     groups = g_idx.to(torch.int64)
     if torch.equal(groups, in_rows):
         return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
@@ -20,11 +22,17 @@ from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of, not_finite
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import ledger
-from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.core.errors import ConfigError, FileError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.models.hf_config import from_hf
-from lezero.models.huggingface import read_json, weight_files
+from lezero.models.huggingface import (
+    no_regular_file,
+    read_json,
+    read_tensor,
+    tensor_names,
+    weight_files,
+)
 from lezero.ops.quantize.grid import SCALE_DTYPES
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
@@ -40,20 +48,21 @@ _LARGE = 1 << 20
 def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
     """The model in a folder of GPTQ or AWQ, its codes, scales and zero points taken as they are.
 
-    See `lezero.compress.quantize.saved.load_quantized`, which calls this.
+    Weights decode to the type of most of the model's floats, to that of their scales where there
+    are none. See `lezero.compress.quantize.saved.load_quantized`, which calls this.
     """
     data = read_json(root / "config.json")
     about = _about(data, root)
     if model is None:
-        plain = {key: value for key, value in data.items() if key != "quantization_config"}
-        with torch.device("meta"):
-            model = Transformer(from_hf(plain, str(root / "config.json")))
+        model = _build(data, root)
     with ExitStack() as stack:
         stored = _open(_weight_files(root), stack, isinstance(model, Transformer))
         layers = _layers(model, stored, about, root)
         floats = _floats(model, stored, set(layers), root)
+    kept = _float_type(model, floats)
     device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
     for name, weight in layers.items():
+        weight.like = weight.like.to(kept or weight.dtype)  # what it decodes to
         _become(model.get_submodule(name), weight, floats.get(f"{name}.bias"))
     state = {name: value.to(device) for name, value in floats.items()}
     assign_(model, state, strict=False)
@@ -63,6 +72,25 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
         model.rope.ready(1, torch.device("cpu"))
     ledger.record(model, "quantize_")
     return model.eval()
+
+
+def _build(data: dict[str, Any], root: Path) -> Transformer:
+    plain = {key: value for key, value in data.items() if key != "quantization_config"}
+    try:
+        config = from_hf(plain, str(root / "config.json"))
+    except ConfigError as error:
+        raise FileError(str(error)) from None
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def _float_type(model: nn.Module, floats: Mapping[str, Tensor]) -> torch.dtype | None:
+    """Of most of the values that stayed."""
+    sizes: Counter[torch.dtype] = Counter()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in floats and parameter.is_floating_point():
+            sizes[floats[name].dtype] += floats[name].numel()
+    return max(sizes, key=sizes.__getitem__, default=None)
 
 
 def _about(data: dict[str, Any], root: Path) -> Foreign:
@@ -92,6 +120,8 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
         )
     # What older AWQ files and newer GPTQ files say; where both are there the usual name counts.
     named = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
+    if method == "awq":
+        named |= {"format": "version", "checkpoint_format": "version"}
     renamed = {named[key]: value for key, value in found.items() if key in named}
     try:
         about = Foreign.parse({**renamed, **found}, where)
@@ -112,6 +142,8 @@ def _weight_files(root: Path) -> list[Path]:
     if not others or any((root / name).is_file() for name in _USUAL):
         return weight_files(root)
     if len(others) == 1 and not re.search(r"-\d+-of-\d+\.", others[0].name):
+        if not others[0].is_file():
+            raise no_regular_file(others[0])
         return others
     there = ", ".join(path.name for path in others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
@@ -126,18 +158,12 @@ _Stored = dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]
 
 def _open(files: list[Path], stack: ExitStack, own: bool) -> _Stored:
     """Name here → shape and what reads it."""
+    held = tensor_names(files, "model." if own else "")
+    opened = {x: stack.enter_context(safe_open(x, framework="pt", device="cpu")) for x in files}
     found: _Stored = {}
-    for path in files:
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-            for name in file.keys():  # noqa: SIM118
-                shape = tuple(file.get_slice(name).get_shape())
-                here = name.removeprefix("model.") if own else name
-                found[here] = shape, lambda file=file, name=name: file.get_tensor(name)  # type: ignore[misc]
-        except SafetensorError as error:
-            raise CorruptError(f"{path}: not a whole safetensors file: {error}") from None
-        except OSError as error:
-            raise FileError(f"{path}: cannot be read ({error})") from None
+    for here, (path, name) in held.items():
+        shape = tuple(opened[path].get_slice(name).get_shape())
+        found[here] = shape, functools.partial(read_tensor, opened[path], path, name)
     return found
 
 
@@ -211,37 +237,47 @@ def _floats(
     wanted = {name: value for name, value in state.items() if name not in skipped}
     used = {f"{name}.{part}" for name in quantized for part in _PARTS}
     found: dict[str, Tensor] = {}
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     for name, (shape, read) in stored.items():
         if name in used or name.endswith("rotary_emb.inv_freq"):
             continue
         if name not in wanted:
             if not _needless(name, read, stored, quantized):
-                problems.append(f"unexpected {name}")
+                problems[name] = f"unexpected {name}"
         elif shape != tuple(wanted[name].shape):
-            problems.append(f"{name} is {shape}, it should be {tuple(wanted[name].shape)}")
+            problems[name] = f"{name} is {shape}, it should be {tuple(wanted[name].shape)}"
+        elif problem := _misfit(name, value := read(), wanted[name]):
+            problems[name] = problem
         else:
-            value = read()
-            if value.is_floating_point() != wanted[name].is_floating_point():
-                problems.append(f"{name} is {value.dtype}, it should be {wanted[name].dtype}")
-            elif isinstance(wanted[name], nn.Parameter) and (bad := not_finite(value)):
-                problems.append(f"{bad} of {value.numel()} values of {name} are NaN or infinite")
             found[name] = value
-    tied = {id(wanted[name]): name for name in found if name in wanted}
+    tied = {id(wanted[name]): name for name in found}
     for name, value in wanted.items():
-        if name in found or any(name in problem for problem in problems):
+        if name in found or name in problems:
             continue
         if id(value) in tied:
             found[name] = found[tied[id(value)]]
         else:
-            problems.append(f"missing {name}")
+            problems[name] = f"missing {name}"
+    told = list(problems.values())
     if not isinstance(model, Transformer):
-        problems += missing_buffers(model, model)
-    if problems:
-        more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        shown = "; ".join(problems[:_SHOWN])
+        told += missing_buffers(model, model)
+    if told:
+        more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        shown = "; ".join(told[:_SHOWN])
         raise FileError(f"{root}: the tensors do not fit the model: {shown}{more}")
     return found
+
+
+def _misfit(name: str, value: Tensor, wanted: Tensor) -> str:
+    """What keeps `value` from the place of `wanted`; nothing where it fits."""
+    if value.is_floating_point() != wanted.is_floating_point():
+        return f"{name} is {value.dtype}, it should be {wanted.dtype}"
+    if not isinstance(wanted, nn.Parameter):
+        return ""
+    if value.is_floating_point() and value.dtype not in SCALE_DTYPES.values():
+        return f"{name} is {value.dtype}, convert it to fp32, bf16 or fp16"
+    bad = not_finite(value)
+    return f"{bad} of {value.numel()} values of {name} are NaN or infinite" if bad else ""
 
 
 def _needless(name: str, read: Callable[[], Tensor], stored: _Stored, quantized: set[str]) -> bool:

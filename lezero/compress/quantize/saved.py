@@ -175,7 +175,9 @@ def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether `load_quantized` is what opens a folder."""
     root = Path(expand_home(folder))
     config = root / "config.json"
-    if (root / _MANIFEST).is_file() and config.is_file():
+    if not config.is_file():
+        return False
+    if (root / _MANIFEST).is_file():
         return True
     try:
         data = json.loads(config.read_text(encoding="utf-8"))
