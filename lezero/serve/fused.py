@@ -29,6 +29,7 @@ from lezero.ops.decoder import (
     Weight,
     block_bytes,
 )
+from lezero.ops.decoder.panels import settle_panels
 from lezero.ops.linear import embedding_rows, in_rows
 from lezero.serve.likeliest import best_tokens
 from lezero.serve.merged import merged
@@ -72,6 +73,7 @@ class FusedProgram(Program):
             room=huge_room,
         )  # fmt: skip
         self.prompts_apart, self.most_tokens = self._decoder.rounds, self._decoder.most_tokens
+        settle_panels(self._decoder)
         self._step_s = _MOST_S
         """What the last step of one token a sequence took."""
         self._cache: BlockCache | None = None

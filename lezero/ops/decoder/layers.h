@@ -86,6 +86,7 @@ static lezero_linear linear_of(const lezero_step *s, const lezero_weight *w, int
   l.bits = (int)w->bits, l.x_bits = (int)w->x_bits, l.x_block = w->x_block;
   l.group = w->group;
   l.weight = w->weight, l.scale = w->scale, l.zero = w->zero, l.scale_type = (int)w->scale_type;
+  l.panels = (int)s->panels;
   l.bias = w->bias, l.rounded = s->rounded && w->bits != 16;
   return l;
 }

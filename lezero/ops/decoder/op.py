@@ -121,6 +121,8 @@ class Decoder:
         self.beginning = beginning
         begin = [] if beginning is None else beginning.rows.row()
         self._begin = torch.tensor(begin, dtype=torch.int64)
+        self.panels = 0
+        """How kernels read the weights of few tokens, see `settle_panels`."""
         self._sizes: dict[tuple[int, int, int, bool], int] = {}
         self._take_room, self._room = room, torch.empty(0, dtype=torch.uint8)
 
@@ -255,7 +257,7 @@ class Decoder:
 
     def _numbers(self, cache_bits: int) -> tuple[Any, ...]:
         s = self.shape
-        return s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits
+        return s.heads, s.head_dim, s.ffn, s.eps, s.window, cache_bits, self.panels
 
     def _room_for(self, T: int, R: int, V: int, aside: int = 0, *, rounded: bool = False) -> Tensor:
         """Scratch, aligned to 64 bytes, that every call takes anew."""

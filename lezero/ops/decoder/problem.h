@@ -42,6 +42,7 @@ typedef struct {
   int64_t width;     /* of a row of `table` */
   int64_t window;    /* tokens that a token sees, itself included; 0: all before it */
   int64_t rounded;   /* layers of 8 and 4 bits multiply as bf16, see lezero_linear; the head does not */
+  int64_t panels;    /* of lezero_linear */
   float eps;
   float *x;          /* (T, D), in and out */
   const lezero_layer *layer;

@@ -51,7 +51,7 @@ lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, con
                    const Tensor& values, const Tensor& room, const Tensor& ending,
                    const Tensor& rows, const Tensor& logits, const Tensor& best, int64_t H,
                    int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits,
-                   bool rounded) {
+                   int64_t panels, bool rounded) {
   const int64_t K = keys.size(2);
   lezero_step s = step_of(x.size(0), layers, x.size(1), H, K, E, F);
   s.x = static_cast<float*>(x.data_ptr());
@@ -66,7 +66,7 @@ lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, con
   s.row = static_cast<const int32_t*>(rows.data_ptr());
   s.logits = static_cast<float*>(logits.data_ptr());
   s.best = best.numel() ? static_cast<int64_t*>(best.data_ptr()) : nullptr;
-  s.rounded = rounded;
+  s.rounded = rounded, s.panels = panels;
   s.scratch = room.data_ptr(), s.eps = static_cast<float>(eps), s.window = window;
   return s;
 }
@@ -82,9 +82,9 @@ void run(const Tensor& x, const Tensor& layers, const Tensor& cos, const Tensor&
          const Tensor& chunks, const Tensor& table, const Tensor& keys, const Tensor& values,
          const Tensor& room, const Tensor& ending, const Tensor& rows, const Tensor& logits,
          const Tensor& best, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
-         int64_t cache_bits, bool rounded) {
+         int64_t cache_bits, int64_t panels, bool rounded) {
   take(filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows, logits, best, H,
-              E, F, eps, window, cache_bits, rounded));
+              E, F, eps, window, cache_bits, panels, rounded));
 }
 
 // Rows of x from the embedding, whose numbers are rounded to `l.x_type`, fp32 or bf16.
@@ -123,9 +123,9 @@ int64_t follow(const Tensor& tokens, const Tensor& beginning, const Tensor& x, c
                const Tensor& keys, const Tensor& values, const Tensor& room, const Tensor& ending,
                const Tensor& rows, const Tensor& logits, const Tensor& best, const Tensor& asked,
                int64_t drawer, int64_t H, int64_t E, int64_t F, double eps, int64_t window,
-               int64_t cache_bits, bool rounds) {
+               int64_t cache_bits, int64_t panels, bool rounds) {
   lezero_step s = filled(x, layers, cos, sin, chunks, table, keys, values, room, ending, rows,
-                         logits, best, H, E, F, eps, window, cache_bits, false);
+                         logits, best, H, E, F, eps, window, cache_bits, panels, false);
   const int64_t bytes = (s.T * s.D * 2 + 63) / 64 * 64;
   const auto* held = static_cast<const lezero_weight*>(beginning.data_ptr());
   lezero_linear l{};
@@ -163,12 +163,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) {
       "run(Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, Tensor chunks, Tensor table, "
       "Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, Tensor ending, Tensor rows, "
       "Tensor(e!) logits, Tensor(f!) best, int H, int E, int F, float eps, int window, "
-      "int cache_bits, bool rounded) -> ()");
+      "int cache_bits, int panels, bool rounded) -> ()");
   m.def(
       "follow(Tensor tokens, Tensor beginning, Tensor(a!) x, Tensor layers, Tensor cos, Tensor sin, "
       "Tensor chunks, Tensor table, Tensor(b!) keys, Tensor(c!) values, Tensor(d!) room, "
       "Tensor ending, Tensor rows, Tensor(e!) logits, Tensor(f!) best, Tensor asked, int drawer, "
-      "int H, int E, int F, float eps, int window, int cache_bits, bool rounds) -> int");
+      "int H, int E, int F, float eps, int window, int cache_bits, int panels, bool rounds) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {

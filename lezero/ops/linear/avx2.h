@@ -21,7 +21,7 @@ enum { MOST_HALVES = MOST_BLOCKS, MOST_ROWS = 6 };
 enum { FLOATS = 1, PAIR_BYTES = 8 };
 /* Two panels are two streams of memory; with more tokens one leaves registers for their sums. */
 #define AT_ONCE(R) ((R) == 1 ? 2 : 1)
-#define ALONE(R) 0
+enum { ALONE = 2 };
 
 #define BOTH(type, call_a, call_b) ((type){call_a, call_b})
 

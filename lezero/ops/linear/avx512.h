@@ -16,14 +16,12 @@ enum { FLOATS = 0, PAIR_BYTES = 4, MOST_BF16 = 14 };
 enum { FLOATS = 1, PAIR_BYTES = 8, MOST_BF16 = 12 };
 #endif
 #define AT_ONCE(R) 2
-/* With AMX neither [Note: one panel after the other] nor more rows of 4 bits were measured. Of eight
- * rows the sums of finished blocks lie in memory: weights of 4 bits are split for fewer tiles. */
+/* With AMX neither one panel at a time nor more rows of 4 bits were measured. Of eight rows the sums of
+ * finished blocks lie in memory: weights of 4 bits are split for fewer tiles. */
 #ifdef FEW_TOKENS
-#define ALONE(R) 0
-enum { MOST_HALVES = MOST_BLOCKS };
+enum { ALONE = 2, MOST_HALVES = MOST_BLOCKS };
 #else
-#define ALONE(R) ((R) <= 6)
-enum { MOST_HALVES = 8 };
+enum { ALONE = 1, MOST_HALVES = 8 };
 #endif
 
 INLINE __mmask16 first_lanes(int64_t count) {

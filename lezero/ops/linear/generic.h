@@ -29,7 +29,7 @@ enum { MOST_HALVES = MOST_BLOCKS }; /* with 4-bit weights */
 enum { FLOATS = 1, PAIR_BYTES = 8 };
 #define WORDS(bits, digits) 0
 #define AT_ONCE(R) ((R) == 1 ? 2 : 1)
-#define ALONE(R) 0
+enum { ALONE = 2 };
 
 INLINE f4 all4(float x) { return (f4){x, x, x, x}; }
 INLINE i4 all4i(int32_t x) { return (i4){x, x, x, x}; }

@@ -39,6 +39,7 @@ typedef struct {
   const float *bias;    /* (N,) or null */
   const float *x_scale; /* one for all tokens, or null */
   int rounded; /* 8 or 4 bits: multiplied as bf16, to which the weight is rounded; with AMX only */
+  int panels; /* that a lone tile takes at a time, 1 or 2; 0: as the kernel likes it, see tiles.h */
   int gated;            /* see lezero_linear_gates */
   lezero_ahead *ahead;  /* what comes after this product, or null; it moves on as it is fetched */
 } lezero_linear;

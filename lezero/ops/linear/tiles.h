@@ -6,8 +6,9 @@
  * Its loops over tokens have constant bounds: `R` and P are literals in every copy of it.
  *
  * [Note: one panel after the other]
- * P is AT_ONCE(R), which computes fastest. A lone tile of few tokens waits for memory, and memory gives
- * one stream of lines faster than two: with ALONE(R) it takes one panel after the other.
+ * P is AT_ONCE(R), which computes fastest. A lone tile of few tokens waits for memory, and on some
+ * processors memory gives one stream of lines faster than two: `panels` of the problem says whether such
+ * a tile takes one panel after the other, and ALONE, where it does not. Sums are the same to the bit.
  */
 #include <math.h>
 #include <string.h>
@@ -290,10 +291,16 @@ INLINE void bf16_tile(const workspace *w, const token_tile *t, const panel_pair 
   }
 }
 
-#define CASE(most, R, tile, ...)                                                     \
-  case R:                                                                            \
-    if (R <= most && ALONE(R) && w->tiles == 1) tile(l, w, t, p, f, m, R, 1 __VA_ARGS__); \
-    else if (R <= most) tile(l, w, t, p, f, m, R, AT_ONCE(R) __VA_ARGS__);           \
+/* See [Note: one panel after the other]. */
+INLINE int one_panel(const lezero_linear *l, const workspace *w) {
+  return w->tiles == 1 && (l->panels ? l->panels : ALONE) == 1;
+}
+
+#define CASE(most, R, tile, ...)                                                                  \
+  case R:                                                                                         \
+    if (R <= most && R <= 6 && AT_ONCE(R) == 2 && one_panel(l, w))                                \
+      tile(l, w, t, p, f, m, R, 1 __VA_ARGS__);                                                   \
+    else if (R <= most) tile(l, w, t, p, f, m, R, AT_ONCE(R) __VA_ARGS__);                        \
     break;
 #define FEW(most, tile, ...)         \
   CASE(most, 1, tile, __VA_ARGS__) \
