@@ -18,9 +18,11 @@ def main():
         print(f"here: equal logits: {torch.equal(load_hf(folder)(tokens), model(tokens))}")
         try:
             from transformers import AutoModelForCausalLM
+            from transformers.utils.logging import disable_progress_bar
         except ImportError:
             print("transformers is not installed")
             return
+        disable_progress_bar()
         theirs = AutoModelForCausalLM.from_pretrained(folder)
         far = (theirs(tokens).logits - model(tokens)).abs().max() / model(tokens).abs().max()
         print(f"transformers: largest difference of a logit: {far:.1e} of the largest logit")

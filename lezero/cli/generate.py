@@ -38,18 +38,22 @@ def generate(
     draft: Annotated[
         str | None, typer.Option(help="A smaller model that guesses next tokens.")
     ] = None,
-) -> None:
-    """Continue a prompt with a trained model, token by token; or answer a file of prompts."""
+) -> int:
+    """Continue a prompt with a trained model, token by token; or answer a file of prompts.
+
+    The status is 1 where answers of a file are errors; the others are there all the same.
+    """
     from lezero.jobs import answer
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     if input is not None:
         answer.refuse("an input file", prompt=prompt or None)
         most = {} if tokens is None else {"max_tokens": tokens}
-        answer.answer_file(model, input, output, weights, kv, {**sampling, **most}, draft)
-        return
+        given = {**sampling, **most}
+        return int(answer.answer_file(model, input, output, weights, kv, given, draft) > 0)
     answer.refuse("one prompt, which is written to the terminal", output=output)
     for piece in answer.continued(model, prompt, tokens, sampling, weights, kv, draft):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    return 0

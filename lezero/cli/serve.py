@@ -32,7 +32,7 @@ def serve(
     context: Annotated[
         int | None, typer.Option(help="Tokens of a request at most; the model's by default.")
     ] = None,
-    max_requests: Annotated[int, typer.Option(help="Requests that run at once.")] = 32,
+    max_requests: Annotated[int | None, typer.Option(help="Requests at once; else 32.")] = None,
     queue: Annotated[int, typer.Option(help="Requests that may wait besides.")] = 64,
     cache_mib: Annotated[
         int | None, typer.Option(help="Memory for keys and values, in MiB.")
@@ -59,7 +59,7 @@ def serve(
             help="Folder for what is chosen (lz why); one in the cache folder by default."
         ),
     ] = None,
-    body_kib: Annotated[int, typer.Option(help="Length of a request's body at most.")] = 1024,
+    body_kib: Annotated[int, typer.Option(min=1, help="KiB of a request's body at most.")] = 1024,
     keys: Annotated[
         str | None, typer.Option(help="File of API keys, hashed; LEZERO_API_KEYS adds to it.")
     ] = None,

@@ -46,7 +46,13 @@ class Config(BaseModel):
         arbitrary_types_allowed=False,
     )
 
-    def __init__(self, /, **data: Any) -> None:
+    def __init__(self, /, *given: Any, **data: Any) -> None:
+        if given:
+            first = next(iter(type(self).model_fields), "field")
+            raise ConfigError(
+                f"{type(self).__name__}: got {given[0]!r} without a name; fields have names, "
+                f"as in {type(self).__name__}({first}=…)"
+            )
         try:
             super().__init__(**data)
         except ValidationError as error:

@@ -75,9 +75,9 @@ def answer_file(
     kv: Any,
     params: dict[str, Any],
     draft: str | None = None,
-) -> None:
+) -> int:
     """Answers each line of `source` into `target` (the terminal without one), and says how fast;
-    - is the standard input, and the terminal.
+    - is the standard input, and the terminal. How many answers are errors.
 
     Raises `FileError` for files that cannot be read or written, `ConfigError` for parameters. What
     is wrong with one line is told in its answer. What `target` held before is there until the model
@@ -108,6 +108,7 @@ def answer_file(
         f"{tokens / took:,.0f} tokens/s",
         file=sys.stderr,
     )
+    return errors
 
 
 @contextmanager

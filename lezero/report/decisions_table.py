@@ -28,7 +28,7 @@ def print_decisions(records: Iterable[Mapping[str, Any]], console: Console | Non
             out.print(*_decision(shown(record), out.width), sep="\n")
             first = False
         if first:
-            out.print("this run recorded no decisions")
+            out.print("no decisions are recorded here: nothing was measured to choose from")
 
 
 def _decision(decision: Shown, width: int) -> list[RenderableType]:

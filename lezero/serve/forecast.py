@@ -79,6 +79,8 @@ class Forecast:
         """For people."""
         each = f"{self.token_bytes / 1024:.1f} KiB a token"
         fits = f"{self.largest} requests of {self.context} tokens, {each}"
+        if not self.largest:
+            fits = f"a request of {self.cache_tokens + 1} tokens at most, {each}"
         kv = [f"keys/values {self.kv}"] if self.kv else []
         draft = [f"draft       {size(self.draft_bytes)}"] if self.draft_bytes else []
         beside = f"process     {size(self.beside_bytes)}: tokenizer, libraries and what they keep"

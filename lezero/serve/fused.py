@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.weights import PackedWeight
+from lezero.core.errors import OrderError
 from lezero.memory import HugePages, huge_room
 from lezero.models import Transformer
 from lezero.models.transformer import TransformerBlock
@@ -65,7 +66,7 @@ class FusedProgram(Program):
         pages, weights = HugePages(), []
         for index, block in enumerate(model.layers):
             weights.append(_layer(block, x_blocks))
-            model.layers[index] = nn.Identity()
+            model.layers[index] = Taken()
             pages.move(x for w in _matrices(weights[-1]) for x in _tensors(w))
         pages.move(_tensors(self._head))
         self._decoder = Decoder(
@@ -253,6 +254,16 @@ def _matrices(layer: LayerWeights) -> tuple[Weight, ...]:
 def _vector(norm: Any) -> Tensor:
     found: Tensor = norm.weight.detach().float().contiguous()
     return found
+
+
+class Taken(nn.Module):
+    """In the place of a block whose weights a `FusedProgram` took."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        raise OrderError(
+            "this model was given to an LLM, which took its weights; ask the LLM, or build the "
+            "model again"
+        )
 
 
 class _PackedRows(nn.Module):

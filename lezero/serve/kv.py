@@ -34,7 +34,7 @@ def settle_kv(
     if "int8" not in program.kv_forms:
         return "the form of these kernels"
     if context is None:
-        return "no context was asked for, which could be too long for it"
+        return "auto takes int8 only where a context is given that does not fit in bf16"
     need = -(-context // program.block_size) * max_requests * block_bytes(program, draft)
     room = cache_bytes or int(SHARE * memory_limit())
     asked = f"{max_requests} requests of {context} tokens in bf16 take {size(need)}"

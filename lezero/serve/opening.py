@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
@@ -29,7 +28,7 @@ from lezero.report.units import size
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.foreign import open_foreign
-from lezero.serve.fused import FusedProgram, shape_of
+from lezero.serve.fused import FusedProgram, Taken, shape_of
 from lezero.serve.options import Weights
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Program
@@ -132,7 +131,7 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
 
     Raises `ConfigError` for weights that the model cannot have, and for a model that is used up.
     """
-    if any(type(block) is nn.Identity for block in model.layers):
+    if any(isinstance(block, Taken) for block in model.layers):
         raise ConfigError(
             "model: was given to an LLM before, which took its weights and used it up; build or "
             "open it again"

@@ -52,6 +52,11 @@ def test_true_is_no_number(given: dict[str, object], said: str) -> None:
     assert str(caught.value).startswith(f"run.yaml: {said}")
 
 
+def test_fields_have_names() -> None:
+    with pytest.raises(ConfigError, match=r"Inner: got 5 without .* as in Inner\(count=…\)"):
+        Inner(5)
+
+
 def test_fields_that_take_truth_values_still_do() -> None:
     sample = Sample(either=True, flag=True)
     assert sample.either is True

@@ -58,7 +58,7 @@ def test_a_line_that_is_no_text_harms_no_other(folder: Path, tmp_path: Path) -> 
     bad.append(b'{"prompt": "a", "priority": "high"}\n')
     source.write_bytes(b"\xef\xbb\xbf" + good + b"".join(bad) + good)
     words = ["--input", str(source), "--output", str(target), "-n", "4"]
-    assert main(["generate", str(folder), *words]) == 0
+    assert main(["generate", str(folder), *words]) == 1
     found = [json.loads(line) for line in target.read_text().splitlines()]
     assert ["error" in answer for answer in found] == [False, True, True, True, True, False]
     assert found[0]["text"] == found[-1]["text"]

@@ -40,7 +40,7 @@ def test_the_terminal_shows_candidates_figures_and_reason():
     assert "2.00x" in line
     assert next(line for line in said.splitlines() if "1.00 s" in line).lstrip().startswith(">")
     assert "asked for" in said
-    assert printed([]) == "this run recorded no decisions\n"
+    assert printed([]) == "no decisions are recorded here: nothing was measured to choose from\n"
 
 
 def test_the_page_shows_the_same():

@@ -10,7 +10,7 @@ from rich.text import Text
 from lezero.report.decisions_table import print_decisions
 from lezero.report.terminal import unpadded
 
-NONE = "this run recorded no decisions\n"
+NONE = "no decisions are recorded here: nothing was measured to choose from\n"
 
 
 def test_lines_end_without_blanks_and_only_at_line_feeds():

@@ -18,6 +18,7 @@ from lezero.serve import forecast as module
 from lezero.serve.forecast import compared, tried_lines
 from lezero.serve.llm import LLM
 from lezero.serve.rehearsal import Pace, Paces
+from lezero.serve.sampling import SamplingParams
 from tests.serve.models import small
 
 MEASURED = Ceilings("cpu", 1, "2", gemm_fp32=1e11, gemm_bf16=1e9, memory_read=1e10)
@@ -115,6 +116,17 @@ def test_so_many_requests_of_a_whole_context_fit(context: int, requests: int) ->
     pool = llm.engine.pool
     assert llm.forecast.largest == pool.count // max(1, pool.blocks_for(context - 1))
     assert llm.forecast.largest >= requests
+
+
+def test_where_no_whole_context_fits_what_does_is_told() -> None:
+    small_cache = 3 * LLM(small(), weights="bf16").program.block_bytes
+    llm = LLM(small(), weights="bf16", cache_bytes=small_cache)
+    assert llm.forecast.largest == 0
+    assert any("a request of 49 tokens at most" in line for line in llm.forecast.lines())
+    ask = SamplingParams(max_tokens=9, ignore_eos=True)
+    assert len(llm.generate([[1] * 40], ask)[0].tokens) == 9
+    with pytest.raises(ConfigError):
+        llm.generate([[1] * 41], ask)
 
 
 def test_guesses_are_told_beside_the_ceiling(ceilings: Any) -> None:

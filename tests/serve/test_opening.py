@@ -20,7 +20,7 @@ from lezero.compress.quantize import (
     quantize_,
 )
 from lezero.core import device
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.models import Transformer, load_gguf
 from lezero.ops.decoder import native
 from lezero.serve import opening
@@ -38,6 +38,16 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0)
 def quantized() -> Transformer:
     model: Any = quantize_(small(), Int8Weight(), objective="size")
     return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.skipif(not native.NATIVE.available(), reason="no kernel runs here")
+def test_a_model_that_was_given_says_so() -> None:
+    model = small()
+    LLM(model, weights="bf16")
+    with pytest.raises(OrderError, match="given to an LLM"):
+        model(torch.tensor([[1, 2, 3]]))
+    with pytest.raises(ConfigError, match="given to an LLM before"):
+        LLM(model)
 
 
 def test_bf16_turns_codes_back() -> None:

@@ -132,14 +132,19 @@ class App:
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         own = {self.config.host, f"[{self.config.host}]", *map(str.lower, self.config.allow_hosts)}
         if name not in _LOCAL_NAMES | own:
-            raise Problem(421, "host: this server answers to localhost and --allow-host alone")
+            raise Problem(
+                421,
+                f"host: got {name[:80]!r}, but this server answers to localhost and the names "
+                "that it was started with (lz serve --allow-host NAME) alone",
+            )
 
     def _check_client(self, exchange: Exchange) -> None:
         client = exchange.client
         if len(self._keys):
             owner = self._keys.owner(exchange.header("authorization"))
             if owner is None:
-                raise Problem(401, "a valid API key is needed", code="invalid_api_key")
+                said = "a valid API key is needed, in a header 'Authorization: Bearer KEY'"
+                raise Problem(401, said, code="invalid_api_key")
             client = exchange.owner = owner
         if self._rate is not None and exchange.method == "POST":
             wait = self._rate.wait_s(client)

@@ -15,6 +15,9 @@ from lezero.serve.server.keys import new_key, read_keys
 if TYPE_CHECKING:
     from lezero.serve.batching.plan import Plan
 
+_MOST_REQUESTS = 32
+"""That run at once, where nobody says how many."""
+
 
 def print_new_key(name: str) -> int:
     """Prints a key and the line for the file of keys."""
@@ -31,7 +34,7 @@ def serve_model(
     weights: Any,
     kv: Any,
     context: int | None,
-    max_requests: int,
+    max_requests: int | None,
     cache_mib: int | None,
     speculate: Any,
     draft: str | None,
@@ -60,7 +63,8 @@ def serve_model(
     from lezero.serve.server.record import record_of
     from lezero.serve.server.run import serve
 
-    sizes: dict[str, Any] = {"context": context, "max_requests": max_requests}
+    most = _MOST_REQUESTS if max_requests is None else max_requests
+    sizes: dict[str, Any] = {"context": context, "max_requests": most}
     sizes["cache_bytes"] = None if cache_mib is None else cache_mib << 20
     check_options(model, weights, kv, speculate, draft, **sizes)
     hardware()  # measures the machine once, so that speeds can be forecast
@@ -148,7 +152,7 @@ def _check_tokenizer(folder: Path) -> None:
 
 def _refuse(what: str, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
-        if value not in (None, "", "auto", "off") and name != "max_requests":
+        if value not in (None, "", "auto", "off"):
             raise ConfigError(f"{name}: got {value}, which has no meaning for {what}; leave it out")
 
 

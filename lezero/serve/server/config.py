@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import ipaddress
+import re
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from lezero.core.config import Config, PathText
 from lezero.core.errors import ConfigError
+
+_BARE = re.compile(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]")
+
+
+def _bare(name: str) -> str:
+    if not _BARE.fullmatch(name):
+        said = "a bare name, as clients write it between https:// and the port or path"
+        raise PydanticCustomError("host_name", said)
+    return name
+
+
+HostName = Annotated[str, AfterValidator(_bare)]
 
 
 class ServeConfig(Config):
@@ -25,7 +40,7 @@ class ServeConfig(Config):
     """Whether others on the network may ask without a key."""
     record: PathText | None = None
     """Folder for decisions.json; by default one of the cache folder, for each model."""
-    allow_hosts: tuple[str, ...] = ()
+    allow_hosts: tuple[HostName, ...] = ()
     """Names, besides those of this machine, that a server on loopback answers to: those that a
     proxy on the same machine passes on from its clients."""
     queue: int = Field(default=64, ge=0)

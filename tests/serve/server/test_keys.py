@@ -114,7 +114,9 @@ def test_only_those_with_a_key_are_answered(tmp_path: Path) -> None:
         for path in ("/", "/health", "/ready"):
             assert client.ask(path).status == 200
         body = {"prompt": "x", "max_tokens": 1}
-        assert client.ask("/v1/completions", body).status == 401
+        unknown = client.ask("/v1/completions", body)
+        assert unknown.status == 401
+        assert b"'Authorization: Bearer KEY'" in unknown.body
         assert client.ask("/v1/completions", body, authorization="Bearer lz-x").status == 401
         assert client.ask("/v1/completions", body, authorization=f"Bearer {key}").status == 200
 

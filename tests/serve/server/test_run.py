@@ -233,6 +233,9 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_opened(capsys) -> None:
             assert "cannot be listened on" in capsys.readouterr().err
 
 
+NO_NAMES = ("http://x", "https://llm.example.com", "llm.example.com:443", "*", "", "a b", "x/y")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -242,6 +245,8 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_opened(capsys) -> None:
         (["--new-key", ""], "name of the key: got ''"),
         (["x", "--port", "99999"], "port"),
         (["x", "--cache-mib", "0"], "cache_mib"),
+        (["x", "--body-kib", "0"], "--body-kib"),
+        *((["x", "--allow-host", name], "allowed is a bare name") for name in NO_NAMES),
     ],
 )
 def test_the_command_refuses(words, message, capsys) -> None:
