@@ -26,7 +26,7 @@ from lezero.files import (
     write_tensor_stream,
 )
 from lezero.models import TransformerConfig
-from lezero.models.huggingface import name_there, write_hf
+from lezero.models.hf_writing import name_there, write_hf
 from lezero.ops.adamw import reference
 
 T = TypeVar("T")

@@ -115,9 +115,7 @@ def letting_in(lock: threading.Lock) -> Iterator[None]:
 
 
 def _own() -> _Held | None:
-    """What is held, for the main thread of the process that holds it, as long as its handler is
-    there: a press may end the block's last lines."""
+    """What is held, for the main thread of the process that holds it."""
     if _held is None or threading.current_thread() is not threading.main_thread():
         return None
-    there = signal.getsignal(signal.SIGINT) == _held.handle
-    return _held if there and _held.process == os.getpid() else None
+    return _held if _held.process == os.getpid() else None

@@ -7,13 +7,8 @@ from lezero.models.config import RopeScaling, TransformerConfig, count_parameter
 from lezero.models.generate import generate, generate_stream
 from lezero.models.gguf import load_gguf, packaged_gguf
 from lezero.models.gguf_vocabulary import gguf_end_tokens, gguf_tokenizer
-from lezero.models.huggingface import (
-    load_hf,
-    read_config,
-    save_hf,
-    token_entries,
-    tokenizer_files,
-)
+from lezero.models.hf_writing import save_hf
+from lezero.models.huggingface import load_hf, read_config, token_entries, tokenizer_files
 from lezero.models.presets import PRESETS, preset
 from lezero.models.sampling import Sampling
 from lezero.models.transformer import Attention, Transformer, TransformerBlock

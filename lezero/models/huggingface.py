@@ -9,29 +9,25 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from lezero.comm.whole import whole
-from lezero.core.errors import ConfigError, CorruptError, FileError
+from lezero.core.errors import CorruptError, FileError
 from lezero.core.paths import expand_home
 from lezero.data.special import CHOOSING, GENERATION, read_object, stop_tokens
 from lezero.models.config import TransformerConfig
-from lezero.models.hf_config import from_hf, to_hf
+from lezero.models.hf_config import from_hf
 from lezero.models.transformer import Transformer
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = (
@@ -78,17 +74,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def weight_files(root: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder; `FileError` where it holds only pickles."""
-    if (root / _SINGLE).is_file():
-        return [root / _SINGLE]
-    if (root / _INDEX).is_file():
-        files = sorted(set(_weight_map(root / _INDEX).values()))
+    if (root / SINGLE).is_file():
+        return [root / SINGLE]
+    if (root / INDEX).is_file():
+        files = sorted(set(_weight_map(root / INDEX).values()))
         for name in files:
             if Path(name).name != name or not name.endswith(".safetensors"):
-                raise FileError(f"{root / _INDEX}: {name!r} is not a safetensors file beside it")
+                raise FileError(f"{root / INDEX}: {name!r} is not a safetensors file beside it")
             if not (root / name).is_file():
-                raise FileError(f"{root / name}: named in {_INDEX}, but no file is there")
+                raise FileError(f"{root / name}: named in {INDEX}, but no file is there")
         return [root / name for name in files]
-    for path in (root / _SINGLE, root / _INDEX):
+    for path in (root / SINGLE, root / INDEX):
         if os.path.lexists(path):
             raise no_regular_file(path)
     pickled = [p.name for p in sorted(root.glob("*")) if p.suffix in (".bin", ".pt", ".pth")]
@@ -98,7 +94,7 @@ def weight_files(root: Path) -> list[Path]:
             "Convert it once where you trust it: in transformers, "
             "model.save_pretrained(folder, safe_serialization=True)"
         )
-    raise FileError(f"{root}: has neither {_SINGLE} nor {_INDEX}")
+    raise FileError(f"{root}: has neither {SINGLE} nor {INDEX}")
 
 
 def no_regular_file(path: Path) -> FileError:
@@ -133,7 +129,7 @@ def _opened(path: Path) -> Iterator[Any]:
 def tensor_names(files: Sequence[Path], prefix: str = "model.") -> dict[str, tuple[Path, str]]:
     """Of each tensor, by its name without `prefix`: the file that holds it, and its name there.
 
-    `FileError` where a tensor is there twice, or not where the index says that it is.
+    `FileError` where a tensor is there twice, or in another file than the index says.
     """
     held: dict[str, tuple[Path, str]] = {}
     for path in files:
@@ -145,13 +141,14 @@ def tensor_names(files: Sequence[Path], prefix: str = "model.") -> dict[str, tup
                         f"{path}: holds '{name}', which {other.name} holds too, as '{twin}'; "
                         "delete one of them, or copy the files of the model again"
                     )
-    index = files[0].with_name(_INDEX)
-    named = _weight_map(index) if files[0].name != _SINGLE and index.is_file() else {}
+    index = files[0].with_name(INDEX)
+    named = _weight_map(index) if files[0].name != SINGLE and index.is_file() else {}
     for name, shard in named.items():
-        if held.get(name.removeprefix(prefix), ("", ""))[0] != index.with_name(shard):
+        there, _ = held.get(name.removeprefix(prefix), (index.with_name(shard), name))
+        if there.name != shard:
             raise FileError(
-                f"{index}: looks for '{name}' in {shard}, which does not hold it; copy the files "
-                "of the model again"
+                f"{index}: looks for '{name}' in {shard}, but {there.name} holds it; copy the "
+                "files of the model again"
             )
     return held
 
@@ -235,122 +232,6 @@ def hand_over(model: Transformer, tensors: Iterable[Stored], take: Take, source:
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise FileError(f"{source}: the weights do not fit: {'; '.join(problems[:8])}{more}")
-
-
-def save_hf(
-    model: Transformer,
-    folder: str | os.PathLike[str],
-    tokenizer_folder: str | os.PathLike[str] | None = None,
-    shard_bytes: int = 5 << 30,
-) -> Path:
-    """Writes `config.json` and safetensors that transformers opens with equal logits.
-
-    The weights keep the type they have in the model; more than `shard_bytes` are split over files
-    with an index. Files of a tokenizer are copied from `tokenizer_folder`, and what is said there
-    of which tokens end a text and how tokens are chosen. Everything is written to a folder aside
-    first and then moved in, `config.json` last, so a failed save leaves what was there. Returns the
-    folder.
-    """
-    state = {name_there(name): tensor for name, tensor in export(model).items()}
-    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
-    return write_hf(
-        model.config,
-        folder,
-        lambda aside: _write_weights(state, aside, shard_bytes),
-        dtypes.pop() if len(dtypes) == 1 else "float32",
-        tokenizer_folder,
-    )
-
-
-def write_hf(
-    config: TransformerConfig,
-    folder: str | os.PathLike[str],
-    write_weights: Callable[[Path], object],
-    dtype: str = "float32",
-    tokenizer_folder: str | os.PathLike[str] | None = None,
-    also: Mapping[str, Any] | None = None,
-) -> Path:
-    """The same for weights that `write_weights(folder aside)` writes, named by `name_there`.
-
-    `also` is added to config.json.
-    """
-    root = Path(expand_home(folder)).absolute()
-    if root.exists() and not root.is_dir():
-        raise FileError(f"{root}: is a file; name a folder")
-    data = {**to_hf(config, dtype), **(also or {})}
-    copies = tokenizer_files(tokenizer_folder)
-    if tokenizer_folder is not None:
-        data |= token_entries(Path(expand_home(tokenizer_folder)))
-    aside = root.parent / f".{root.name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        for path in copies:
-            shutil.copyfile(path, aside / path.name)
-        write_weights(aside)
-        _write_json(aside / "config.json", data)
-        _move_in(aside, root)
-    except OSError as error:
-        raise FileError(f"{root}: could not be written ({error})") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return root
-
-
-def name_there(name: str) -> str:
-    """A parameter's name in a Hugging Face folder."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def export(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters by name, whole, on the CPU. Meta tensors are a `ConfigError`."""
-    state: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ConfigError(f"{name} is on the meta device: the model has no weights to save yet")
-        state[name] = whole(parameter.detach(), name).to("cpu").contiguous()
-    return state
-
-
-def _write_weights(state: Mapping[str, Tensor], root: Path, shard_bytes: int) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in state.items():
-        if shards[-1] and size + tensor.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += tensor.nbytes
-    names = [_SINGLE]
-    if len(shards) > 1:
-        total = f"{len(shards):05d}"
-        names = [f"model-{i:05d}-of-{total}.safetensors" for i in range(1, len(shards) + 1)]
-        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
-        total_size = sum(tensor.nbytes for tensor in state.values())
-        _write_json(
-            root / _INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        )
-    for name, shard in zip(names, shards, strict=True):
-        save_file(shard, root / name, metadata={"format": "pt"})
-
-
-def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _move_in(aside: Path, root: Path) -> None:
-    """Replaces the weights in `root`; what neither side of the layout knows is left alone."""
-    fresh = {path.name for path in aside.iterdir()}
-    for name in fresh:  # a disk that is full may say so here only
-        with open(aside / name, "rb") as file:
-            os.fsync(file.fileno())
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "config.json").unlink(missing_ok=True)  # a half-replaced folder must not open
-    for path in root.glob("model*.safetensors*"):
-        if path.name not in fresh:
-            path.unlink()
-    for name in [*sorted(fresh - {"config.json"}), "config.json"]:
-        os.replace(aside / name, root / name)
 
 
 def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:

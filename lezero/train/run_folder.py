@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lezero.core import groups
-from lezero.core.config import dump_yaml, load_yaml
+from lezero.core.config import dump_yaml
 from lezero.core.decisions import Decisions
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import FileError
 from lezero.core.flags import flag
 from lezero.models import generate
 
@@ -34,9 +34,10 @@ _WAIT_S = 10.0
 """A rank that was killed may take a moment to be gone, with its lock."""
 _BUSY = {errno.EAGAIN, errno.EACCES}
 _WRITTEN = (
-    *("config.yaml", "data.json", "metrics.jsonl", "decisions.json", "forecast.json"),
-    *("hardware.json", "sample.json", "report.html"),
+    *("data.json", "metrics.jsonl", "decisions.json", "forecast.json", "hardware.json"),
+    *("sample.json", "report.html", "tokenizer", "checkpoints"),
 )
+_MARK = "# Every value of this run, which writes this file anew each time it starts."
 
 
 class RunFolder:
@@ -68,8 +69,8 @@ class RunFolder:
                 return f"run: {self.path} is a file; name a folder, which may be new"
             if stranger := self._stranger():
                 return (
-                    f"run: {self.path / stranger} was not written by a run, and this one would "
-                    "write over it; name another folder, or give that file another name"
+                    f"run: {self.path / stranger} was not written by a run, as far as it says, and "
+                    "this one would write over it; name another folder, or move that away"
                 )
             self.path.mkdir(parents=True, exist_ok=True)
             write_aside(self.path / ".writable", "")
@@ -90,11 +91,11 @@ class RunFolder:
         )
 
     def _stranger(self) -> str:
-        """The first file of somebody else's that this run would write to. A run writes its config
-        before the others, and as nobody does by hand."""
-        config = self.path / _WRITTEN[0]
+        """What of somebody else's this run would write to, first. A run writes its config before
+        all others, and marks it."""
+        config = self.path / "config.yaml"
         if config.exists():
-            return "" if _is_dumped(config) else config.name
+            return "" if _is_marked(config) else config.name
         return next((name for name in _WRITTEN if (self.path / name).exists()), "")
 
     def release(self) -> None:
@@ -134,7 +135,8 @@ class RunFolder:
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""
         if groups.is_main():
-            write_aside(self.path / "config.yaml", dump_yaml(config.to_dict()))
+            text = f"{_MARK}\n{dump_yaml(config.to_dict())}"
+            write_aside(self.path / "config.yaml", text)
 
     def write_json(self, name: str, data: Any) -> None:
         if groups.is_main():
@@ -168,14 +170,13 @@ class RunFolder:
         ]
 
 
-def _is_dumped(config: Path) -> bool:
-    """Whether a file is what `write_config` writes, of this version or of another."""
+def _is_marked(config: Path) -> bool:
+    """Whether a file is one of `write_config`."""
     try:
-        text = config.read_text(encoding="utf-8")
-        found = load_yaml(text)
-    except (OSError, ValueError, ConfigError):
+        with config.open(encoding="utf-8") as file:
+            return file.readline(len(_MARK) + 1).rstrip("\n") == _MARK
+    except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "run" in found and dump_yaml(found) == text
 
 
 _HARMLESS = ("run", "checkpoint", "report", "validation")

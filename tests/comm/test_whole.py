@@ -9,7 +9,7 @@ from torch import nn
 from lezero.comm.whole import whole
 from lezero.core import observer
 from lezero.jobs.exchange import whole_gradients
-from lezero.models.huggingface import export
+from lezero.models.hf_writing import export
 from lezero.parallel.zero import Zero, full_parameters, full_state_dict, shard_, sharding_of
 
 

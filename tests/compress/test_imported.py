@@ -19,7 +19,7 @@ from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.models.hf_config import to_hf
-from lezero.models.huggingface import name_there
+from lezero.models.hf_writing import name_there
 from lezero.nn.meta import parameters_on_meta
 from lezero.ops.quantize import Grid, dequantize, quantize
 from lezero.profiler import MemorySampler

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lezero as lz
-from lezero.compress.quantize import capture, folds, journal, replay, verb
+from lezero.compress.quantize import capture, folds, journal, replay, saved, verb
 from tests.compress.test_bad_input import small, tokens, unchanged
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
@@ -115,3 +115,24 @@ def test_dequantizing_is_whole_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) > 3
     with pytest.raises(lz.OrderError, match="no layer of this model is quantized"):
         lz.dequantize_(model)
+
+
+@pytest.mark.parametrize("what", ["rebuild_", "assign_"])
+def test_a_folder_is_loaded_into_a_model_whole(
+    what: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other, x = small(), small(), tokens()[0]
+    lz.quantize_(model, lz.Int4Weight(group=32), objective="size")
+    lz.save_quantized(model, tmp_path / "q")
+    real = getattr(saved, what)
+
+    def pressing(*args: Any) -> None:
+        if args[0] is other:  # not where it is tried
+            press()
+        real(*args)
+
+    monkeypatch.setattr(saved, what, pressing)
+    with pytest.raises(KeyboardInterrupt):
+        lz.load_quantized(tmp_path / "q", other)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(x), model.eval()(x))

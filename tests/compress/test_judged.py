@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import speed
+from lezero.compress.quantize import speed, verb
 from lezero.compress.quantize.folds import near
 from lezero.compress.quantize.layer import relative_error
 from tests.compress.test_quantize import difference
@@ -133,6 +133,7 @@ def test_what_is_faster_by_less_than_the_margin_stays(
     after: float, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed.LayerSpeed, "measure", lambda *_: (1.0, after))
+    monkeypatch.setattr(verb, "_WHOLE_MARGIN", 1e9)
     model = nn.Sequential(nn.Linear(64, 64))
     lz.quantize_(model, lz.Int8Weight(), data=torch.randn(4, 64))
     assert lz.quantization_report(model).layers[0].quantized is kept

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize.modules import quantized_layers
-from lezero.compress.quantize.tensors import sharing_memory, within_others
+from lezero.compress.quantize.tensors import sharing_memory
 from lezero.core.errors import NumericsError
 
 AWQ = lz.Int4Weight(group=32, method="awq", scales="minmax")
@@ -57,10 +57,31 @@ def off(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+def seen_by_a_list() -> nn.Sequential:
+    model = blocks()
+    model[0].kept = [model[0].one.weight.data.T, model[0].norm.weight.detach()]
+    model[0].also = lambda x: 0.3 * (x * model[0].kept[1]) @ model[0].kept[0]
+    return model
+
+
+def of_a_flat_buffer() -> nn.Sequential:
+    """As optimizers and sharded models lay parameters out."""
+    model = blocks()
+    held = list(model.parameters())
+    model.flat = torch.cat([x.detach().flatten() for x in held])
+    model.views = list(model.flat.split([x.numel() for x in held]))
+    for x, part in zip(held, model.views, strict=True):
+        x.data = part.view(x.shape)
+    return model
+
+
+MAKES = [tied_by_data, held_by_a_function, seen_by_a_list, of_a_flat_buffer]
+
+
 @pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
-@pytest.mark.parametrize("make", [tied_by_data, held_by_a_function])
+@pytest.mark.parametrize("make", MAKES)
 def test_nobody_reads_scaled_values_of_another(make: Any, scheme: Any) -> None:
-    data, model = torch.randn(2, 32, 64), make()
+    model, data = make(), torch.randn(2, 32, 64)
     wanted = model(data)
     lz.quantize_(model, scheme, data=data, objective="size")
     assert len(quantized_layers(model)) == 6
@@ -68,9 +89,9 @@ def test_nobody_reads_scaled_values_of_another(make: Any, scheme: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
-@pytest.mark.parametrize("make", [tied_by_data, held_by_a_function])
+@pytest.mark.parametrize("make", MAKES)
 def test_and_a_refusal_leaves_all_as_it_was(make: Any, scheme: Any) -> None:
-    data, model = torch.randn(2, 32, 64), make()
+    model, data = make(), torch.randn(2, 32, 64)
     wanted, before = model(data), copy.deepcopy(model.state_dict())
     with pytest.raises(NumericsError, match="as it was"):
         lz.quantize_(model, scheme, data=data, objective="size", budget=1e-9)
@@ -78,27 +99,16 @@ def test_and_a_refusal_leaves_all_as_it_was(make: Any, scheme: Any) -> None:
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("view", [Tensor.detach, lambda w: w.data.T, lambda w: w.data[:7]])
-def test_a_weight_with_a_view_beside_it_stays(view: Any) -> None:
-    data, model = torch.randn(2, 32, 64), blocks()
-    model[1].kept = [view(model[1].one.weight)]
-    lz.quantize_(model, SMOOTH, data=data, objective="size")
-    assert len(quantized_layers(model)) == 5
-    assert isinstance(model[1].one, nn.Linear)
-    assert torch.equal(model[1].kept[0], view(model[1].one.weight))
-
-
-def test_weights_of_a_flat_buffer_do_not() -> None:
-    model = blocks()
-    held = [model[0].one.weight, model[0].two.weight]
-    model.flat = torch.cat([x.detach().flatten() for x in held])
-    for x, part in zip(held, model.flat.split(64 * 64), strict=True):
-        x.data = part.view(64, 64)
-    data = torch.randn(2, 32, 64)
-    wanted = model(data)
-    lz.quantize_(model, SMOOTH, data=data, objective="size")
-    assert len(quantized_layers(model)) == 6
-    assert off(model(data), wanted) < 0.02
+def test_it_leaves_shared_memory_shared() -> None:
+    model, data = of_a_flat_buffer(), torch.randn(2, 32, 64)
+    with pytest.raises(NumericsError, match="as it was"):
+        lz.quantize_(model, SMOOTH, data=data, objective="size", budget=1e-9)
+    model.flat.zero_()
+    assert not any(bool(x.any()) for x in model.parameters())
+    tied = tied_by_data()
+    with pytest.raises(NumericsError, match="as it was"):
+        lz.quantize_(tied, SMOOTH, data=data, objective="size", budget=1e-9)
+    assert tied[0].one.weight.data_ptr() == tied[2].one.weight.data_ptr()
 
 
 def test_what_shares_memory_is_told_by_where_values_lie() -> None:
@@ -107,7 +117,6 @@ def test_what_shares_memory_is_told_by_where_values_lie() -> None:
     assert sharing_memory([first, second]) == set()
     assert sharing_memory([flat, first, second]) == {id(x) for x in (flat, first, second)}
     assert sharing_memory([first, across, second]) == {id(x) for x in (first, across, second)}
+    within = flat[1:2]
+    assert sharing_memory([first, within, across]) == {id(x) for x in (first, within, across)}
     assert sharing_memory([first, first, torch.zeros(0), torch.zeros(3, device="meta")]) == set()
-    assert within_others([first, second], [flat]) == set()
-    assert within_others([first, second], [flat[7:9]]) == {id(second)}
-    assert within_others([first, second], [first, across]) == {id(first)}

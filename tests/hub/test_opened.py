@@ -16,7 +16,8 @@ from lezero.data.tokenizer import bytes_tokenizer
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model
 from lezero.hub.weights import read_weights
-from lezero.models.huggingface import load_hf, read_config, save_hf
+from lezero.models.hf_writing import save_hf
+from lezero.models.huggingface import load_hf, read_config
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import small

@@ -46,10 +46,12 @@ def test_an_index_that_the_files_do_not_follow_is_refused(shards: list[Path]) ->
     index = shards[0].with_name(INDEX)
     data = json.loads(index.read_text())
     other = next(path.name for path in shards if path.name != data["weight_map"][NORM])
-    for name, shard in ((NORM, other), ("model.layers.7.extra", other)):
-        index.write_text(json.dumps({"weight_map": {**data["weight_map"], name: shard}}))
-        with pytest.raises(FileError, match=f"looks for '{name}' in {other}, which does not hold"):
-            load_hf(index.parent)
+    index.write_text(json.dumps({"weight_map": {**data["weight_map"], NORM: other}}))
+    with pytest.raises(FileError, match=f"looks for '{NORM}' in {other}, but .* holds it"):
+        load_hf(index.parent)
+    needless = {"model.layers.0.self_attn.rotary_emb.inv_freq": other}
+    index.write_text(json.dumps({"weight_map": {**data["weight_map"], **needless}}))
+    load_hf(index.parent)
     index.write_text(json.dumps(data))
     load_hf(index.parent)
 

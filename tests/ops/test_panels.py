@@ -46,6 +46,25 @@ def test_a_decoder_takes_what_was_faster():
     assert decoder.panels in (0, min(took, key=lambda panels: took[panels]))
 
 
+def test_default_types_and_devices_do_not_matter():
+    decoder, before = made("bf16"), torch.get_default_dtype()
+    took: list[tuple[torch.dtype, ...]] = []
+    real = decoder.logits
+
+    def noting(*given):
+        took.append(tuple((x.dtype, x.device.type) for x in given if isinstance(x, torch.Tensor)))
+        return real(*given)
+
+    decoder.logits = noting
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        settle_panels(decoder)
+    finally:
+        torch.set_default_dtype(before)
+    kinds = [torch.float32] * 3 + [torch.int32] * 3
+    assert set(took) == {tuple((kind, "cpu") for kind in kinds)}
+
+
 def test_a_decoder_without_kernels_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(type(NATIVE), "available", lambda self: False)
     decoder = made("bf16")

@@ -11,7 +11,7 @@ import torch
 
 from lezero.core.errors import FileError, MissingExtraError
 from lezero.models import Transformer, TransformerConfig, load_hf
-from lezero.models.huggingface import save_hf
+from lezero.models.hf_writing import save_hf
 from lezero.optim import AdamW8bit
 from lezero.parallel.zero import full_parameters, shard_
 from lezero.train import recipe

@@ -13,7 +13,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import Transformer, TransformerConfig
 from lezero.train import Callback, Trainer, run_folder
-from lezero.train.config import ReportConfig
+from lezero.train.config import ReportConfig, RunConfig
 from lezero.train.run_folder import RunFolder, write_aside
 from lezero.train.writer import Writer
 from tests.train.runs import config, filled_cache, one_thread
@@ -91,7 +91,8 @@ def test_a_file_in_the_place_of_the_folder_is_told(tmp_path):
         ("metrics.jsonl", "mine"),
         ("config.yaml", "run: x  # as I like it\n"),
         ("config.yaml", "[not yaml"),
-        ("config.yaml", "model: {dim: 8}\n"),
+        ("config.yaml", "run: x\n"),
+        ("tokenizer", ""),
     ],
 )
 def test_files_of_somebody_else_are_not_written_over(tmp_path, name, text):
@@ -101,6 +102,25 @@ def test_files_of_somebody_else_are_not_written_over(tmp_path, name, text):
     with pytest.raises(FileError, match=rf"^run: .*/{name} was not written by a run.*name another"):
         Trainer(config(tmp_path, run=str(folder), train__steps=2)).run()
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, text)]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_that_was_killed_as_it_began_begins_again(tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    asked = config(tmp_path, run=str(tmp_path / "run"), train__steps=2)
+    monkeypatch.setattr(RunFolder, "write_json", killed)
+    with pytest.raises(Killed):
+        Trainer(asked).run()
+    monkeypatch.undo()
+    Trainer(asked).run()
+    written = tmp_path / "run" / "config.yaml"
+    written.write_text(written.read_text() + "# mine\n")
+    Trainer(RunConfig.load(written)).run()
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -34,7 +34,7 @@ from lezero.compress.quantize.weights import PackedWeight
 from lezero.core.errors import ConfigError
 from lezero.core.log import logger
 from lezero.models import Transformer
-from lezero.models.huggingface import name_there, write_hf
+from lezero.models.hf_writing import name_there, write_hf
 from lezero.ops.quantize import Grid
 
 _LOG = logger("compress")

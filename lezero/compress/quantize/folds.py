@@ -29,7 +29,7 @@ from lezero.compress.quantize.evidence import Evidence, Given, gather
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import mode_of
 from lezero.compress.quantize.sites import Site, kind_of
-from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps, sharing_memory
+from lezero.compress.quantize.tensors import is_dense, overlaps
 
 _TRIES = 6
 _TOLERANCE = 1e-5
@@ -141,16 +141,15 @@ def _width(module: nn.Module) -> int | None:
 
 
 def in_one_place(model: nn.Module) -> set[int]:
-    """Ids of the parameters that one module has, which is itself in one place of the model, that
-    share no memory with anything else in it, and whose values can be written to."""
-    shared = sharing_memory([*model.parameters(), *model.buffers(), *kept_beside(model)])
+    """Ids of the parameters that one module has, which is itself in one place of the model, and
+    whose values can be written to."""
     count = Counter(
         id(parameter)
         for _, module in model.named_modules(remove_duplicate=False)
         for parameter in module._parameters.values()
         if parameter is not None and is_dense(parameter) and not overlaps(parameter)
     )
-    return {key for key, places in count.items() if places == 1 and key not in shared}
+    return {key for key, places in count.items() if places == 1}
 
 
 def _holds(fold: Fold, before: Evidence, run: Callable[[], list[Tensor]]) -> bool:

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from lezero.compress.quantize.sites import not_finite
+from lezero.compress.quantize.tensors import is_dense
 from lezero.core.config import Config
 from lezero.core.errors import ConfigError, FileError
 from lezero.ops.quantize import Grid
@@ -93,15 +94,22 @@ def check_layers(data: object, where: str) -> dict[str, dict[str, Any]]:
 def unsound(
     tensors: Mapping[str, Tensor], layers: Iterable[str], parameters: Iterable[str]
 ) -> list[str]:
-    """What of a model no result can come from: parameters, and what is beside the codes of
-    quantized layers, that are NaN or infinite; scales of activations that are not above 0."""
+    """What of a model no result can come from: parameters that are NaN, what is beside the codes of
+    quantized layers that is NaN or infinite, and scales of activations that are not above 0."""
     parts = ("weight.scale", "weight.zero", "input_scale")
     beside = {f"{name}.{part}".removeprefix(".") for name in layers for part in parts}
     found = []
     for name in sorted({*parameters, *beside} & tensors.keys()):
         value = tensors[name]
-        if value.is_floating_point() and (bad := not_finite(value)):
-            found.append(f"{bad} of {value.numel()} values of {name} are NaN or infinite")
+        if not value.is_floating_point() or not is_dense(value) or not not_finite(value):
+            bad = 0
+        elif name in beside:
+            bad = not_finite(value)
+        else:
+            bad = int(value.isnan().sum())  # infinities may be a mask
+        if bad:
+            what = "NaN or infinite" if name in beside else "NaN"
+            found.append(f"{bad} of {value.numel()} values of {name} are {what}")
         elif name in beside and name.endswith("input_scale") and not bool((value > 0).all()):
             found.append(f"{name} is {value.min().item():g}, it should be above 0")
     return found

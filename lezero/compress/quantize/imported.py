@@ -23,6 +23,7 @@ from lezero.compress.quantize.sites import kind_of, not_finite
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.interrupts import held_interrupts
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.models.hf_config import from_hf
@@ -39,6 +40,7 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where AutoGPTQ and AutoAWQ described a model before transformers took this into the config.json.
 Their first versions do not name the method."""
+_AWQ_VERSIONS = ("gemm", "gemv", "gemv_fast", "llm-awq")
 _USUAL = ("model.safetensors", "model.safetensors.index.json")
 _SHOWN = 5
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
@@ -61,11 +63,12 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
         floats = _floats(model, stored, set(layers), root)
     kept = _float_type(model, floats)
     device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
-    for name, weight in layers.items():
-        weight.like = weight.like.to(kept or weight.dtype)  # what it decodes to
-        _become(model.get_submodule(name), weight, floats.get(f"{name}.bias"))
     state = {name: value.to(device) for name, value in floats.items()}
-    assign_(model, state, strict=False)
+    with held_interrupts():
+        for name, weight in layers.items():
+            weight.like = weight.like.to(kept or weight.dtype)  # what it decodes to
+            _become(model.get_submodule(name), weight, floats.get(f"{name}.bias"))
+        assign_(model, state, strict=False)
     if device.type != "cpu":
         model.to(device)
     if isinstance(model, Transformer):
@@ -120,8 +123,9 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
         )
     # What older AWQ files and newer GPTQ files say; where both are there the usual name counts.
     named = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
-    if method == "awq":
-        named |= {"format": "version", "checkpoint_format": "version"}
+    if method == "awq":  # newer transformers call the version the format
+        there = {key: str(found.get(key)).lower() for key in ("format", "checkpoint_format")}
+        named |= {key: "version" for key, value in there.items() if value in _AWQ_VERSIONS}
     renamed = {named[key]: value for key, value in found.items() if key in named}
     try:
         about = Foreign.parse({**renamed, **found}, where)

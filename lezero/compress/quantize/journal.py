@@ -3,13 +3,14 @@
 Before a module changes, `remember` notes what it is made of. `release` moves a parameter's values
 to the disk, so that the quantized weight can take their place in memory. `undo` gives every module
 its class, its parameters (the same objects, with the same values and strides), buffers and
-attributes back. Released values come back in memory of their own: what else had a view of the old
-(a flat buffer, a process that shares it) has none of the new.
+attributes back. Released values come back in memory of their own, but for those whose memory others
+in the model have too (a flat buffer, a view): they wait where they are, and are one again. What
+another process shares is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,10 +24,12 @@ _CONTAINERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 class Journal:
-    """Undoes what was remembered. The values of released parameters wait in `spill`."""
+    """Undoes what was remembered. The values of released parameters wait in `spill`; those of
+    `shared`, ids, in their memory, which nothing of ours writes to."""
 
-    def __init__(self, spill: Spill) -> None:
-        self._spill = spill
+    def __init__(self, spill: Spill, shared: Collection[int] = ()) -> None:
+        self._spill, self._shared = spill, shared
+        self._kept: dict[int, Tensor] = {}
         self._modules: dict[int, tuple[nn.Module, type[nn.Module], dict[str, Any]]] = {}
         self._released: dict[int, nn.Parameter] = {}
         self._strides: dict[int, tuple[int, ...]] = {}
@@ -43,7 +46,10 @@ class Journal:
     def save_values(self, parameter: nn.Parameter) -> None:
         """Call it before values of `parameter` are written to."""
         if id(parameter) not in self._released:
-            self._spill.put(("original", id(parameter)), parameter.data)
+            if id(parameter) in self._shared:
+                self._kept[id(parameter)] = parameter.data
+            else:
+                self._spill.put(("original", id(parameter)), parameter.data)
             self._strides[id(parameter)] = strides_of(parameter)
             self._released[id(parameter)] = parameter  # now that there is something to give back
 
@@ -58,7 +64,8 @@ class Journal:
         for parameter in parameters:
             self._give_back(id(parameter))
             del self._released[id(parameter)]
-            self._spill.drop(("original", id(parameter)))
+            if self._kept.pop(id(parameter), None) is None:
+                self._spill.drop(("original", id(parameter)))
 
     def restore(self, module: nn.Module) -> None:
         """Gives one remembered module back; its parameters get their values from before."""
@@ -81,6 +88,9 @@ class Journal:
     def _give_back(self, key: int) -> None:
         parameter = self._released[key]
         with mode_of(parameter):
+            if key in self._kept:
+                parameter.data = self._kept[key]
+                return
             values = self._spill.get(("original", key))
             if parameter.data.shape != values.shape:
                 parameter.data = arranged(values, self._strides[key])

@@ -36,6 +36,7 @@ from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.tensors import kept_beside
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import ConfigError, FileError, NumericsError, OrderError
+from lezero.core.interrupts import held_interrupts
 from lezero.core.paths import expand_home
 from lezero.files import (
     Form,
@@ -161,11 +162,12 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     wanted = {_PREFIX + name for name in _stored(known)}
     tensors = read_generation(root, select=wanted.__contains__).tensors
     _check_values(layers, tensors, model, root)
-    _give_biases(model, biased)
     device = _device(model)
-    rebuild_(model, layers)
     state = {name.removeprefix(_PREFIX): x.to(device) for name, x in tensors.items()}
-    assign_(model, state)
+    with held_interrupts():
+        _give_biases(model, biased)
+        rebuild_(model, layers)
+        assign_(model, state)
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     return model.eval()

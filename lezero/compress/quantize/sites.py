@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lezero.compress.quantize.parts import at_once
-from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps, within_others
+from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.nn.blocks import blocks
 
@@ -112,7 +112,7 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
             if key == "weight" and kind is not None and chosen(name, module):
                 users[id(parameter)].append(User(name, module, kind))
     inside = tuple(f"{name}." for name, _ in blocks(model))
-    beside = within_others(parameters.values(), kept_beside(model))
+    beside = {id(tensor) for tensor in kept_beside(model)}
     sites = []
     for key, layers in users.items():
         parameter = parameters[key]

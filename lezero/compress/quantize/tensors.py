@@ -3,7 +3,6 @@ parameters and buffers."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -64,23 +63,6 @@ def sharing_memory(tensors: Iterable[Tensor]) -> set[int]:
             found |= {by, key}
         if number != before or end > reaches:
             before, reaches, by = number, end, key
-    return found
-
-
-def within_others(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> set[int]:
-    """Ids of the tensors that one of `others` is, or is a part of: not of those that are a part of
-    it, as a flat buffer has many."""
-    parts = defaultdict[int, list[tuple[int, int]]](list)
-    held = set[int]()
-    for other in others:
-        held.add(id(other))
-        if where := span(other):
-            parts[where[0]].append(where[1:])
-    found = set[int]()
-    for x in tensors:
-        number, begin, end = span(x) or (0, 0, 0)
-        inside = any(begin <= one and last <= end for one, last in parts.get(number, ()))
-        found |= {id(x)} if inside or id(x) in held else set()
     return found
 
 

@@ -30,7 +30,7 @@ from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
-from lezero.compress.quantize.tensors import nbytes
+from lezero.compress.quantize.tensors import kept_beside, nbytes, sharing_memory
 from lezero.compress.quantize.work import Work
 from lezero.core import device, groups, ledger
 from lezero.core.decisions import Decisions
@@ -140,7 +140,9 @@ def _all_or_nothing(request: Request) -> None:
     """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
     model = request.model
     with held_interrupts(), quiet(model), Spill() as spill, kept_buffers(model, spill):
-        journal = Journal(spill)
+        held = [*model.parameters(), *model.buffers(), *kept_beside(model)]
+        journal = Journal(spill, sharing_memory(held))
+        del held
         try:
             slower = _quantize(request, journal, spill)
             let_in()

@@ -96,7 +96,8 @@ class Work:
         if self._unreached:
             self.report.notes.append(
                 f"no data was seen to come through {named(self._unreached)}: quantized without "
-                "it, and the error is that of the weight"
+                "it, and the error is that of the weight; what reads a weight by itself, past its "
+                "layer, rounds no activations"
             )
         if self.scaling.kept:
             self.report.notes.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -26,18 +27,21 @@ def settle_panels(decoder: Decoder) -> dict[int, float]:
     """
     if not NATIVE.available():
         return {}
-    shape, angles = decoder.shape, torch.ones(1, decoder.shape.head_dim // 2)
+    shape = decoder.shape
+    here: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    numbers: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
+    angles = torch.ones(1, shape.head_dim // 2, **here)
     cache = BlockCache.empty(len(decoder.layers), 1, shape)
-    chunks, table = torch.tensor([[0, 1, 0]]).int(), torch.zeros(1, 1).int()
+    chunks, table = torch.tensor([[0, 1, 0]], **numbers), torch.zeros(1, 1, **numbers)
 
     def seconds(panels: int) -> float:
         decoder.panels = panels
-        x_TD = torch.ones(1, shape.dim)
+        x_TD = torch.ones(1, shape.dim, **here)
         began = time.perf_counter()
         decoder.logits(x_TD, angles, angles, chunks, table, cache, row)
         return time.perf_counter() - began
 
-    row = torch.zeros(1).int()
+    row = torch.zeros(1, **numbers)
     seconds(1)  # fetches what is still elsewhere
     one, two = list[float](), list[float]()
     while len(two) < _LEAST or (len(two) < _MOST and sum(one) + sum(two) < _SECONDS):

@@ -3,8 +3,9 @@
 uvicorn waits without end for the headers of a request, and for a client to read its answer.
 
 [Note: too many] Where more connections are open than are taken, those that have asked nothing for a
-while give way, beginning with those that have been silent for the longest. Where there are none, as
-at a burst of questions, `App` tells those who ask that there are too many.
+while give way, beginning with those that have been silent for the longest: as another connection is
+made, and once more a while later, since none is made any more where they hold all open files. Where
+there are none, as at a burst of questions, `App` tells those who ask that there are too many.
 
 [Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
 is answered, and so would not see its client leave. It goes on reading here, up to a bound that
@@ -90,6 +91,11 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             super().connection_made(transport)
             self._reading = self.loop.call_later(read_s, transport.abort)
             self._note_silence()
+            self._give_way()
+            if len(self.connections) > most:
+                self.loop.call_later(_SILENT_S, self._give_way)
+
+        def _give_way(self) -> None:
             for other in list(silent)[: max(0, len(self.connections) - most)]:
                 if silent[other] <= self.loop.time() - _SILENT_S:
                     other.transport.abort()

@@ -1,0 +1,171 @@
+"""Writes a `Transformer` as a Hugging Face folder, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lezero.comm.whole import whole
+from lezero.core.errors import ConfigError, FileError
+from lezero.core.interrupts import held_interrupts
+from lezero.core.paths import expand_home
+from lezero.files.folder import aside, commit
+from lezero.models.config import TransformerConfig
+from lezero.models.hf_config import to_hf
+from lezero.models.huggingface import INDEX, SINGLE, token_entries, tokenizer_files
+from lezero.models.transformer import Transformer
+
+_MOST_FILES = 100
+
+
+def save_hf(
+    model: Transformer,
+    folder: str | os.PathLike[str],
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+    shard_bytes: int = 5 << 30,
+) -> Path:
+    """Writes `config.json` and safetensors that transformers opens with equal logits.
+
+    The weights keep the type they have in the model; more than `shard_bytes` are split over files
+    with an index. Files of a tokenizer are copied from `tokenizer_folder`, and what is said there
+    of which tokens end a text and how tokens are chosen. Everything is written to a folder aside
+    first, so a failed save leaves what was there; a folder of files alone is then replaced in one
+    step. What is in the folder beside these files stays. Returns the folder.
+    """
+    state = {name_there(name): tensor for name, tensor in export(model).items()}
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
+    return write_hf(
+        model.config,
+        folder,
+        lambda made: _write_weights(state, made, shard_bytes),
+        dtypes.pop() if len(dtypes) == 1 else "float32",
+        tokenizer_folder,
+    )
+
+
+def write_hf(
+    config: TransformerConfig,
+    folder: str | os.PathLike[str],
+    write_weights: Callable[[Path], object],
+    dtype: str = "float32",
+    tokenizer_folder: str | os.PathLike[str] | None = None,
+    also: Mapping[str, Any] | None = None,
+) -> Path:
+    """The same for weights that `write_weights(folder aside)` writes, named by `name_there`.
+
+    `also` is added to config.json.
+    """
+    root = Path(expand_home(folder)).absolute()
+    if root.is_symlink():  # it stays, and what it names is written
+        root = root.resolve()
+    if root.exists() and not root.is_dir():
+        raise FileError(f"{root}: is a file; name a folder")
+    data = {**to_hf(config, dtype), **(also or {})}
+    copies = tokenizer_files(tokenizer_folder)
+    if tokenizer_folder is not None:
+        data |= token_entries(Path(expand_home(tokenizer_folder)))
+    try:
+        with aside(root.parent, root.name) as made:
+            for path in copies:
+                shutil.copyfile(path, made / path.name)
+            write_weights(made)
+            _write_json(made / "config.json", data)
+            for path in made.iterdir():  # a disk that is full may say so here only
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+            with held_interrupts():
+                _take_place(made, root)
+    except SafetensorError as error:
+        raise FileError(f"{root}: could not be written ({error})") from None
+    except OSError as error:
+        raise FileError(f"{root}: could not be written ({error})") from error
+    return root
+
+
+def _take_place(made: Path, root: Path) -> None:
+    """Puts the files of `made` in `root`. Where that is a folder of a few files, `made` becomes it,
+    with the others linked; where it holds folders, or this process works in it, its files are
+    replaced, and it does not open meanwhile."""
+    there = list(root.iterdir()) if root.exists() else []
+    works = Path.cwd().is_relative_to(root)
+    if works or len(there) > _MOST_FILES or not all(path.is_file() for path in there):
+        _move_in(made, root)
+        return
+    fresh = {path.name for path in made.iterdir()}
+    for path in there:
+        if path.name not in fresh and not _is_ours(path):
+            _link(path, made / path.name)
+    if root.exists():
+        shutil.copymode(root, made)
+    commit(made, root)
+
+
+def _is_ours(path: Path) -> bool:
+    return path.name == "config.json" or fnmatchcase(path.name, "model*.safetensors*")
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _move_in(made: Path, root: Path) -> None:
+    fresh = {path.name for path in made.iterdir()}
+    (root / "config.json").unlink(missing_ok=True)  # a half-replaced folder must not open
+    for path in root.iterdir():
+        if path.name not in fresh and _is_ours(path):
+            path.unlink()
+    for name in [*sorted(fresh - {"config.json"}), "config.json"]:
+        os.replace(made / name, root / name)
+
+
+def name_there(name: str) -> str:
+    """A parameter's name in a Hugging Face folder."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def export(model: nn.Module) -> dict[str, Tensor]:
+    """The model's parameters by name, whole, on the CPU. Meta tensors are a `ConfigError`."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(f"{name} is on the meta device: the model has no weights to save yet")
+        state[name] = whole(parameter.detach(), name).to("cpu").contiguous()
+    return state
+
+
+def _write_weights(state: Mapping[str, Tensor], root: Path, shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in state.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = [SINGLE]
+    if len(shards) > 1:
+        total = f"{len(shards):05d}"
+        names = [f"model-{i:05d}-of-{total}.safetensors" for i in range(1, len(shards) + 1)]
+        weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        total_size = sum(tensor.nbytes for tensor in state.values())
+        _write_json(
+            root / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        )
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, root / name, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
