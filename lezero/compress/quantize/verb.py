@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from lezero.compress.quantize.agreed import agreed, begun_alike
 from lezero.compress.quantize.batches import (
     Batch,
     call,
@@ -32,14 +32,13 @@ from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.tensors import kept_beside, nbytes, sharing_memory
 from lezero.compress.quantize.work import Work
-from lezero.core import device, groups, ledger
+from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
 from lezero.nn.modes import uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
-Figure = TypeVar("Figure", bound=float | None)
 # Short runs are repeated for a second, so that one busy moment does not cover them all.
 _RUNS, _MOST_RUNS = 4, 16
 _ENOUGH_S, _LONGEST_RUN_S = 1.0, 3.0
@@ -84,8 +83,8 @@ def quantize_(
         optimizer: one that holds quantized parameters is refused: they leave the model.
         decisions: the record of the run that the choices go into.
 
-    In a process group every rank calls it, with the same model and data: what rank 0 measures
-    counts for all.
+    In a process group every rank calls it, with the same model and data, which is checked: what
+    rank 0 measures counts for all.
 
     Errors: `ConfigError` (a value, a module wrapped by torch.compile or DDP, data that the model
     does not take, no layer that fits, a group that does not divide), `OrderError` (quantized or
@@ -93,15 +92,19 @@ def quantize_(
     activations with the layer's name, a budget that is not met with the layers to blame),
     `CapacityError` (the original weights wait on the disk until all is done, and do not fit).
     """
-    _check(model, config, objective, metric, budget, data)
-    batches = None if data is None else read_batches(data)
-    sites = find_sites(model, filter)
-    targets = _targets(config, sites, batches is not None)
-    _check_optimizer(optimizer, targets)
-    report = QuantizationReport(decisions=decisions if decisions is not None else Decisions())
-    if filter is None:
-        report.left_over = left_over(model, sites)
-    _all_or_nothing(Request(model, config, targets, batches, objective, metric, budget, report))
+
+    def ask() -> Request:
+        _check(model, config, objective, metric, budget, data)
+        batches = None if data is None else read_batches(data)
+        sites = find_sites(model, filter)
+        targets = _targets(config, sites, batches is not None)
+        _check_optimizer(optimizer, targets)
+        report = QuantizationReport(decisions=decisions if decisions is not None else Decisions())
+        if filter is None:
+            report.left_over = left_over(model, sites)
+        return Request(model, config, targets, batches, objective, metric, budget, report)
+
+    _all_or_nothing(begun_alike(ask))
     return model
 
 
@@ -178,7 +181,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
             "budget: the model's outputs hold no floating-point tensor to compare; give metric="
         )
     report.metric_name = "metric" if metric is not None else "error of the outputs"
-    report.quality_before = _agreed(lambda: _rated(metric, model)) if metric is not None else 0.0
+    report.quality_before = agreed(lambda: _rated(metric, model)) if metric is not None else 0.0
     work = Work(request, journal, spill)
     # Compiled blocks would go past the hooks and the replaced forwards that calibration needs.
     with uncompiled():
@@ -191,7 +194,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
         return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
 
     def measure() -> float | None:
-        return _agreed(measured)
+        return agreed(measured)
 
     report.bytes_after = _bytes(model)
     if metric is not None or seen:
@@ -324,26 +327,6 @@ def _rated(metric: Metric, model: nn.Module) -> float:
     if not math.isfinite(number):
         raise NumericsError(f"metric: gave {number} for the model, allowed is a finite number")
     return number
-
-
-def _agreed(measure: Callable[[], Figure]) -> Figure:
-    """What rank 0 measures, on every rank; where any fails all do, so that all undo what they did.
-    Every rank measures, since a metric may communicate."""
-    failure: Exception | None = None
-    found: Any = None
-    problem = ""
-    try:
-        found = measure()
-    except Exception as error:
-        failure, problem = error, str(error) or type(error).__name__
-    told = groups.gather_objects((found, problem))
-    if failure is not None:
-        raise failure
-    for rank, (_, problem) in enumerate(told):
-        if problem:
-            raise NumericsError(f"rank {rank}: {problem}")
-    agreed: Figure = told[0][0]
-    return agreed
 
 
 def _bytes(model: nn.Module) -> int:

@@ -1,0 +1,92 @@
+"""Ranks of a process group that quantize one model: all begin alike, and go by the same figures."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lezero.compress.quantize.request import Request
+from lezero.compress.quantize.tensors import raw
+from lezero.core import groups
+from lezero.core.errors import ConfigError, NumericsError
+
+Figure = TypeVar("Figure", bound=float | None)
+
+
+def agreed(measure: Callable[[], Figure]) -> Figure:
+    """What rank 0 measures, on every rank; where any fails all do, so that all undo what they did.
+    Every rank measures, since a metric may communicate."""
+    _, told = _told(measure)
+    figure: Figure = told[0]
+    return figure
+
+
+def begun_alike(ask: Callable[[], Request]) -> Request:
+    """What every rank asks for itself, once it is seen that all ask for the same, of the same model
+    with the same data; where any cannot ask, all fail."""
+    if groups.world_size() == 1:
+        return ask()
+    made: list[Request] = []
+
+    def asked() -> dict[str, str]:
+        made.append(ask())
+        return _marks(made[0])
+
+    mine, told = _told(asked)
+    for rank, theirs in enumerate(told):
+        for what, mark in told[0].items():
+            if theirs[what] != mark:
+                raise ConfigError(
+                    f"{what}: rank {rank} gives another {what} than rank 0; in a process group "
+                    f"every rank quantizes the same model with the same data (this is rank "
+                    f"{groups.rank()}): give the same {what} on each"
+                )
+    assert mine is not None
+    return made[0]
+
+
+def _told(find: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """What this rank finds, and what all do; where one fails all do."""
+    failure: Exception | None = None
+    found: Any = None
+    problem = ""
+    try:
+        found = find()
+    except Exception as error:
+        failure, problem = error, str(error) or type(error).__name__
+    every = groups.gather_objects((found, problem))
+    if failure is not None:
+        raise failure
+    for rank, (_, problem) in enumerate(every):
+        if problem:
+            raise NumericsError(f"rank {rank}: {problem}")
+    return found, [value for value, _ in every]
+
+
+def _marks(request: Request) -> dict[str, str]:
+    """Digests of what all ranks must have in common; sums of bits, whatever their order."""
+    asked = (request.scheme, sorted(request.targets), request.objective, request.budget)
+    weights = [(name, _seen(value)) for name, value in request.model.named_parameters()]
+    batches = [[_seen(leaf) for leaf in pytree.tree_leaves(x)] for x in request.batches or ()]
+    return {"config": _digest(asked), "model": _digest(weights), "data": _digest(batches)}
+
+
+def _seen(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, Tensor):
+        return (type(value).__name__,)
+    if value.is_meta:
+        return (str(value.dtype), tuple(value.shape))
+    sums = [
+        int((bits.view(torch.int32) if bits.numel() % 4 == 0 else bits).sum(dtype=torch.int64))
+        for bits in raw(value.detach())
+    ]
+    return (str(value.dtype), tuple(value.shape), *sums)
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
