@@ -24,7 +24,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,8 +163,24 @@ def _run(arguments: list[str]) -> int:
     if name != "doctor":  # which tells of them all
         for variable in FLAGS:
             flag(variable)
-    result = load(name).main(args=rest, prog_name=f"lz {name}", standalone_mode=False)
+    command = load(name)
+    command.invoke = _told_of_ctrl_c(command.invoke)
+    result = command.main(args=rest, prog_name=f"lz {name}", standalone_mode=False)
     return result if isinstance(result, int) and not isinstance(result, bool) else 0
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C, of which typer would make a status without a word."""
+
+
+def _told_of_ctrl_c(invoke: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(context: Any) -> Any:
+        try:
+            return invoke(context)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
+
+    return run
 
 
 def _help() -> str:
@@ -206,7 +222,8 @@ def _explain(error: BaseException, arguments: Sequence[str] = ()) -> int:
     debug = _debugging()
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, KeyboardInterrupt) or type(error).__name__ == "Abort":
+    pressed = isinstance(error, KeyboardInterrupt | _Interrupted)
+    if pressed or type(error).__name__ == "Abort":
         say("interrupted")
         return INTERRUPTED
     if isinstance(error, LeZeroError):

@@ -74,7 +74,7 @@ def fail_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         ("config", 2, "error: train.lr: got 'x', allowed is a number\n"),
         ("capacity", 1, "error: needs 9 GiB, 4 GiB are there\n"),
         ("missing", 1, "error: /no/such/file: No such file or directory\n"),
-        ("interrupt", 130, ""),
+        ("interrupt", 130, "interrupted\n"),
         ("system-exit", 1, ""),
         ("exit", 7, ""),
     ],
