@@ -10,7 +10,7 @@ import torch
 from lezero.compress.quantize import is_quantized_folder
 from lezero.core.errors import FileError, need_extra
 from lezero.core.paths import expand_home
-from lezero.models.hf_config import SUPPORTED, from_hf
+from lezero.models.hf_config import SUPPORTED, UNFINISHED, from_hf
 from lezero.models.huggingface import read_json, weight_files
 
 
@@ -22,7 +22,7 @@ def is_foreign(place: str) -> bool:
         return False
     data = read_json(path / "config.json")
     if data.get("model_type") not in SUPPORTED:
-        return True
+        return not data.get(UNFINISHED)  # which the reader of our own tells
     if data.get("quantization_config") is not None:
         return False  # the reader of plain weights says what opens it
     try:

@@ -54,9 +54,15 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+UNFINISHED = "unfinished"
+"""What `config.json` says while the files of a folder are replaced."""
+
+
 def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerConfig:
     """The config of a Hugging Face model; what this family cannot express is a `FileError`."""
     kind = data.get("model_type")
+    if data.get(UNFINISHED):
+        raise FileError(f"{source}: a save of this folder was cut off; save the model again")
     if kind not in SUPPORTED:
         raise FileError(
             f"{source}: model_type {kind!r} is not supported; supported are {', '.join(SUPPORTED)}"

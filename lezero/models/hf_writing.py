@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, FileError
 from lezero.core.interrupts import held_interrupts
 from lezero.core.paths import expand_home
-from lezero.files.folder import aside, commit
+from lezero.files.folder import aside
 from lezero.models.config import TransformerConfig
-from lezero.models.hf_config import to_hf
+from lezero.models.hf_config import UNFINISHED, to_hf
 from lezero.models.huggingface import INDEX, SINGLE, token_entries, tokenizer_files
 from lezero.models.transformer import Transformer
-
-_MOST_FILES = 100
 
 
 def save_hf(
@@ -38,8 +35,8 @@ def save_hf(
     The weights keep the type they have in the model; more than `shard_bytes` are split over files
     with an index. Files of a tokenizer are copied from `tokenizer_folder`, and what is said there
     of which tokens end a text and how tokens are chosen. Everything is written to a folder aside
-    first, so a failed save leaves what was there; a folder of files alone is then replaced in one
-    step. What is in the folder beside these files stays. Returns the folder.
+    first and then moved in, `config.json` last, so a failed save leaves what was there, and Ctrl-C
+    comes before or after. Returns the folder.
     """
     state = {name_there(name): tensor for name, tensor in export(model).items()}
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
@@ -65,8 +62,6 @@ def write_hf(
     `also` is added to config.json.
     """
     root = Path(expand_home(folder)).absolute()
-    if root.is_symlink():  # it stays, and what it names is written
-        root = root.resolve()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
     data = {**to_hf(config, dtype), **(also or {})}
@@ -83,7 +78,7 @@ def write_hf(
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
             with held_interrupts():
-                _take_place(made, root)
+                _move_in(made, root, data)
     except SafetensorError as error:
         raise FileError(f"{root}: could not be written ({error})") from None
     except OSError as error:
@@ -91,40 +86,16 @@ def write_hf(
     return root
 
 
-def _take_place(made: Path, root: Path) -> None:
-    """Puts the files of `made` in `root`. Where that is a folder of a few files, `made` becomes it,
-    with the others linked; where it holds folders, or this process works in it, its files are
-    replaced, and it does not open meanwhile."""
-    there = list(root.iterdir()) if root.exists() else []
-    works = Path.cwd().is_relative_to(root)
-    if works or len(there) > _MOST_FILES or not all(path.is_file() for path in there):
-        _move_in(made, root)
-        return
+def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
+    """Replaces the weights in `root`; what neither side of the layout knows is left alone. Until
+    the last file is there the folder does not open, but can be saved to again."""
     fresh = {path.name for path in made.iterdir()}
-    for path in there:
-        if path.name not in fresh and not _is_ours(path):
-            _link(path, made / path.name)
-    if root.exists():
-        shutil.copymode(root, made)
-    commit(made, root)
-
-
-def _is_ours(path: Path) -> bool:
-    return path.name == "config.json" or fnmatchcase(path.name, "model*.safetensors*")
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _move_in(made: Path, root: Path) -> None:
-    fresh = {path.name for path in made.iterdir()}
-    (root / "config.json").unlink(missing_ok=True)  # a half-replaced folder must not open
-    for path in root.iterdir():
-        if path.name not in fresh and _is_ours(path):
+    about = {key: data[key] for key in ("quantization_config",) if key in data}
+    _write_json(made / UNFINISHED, {**about, UNFINISHED: True})
+    root.mkdir(parents=True, exist_ok=True)
+    os.replace(made / UNFINISHED, root / "config.json")
+    for path in root.glob("model*.safetensors*"):
+        if path.name not in fresh:
             path.unlink()
     for name in [*sorted(fresh - {"config.json"}), "config.json"]:
         os.replace(made / name, root / name)

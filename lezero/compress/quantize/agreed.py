@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -15,6 +14,7 @@ from lezero.compress.quantize.tensors import raw
 from lezero.core import groups
 from lezero.core.errors import ConfigError, NumericsError
 
+_CHUNK = 1 << 24
 Figure = TypeVar("Figure", bound=float | None)
 
 
@@ -26,10 +26,11 @@ def agreed(measure: Callable[[], Figure]) -> Figure:
     return figure
 
 
-def begun_alike(ask: Callable[[], Request]) -> Request:
+def begun_alike(ask: Callable[[], Request], *, alone: bool) -> Request:
     """What every rank asks for itself, once it is seen that all ask for the same, of the same model
-    with the same data; where any cannot ask, all fail."""
-    if groups.world_size() == 1:
+    with the same data; where any cannot ask, all fail. alone: nothing is measured, so that nothing
+    has to be told, and one rank may quantize by itself."""
+    if groups.world_size() == 1 or alone:
         return ask()
     made: list[Request] = []
 
@@ -69,24 +70,29 @@ def _told(find: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 def _marks(request: Request) -> dict[str, str]:
-    """Digests of what all ranks must have in common; sums of bits, whatever their order."""
+    """Digests of what all ranks must have in common."""
     asked = (request.scheme, sorted(request.targets), request.objective, request.budget)
-    weights = [(name, _seen(value)) for name, value in request.model.named_parameters()]
-    batches = [[_seen(leaf) for leaf in pytree.tree_leaves(x)] for x in request.batches or ()]
-    return {"config": _digest(asked), "model": _digest(weights), "data": _digest(batches)}
+    config, model, data = (hashlib.sha256() for _ in range(3))
+    config.update(repr((*asked, request.metric is None)).encode())
+    for name, value in (*request.model.named_parameters(), *request.model.named_buffers()):
+        model.update(name.encode())
+        _add(model, value)
+    for batch in request.batches or ():
+        data.update(b"batch")
+        for leaf in pytree.tree_leaves(batch):
+            _add(data, leaf)
+    return {
+        "config": config.hexdigest(), "model": model.hexdigest(), "data": data.hexdigest()
+    }  # fmt: skip
 
 
-def _seen(value: Any) -> tuple[Any, ...]:
+def _add(digest: Any, value: Any) -> None:
+    """What a tensor or a plain value is, to a digest."""
     if not isinstance(value, Tensor):
-        return (type(value).__name__,)
-    if value.is_meta:
-        return (str(value.dtype), tuple(value.shape))
-    sums = [
-        int((bits.view(torch.int32) if bits.numel() % 4 == 0 else bits).sum(dtype=torch.int64))
-        for bits in raw(value.detach())
-    ]
-    return (str(value.dtype), tuple(value.shape), *sums)
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
+        plain = isinstance(value, bool | int | float | complex | str | None)
+        digest.update(repr(value if plain else type(value).__name__).encode())
+        return
+    digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+    for part in () if value.is_meta else raw(value):
+        for chunk in part.split(_CHUNK):
+            digest.update(chunk.cpu().numpy())

@@ -104,7 +104,8 @@ def quantize_(
             report.left_over = left_over(model, sites)
         return Request(model, config, targets, batches, objective, metric, budget, report)
 
-    _all_or_nothing(begun_alike(ask))
+    alone = data is None and metric is None and objective == "size"
+    _all_or_nothing(begun_alike(ask, alone=alone))
     return model
 
 

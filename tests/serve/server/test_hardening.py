@@ -321,6 +321,14 @@ def test_more_connections_than_are_taken_are_told_in_the_usual_shape() -> None:
         until(lambda: client.complete("abc", max_tokens=2).status == 200)
 
 
+def test_silent_connections_give_way_though_nobody_else_comes(monkeypatch) -> None:
+    monkeypatch.setattr("lezero.serve.server.connection._SILENT_S", 0.5)
+    with serving(small_llm(), connections=4) as client, ExitStack() as stack:
+        for _ in range(9):
+            stack.enter_context(client.connect())
+        until(lambda: client.server.app.connections() == 4)
+
+
 def test_silent_connections_give_way_to_those_who_ask(monkeypatch) -> None:
     limit = "lezero.serve.server.connection._SILENT_S"
     monkeypatch.setattr(limit, 60)
