@@ -1,4 +1,4 @@
-"""Writes a `Transformer` as a Hugging Face folder, whole or not at all."""
+"""Writes a `Transformer` as a Hugging Face folder: aside first, and then moved in."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
     """Replaces the weights in `root`; what neither side of the layout knows is left alone. Until
     the last file is there the folder does not open, but can be saved to again."""
     fresh = {path.name for path in made.iterdir()}
-    about = {key: data[key] for key in ("quantization_config",) if key in data}
+    about = {key: value for key, value in data.items() if key == "quantization_config"}
     _write_json(made / UNFINISHED, {**about, UNFINISHED: True})
     root.mkdir(parents=True, exist_ok=True)
     os.replace(made / UNFINISHED, root / "config.json")

@@ -21,8 +21,7 @@ Figure = TypeVar("Figure", bound=float | None)
 def agreed(measure: Callable[[], Figure]) -> Figure:
     """What rank 0 measures, on every rank; where any fails all do, so that all undo what they did.
     Every rank measures, since a metric may communicate."""
-    _, told = _told(measure)
-    figure: Figure = told[0]
+    figure: Figure = _told(measure)[0]
     return figure
 
 
@@ -38,7 +37,7 @@ def begun_alike(ask: Callable[[], Request], *, alone: bool) -> Request:
         made.append(ask())
         return _marks(made[0])
 
-    mine, told = _told(asked)
+    told = _told(asked)
     for rank, theirs in enumerate(told):
         for what, mark in told[0].items():
             if theirs[what] != mark:
@@ -47,12 +46,11 @@ def begun_alike(ask: Callable[[], Request], *, alone: bool) -> Request:
                     f"every rank quantizes the same model with the same data (this is rank "
                     f"{groups.rank()}): give the same {what} on each"
                 )
-    assert mine is not None
     return made[0]
 
 
-def _told(find: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """What this rank finds, and what all do; where one fails all do."""
+def _told(find: Callable[[], Any]) -> list[Any]:
+    """What each rank finds; where one fails all do."""
     failure: Exception | None = None
     found: Any = None
     problem = ""
@@ -66,24 +64,22 @@ def _told(find: Callable[[], Any]) -> tuple[Any, list[Any]]:
     for rank, (_, problem) in enumerate(every):
         if problem:
             raise NumericsError(f"rank {rank}: {problem}")
-    return found, [value for value, _ in every]
+    return [value for value, _ in every]
 
 
 def _marks(request: Request) -> dict[str, str]:
     """Digests of what all ranks must have in common."""
     asked = (request.scheme, sorted(request.targets), request.objective, request.budget)
-    config, model, data = (hashlib.sha256() for _ in range(3))
-    config.update(repr((*asked, request.metric is None)).encode())
+    marks = {what: hashlib.sha256() for what in ("config", "model", "data")}
+    marks["config"].update(repr((*asked, request.metric is None)).encode())
     for name, value in (*request.model.named_parameters(), *request.model.named_buffers()):
-        model.update(name.encode())
-        _add(model, value)
+        marks["model"].update(name.encode())
+        _add(marks["model"], value)
     for batch in request.batches or ():
-        data.update(b"batch")
+        marks["data"].update(b"batch")
         for leaf in pytree.tree_leaves(batch):
-            _add(data, leaf)
-    return {
-        "config": config.hexdigest(), "model": model.hexdigest(), "data": data.hexdigest()
-    }  # fmt: skip
+            _add(marks["data"], leaf)
+    return {what: mark.hexdigest() for what, mark in marks.items()}
 
 
 def _add(digest: Any, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -16,6 +16,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.ops.quantize import Grid
 
 _MOST_LAYERS = 1 << 18
+_SHOWN = 5
 
 
 class GridForm(Config):
@@ -101,11 +102,8 @@ def unsound(
     found = []
     for name in sorted({*parameters, *beside} & tensors.keys()):
         value = tensors[name]
-        if not value.is_floating_point() or not is_dense(value) or not not_finite(value):
-            bad = 0
-        elif name in beside:
-            bad = not_finite(value)
-        else:
+        bad = not_finite(value) if value.is_floating_point() and is_dense(value) else 0
+        if bad and name not in beside:
             bad = int(value.isnan().sum())  # infinities may be a mask
         if bad:
             what = "NaN or infinite" if name in beside else "NaN"
@@ -113,3 +111,9 @@ def unsound(
         elif name in beside and name.endswith("input_scale") and not bool((value > 0).all()):
             found.append(f"{name} is {value.min().item():g}, it should be above 0")
     return found
+
+
+def several(problems: Sequence[str]) -> str:
+    """The first few of them, and how many more there are."""
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    return "; ".join(problems[:_SHOWN]) + more

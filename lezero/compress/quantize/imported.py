@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
+from lezero.compress.quantize.forms import several
 from lezero.compress.quantize.layout import assign_, missing_buffers
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.ordered import OrderedWeight
@@ -266,9 +267,7 @@ def _floats(
     if not isinstance(model, Transformer):
         told += missing_buffers(model, model)
     if told:
-        more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-        shown = "; ".join(told[:_SHOWN])
-        raise FileError(f"{root}: the tensors do not fit the model: {shown}{more}")
+        raise FileError(f"{root}: the tensors do not fit the model: {several(told)}")
     return found
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.exported import export_compressed_tensors
-from lezero.compress.quantize.forms import check_layers, unsound
+from lezero.compress.quantize.forms import check_layers, several, unsound
 from lezero.compress.quantize.imported import described_beside, import_quantized
 from lezero.compress.quantize.layout import assign_, describe, missing_buffers, rebuild_
 from lezero.compress.quantize.modules import (
@@ -75,7 +75,7 @@ def save_quantized(
     and how tokens are chosen. A folder that was written by this in the same layout is replaced; any
     other that holds something, and one to which files were added, is refused. Raises `OrderError`
     when no layer is quantized, `ConfigError` for what a layout cannot hold, `NumericsError` for
-    parameters and scales that are NaN or infinite, and `FileError`.
+    parameters that are NaN and scales that are no finite numbers, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
     check_names(model, "lz.save_quantized")
@@ -86,7 +86,7 @@ def save_quantized(
         raise ConfigError(f"layout: got {layout!r}, allowed are {', '.join(LAYOUTS)}")
     state = _state(model)
     if problems := unsound(state, layers, dict(model.named_parameters())):
-        raise NumericsError(f"lz.save_quantized: {_several(problems)}; mend the model first")
+        raise NumericsError(f"lz.save_quantized: {several(problems)}; mend the model first")
     root = Path(expand_home(folder)).absolute()
     if root.is_symlink():  # it stays, and what it names is written
         root = root.resolve()
@@ -345,13 +345,8 @@ def _expect(
     if not isinstance(model, Transformer):
         problems += missing_buffers(rehearsal, model)
     if problems:
-        raise FileError(f"{root}: the tensors do not fit the model: {_several(problems)}")
+        raise FileError(f"{root}: the tensors do not fit the model: {several(problems)}")
     return biased
-
-
-def _several(problems: Sequence[str]) -> str:
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "; ".join(problems[:_SHOWN]) + more
 
 
 def _exact(module: nn.Module) -> Sequence[str]:
@@ -370,7 +365,7 @@ def _check_values(
     named = {name.removeprefix(_PREFIX): x for name, x in tensors.items()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     if problems := unsound(named, layers, parameters):
-        raise FileError(f"{root}: nothing can be computed with it: {_several(problems)}")
+        raise FileError(f"{root}: nothing can be computed with it: {several(problems)}")
     for name, about in layers.items():
         if about.get("weight") == "ordered":
             order = tensors[f"{_PREFIX}{name}.weight.order"].sort().values

@@ -33,6 +33,7 @@ def settle_panels(decoder: Decoder) -> dict[int, float]:
     angles = torch.ones(1, shape.head_dim // 2, **here)
     cache = BlockCache.empty(len(decoder.layers), 1, shape)
     chunks, table = torch.tensor([[0, 1, 0]], **numbers), torch.zeros(1, 1, **numbers)
+    row = torch.zeros(1, **numbers)
 
     def seconds(panels: int) -> float:
         decoder.panels = panels
@@ -41,7 +42,6 @@ def settle_panels(decoder: Decoder) -> dict[int, float]:
         decoder.logits(x_TD, angles, angles, chunks, table, cache, row)
         return time.perf_counter() - began
 
-    row = torch.zeros(1, **numbers)
     seconds(1)  # fetches what is still elsewhere
     one, two = list[float](), list[float]()
     while len(two) < _LEAST or (len(two) < _MOST and sum(one) + sum(two) < _SECONDS):
