@@ -280,6 +280,40 @@ def test_layers_that_stay_as_they_were_are_not_scaled(
     assert not torch.equal(model.blocks[1].norm.weight, second["norm.weight"])
 
 
+class Gated(nn.Module):
+    """A linear layer before another, which alone reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("stays", ["down", "up"])
+@pytest.mark.parametrize("scheme", [AWQ, SMOOTH], ids=["awq", "smooth"])
+def test_a_layer_that_stays_beside_a_quantized_one_keeps_the_scales_that_the_other_has(
+    scheme: Any, stays: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Two(Gated).eval()
+    x = torch.randn(32, 64) * torch.where(torch.arange(64) % 16 == 0, 20, 1)
+
+    def keeps(self: Any, name: str, *rest: Any) -> bool:
+        return not name.endswith(stays)
+
+    monkeypatch.setattr(LayerSpeed, "keeps", keeps)
+    monkeypatch.setattr("lezero.compress.quantize.verb._WHOLE_MARGIN", 1e9)
+    made = lz.quantize_(copy.deepcopy(model), scheme, data=x)
+    assert len(quantized_layers(made)) == 4
+    with torch.no_grad():
+        assert difference(made(x), model(x)) < 0.2
+    other = made.blocks[0].get_submodule(stays).weight
+    assert not torch.equal(other, model.blocks[0].get_submodule(stays).weight)
+    notes = [note for note in lz.quantization_report(made).notes if "scaled all the same" in note]
+    assert f"blocks.0.{stays}, blocks.1.{stays}" in notes[0]
+
+
 class Unused(nn.Module):
     """Two branches; the second has no inputs but zeros until it is asked for."""
 

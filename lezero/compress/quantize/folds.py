@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -42,13 +42,19 @@ _TRIALS = (((1 / 16, 16.0), _TOLERANCE),)
 _TRIALS_FP16 = (((-1.0, 1.0), _TOLERANCE), ((1 / 4, 4.0), 2.0**-8))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fold:
     """`producer`'s output channels are the input channels of `sites`, and of nothing else."""
 
     producer: nn.Module
     sites: tuple[Site, ...]
     inputs: Inputs
+    parameters: list[nn.Parameter] = field(init=False)
+    """Of the producer and the sites: a layer that is quantized has none any more."""
+
+    def __post_init__(self) -> None:
+        own = producer_parameters(self.producer)
+        self.parameters = [*own, *(site.parameter for site in self.sites)]
 
 
 def find_folds(
@@ -171,8 +177,7 @@ def _passes(
     mine = torch.Generator().manual_seed(0)
     chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
     s_K = torch.tensor(scales, dtype=torch.float32)[chosen].to(weight.device)
-    kept = [(p, p.data) for p in producer_parameters(fold.producer)]
-    kept += [(site.parameter, site.parameter.data) for site in fold.sites]
+    kept = [(parameter, parameter.data) for parameter in fold.parameters]
     try:
         scale_channels(fold.producer, fold.sites, s_K)
         after = gather(before.given, run)

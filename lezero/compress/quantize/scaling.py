@@ -38,6 +38,7 @@ class Scaling:
     ) -> None:
         self.recipe, self.method, self.journal = recipe, method, journal
         self.targets = {site.name: target for site, target in sites}
+        self._names = {id(site.parameter): site.name for site, _ in sites}
         self.done = False
         """Whether weights of layers were changed."""
         self.kept: list[str] = []
@@ -99,8 +100,7 @@ class Scaling:
         layer may be scaled in one fold and be the producer of another: they go together."""
         together: list[dict[int, nn.Parameter]] = []
         for fold in scaled:
-            own = [*producer_parameters(fold.producer), *(site.parameter for site in fold.sites)]
-            mine = {id(parameter): parameter for parameter in own}
+            mine = {id(parameter): parameter for parameter in fold.parameters}
             linked = [other for other in together if other.keys() & mine.keys()]
             together = [other for other in together if not other.keys() & mine.keys()]
             for other in linked:
@@ -110,9 +110,8 @@ class Scaling:
             if all(parameter.numel() for parameter in parameters.values()):  # none was released
                 self.journal.take_back(parameters.values())
                 continue
-            for site in (site for fold in scaled for site in fold.sites):
-                if id(site.parameter) in parameters and site.parameter.numel():
-                    self.kept.append(site.name)
+            left = (key for key, parameter in parameters.items() if parameter.numel())
+            self.kept += [self._names[key] for key in left if key in self._names]
 
 
 def smooth(
@@ -209,10 +208,8 @@ def _round_(w_NK: Tensor, grid: Grid, rule: str) -> Tensor:
 
 
 def _multiply_in(fold: Fold, s_K: Tensor, journal: Journal) -> None:
-    for parameter in producer_parameters(fold.producer):
+    for parameter in fold.parameters:
         journal.save_values(parameter)
-    for site in fold.sites:
-        journal.save_values(site.parameter)
     parameters = producer_parameters(fold.producer)
     if len(parameters) == 1 and parameters[0].dim() == 1:
         # What the norm's own type can hold: then the product is exactly as it was.
