@@ -26,7 +26,8 @@ def settle_kv(
 
     "auto" takes int8 where a context was asked for, and `max_requests` requests of it do not fit in
     bf16: into `cache_bytes`, or where none were given, 30% of the memory that this process may use.
-    What happens to be free plays no part, so that the same call gives the same answers again.
+    What happens to be free plays no part, so that the same call gives the same answers again. Nor
+    does a draft, whose guesses change no answer: it takes int8 by itself where both do not fit.
     """
     if kv != "auto":
         _keep(kv, program, draft)
@@ -35,12 +36,15 @@ def settle_kv(
         return "the form of these kernels"
     if context is None:
         return "auto takes int8 only where a context is given that does not fit in bf16"
-    need = -(-context // program.block_size) * max_requests * block_bytes(program, draft)
+    blocks = -(-context // program.block_size) * max_requests
+    need, both = (blocks * block_bytes(program, other) for other in (None, draft))
     room = cache_bytes or int(SHARE * memory_limit())
     asked = f"{max_requests} requests of {context} tokens in bf16 take {size(need)}"
     given = "cache_bytes" if cache_bytes else f"{SHARE:.0%} of the memory"
     if need > room > 0:
         _keep("int8", program, draft)
+    elif draft is not None and "int8" in draft.kv_forms and both > room:
+        draft.keep_kv("int8")
     return f"{asked}, {given} {size(room)}"
 
 

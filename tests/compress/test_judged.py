@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -113,9 +114,35 @@ def test_a_layer_whose_outputs_would_be_useless_stays() -> None:
     lz.quantize_(model, scheme, data=x, objective="size")
     first, second = lz.quantization_report(model).layers
     assert not first.quantized
-    assert first.reason == "its outputs would be farther off than zeros"
+    assert first.reason == "its outputs would be no nearer than zeros"
     assert (first.error or 0) > 1
     assert second.quantized
+
+
+class Cubed(nn.Module):
+    """Its outputs nearly overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(64, 64, dtype=torch.float16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        return y * y * y.sign()
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+def test_outputs_that_are_not_finite_any_more_are_an_error(budget: float | None) -> None:
+    torch.manual_seed(0)
+    model, x = Cubed(), torch.randn(64, 64).half()
+    with torch.no_grad():
+        model.one.bias.zero_()
+        model.one.weight.mul_(math.sqrt(65_000 / float(model(x).float().abs().max())))
+    assert bool(model(x).isfinite().all())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(lz.NumericsError, match="finite"):
+        lz.quantize_(model, lz.Nf4(group=32), data=x, objective="size", budget=budget)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_what_would_not_become_smaller_stays() -> None:

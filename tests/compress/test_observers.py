@@ -81,6 +81,16 @@ def test_values_that_came_before_larger_ones_keep_their_places(name: str) -> Non
     torch.testing.assert_close(parts.range(256), one.range(256), rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("name", ["percentile", "kl", "mse"])
+@pytest.mark.parametrize("size", [1e-31, 1e-37])
+def test_values_may_be_of_any_size(name: str, size: float) -> None:
+    x = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0))
+    observer = observers.get(name)()
+    observer.observe(x * size)
+    low, high = observer.range(256)
+    assert kept(name, x[0]) == pytest.approx(float(torch.maximum(high, -low)) / size, rel=0.02)
+
+
 def test_values_of_one_sign_have_half_of_the_codes_of_a_linear_layer() -> None:
     made = torch.Generator().manual_seed(0)
     x, layer = torch.randn(400, 64, generator=made).relu() ** 2, torch.nn.Linear(64, 64)

@@ -179,6 +179,30 @@ def test_what_lies_in_memory_more_than_once_is_neither_quantized_nor_scaled(sche
         assert parameter.stride()[0] == 0
 
 
+def test_padding_by_a_word_is_padding_by_numbers() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding="same", dilation=2), nn.ReLU(),
+        nn.Conv2d(32, 32, (5, 1), padding="same"), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, stride=2, padding="valid"), nn.Flatten(2), nn.ReLU(),
+        nn.Conv1d(32, 32, 3, padding="same"), nn.Conv1d(32, 32, 4, padding="same"),
+    ).eval()  # fmt: skip
+    x = torch.randn(4, 3, 12, 12)
+    for scheme in (lz.Int8Weight(), lz.Int8WeightActivation()):
+        made = lz.quantize_(copy.deepcopy(model), scheme, data=x, objective="size")
+        assert list(quantized_layers(made)) == ["0", "2", "4", "7"]  # one more at one end: "8"
+        with torch.no_grad():
+            assert float((made(x) - model(x)).norm() / model(x).norm()) < 0.05
+        assert lz.dequantize_(made)[0].padding == "same"
+
+
+def test_what_a_config_cannot_take_is_told_with_what_can() -> None:
+    images = nn.Sequential(nn.Conv2d(3, 8, 3))
+    for scheme in (lz.Int4Weight(), lz.Nf4()):
+        with pytest.raises(lz.ConfigError, match=r"none of .*\(Conv2d\).*lz.Int8Weight\(\)"):
+            lz.quantize_(images, scheme, objective="size")
+
+
 def test_groups_that_would_divide_are_named():
     with pytest.raises(lz.ConfigError, match=r"the 48 inputs of .*; 3, 4, 6, 8, 12, 16, 24, 48 do"):
         lz.quantize_(nn.Linear(48, 8), lz.Nf4(), objective="size")

@@ -46,7 +46,10 @@ def read_batches(data: Any) -> list[Batch]:
         tensors = _tensors(batch)
         if not tensors or any(tensor.numel() == 0 for tensor in tensors):
             shapes = [tuple(tensor.shape) for tensor in tensors]
-            raise ConfigError(f"data: batch {index} is empty (tensors of {shapes})")
+            raise ConfigError(
+                f"data: batch {index} is empty (tensors of {shapes}); leave it out, or let the "
+                "loader drop its last one"
+            )
     return batches
 
 

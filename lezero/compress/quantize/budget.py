@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import relative_error
+from lezero.compress.quantize.report import QuantizationReport
 from lezero.compress.quantize.request import Request
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.report.units import number, percent
@@ -23,6 +24,22 @@ def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float | None
         return None
     pairs = zip(wanted, found, strict=True)
     return max((relative_error(one, two) for one, two in pairs), default=0.0)
+
+
+def need_finite(wanted: list[Tensor], found: list[Tensor], report: QuantizationReport) -> None:
+    """Raises `NumericsError` for outputs that are not finite any more."""
+    if [x.shape for x in wanted] != [x.shape for x in found]:
+        return
+    pairs = zip(wanted, found, strict=True)
+    lost = sum(int((one.isfinite() & ~two.isfinite()).sum()) for one, two in pairs)
+    if lost:
+        named = ", ".join(f"'{x.name}' (error {percent(x.error)})" for x in report.worst(5))
+        raise NumericsError(
+            f"lz.quantize_: {lost:,} of {sum(x.numel() for x in wanted):,} values of the model's "
+            "outputs on the first batch are not finite once it is quantized, which they were. The "
+            f"largest errors are those of {named}: leave layers out with filter=, or use more "
+            "bits; float16 may overflow where bfloat16 does not. The model is as it was"
+        )
 
 
 def check_budget(

@@ -10,7 +10,7 @@ A layer keeps its name, its hooks and its bias; its `weight` becomes a module (s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -142,6 +142,16 @@ class QuantizedEmbedding(QuantizedLayer):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+def even_padding(
+    padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Zeros at either end of each dim of a convolution; None where "same" needs one more at one."""
+    if not isinstance(padding, str):
+        return tuple(padding)
+    both = [d * (k - 1) * (padding == "same") for d, k in zip(dilation, kernel, strict=True)]
+    return None if any(zeros % 2 for zeros in both) else tuple(zeros // 2 for zeros in both)
+
+
 class QuantizedConv(QuantizedLayer):
     """A convolution of one or two dims with an 8-bit weight, a scale for each output channel.
 
@@ -150,6 +160,8 @@ class QuantizedConv(QuantizedLayer):
     """
 
     input_zero: Tensor | None
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
 
     def __init__(
         self,
@@ -178,7 +190,8 @@ class QuantizedConv(QuantizedLayer):
         assert isinstance(self.weight, CodedWeight)
         check_type(x, "int8")
         scale = self.weight.scale.flatten()
-        places |= {"x_scale": self.input_scale, "x_zero": self.input_zero}
+        zeros = even_padding(self.padding, self.weight.full_shape[2:], self.dilation)
+        places |= {"padding": zeros, "x_scale": self.input_scale, "x_zero": self.input_zero}
         return conv_int8(x, self.weight.codes, scale, self.bias, **places)
 
     def extra_repr(self) -> str:

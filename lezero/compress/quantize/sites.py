@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from lezero.compress.quantize.modules import even_padding
 from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps
 from lezero.core.errors import ConfigError, NumericsError, OrderError
@@ -76,8 +77,9 @@ def kind_of(module: nn.Module) -> Kind | None:
         return "linear" if _has_plain_bias(module) else None
     if type(module) is nn.Embedding:
         return "embedding" if module.max_norm is None else None
-    if type(module) in (nn.Conv1d, nn.Conv2d):
-        plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    if isinstance(module, nn.Conv1d | nn.Conv2d) and type(module) in (nn.Conv1d, nn.Conv2d):
+        even = even_padding(module.padding, module.kernel_size, module.dilation) is not None
+        plain = module.padding_mode == "zeros" and even
         return "conv" if plain and _has_plain_bias(module) else None
     return None
 
@@ -166,7 +168,7 @@ def _nothing_fits(model: nn.Module, filter: Filter) -> ConfigError:
         + asked
         + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
         f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
-        "Conv2d with zeros for padding in numbers, of weights in float32, bfloat16 or float16 "
+        "Conv2d padded with as many zeros at both ends, of weights in float32, bfloat16 or float16 "
         "that nothing else holds, each value in memory of its own, and biases that are parameters"
     )
 

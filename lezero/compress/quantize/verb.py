@@ -20,7 +20,7 @@ from lezero.compress.quantize.batches import (
     read_batches,
     tensors_of,
 )
-from lezero.compress.quantize.budget import check_budget, output_difference
+from lezero.compress.quantize.budget import check_budget, need_finite, output_difference
 from lezero.compress.quantize.buffers import kept_buffers
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
@@ -192,7 +192,10 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
         if metric is not None:
             return _rated(metric, model)
         assert batches is not None
-        return output_difference(spill.get("outputs"), tensors_of(call(model, batches[0])))
+        wanted, found = spill.get("outputs"), tensors_of(call(model, batches[0]))
+        if request.budget is None:
+            need_finite(wanted, found, report)
+        return output_difference(wanted, found)
 
     def measure() -> float | None:
         return agreed(measured)
@@ -263,7 +266,13 @@ def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tup
             "'hqq' needs zero_point=True, and of the vocabulary's matrices vocabulary='int4'"
         )
     if not found:
-        raise ConfigError(f"lz.quantize_: {kind} takes none of the layers that fit the filter")
+        kinds = sorted({type(site.users[0].module).__name__ for site in sites})
+        raise ConfigError(
+            f"lz.quantize_: {kind} takes none of the layers that there are to quantize "
+            f"({', '.join(kinds)}). Convolutions and single embeddings take 8 bits, as in "
+            "lz.Int8Weight() and lz.Int8WeightActivation(), the vocabulary's matrices what "
+            "vocabulary= says"
+        )
     if not has_data and all(target.activations == "tensor" for _, target in found.values()):
         raise ConfigError(
             f"lz.quantize_: {kind} needs calibration data for these layers' inputs; give data="

@@ -275,7 +275,7 @@ class Work:
         figures: dict[str, Any] = {"error": error}
         if measured is not None:
             figures.update(seconds_before=measured[0], seconds_after=measured[1])
-        useless = "its outputs would be farther off than zeros" if error > 1 else ""
+        useless = "its outputs would be no nearer than zeros" if error >= 1 else ""
         reason = useless or self._reason_to_leave(site, target, size, measured)
         if reason:
             self._leave(site, reason, **figures)

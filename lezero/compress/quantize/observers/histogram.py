@@ -34,12 +34,11 @@ class Histogram(Observer):
         self._extremes.observe(x_CN)
         low_C, high_C = (x.float().cpu() for x in x_CN.detach().aminmax(dim=1))
         self._widen(torch.maximum(high_C, -low_C))
-        # Channels of zeros (or of values whose inverse overflows) have one bin.
-        per_unit_C = torch.where(self.top_C > 1e-30, BINS / self.top_C, 0.0)
+        top_C1 = torch.where(self.top_C > 0, self.top_C, 1.0)[:, None]  # zeros have one bin
         # Some at a time: bins and counts take eight times the memory of 16-bit values.
         for part in x_CN.detach().split(max(1, _AT_ONCE // self.channels), dim=1):
             size_CN = part.abs().float().cpu()
-            bin_CN = (size_CN * per_unit_C[:, None]).long().clamp(max=BINS - 1)
+            bin_CN = (size_CN / top_C1 * BINS).long().clamp(max=BINS - 1)
             self.counts_CB.scatter_add_(1, bin_CN, torch.ones_like(bin_CN, dtype=torch.float64))
 
     def range(self, levels: int) -> tuple[Tensor, Tensor]:
