@@ -201,12 +201,12 @@ def _sweep(result: Result) -> Figures:
         print(result.table(["worst"]), flush=True)
         return {"never_slower_worst": None, "never_slower_models": 0}
     models = result.figures["sweep/lezero"][0]["models"]
-    rows = [["architecture", "time / before", "95% interval", "layers quantized"]]
+    rows = [["architecture", "time / before", "95% interval", "layers quantized", "error"]]
     for name, entry in models.items():
         kept = entry["interval"] is None
         interval = "as it was" if kept else "{:.3f} to {:.3f}".format(*entry["interval"])
         layers = f"{entry['layers']} of {entry['of']}"
-        rows.append([name, f"{entry['ratio']:.3f}", interval, layers])
+        rows.append([name, f"{entry['ratio']:.3f}", interval, layers, f"{entry['error']:.2%}"])
     print(columns(rows), flush=True)
     worst = max(entry["ratio"] for entry in models.values())
     faster = sum(entry["interval"] is not None for entry in models.values())
@@ -214,6 +214,7 @@ def _sweep(result: Result) -> Figures:
         "never_slower_worst": worst,
         "never_slower_models": len(models),
         "never_slower_quantized": faster,
+        "never_slower_largest_error": max(entry["error"] for entry in models.values()),
     }
 
 

@@ -9,8 +9,17 @@ The library lies in the cache folder under a digest of its sources, the headers 
 flags, the compilers and torch. It is written aside and renamed, so that a reader never sees half of
 it; a lock lets one process build while the others of the machine wait and then find it. A file
 beside it says what it was made from and what it holds: one that a power cut has cut off is built
-again, and where the compilers have gone since, as images for running do, it still serves. Nothing
-is built at import.
+again, and where the compilers have gone since, as images for running do, or no longer start, it
+still serves. Nothing is built at import.
+
+[Note: whose libraries are loaded]
+A library is code, so only what nobody but this user and root can have written is loaded. A folder
+of another user is refused, and so is one that others may write to, unless it is sticky as /tmp is:
+there they can add files, but not replace ours. A folder of our own is closed to others instead of
+refused, since where users have a group of their own (umask 002) all older ones are open to that
+group. Others may have written before that: a file that another user owns or may write to counts as
+not there, and is built again. What is made here is not open to others, whatever the umask is; they
+may read it, as an image whose root built for its users needs.
 """
 
 from __future__ import annotations
@@ -21,12 +30,13 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +50,7 @@ TORCH_TARGET = 0x020B000000000000  # 2.11: the oldest torch whose stable ABI is 
 _COMMON = ("-O3", "-fPIC", "-fno-strict-aliasing")
 _CPP = ("-std=c++20", f"-DTORCH_TARGET_VERSION={TORCH_TARGET}ULL")
 _SECONDS = 300
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _INCLUDED = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 
 
@@ -74,37 +85,32 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
     """The shared library of `sources`, built now if it is not in `folder` (default: the cache).
 
     C++ files see torch's headers (stable ABI only) and the library is linked with torch. Raises
-    `BuildError` without a compiler (where none was built before), with a compiler's own first
-    error, or for a folder that cannot be written or belongs to another user.
+    `BuildError` without a compiler that starts (where none was built before), with a compiler's own
+    first error, for a source that cannot be read, or for a folder that cannot be written or that
+    others own or may write to.
     """
     folder = folder or cache_folder() / "native"
-    made_from = _digest(sources)
     try:
-        tools = compilers()
-    except BuildError:
-        path = _built_before(name, made_from, folder)
-        if path is None:
-            raise
-        return path
-    path = folder / f"{name}-{_named(made_from, tools)}.so"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _refuse_strangers(folder)
-        if _origin(path) == made_from:
-            return path
-        with _lock(folder / f"{name}.lock"):
-            if _origin(path) != made_from:
-                logger("ops").info("building %s for this machine, once", name)
-                aside = folder / f"{name}.building"
-                shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed in it
-                aside.mkdir()
-                try:
-                    _keep(_compile(sources, tools, aside), path, made_from)
-                finally:
-                    shutil.rmtree(aside, ignore_errors=True)
+        made_from = _digest(sources)
     except OSError as error:
-        why = error.strerror or error
-        raise BuildError(f"cannot keep the library {name} in {folder} ({why})") from None
+        raise BuildError(f"cannot read the sources of {name} ({_said(error)})") from None
+    try:
+        try:
+            tools = compilers()
+            key = _named(made_from, tools)
+        except BuildError:  # none, or one that cannot even say its version
+            path = _built_before(name, made_from, folder)
+            if path is None:
+                raise
+            return path
+        path = folder / f"{name}-{key}.so"
+        _make(folder)
+        if _origin(path) != made_from:
+            with _lock(folder / f"{name}.lock"):
+                if _origin(path) != made_from:
+                    _build(name, sources, tools, path, made_from)
+    except OSError as error:
+        raise BuildError(f"cannot keep the library {name} in {folder} ({_said(error)})") from None
     return path
 
 
@@ -113,8 +119,7 @@ def kept(name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
     folder = cache_folder() / "native"
     path = folder / f"{name}-{_hash(made_from.encode())[:16]}.bin"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _refuse_strangers(folder)
+        _make(folder)
         if _origin(path) == made_from:
             return path.read_bytes()
     except (OSError, BuildError) as error:
@@ -139,19 +144,46 @@ def _built_before(name: str, made_from: str, folder: Path) -> Path | None:
     return next((path for path in paths if _origin(path) == made_from), None)
 
 
+def _build(
+    name: str, sources: Sequence[Source], tools: tuple[str, str], path: Path, made_from: str
+) -> None:
+    logger("ops").info("building %s for this machine, once", name)
+    aside = path.parent / f"{name}.building"
+    _clear(aside)  # of a process that was killed in it
+    aside.mkdir(0o700)
+    try:
+        _keep(_compile(sources, tools, aside), path, made_from)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
 def _keep(built: Path, path: Path, made_from: str) -> None:
     note = built.with_suffix(".json")
     note.write_text(json.dumps({"sources": made_from, "sha256": _hash(built.read_bytes())}))
     for file, place in ((note, path.with_suffix(".json")), (built, path)):
+        file.chmod(stat.S_IMODE(file.stat().st_mode) & ~_OTHERS_WRITE)
         with file.open("rb+") as opened:
             os.fsync(opened.fileno())
+        if place.is_dir():  # a file is replaced, a folder is not
+            _clear(place)
         os.replace(file, place)
 
 
+def _clear(path: Path) -> None:
+    """Removes it, whatever it is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def _origin(path: Path) -> str:
-    """The digest of what a library was made from; "" unless it is there, as it was built."""
+    """The digest of what a library was made from; "" unless it is there, as it was built here."""
+    beside = path.with_suffix(".json")
     try:
-        note = json.loads(path.with_suffix(".json").read_bytes())
+        if not (_written_by_us(beside) and _written_by_us(path)):
+            return ""
+        note = json.loads(beside.read_bytes())
         return str(note["sources"]) if note["sha256"] == _hash(path.read_bytes()) else ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
@@ -184,7 +216,7 @@ def _read(paths: list[Path]) -> list[Path]:
     """These files, and what they and others of ours include."""
     found = list(dict.fromkeys(paths))
     for path in found:  # which grows meanwhile
-        for name in _INCLUDED.findall(path.read_text("utf-8")):
+        for name in _INCLUDED.findall(path.read_text("utf-8", "replace")):
             header = (path.parent / name).resolve()
             if header.is_file() and header not in found:
                 found.append(header)
@@ -201,11 +233,17 @@ def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> 
         flags = (*_COMMON, *extra, *source.flags)
         commands.append([tool, *flags, "-c", str(source.path), "-o", objects[-1]])
     with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(_run, commands))
+        list(pool.map(_write, commands, objects))
     built = aside / "built.so"
     torch_libraries = ("-L", str(home / "lib"), "-ltorch_cpu", "-ltorch", "-lc10", "-lm")
-    _run([tools[1], "-shared", "-o", str(built), *objects, *torch_libraries])
+    _write([tools[1], "-shared", "-o", str(built), *objects, *torch_libraries], str(built))
     return built
+
+
+def _write(command: list[str], out: str) -> None:
+    _run(command)
+    if not os.path.isfile(out):
+        raise BuildError(f"{command[0]} ended without an error, but wrote no {Path(out).name}")
 
 
 def _run(command: list[str]) -> str:
@@ -220,6 +258,8 @@ def _run(command: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         raise BuildError(f"{command[0]} was not done after {_SECONDS} s") from None
+    except OSError as error:  # not a program, or one of another machine
+        raise BuildError(f"{command[0]} cannot be started ({error.strerror or error})") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         first = next((line for line in lines if "error:" in line), lines[-1])
@@ -227,11 +267,48 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+def _said(error: OSError) -> str:
+    place = error.filename2 or error.filename
+    return f"{error.strerror}: {place}" if error.strerror and place else str(error)
+
+
+def _make(folder: Path) -> None:
+    """The folder and those above it, where they are missing; one that is there is checked."""
+    missing = [one for one in (folder, *folder.parents) if not one.is_dir()]
+    for one in reversed(missing):
+        one.mkdir(0o755, exist_ok=True)
+    _refuse_strangers(folder)
+
+
 def _refuse_strangers(folder: Path) -> None:
-    """A library is code: it is not loaded from a folder that another user owns."""
-    owner = folder.stat().st_uid
-    if hasattr(os, "getuid") and owner not in (0, os.getuid()):
-        raise BuildError(f"{folder} belongs to another user (id {owner}); set LEZERO_CACHE")
+    """Raises `BuildError` where others may write. See [Note: whose libraries are loaded]."""
+    if not hasattr(os, "getuid"):
+        return
+    found = folder.stat()
+    if found.st_uid not in (0, os.getuid()):
+        raise BuildError(f"{folder} belongs to another user (id {found.st_uid}); set LEZERO_CACHE")
+    if _is_open(found) and found.st_uid == os.getuid():
+        with suppress(OSError):  # of a disk that is only read; told below
+            folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
+        found = folder.stat()
+    if _is_open(found):
+        raise BuildError(
+            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}), who "
+            "could put their code there; chmod go-w it, or set LEZERO_CACHE to a folder of your own"
+        )
+
+
+def _is_open(found: os.stat_result) -> bool:
+    return bool(found.st_mode & _OTHERS_WRITE) and not found.st_mode & stat.S_ISVTX
+
+
+def _written_by_us(path: Path) -> bool:
+    """Whether nobody but this user and root can have written this file."""
+    found = path.lstat()  # a link leads wherever its owner likes
+    if not hasattr(os, "getuid"):
+        return stat.S_ISREG(found.st_mode)
+    ours = found.st_uid in (0, os.getuid()) and not found.st_mode & _OTHERS_WRITE
+    return ours and stat.S_ISREG(found.st_mode)
 
 
 @contextmanager
@@ -242,6 +319,6 @@ def _lock(path: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    with path.open("w") as file:
+    with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

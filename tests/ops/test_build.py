@@ -1,9 +1,11 @@
 """The builder of native libraries: once, whole, and with a clear message when it cannot."""
 
 import ctypes
+import json
 import multiprocessing
 import os
 import shutil
+import stat
 import subprocess
 import sys
 
@@ -26,6 +28,25 @@ def source(tmp_path):
     (folder / "answer.h").write_text('#include "../shared/number.h"\n#define ANSWER NUMBER\n')
     (folder / "answer.c").write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
     return Source(folder / "answer.c")
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A function that gives the machine other compilers, of this text."""
+
+    def given(text):
+        folder = tmp_path / "tools"
+        folder.mkdir(exist_ok=True)
+        for name in ("cc", "c++"):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return given
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 def answer(path):
@@ -126,19 +147,170 @@ def test_what_was_built_serves_where_the_compilers_have_gone(source, tmp_path, m
 @needs_compiler
 def test_a_folder_that_cannot_be_made(source, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(BuildError, match=r"the library answer in .* \(Not a directory\)$"):
+    with pytest.raises(BuildError, match=r"library answer in .* \(File exists: .*/file\)$"):
         build("answer", [source], tmp_path / "file" / "cache")
 
 
 @needs_compiler
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no user ids here")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("not a program\n", r"cc cannot be started \(Exec format error\)"),
+        ("#!/nowhere/python\n", r"cc cannot be started \(No such file or directory\)"),
+        ("#!/bin/sh\necho 'error: damaged' >&2\nexit 3\n", "cc ended with status 3: .*damaged"),
+    ],
+)
+def test_a_compiler_that_cannot_start_is_none(source, tmp_path, tools, text, said):
+    cache = tmp_path / "cache"
+    path = build("answer", [source], cache)
+    tools(text)
+    assert build("answer", [source], cache) == path
+    with pytest.raises(BuildError, match=said):
+        build("answer", [Source(source.path, ("-DX=1",))], cache)
+
+
+def test_a_compiler_that_writes_nothing_is_named(source, tmp_path, tools):
+    tools("#!/bin/sh\necho 'cc 1.0'\n")
+    with pytest.raises(BuildError, match=r"tools/cc ended without an error, but wrote no 0\.o"):
+        build("answer", [source], tmp_path / "cache")
+
+
+def test_a_source_that_is_not_there(source, tmp_path):
+    source.path.unlink()
+    with pytest.raises(BuildError, match=r"sources of answer \(No such file .*answer\.c\)"):
+        build("answer", [source], tmp_path / "cache")
+
+
+@needs_compiler
+def test_a_header_may_be_in_any_encoding(source, tmp_path):
+    header = source.path.parent / "answer.h"
+    header.write_bytes(b"/* caf\xe9 */\n" + header.read_bytes())
+    assert answer(build("answer", [source], tmp_path / "cache")) == 42
+
+
+@needs_compiler
+def test_what_lies_in_the_way_is_removed(source, tmp_path):
+    cache = tmp_path / "cache"
+    path = build("answer", [source], cache)
+    for place in (path, path.with_suffix(".json")):
+        place.unlink()
+        (place / "full").mkdir(parents=True)
+        (cache / "answer.building").write_text("")
+        assert build("answer", [source], cache) == path
+        assert answer(path) == 42
+    assert len(list(cache.iterdir())) == 3
+
+
+@needs_compiler
+def test_a_lock_that_cannot_be_taken_is_named(source, tmp_path):
+    (tmp_path / "cache" / "answer.lock").mkdir(parents=True)
+    with pytest.raises(BuildError, match=r"\(Is a directory: .*answer\.lock\)"):
+        build("answer", [source], tmp_path / "cache")
+
+
+needs_users = pytest.mark.skipif(not hasattr(os, "getuid"), reason="no user ids here")
+
+
+@needs_compiler
+@needs_users
 def test_a_strangers_folder_is_refused(source, tmp_path, monkeypatch):
     owner = tmp_path.stat().st_uid
     if owner == 0:
-        pytest.skip("root's folders are trusted by everybody")
+        owner = 12345
+        os.chown(tmp_path, owner, -1)
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     with pytest.raises(BuildError, match="belongs to another user"):
         build("answer", [source], tmp_path)
+
+
+@needs_compiler
+@needs_users
+def test_what_is_made_is_not_open_to_others(source, tmp_path):
+    before = os.umask(0)
+    try:
+        path = build("answer", [source], tmp_path / "cache" / "native")
+    finally:
+        os.umask(before)
+    made = [path, path.with_suffix(".json"), path.parent, path.parent.parent]
+    assert [mode(one) & 0o022 for one in made] == [0] * 4
+
+
+@needs_compiler
+@needs_users
+def test_a_folder_of_ours_is_closed_to_others(source, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    path = build("answer", [source], cache)
+    monkeypatch.setattr(builder, "_compile", lambda *a: pytest.fail("built"))
+    cache.chmod(0o2775)
+    assert build("answer", [source], cache) == path
+    assert mode(cache) == 0o2755
+    cache.chmod(0o1777)
+    assert build("answer", [source], cache) == path
+    assert mode(cache) == 0o1777
+
+
+@needs_compiler
+@needs_users
+@pytest.mark.parametrize("there", [0o775, 0o757])
+def test_a_folder_that_stays_open_to_others_is_refused(source, tmp_path, monkeypatch, there):
+    cache = tmp_path / "cache"
+    build("answer", [source], cache)
+    cache.chmod(there)
+    monkeypatch.setattr(os, "chmod", lambda *a, **more: None)  # as some disks take it
+    for path in (os.environ["PATH"], str(tmp_path)):
+        monkeypatch.setenv("PATH", path)
+        with pytest.raises(BuildError, match=rf"cache .*mode 0{there:o}.*chmod go-w.*LEZERO_CACHE"):
+            build("answer", [source], cache)
+
+
+def a_strangers(path):
+    if os.getuid():
+        pytest.skip("only root gives files away")
+    os.chown(path, 12345, -1)
+
+
+def opened(path):
+    path.chmod(mode(path) | stat.S_IWGRP)
+
+
+def linked(path):
+    path.rename(path.parent.parent / path.name)
+    path.symlink_to(path.parent.parent / path.name)
+
+
+@needs_compiler
+@needs_users
+@pytest.mark.parametrize("kind", [".so", ".json"])
+@pytest.mark.parametrize("change", [a_strangers, opened, linked])
+def test_a_file_that_others_can_have_written_is_not_loaded(
+    source, tmp_path, monkeypatch, change, kind
+):
+    """Whoever writes both can make the note fit."""
+    cache = tmp_path / "cache"
+    path = build("answer", [source], cache)
+    whole = path.read_bytes()
+    path.write_bytes(b"foreign")
+    note = json.loads(path.with_suffix(".json").read_bytes())
+    note["sha256"] = builder._hash(b"foreign")
+    path.with_suffix(".json").write_text(json.dumps(note))
+    change(path.with_suffix(kind))
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(BuildError, match="no C compiler found"):
+            build("answer", [source], cache)
+    assert build("answer", [source], cache).read_bytes() == whole
+    assert build("answer", [source], cache).stat().st_uid == os.getuid()
+
+
+@needs_compiler
+@needs_users
+def test_a_lock_that_is_a_link_spoils_nothing(source, tmp_path):
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    (tmp_path / "mine").write_text("kept")
+    (cache / "answer.lock").symlink_to(tmp_path / "mine")
+    build("answer", [source], cache)
+    assert (tmp_path / "mine").read_text() == "kept"
 
 
 def test_bytes_are_made_once_for_each_origin(tmp_path, monkeypatch):

@@ -32,15 +32,19 @@ def attention(
 
     Scores, softmax and sums are fp32. The output is (B, H, M, E) over memory of (B, M, H, E), so
     that `.transpose(1, 2).flatten(2)` copies nothing. Differentiable once. Raises `ConfigError`
-    for other shapes and mixed dtypes. Where the native kernel does not serve, the formula itself
-    runs: slow, and it keeps all scores; `scaled_dot_product_attention` chooses better.
+    for other shapes, mixed dtypes and mixed devices. Where the native kernel does not serve, the
+    formula itself runs: slow, and it keeps all scores; `scaled_dot_product_attention` chooses
+    better.
     """
     q, k, v = q_BHME, k_BGNE, v_BGNE
-    if not (shapes_fit(q, k, v) and q.dtype == k.dtype == v.dtype):
+    alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
+    if not (alike and shapes_fit(q, k, v)):
+        given = zip("qkv", (q, k, v), strict=True)
         raise ConfigError(
             "attention: got "
-            + ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (q, k, v))
-            + "; allowed is (B, H, M, E), (B, G, N, E) twice, H a multiple of G, one dtype"
+            + ", ".join(f"{name} {x.dtype} {tuple(x.shape)} on {x.device}" for name, x in given)
+            + "; allowed is (B, H, M, E), (B, G, N, E) twice, H a multiple of G, one dtype and "
+            "one device"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale
     return torch.ops.lezero.attention(q, k, v, causal, scale)[0]

@@ -29,7 +29,8 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Summed cross-entropy in nats of `logits_NV` against `targets_N`, in which -100 is ignored.
 
     Targets are int64 or int32. Returns a scalar in fp32 (fp64 for fp64 logits). Raises
-    `ConfigError` for other shapes and types and, on the CPU, for a target outside the vocabulary.
+    `ConfigError` for other shapes and types, for two devices and, on the CPU, for a target outside
+    the vocabulary.
     """
     if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
         raise ConfigError(
@@ -40,6 +41,11 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         raise ConfigError(
             f"targets: got a tensor of {targets_N.dtype}, allowed are token ids in torch.int64 or "
             "torch.int32: give targets.long()"
+        )
+    if targets_N.device != logits_NV.device:
+        raise ConfigError(
+            f"cross_entropy_sum: targets is on {targets_N.device} and logits on "
+            f"{logits_NV.device}; allowed is one device for both"
         )
     return torch.ops.lezero.cross_entropy_sum(logits_NV, targets_N)[0]
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lezero.ops.linear.checks import check_packed
 from lezero.ops.linear.layout import Packed
-from lezero.ops.linear.op import check_packed
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

@@ -36,6 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
+from lezero.ops.linear.checks import check_devices
 from lezero.ops.linear.derivatives import differentiate
 
 _library = torch.library.Library("lezero", "FRAGMENT")
@@ -65,9 +66,11 @@ def conv_int8(
     `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
     `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. With two
     dims, y lies channels last in memory. A sample with a NaN or an infinity gives NaN.
-    Differentiable in x and bias, as if x had not been rounded. Raises `ConfigError` for shapes and
-    dtypes that do not fit.
+    Differentiable in x and bias, as if x had not been rounded. Raises `ConfigError` for shapes,
+    dtypes and devices that do not fit.
     """
+    given = {"weight": weight, "scale": scale, "bias": bias, "x_scale": x_scale, "x_zero": x_zero}
+    check_devices("conv_int8", x=x, **given)
     dims = weight.dim() - 2
     shapes = x.dim() == weight.dim() and tuple(scale.shape) == weight.shape[:1] and dims in (1, 2)
     places = all(len(numbers) == dims for numbers in (stride, padding, dilation))

@@ -20,6 +20,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.core.log import logger
 from lezero.ops.linear import reference
+from lezero.ops.linear.checks import check_bias, check_devices
 from lezero.ops.linear.derivatives import bias_grad, differentiate
 from lezero.ops.linear.op import FLOATS
 from lezero.ops.quantize.tokens import fp8_tokens
@@ -36,9 +37,10 @@ def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = No
 
     `codes` (N, K), float8_e4m3fn, and `scale` (N, 1), fp32, are those of `quantize(weight,
     Grid("fp8"))`. A token with a NaN or an infinity has outputs that are NaN. Raises `ConfigError`
-    for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had not been
-    rounded.
+    for shapes, dtypes and devices that do not fit. Differentiable in x and bias, as if x had not
+    been rounded.
     """
+    check_devices("linear_fp8", x=x, codes=codes, scale=scale, bias=bias)
     if codes.dtype != torch.float8_e4m3fn or codes.dim() != 2 or not codes.is_contiguous():
         raise ConfigError(
             f"linear_fp8: codes are {codes.dtype} {tuple(codes.shape)}; allowed are contiguous "
@@ -54,10 +56,7 @@ def linear_fp8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = No
         raise ConfigError(
             f"linear_fp8: scale is {scale.dtype} {tuple(scale.shape)}; allowed is fp32 ({N}, 1)"
         )
-    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
-        raise ConfigError(
-            f"linear_fp8: bias is {bias.dtype} {tuple(bias.shape)}; allowed: floats ({N},)"
-        )
+    check_bias("linear_fp8", bias, N)
     found: Tensor = torch.ops.lezero.linear_fp8(x, codes, scale, bias)
     return found
 

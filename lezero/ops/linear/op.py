@@ -12,18 +12,10 @@ from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import accelerator, native, reference
+from lezero.ops.linear.checks import check_bias, check_devices, check_packed, check_weight
 from lezero.ops.linear.derivatives import bias_grad, differentiate
 from lezero.ops.linear.direct import unseen
-from lezero.ops.linear.layout import (
-    BITS,
-    PANEL,
-    SCALE_DTYPES,
-    Packed,
-    in_rows,
-    padded_inputs,
-    unpack_bf16,
-)
-from lezero.ops.linear.rows import width
+from lezero.ops.linear.layout import PANEL, Packed, in_rows, padded_inputs, unpack_bf16
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("linear_bf16(Tensor x, Tensor weight, Tensor? bias, SymInt out_features) -> Tensor")
@@ -48,12 +40,14 @@ def linear_bf16(
 ) -> Tensor:
     """x wᵀ + bias for a weight of `pack_bf16`, summed in fp32: (…, K) → (…, N) in x's dtype.
 
-    Raises `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias. Of
-    K only ⌈K / 32⌉ is known here: other widths pass as in `linear_int`, with 0 for padding.
+    Raises `ConfigError` for shapes, dtypes and devices that do not fit. Differentiable in x and
+    bias. Of K only ⌈K / 32⌉ is known here: other widths pass as in `linear_int`, with 0 for
+    padding.
     """
+    check_devices("linear_bf16", x=x, weight=weight, bias=bias)
+    check_weight("linear_bf16", weight, torch.bfloat16, 2, out_features)
     _check_x("linear_bf16", x, weight.shape[1] * 2, 32)
-    _check_weight("linear_bf16", weight, torch.bfloat16, 2, out_features)
-    _check_bias("linear_bf16", bias, out_features)
+    check_bias("linear_bf16", bias, out_features)
     return torch.ops.lezero.linear_bf16(x, weight, bias, out_features)
 
 
@@ -79,8 +73,8 @@ def linear_int(
     as many of its inputs share a scale: 32, 64 or 128, which divides the group. `may_round`:
     many tokens in bf16 may be multiplied as they are, with the weight rounded to bf16, where this
     is faster: with AMX, as `linear_rounded` does; how many are enough depends on the form. Raises
-    `ConfigError` for shapes and dtypes that do not fit. Differentiable in x and bias, as if x had
-    not been rounded.
+    `ConfigError` for shapes, dtypes and devices that do not fit. Differentiable in x and bias, as
+    if x had not been rounded.
 
     K itself is not known here: any x passes of whose width `pack` makes a weight of this shape
     (the same ⌈K / 64⌉; in rows the same `rows.width`) with as many groups. A narrower x than K is
@@ -111,9 +105,10 @@ def _check_int(
     x_bits: int,
     x_block: int,
 ) -> None:
+    check_devices("linear_int", x=x, **packed._asdict(), bias=bias, x_scale=x_scale)
     check_packed("linear_int", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
     _check_x("linear_int", x, padded_inputs(packed, bits), 512 if in_rows(packed) else 64)
-    _check_bias("linear_int", bias, out_features)
+    check_bias("linear_int", bias, out_features)
     given = x_scale is not None
     of_token = x_bits == 8 and not x_block
     if x_bits not in (8, 16) or (x_block and x_bits == 16) or (given and not of_token):
@@ -139,9 +134,10 @@ def linear_rounded(
     `linear_bf16` of the dequantized weight. With AMX only, where it suits many tokens; elsewhere a
     `ConfigError`. Not differentiable.
     """
+    check_devices("linear_rounded", x=x, **packed._asdict(), bias=bias)
     check_packed("linear_rounded", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)
     _check_x("linear_rounded", x, padded_inputs(packed, bits), 64)
-    _check_bias("linear_rounded", bias, out_features)
+    check_bias("linear_rounded", bias, out_features)
     if not _on_kernel(x) or native.kernel_name() != "amx" or in_rows(packed):
         raise ConfigError("linear_rounded: it needs a CPU with AMX, and a weight in panels")
     if x.dtype != torch.bfloat16:
@@ -172,38 +168,11 @@ def embedding_int(
             f"embedding_int: ids are {ids.dtype}, dtype is {dtype}; allowed: int64 or int32 ids, "
             "fp32, bf16 or fp16"
         )
-    held = packed.weight.shape[0] * (1 if in_rows(packed) else PANEL)
+    check_devices("embedding_int", ids=ids, **packed._asdict())
+    held = packed.weight.shape[:1].numel() * (1 if in_rows(packed) else PANEL)
     rows = held if rows is None else rows
     check_packed("embedding_int", packed, in_features, rows, bits, group)
     return torch.ops.lezero.embedding_int(ids, *packed, in_features, bits, group, dtype, rows)
-
-
-def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: int) -> None:
-    """Raises `ConfigError` where the tensors are not a weight of N × K."""
-    weight, scale, zero = packed
-    if bits not in BITS or group < 0 or group % 32:
-        raise ConfigError(f"{what}: {bits} bits, group {group}; bits are 4 or 8, groups of 32 · n")
-    groups = -(-K // group) if group else 1
-    shape: tuple[int, ...]
-    if in_rows(packed):
-        _check_rows(what, weight, K, N, bits, group)
-        shape = (N, groups)
-    else:
-        _check_weight(what, weight, torch.uint8, 4, N)
-        shape = (weight.shape[0], groups, PANEL)
-    for name, x in (("scale", scale), ("zero", zero)):
-        fits = x is None or (
-            tuple(x.shape) == shape
-            and x.is_contiguous()
-            and x.dtype in SCALE_DTYPES
-            and x.dtype == scale.dtype
-        )
-        if not fits:
-            assert x is not None
-            raise ConfigError(
-                f"{what}: {name} is {x.dtype} {tuple(x.shape)}; for {N} × {K} in groups of "
-                f"{group or K} it is {shape}, contiguous, fp32, fp16 or bf16"
-            )
 
 
 def _check_x(what: str, x: Tensor, padded: int, depth: int) -> None:
@@ -212,31 +181,6 @@ def _check_x(what: str, x: Tensor, padded: int, depth: int) -> None:
         raise ConfigError(
             f"{what}: x is {x.dtype} {tuple(x.shape)}; allowed are fp32, bf16 and fp16 of (…, K), "
             f"K of the weight at most {padded}, and at most {MOST_INPUTS}"
-        )
-
-
-def _check_weight(what: str, w: Tensor, dtype: torch.dtype, together: int, N: int) -> None:
-    fits = w.dim() == 4 and w.shape[2:] == (PANEL, together) and w.is_contiguous()
-    if w.dtype != dtype or not fits or not (w.shape[0] - 1) * PANEL < N <= w.shape[0] * PANEL:
-        raise ConfigError(
-            f"{what}: the weight is {w.dtype} {tuple(w.shape)} for {N} outputs; allowed is what "
-            "pack gave for them, contiguous"
-        )
-
-
-def _check_rows(what: str, w: Tensor, K: int, N: int, bits: int, group: int) -> None:
-    dtype, shape = torch.int8 if bits == 8 else torch.int32, (N, width(K, bits, group))
-    if w.dtype != dtype or tuple(w.shape) != shape or not w.is_contiguous():
-        raise ConfigError(
-            f"{what}: the weight is {w.dtype} {tuple(w.shape)} for {N} × {K}; in rows it is "
-            f"{dtype} {shape}, contiguous"
-        )
-
-
-def _check_bias(what: str, bias: Tensor | None, N: int) -> None:
-    if bias is not None and (tuple(bias.shape) != (N,) or not bias.is_floating_point()):
-        raise ConfigError(
-            f"{what}: bias is {bias.dtype} {tuple(bias.shape)}; allowed: floats ({N},)"
         )
 
 
