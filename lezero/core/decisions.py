@@ -154,7 +154,7 @@ def _measured(
         failed = "; ".join(f"{n}: {f.get('failed')}" for n, f in figures.items())
         return Decision(topic, "", figures, unit, failed, step=step)
     best = min(works, key=lambda name: works[name])  # type: ignore[arg-type,return-value]
-    reason = why or f"smallest measured {unit}"
+    reason = why or "the smallest figure measured"
     if keep in works and best != keep and works[best] > (1 - margin) * works[keep]:  # type: ignore[operator]
-        best, reason = keep, f"nothing beats '{keep}' by {margin:.0%}; {reason}"
+        best, reason = keep, f"nothing beats '{keep}' by {margin:.0%}{why and f'; {why}'}"
     return Decision(topic, best, figures, unit, reason, step=step)

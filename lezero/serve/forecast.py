@@ -92,6 +92,7 @@ class Forecast:
         ends = self.context - 1
         full = self.full_decode_tokens_s, self.decode_tokens_s
         behind = _slower(f"; behind {ends:,} tokens {{}}", *full)
+        request = f" for one request{guesses}{behind}"
         full = self.full_prefill_tokens_s, self.prefill_tokens_s
         whole = _slower(f"; of {ends:,} at once {{}}", *full)
         if not self.invariant:
@@ -105,8 +106,8 @@ class Forecast:
             f"workspace   {size(self.workspace_bytes)}",
             *draft,
             *([beside] if self.beside_bytes else []),
-            f"decode      at most {_speed(self.decode_tokens_s)} for one request{guesses}{behind}",
-            f"prefill     at most {_speed(self.prefill_tokens_s)}{whole}",
+            f"decode      {_at_most(self.decode_tokens_s, request)}",
+            f"prefill     {_at_most(self.prefill_tokens_s, whole)}",
             *slow,
         ]
 
@@ -302,9 +303,13 @@ def _free(program: Program) -> int:
     return memory().available if program.place.type == "cpu" else device.memory_free(program.place)
 
 
-def _speed(found: float | None) -> str:
+def _at_most(found: float | None, what: str) -> str:
     if found is None:
-        return "a speed not known (lz doctor measures)"
+        return "not known; lz doctor measures how fast this machine can be"
+    return f"at most {_speed(found)}{what}"
+
+
+def _speed(found: float) -> str:
     return f"{_number(found)} tokens/s"
 
 

@@ -278,7 +278,7 @@ class LLM:
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of `prompt_of`, with no start tokens but those that the template writes."""
-        return self._coder().encode_chat(_sound(self.prompt_of(messages)))
+        return self._coder().encode_chat(_sound(self.prompt_of(messages), "messages"))
 
     def prompt_of(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant, by its chat template."""

@@ -23,6 +23,7 @@ def test_the_smallest_figure_wins_and_what_fails_is_listed_and_never_chosen() ->
     given = {"slow": lambda: 2.0, "broken": fails, "fast": lambda: 1.0}
     assert made.choose("form", given) == "fast"
     record = made.records["form"]
+    assert record.reason == "the smallest figure measured"
     assert record.candidates["slow"] == {"s": 2.0}
     assert record.candidates["broken"] == {"s": None, "failed": "no compiler"}
     with pytest.raises(ConfigError, match=r"form: no candidate works .* broken: no compiler"):

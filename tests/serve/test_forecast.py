@@ -77,6 +77,9 @@ def test_ceilings_of_another_device_say_nothing(
     assert llm.forecast.decode_tokens_s is not None
     monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 0))
     assert (llm.forecast.decode_tokens_s, llm.forecast.prefill_tokens_s) == (None, None)
+    words = "not known; lz doctor measures how fast this machine can be"
+    told = [x for x in llm.forecast.lines() if x.startswith(("decode", "prefill"))]
+    assert told == [f"decode      {words}", f"prefill     {words}"]
 
 
 def test_the_cache_is_within_what_the_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:

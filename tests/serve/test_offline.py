@@ -58,18 +58,20 @@ def test_a_bad_line_is_told_and_harms_no_other():
         '{"prompt": "a", "max_tokens": 100000}',
         '{"messages": [{"role": "user"}]}',
         "[" * 100_000,
+        r'{"messages": [{"role": "user", "content": "half \ud800"}]}',
     ]
     good = '{"messages": [{"role": "user", "content": "hi"}]}'
     llm = engine()
     found = list(answer_lines(llm, [good, *bad, good], GREEDY))
-    assert [number for number, answer in enumerate(found) if "error" not in answer] == [0, 11]
-    assert found[0]["text"] == found[11]["text"]
-    assert [answer["error"].split(":")[0] for answer in found[1:11]] == [
-        f"line {number}" for number in range(2, 12)
+    assert [number for number, answer in enumerate(found) if "error" not in answer] == [0, 12]
+    assert found[0]["text"] == found[12]["text"]
+    assert [answer["error"].split(":")[0] for answer in found[1:12]] == [
+        f"line {number}" for number in range(2, 13)
     ]
     assert found[1]["error"].startswith("line 2: is no JSON")
     assert "line 8: temperatur: unknown key; did you mean 'temperature'" in found[7]["error"]
     assert "max_tokens" in found[8]["error"]
+    assert found[11]["error"].startswith("line 12: messages: holds half of a surrogate pair")
     assert llm.engine.pool.used_count == 0
 
 

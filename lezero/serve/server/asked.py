@@ -51,16 +51,14 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _MOST_PROMPTS = 256
 _LAST = 1000
-_TEXT_TOKENS = 16
-"""New tokens of a text completion where the client does not say, as with OpenAI."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """One HTTP request for answers: n to each prompt, or n to the messages.
 
-    max_tokens: None is as many as fit. priority: 0, or more to let others go first; nobody can push
-    ahead of those that do not ask.
+    max_tokens: None is as many as are usual and fit. priority: 0, or more to let others go first;
+    nobody can push ahead of those that do not ask.
     """
 
     form: Form
@@ -85,8 +83,6 @@ def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
     _check_names(form, given)
     check_model(given, model)
     most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
-    if most is None and form == "text":
-        most = _TEXT_TOKENS
     stream = truth(given, "stream")
     return Asked(
         form,
@@ -162,7 +158,8 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise wrong(where, "is no object with role and content")
         for name in message:
-            if name not in ("role", "content", "name", "refusal") and message[name] is not None:
+            asks = message[name] not in (None, [])
+            if asks and name not in ("role", "content", "name", "refusal"):
                 raise wrong(f"{where}.{name}", "not supported by this server")
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:

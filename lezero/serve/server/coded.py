@@ -20,6 +20,8 @@ from lezero.serve.server.problem import Problem, refused
 
 _VAST = 1 << 17
 """Letters or tokens."""
+_TEXT_TOKENS = 16
+"""New tokens of a text completion at most where the client does not say, as with OpenAI."""
 _MESSAGE = 16
 """Letters that a message counts for beyond its own: the template's words around it."""
 
@@ -82,6 +84,7 @@ class Encoder:
             most = asked.max_tokens
             if most is None:
                 most = max(1, self._llm.room - len(tokens))
+                most = most if asked.form == "chat" else min(most, _TEXT_TOKENS)
             params = asked.params.model_copy(update={"max_tokens": most, "seed": _seed(asked)})
             for sample in range(asked.n):
                 request = self._llm.request(tokens, params, sample, asked.priority)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from lezero.serve.embed import Passages
 from lezero.serve.engine import Engine
+from lezero.serve.server.metrics import Metrics
 
 Outcome = list[list[float]] | Exception
 
@@ -36,8 +37,8 @@ class Embedder:
     """Works in the engine's thread. Clients take turns, and so do they and answers that run: one
     that gave its room to a text draws a token before the next text takes it."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
         self._waiting: deque[Embedding] = deque()
         self.running = 0
         """Clients whose texts have begun and not ended."""
@@ -65,7 +66,9 @@ class Embedder:
     def step(self) -> Exception | None:
         """One pass for the client whose turn it is; what the engine raised, if it did."""
         asked = self._waiting.popleft()
-        self.running += not asked.begun
+        if not asked.begun:
+            self.running += 1
+            self._metrics.tokens_embedded += sum(map(len, asked.prompts))
         asked.begun = True
         try:
             ended = self._advance(asked)

@@ -7,6 +7,7 @@ names, and otherwise the question's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.module import InferModule, Row
-from lezero.serve.server.asked import check_model, wrong
+from lezero.serve.server.asked import check_model, shown, wrong
 from lezero.serve.server.exchange import JSON, as_json_in_parts, parse
 from lezero.serve.server.problem import Problem
 
@@ -113,12 +114,22 @@ def _from_json(data: Mapping[str, Any], model: InferModule, own: str) -> dict[st
     check_model(data, own)
     inputs = data.get("inputs")
     if not isinstance(inputs, dict):
-        inputs = {} if inputs is None else {next(iter(model.example)): inputs}
+        inputs = {} if inputs is None else {_only(model, inputs): inputs}
     return {
         name: _tensor(value, model.example[name].dtype, name)
         for name, value in inputs.items()
         if name in model.example or _unknown(name, model)
     }
+
+
+def _only(model: InferModule, given: Any) -> str:
+    """The name of the one input, which need not be written."""
+    first, *others = model.example
+    if others:
+        kind = {list: "a list", int: "a number", float: "a number"}.get(type(given))
+        problem = f"got {kind or _NAMES[type(given)]}, needed is an object with {first}, "
+        raise Problem(400, f"inputs: {problem}{', '.join(others)}", param="inputs")
+    return first
 
 
 def _unknown(name: str, model: InferModule) -> bool:
@@ -137,20 +148,25 @@ def _tensor(value: Any, dtype: torch.dtype, name: str) -> Tensor:
     if other:
         given = " and ".join(sorted(_NAMES[kind] for kind in other))
         raise Problem(400, f"inputs.{name}: got {given}, allowed are {allowed}", param="inputs")
-    beyond = Problem(400, f"inputs.{name}: got others, allowed are {allowed}", param="inputs")
+
+    def beyond(x: float) -> Problem:
+        given = "a number beyond those of float64" if abs(x) == math.inf else shown(x)
+        return Problem(400, f"inputs.{name}: got {given}, allowed are {allowed}", param="inputs")
+
     if dtype in _WHOLE and numbers:
         limits = torch.iinfo(dtype)
-        if min(numbers) < limits.min or max(numbers) > limits.max:
-            raise beyond
+        for x in (min(numbers), max(numbers)):
+            if not limits.min <= x <= limits.max:
+                raise beyond(x)
     floats = dtype.is_floating_point
     try:
         wide = torch.tensor(numbers, dtype=torch.float64 if floats else dtype).reshape(shape)
     except OverflowError:  # a whole number beyond float64
-        raise beyond from None
+        raise beyond(max(numbers, key=abs)) from None
     made = wide.to(dtype)
     # Of 8 bits, torch takes the largest number for one beyond it, and has few operations.
     if floats and not bool((made.double().isfinite() & (wide.abs() <= _nearest_most(dtype))).all()):
-        raise beyond
+        raise beyond(max(numbers, key=abs))
     return made
 
 

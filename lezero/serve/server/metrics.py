@@ -49,8 +49,9 @@ class Metrics:
         self.ended: Counter[str] = Counter()
         """Requests of the engine, by the reason why they ended."""
         self.tokens_asked = 0
-        """Of prompts that are answered."""
+        """Of prompts whose answers have begun."""
         self.tokens_embedded = 0
+        """Of texts whose embedding has begun."""
         self.tokens_cached = 0
         """Of `tokens_asked`, those that were found in the cache."""
         self.tokens_out = 0

@@ -89,7 +89,7 @@ class Worker:
         self._jobs: dict[Request, _Job] = {}
         self._out: list[tuple[Events, Event]] = []
         self._urgent, self._sent_s = False, 0.0
-        self._embedder = Embedder(llm.engine)
+        self._embedder = Embedder(llm.engine, metrics)
         self._stopping = False
         self._took_s = 1.0
         self._step_began: float | None = None
@@ -216,7 +216,6 @@ class Worker:
             asked.told(EngineError(_ENDS, ended=self._stopping))
         else:
             self._embedder.add(asked)
-            self.metrics.tokens_embedded += sum(map(len, asked.prompts))
 
     def _embed(self) -> None:
         self._step_began = time.monotonic()
@@ -240,7 +239,6 @@ class Worker:
                 self._end(job, Event(job.index, reason="error", refused=error))
             else:
                 self._jobs[job.request] = job
-                self.metrics.tokens_asked += len(job.request.prompt)
 
     def _cancel(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -336,6 +334,7 @@ class Worker:
         if job.last_s is None:
             self._urgent = True
             metrics.first_token_s.add(now - (request.arrived_s or now))
+            metrics.tokens_asked += len(request.prompt)
             metrics.tokens_cached += request.cached
         else:
             metrics.between_tokens_s.add((now - job.last_s) / count, count)

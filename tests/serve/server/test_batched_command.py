@@ -52,7 +52,10 @@ def test_the_command_serves_and_ends_with_status_0(which: str, folder: Path) -> 
     told = "".join(lines)
     assert re.search(r"forecast .* usual requests a second of the model alone, HTTP aside", told)
     assert "batching" in told
-    assert ("weights" in told) == (which == "encoder")
+    measured = re.search(
+        r"weights +(fp32|bf16|int8): the fastest measured \(fp32 [\d.]+ ms; ", told
+    )
+    assert (measured is not None) == ("weights" in told) == (which == "encoder")
     assert "1 requests, 1 items" in rest
     assert "99% of the last within" in rest
 

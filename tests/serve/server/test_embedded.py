@@ -133,6 +133,10 @@ def test_embeddings_are_counted_among_prompts_and_while_they_run() -> None:
         until(lambda: client.server.worker.active == 3)
         found = numbers(client)
         assert (found["requests_running"], found["requests_waiting"]) == (1, 2)
+        leaves = client.begin({"input": [[5] * 9]}, "/v1/embeddings")
+        until(lambda: client.server.worker.active == 4)
+        leaves.close()
+        until(lambda: client.server.worker.active == 3)
         gate.set()
         for thread in threads:
             thread.join(20)

@@ -9,6 +9,7 @@ import pytest
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.embedder import Embedder, Embedding, EngineError
+from lezero.serve.server.metrics import Metrics
 from tests.serve.models import prompts, small
 
 LONG = [number % 97 for number in range(1500)]
@@ -43,7 +44,7 @@ def test_a_step_is_one_pass_and_a_short_text_does_not_wait_for_a_long_one(
     expected = llm.embed([LONG]), llm.embed([SHORT, SHORT])
     passes, states = [], llm.program.states
     monkeypatch.setattr(llm.program, "states", lambda fed: passes.append(fed) or states(fed))
-    embedder = Embedder(llm.engine)
+    embedder = Embedder(llm.engine, Metrics())
     _, told = added(embedder, [LONG], [SHORT, SHORT])
     steps = 0
     while embedder.busy:
@@ -65,7 +66,7 @@ def test_texts_that_take_all_room_and_answers_end_and_are_the_same_as_alone(bloc
     for request in requests:
         llm.engine.add(request)
     llm.engine.step()
-    embedder = Embedder(llm.engine)
+    embedder = Embedder(llm.engine, Metrics())
     _, told = added(embedder, [LONG], [SHORT], [LONG, SHORT])
     while embedder.busy or llm.engine.busy:
         llm.engine.step()
@@ -82,7 +83,7 @@ def test_texts_without_end_do_not_starve_an_answer() -> None:
     prompt = LONG[:600]  # takes several steps before its first token
     plain = engine_for().generate([prompt], PARAMS.model_copy(update={"max_tokens": 3}))
     request = llm.request(prompt, PARAMS.model_copy(update={"max_tokens": 3}))
-    embedder = Embedder(llm.engine)
+    embedder = Embedder(llm.engine, Metrics())
     embedded = 0
 
     def again(outcome: Any) -> None:
@@ -106,7 +107,7 @@ def test_texts_without_end_do_not_starve_an_answer() -> None:
 @pytest.mark.parametrize("drops", [True, False])
 def test_a_text_that_is_given_up_midway_leaves_nothing(drops: bool) -> None:
     llm = engine_for()
-    embedder = Embedder(llm.engine)
+    embedder = Embedder(llm.engine, Metrics())
     (asked,), told = added(embedder, [LONG])
     embedder.step()
     assert llm.engine.pool.used_count > 0
@@ -121,7 +122,7 @@ def test_a_text_that_is_given_up_midway_leaves_nothing(drops: bool) -> None:
 
 def test_who_runs_is_counted_until_his_end(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine_for()
-    embedder = Embedder(llm.engine)
+    embedder = Embedder(llm.engine, Metrics())
     (first, *_), told = added(embedder, [LONG], [SHORT], [LONG])
     assert embedder.running == 0
     embedder.step()

@@ -21,6 +21,11 @@ from lezero.serve.server.inference import (
 from lezero.serve.server.problem import Problem
 
 
+class Sum(torch.nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a + b
+
+
 class Same(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -59,15 +64,23 @@ def test_numbers_that_a_type_has_are_taken(dtype: torch.dtype, value: list[Any])
     ("dtype", "value", "words"),
     [
         (torch.float32, [1, True, 3], "got true or false, allowed are numbers of float32"),
-        (torch.float32, [1e39, 1, 1], "allowed are numbers of float32, to ±3.40282e+38"),
-        (torch.float64, [10**400, 1, 1], "allowed are numbers of float64"),
-        (torch.float8_e4m3fn, [1000, 1, 1], "to ±448"),
+        (torch.float32, [1e39, 1, 1], "got 1e+39, allowed are numbers of float32, to ±3.4028"),
+        (torch.float64, [10**400, 1, 1], "got a number of more than 30 digits, allowed are"),
+        (
+            torch.float8_e4m3fn,
+            [1, -1000, 1],
+            "got -1000, allowed are numbers of float8_e4m3fn, to ±448",
+        ),
         (torch.float32, [None, "a", {}], "got an object and null and text"),
         (torch.int64, [1, True, 3], "got true or false, allowed are whole numbers of int64"),
         (torch.int64, [1.0, 2, 3], "got numbers with a fraction or exponent"),
-        (torch.int64, [2**63, 2, 3], "whole numbers of int64, -9223372036854775808 to"),
+        (
+            torch.int64,
+            [2**63, 2, 3],
+            "got 9223372036854775808, allowed are whole numbers of int64, -9",
+        ),
         (torch.uint64, [2**64, 2, 3], "whole numbers of uint64, 0 to 18446744073709551615"),
-        (torch.uint8, [-1, 2, 3], "whole numbers of uint8, 0 to 255"),
+        (torch.uint8, [-1, 2, 3], "got -1, allowed are whole numbers of uint8, 0 to 255"),
         (torch.bool, [1, 0, 1], "got numbers, allowed are true and false"),
         (torch.int64, [], r"got int64 (0,), allowed is int64 (3)"),
         (torch.int64, [[1, 2, 3], [1]], "got lists of 1 to 3 side by side"),
@@ -80,6 +93,19 @@ def test_what_is_wrong_with_a_number_is_told(dtype: torch.dtype, value: Any, wor
         read(dtype, value)
     assert words in found.value.message
     assert (found.value.status, found.value.param) == (400, "inputs")
+
+
+def test_a_number_beyond_those_of_python_is_told() -> None:
+    model = InferModule(Same(), torch.zeros(1, 3))
+    with pytest.raises(Problem, match="got a number beyond those of float64, allowed are"):
+        read_inputs(b'{"inputs": [1, -1e400, 1]}', JSON, model, "m")
+
+
+@pytest.mark.parametrize(("given", "words"), [(5, "a number"), ([1], "a list"), ("x", "text")])
+def test_of_several_inputs_each_has_its_name(given: Any, words: str) -> None:
+    model = InferModule(Sum(), {"a": torch.zeros(1, 3), "b": torch.zeros(1, 3)})
+    with pytest.raises(Problem, match=f"inputs: got {words}, needed is an object with a, b$"):
+        read_inputs(json.dumps({"inputs": given}).encode(), JSON, model, "m")
 
 
 @pytest.mark.parametrize(

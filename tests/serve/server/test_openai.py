@@ -53,6 +53,7 @@ def test_chat(client) -> None:
     assert answer.usage.prompt_tokens == len("<user>hello\n<assistant>")
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    parts[0] |= {"tool_calls": [], "annotations": [], "audio": None}
     again = client.chat.completions.create(messages=parts, **GREEDY)
     assert again.choices[0].message.content == choice.message.content
     assert again.usage.prompt_tokens_details.cached_tokens > 0
@@ -155,6 +156,10 @@ def test_logprobs(client) -> None:
         ({"messages": [{"role": "cat", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
         (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]},
+            "messages[0].tool_calls",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0]",
         ),
@@ -198,6 +203,15 @@ def test_a_chat_goes_on_to_the_end_of_the_context(client, llm) -> None:
     )
     assert answer.usage.total_tokens == llm.context
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_a_text_goes_on_for_16_tokens_or_to_the_end_of_the_context(client, llm) -> None:
+    for length, drawn in ((9, 16), (llm.context - 16, 16), (llm.context - 3, 3)):
+        answer = client.completions.create(
+            model="tiny", prompt=[5] * length, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage.completion_tokens == drawn
+        assert answer.choices[0].finish_reason == "length"
 
 
 def test_the_context_that_is_named_is_what_fits() -> None:

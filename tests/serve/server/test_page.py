@@ -18,6 +18,10 @@ from tests.serve.server.running import serving, small_llm, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
+STATES = [
+    *("connecting", "ready", "answering", "shutting down", "broken", "not reachable"),
+    *("API key needed", "API key not known", "API key not valid"),
+]
 
 
 class Names(HTMLParser):
@@ -69,7 +73,12 @@ def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
     with serving(small_llm(), name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
         browser.open(client.url, width, height)
         browser.wait("at('name').textContent === 'tiny' && at('state').textContent === 'ready'")
+        least = browser.run("at('text').clientHeight")
+        browser.run("at('text').value = 'a line\\n'.repeat(9)")
+        browser.run("at('text').dispatchEvent(new Event('input'))")
+        assert least < browser.run("at('text').clientHeight") <= 0.3 * height
         ask(browser, "hello <b>there</b>", tokens=40)
+        assert browser.run("at('text').clientHeight") == least
         browser.wait(f"{NOTES}.length === 1 && at('stop').hidden")
         assert browser.run("document.querySelectorAll('.turn').length") == 2
         assert browser.run("document.querySelectorAll('.turn b').length") == 0
@@ -83,8 +92,13 @@ def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
         browser.wait("at('speed').textContent !== '–'")
         root = "document.documentElement"
         assert browser.run(f"{root}.scrollWidth - {root}.clientWidth") == 0, "it scrolls sideways"
-        assert browser.problems == []
         browser.picture(tmp_path / f"{size}.png")
+        browser.run("at('clear').click()")
+        assert browser.run("at('log').textContent").startswith("Ask something.")
+        ask(browser, "again", tokens=2)
+        browser.wait(f"{NOTES}.length === 1 && at('stop').hidden")
+        assert "Ask something." not in browser.run("at('log').textContent")
+        assert browser.problems == []
     assert (tmp_path / f"{size}.png").stat().st_size > 5000
 
 
@@ -104,8 +118,16 @@ def test_what_cannot_be_answered_is_told_and_kept(tmp_path: Path) -> None:
             browser.run("at('temperature').value = 0.5")
             ask(browser, "too long " * 500, tokens=1)
             browser.wait("document.querySelectorAll('.turn.error').length === 1")
+            told = "[...document.querySelectorAll('.turn.error p')].pop().textContent"
+            assert browser.run(told).endswith("shorten the prompt. Clear begins a new chat.")
+            for tokens, clears in ((500, True), (512, False)):
+                browser.run("at('text').value = ''")
+                ask(browser, "how so", tokens=tokens)
+                browser.wait(f"{told}.startsWith('max_tokens: got {tokens} ') && at('stop').hidden")
+                assert ("prompt. Clear begins" in browser.run(told)) is clears, tokens
+            browser.run("at('text').value = ''")
         ask(browser, "مرحبا", tokens=3)
-        browser.wait("document.querySelectorAll('.turn.error').length === 2")
+        browser.wait("document.querySelectorAll('.turn.error').length === 4")
         last = "[...document.querySelectorAll('.turn p')].pop()"
         assert browser.run(f"{last}.textContent") == "The server cannot be reached."
         assert browser.run("at('text').value") == "مرحبا"
@@ -138,6 +160,27 @@ def test_it_tells_that_the_server_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_header_and_the_tiles_stay_as_high_as_they_are(tmp_path: Path) -> None:
+    page_alone = tmp_path / "page.html"
+    page_alone.write_bytes(page()[0])
+    tops = "['main', 'aside'].map((x) => document.querySelector(x).getBoundingClientRect().top)"
+    cut = "[...document.querySelectorAll('.tile > *')].some((x) => x.scrollWidth > x.clientWidth)"
+    about = "int4 weights in groups of 32, int8 activations in blocks, " * 2
+    with Browser(str(CHROMIUM), tmp_path) as browser:
+        for width in (320, 390, 761, 1280, 1366, 1440):
+            browser.open(page_alone.as_uri(), width, 800)
+            browser.wait("at('state').textContent === 'not reachable'")
+            found = set()
+            for number, state in enumerate(STATES):
+                browser.run(f"state({state!r}, '')")
+                browser.run(f"show('speed', {('–', '0 tok/s', '123,456 texts/s')[number % 3]!r})")
+                found.add(tuple(browser.run(tops)))
+                assert not browser.run(cut), "a label is cut off"
+                browser.run(f"show('name', 'SmolLM2-135M-Instruct.Q4_1'); show('about', {about!r})")
+            assert len(found) == 1, (width, found)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_long_name_leaves_room_on_a_small_phone(tmp_path: Path) -> None:
     name = "a-model-" * 20
     with serving(small_llm(), name=name) as client, Browser(str(CHROMIUM), tmp_path) as browser:
@@ -157,10 +200,19 @@ def test_a_browser_asks_for_the_key(tmp_path: Path, monkeypatch) -> None:
     with serving(small_llm(), name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
         browser.open(client.url, 1280, 800)
         browser.wait("!at('key-label').hidden && at('state').textContent === 'API key needed'")
+        ask(browser, "hello", tokens=5)
+        told = "[...document.querySelectorAll('.turn.error p')].pop().textContent"
+        browser.wait("document.querySelectorAll('.turn.error').length === 1")
+        assert "needs an API key. It belongs in the box below." in browser.run(told)
+        browser.run("at('key').value = 'wrong'")
+        browser.wait("at('state').textContent === 'API key not known'")
+        browser.run("at('send').click()")
+        browser.wait("document.querySelectorAll('.turn.error').length === 2")
+        assert "does not know this API key." in browser.run(told)
         browser.run("at('key').value = 'ключ'")
         browser.wait("at('state').textContent === 'API key not valid'")
         browser.run(f"at('key').value = {key!r}")
         browser.wait("at('state').textContent === 'ready'")
         ask(browser, "hello", tokens=5)
         browser.wait(f"{NOTES}.length === 1")
-        assert browser.run("document.querySelectorAll('.turn.error').length") == 0
+        assert browser.run("document.querySelectorAll('.turn.error').length") == 2

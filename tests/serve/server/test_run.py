@@ -120,6 +120,21 @@ def test_metrics() -> None:
     assert stats["first_token_s"]["p50"] > 0
 
 
+def test_a_prompt_counts_once_its_answer_has_begun() -> None:
+    asked = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with serving(small_llm(longest=8192, max_requests=1)) as client:
+        with client.begin({"prompt": "abc" * 20, **asked}):
+            until(lambda: client.ask("/stats").json["tokens_out"] > 0)
+            with client.begin({"prompt": "xyz" * 900, **asked}):
+                until(lambda: len(client.server.worker.engine.scheduler.waiting) == 1)
+            until(lambda: client.server.worker.metrics.ended["cancelled"] == 1)
+            assert client.ask("/stats").json["tokens_in"] == 60
+        assert client.complete("abc" * 20, max_tokens=1).status == 200
+        values = parse_metrics(client.ask("/metrics").body.decode())
+    assert values["lezero_prompt_tokens_total"] == 120
+    assert values["lezero_prefix_hit_tokens_total"] == 48
+
+
 def parse_metrics(text: str) -> dict[str, float]:
     """Each line as the exposition format has it."""
     values = {}
