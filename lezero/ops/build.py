@@ -18,8 +18,9 @@ of another user is refused, and so is one that others may write to, unless it is
 there they can add files, but not replace ours. A folder of our own is closed to others instead of
 refused, since where users have a group of their own (umask 002) all older ones are open to that
 group. Others may have written before that: a file that another user owns or may write to counts as
-not there, and is built again. What is made here is not open to others, whatever the umask is; they
-may read it, as an image whose root built for its users needs.
+not there, and is built again. Libraries that are made here are not open to others, whatever the
+umask is; they may read them, as an image whose root built for its users needs. Folders above this
+one are not looked at: whoever may rename what lies in them can put another folder in its place.
 """
 
 from __future__ import annotations
@@ -96,22 +97,14 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
         raise BuildError(f"cannot read the sources of {name} ({_said(error)})") from None
     try:
         try:
-            tools = compilers()
-            key = _named(made_from, tools)
-        except BuildError:  # none, or one that cannot even say its version
+            return _built(name, sources, made_from, folder)
+        except BuildError:  # no compiler, or none that works
             path = _built_before(name, made_from, folder)
             if path is None:
                 raise
             return path
-        path = folder / f"{name}-{key}.so"
-        _make(folder)
-        if _origin(path) != made_from:
-            with _lock(folder / f"{name}.lock"):
-                if _origin(path) != made_from:
-                    _build(name, sources, tools, path, made_from)
     except OSError as error:
         raise BuildError(f"cannot keep the library {name} in {folder} ({_said(error)})") from None
-    return path
 
 
 def kept(name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
@@ -133,6 +126,18 @@ def kept(name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
     except OSError as error:
         logger("ops").warning("%s is not kept for the next process: %s", name, error)
     return made
+
+
+def _built(name: str, sources: Sequence[Source], made_from: str, folder: Path) -> Path:
+    """The library of these sources by the compilers that are here."""
+    tools = compilers()
+    path = folder / f"{name}-{_named(made_from, tools)}.so"
+    _make(folder)
+    if _origin(path) != made_from:
+        with _lock(folder / f"{name}.lock"):
+            if _origin(path) != made_from:
+                _build(name, sources, tools, path, made_from)
+    return path
 
 
 def _built_before(name: str, made_from: str, folder: Path) -> Path | None:
@@ -181,8 +186,10 @@ def _origin(path: Path) -> str:
     """The digest of what a library was made from; "" unless it is there, as it was built here."""
     beside = path.with_suffix(".json")
     try:
-        if not (_written_by_us(beside) and _written_by_us(path)):
-            return ""
+        for file in (beside, path):
+            if not _written_by_us(file):
+                logger("ops").info("%s is not taken: other users may have written it", file)
+                return ""
         note = json.loads(beside.read_bytes())
         return str(note["sources"]) if note["sha256"] == _hash(path.read_bytes()) else ""
     except (OSError, ValueError, KeyError, TypeError):

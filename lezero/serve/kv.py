@@ -26,8 +26,8 @@ def settle_kv(
 
     "auto" takes int8 where a context was asked for, and `max_requests` requests of it do not fit in
     bf16: into `cache_bytes`, or where none were given, 30% of the memory that this process may use.
-    What happens to be free plays no part, so that the same call gives the same answers again. Nor
-    does a draft, whose guesses change no answer: it takes int8 by itself where both do not fit.
+    What happens to be free plays no part, so that the same call gives the same answers again. A
+    draft, whose guesses change no answer, takes int8 by itself where that is enough.
     """
     if kv != "auto":
         _keep(kv, program, draft)
@@ -37,14 +37,17 @@ def settle_kv(
     if context is None:
         return "auto takes int8 only where a context is given that does not fit in bf16"
     blocks = -(-context // program.block_size) * max_requests
-    need, both = (blocks * block_bytes(program, other) for other in (None, draft))
+
+    def need() -> int:
+        return blocks * block_bytes(program, draft)
+
     room = cache_bytes or int(SHARE * memory_limit())
-    asked = f"{max_requests} requests of {context} tokens in bf16 take {size(need)}"
+    asked = f"{max_requests} requests of {context} tokens in bf16 take {size(need())}"
     given = "cache_bytes" if cache_bytes else f"{SHARE:.0%} of the memory"
-    if need > room > 0:
-        _keep("int8", program, draft)
-    elif draft is not None and "int8" in draft.kv_forms and both > room:
+    if draft is not None and need() > room > 0 and "int8" in draft.kv_forms:
         draft.keep_kv("int8")
+    if need() > room > 0:
+        program.keep_kv("int8")
     return f"{asked}, {given} {size(room)}"
 
 

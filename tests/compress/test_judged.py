@@ -14,6 +14,7 @@ import lezero as lz
 from lezero.compress.quantize import speed, verb
 from lezero.compress.quantize.folds import near
 from lezero.compress.quantize.layer import relative_error
+from lezero.compress.quantize.modules import quantized_layers
 from tests.compress.test_quantize import difference
 
 INF, NAN = math.inf, math.nan
@@ -143,6 +144,31 @@ def test_outputs_that_are_not_finite_any_more_are_an_error(budget: float | None)
     with pytest.raises(lz.NumericsError, match="finite"):
         lz.quantize_(model, lz.Nf4(group=32), data=x, objective="size", budget=budget)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+class Masked(nn.Module):
+    """Infinities depend on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x)
+        return y.masked_fill(y < y.topk(8).values[..., -1:], -INF)
+
+
+class Fp8(Masked):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("kind", [Masked, Fp8])
+def test_infinities_that_depend_on_the_data_are_no_error(kind: Any) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    lz.quantize_(model, lz.Int4Weight(group=32), data=torch.randn(64, 64), objective="size")
+    assert len(quantized_layers(model)) == 1
 
 
 def test_what_would_not_become_smaller_stays() -> None:

@@ -27,18 +27,23 @@ def output_difference(wanted: list[Tensor], found: list[Tensor]) -> float | None
 
 
 def need_finite(wanted: list[Tensor], found: list[Tensor], report: QuantizationReport) -> None:
-    """Raises `NumericsError` for outputs that are not finite any more."""
+    """Raises `NumericsError` for outputs that are not finite any more: NaN, and infinities where a
+    tensor had none (in a mask they depend on the data)."""
     if [x.shape for x in wanted] != [x.shape for x in found]:
         return
-    pairs = zip(wanted, found, strict=True)
-    lost = sum(int((one.isfinite() & ~two.isfinite()).sum()) for one, two in pairs)
+    lost = 0
+    for one, two in zip(wanted, found, strict=True):
+        one, two = (x if x.itemsize > 1 else x.float() for x in (one, two))  # not for 8 bits
+        bad = two.isnan() if one.isinf().any() else ~two.isfinite()
+        lost += int((bad & one.isfinite()).sum())
     if lost:
         named = ", ".join(f"'{x.name}' (error {percent(x.error)})" for x in report.worst(5))
         raise NumericsError(
             f"lz.quantize_: {lost:,} of {sum(x.numel() for x in wanted):,} values of the model's "
             "outputs on the first batch are not finite once it is quantized, which they were. The "
             f"largest errors are those of {named}: leave layers out with filter=, or use more "
-            "bits; float16 may overflow where bfloat16 does not. The model is as it was"
+            "bits (float16 may overflow where bfloat16 does not), or judge by metric=. The model "
+            "is as it was"
         )
 
 
