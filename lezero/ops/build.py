@@ -95,13 +95,19 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
         made_from = _digest(sources)
     except OSError as error:
         raise BuildError(f"cannot read the sources of {name} ({_said(error)})") from None
+    starts = False
     try:
         try:
-            return _built(name, sources, made_from, folder)
-        except BuildError:  # no compiler, or none that works
+            tools = compilers()
+            key = _named(made_from, tools)
+            starts = True
+            return _built(name, sources, tools, made_from, folder / f"{name}-{key}.so")
+        except BuildError as error:  # no compiler, or none that works
             path = _built_before(name, made_from, folder)
             if path is None:
                 raise
+            if starts:
+                logger("ops").warning("%s; what was built before, of the same, serves", error)
             return path
     except OSError as error:
         raise BuildError(f"cannot keep the library {name} in {folder} ({_said(error)})") from None
@@ -128,13 +134,13 @@ def kept(name: str, made_from: str, make: Callable[[], bytes]) -> bytes:
     return made
 
 
-def _built(name: str, sources: Sequence[Source], made_from: str, folder: Path) -> Path:
-    """The library of these sources by the compilers that are here."""
-    tools = compilers()
-    path = folder / f"{name}-{_named(made_from, tools)}.so"
-    _make(folder)
+def _built(
+    name: str, sources: Sequence[Source], tools: tuple[str, str], made_from: str, path: Path
+) -> Path:
+    """The library of these sources by these compilers."""
+    _make(path.parent)
     if _origin(path) != made_from:
-        with _lock(folder / f"{name}.lock"):
+        with _lock(path.parent / f"{name}.lock"):
             if _origin(path) != made_from:
                 _build(name, sources, tools, path, made_from)
     return path

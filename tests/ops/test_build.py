@@ -170,11 +170,12 @@ def test_a_compiler_that_cannot_start_is_none(source, tmp_path, tools, text, sai
 
 
 @needs_compiler
-def test_a_compiler_that_writes_nothing_is_named(source, tmp_path, tools):
+def test_a_compiler_that_writes_nothing_is_named(source, tmp_path, tools, caplog):
     cache = tmp_path / "cache"
     path = build("answer", [source], cache)
     tools("#!/bin/sh\necho 'cc 1.0'\n")
     assert build("answer", [source], cache) == path  # what another compiler built serves
+    assert "wrote no 0.o; what was built before, of the same, serves" in caplog.text
     with pytest.raises(BuildError, match=r"tools/cc ended without an error, but wrote no 0\.o"):
         build("answer", [Source(source.path, ("-DX=1",))], cache)
 

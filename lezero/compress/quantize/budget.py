@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.layer import relative_error
-from lezero.compress.quantize.report import QuantizationReport
+from lezero.compress.quantize.report import LayerReport, QuantizationReport
 from lezero.compress.quantize.request import Request
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.report.units import number, percent
@@ -37,14 +37,17 @@ def need_finite(wanted: list[Tensor], found: list[Tensor], report: QuantizationR
         bad = two.isnan() if one.isinf().any() else ~two.isfinite()
         lost += int((bad & one.isfinite()).sum())
     if lost:
-        named = ", ".join(f"'{x.name}' (error {percent(x.error)})" for x in report.worst(5))
         raise NumericsError(
             f"lz.quantize_: {lost:,} of {sum(x.numel() for x in wanted):,} values of the model's "
             "outputs on the first batch are not finite once it is quantized, which they were. The "
-            f"largest errors are those of {named}: leave layers out with filter=, or use more "
-            "bits (float16 may overflow where bfloat16 does not), or judge by metric=. The model "
-            "is as it was"
+            f"largest errors are those of {_blamed(report.worst())}: leave layers out with "
+            "filter=, or use more bits (float16 may overflow where bfloat16 does not), or judge by "
+            "metric=. The model is as it was"
         )
+
+
+def _blamed(layers: Sequence[LayerReport]) -> str:
+    return ", ".join(f"'{layer.name}' (error {percent(layer.error)})" for layer in layers)
 
 
 def check_budget(
@@ -75,7 +78,6 @@ def check_budget(
     if after <= limit:
         return
     worst = report.worst(_TRIED)
-    named = ", ".join(f"'{x.name}' (error {percent(x.error)})" for x in worst[:5])
     remedy = "use more bits, another method, or leave layers out with filter="
     # A layer whose channels were scaled beforehand cannot come back without the layer before it.
     for count, layer in enumerate([] if rescaled else worst, 1):
@@ -97,6 +99,6 @@ def check_budget(
         why = ", since values are not finite, or not zero, that were"
     raise NumericsError(
         f"lz.quantize_: {report.metric_name} is {number(after)}{why} (before: {number(before)}), "
-        f"and budget={budget:g} allows {number(limit)}. Most of the error comes from {named}; "
-        f"{remedy}. The model is as it was"
+        f"and budget={budget:g} allows {number(limit)}. Most of the error comes from "
+        f"{_blamed(worst[:5])}; {remedy}. The model is as it was"
     )

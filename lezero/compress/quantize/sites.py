@@ -77,7 +77,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         return "linear" if _has_plain_bias(module) else None
     if type(module) is nn.Embedding:
         return "embedding" if module.max_norm is None else None
-    if isinstance(module, nn.Conv1d | nn.Conv2d) and type(module) in (nn.Conv1d, nn.Conv2d):
+    if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
         even = even_padding(module.padding, module.kernel_size, module.dilation) is not None
         plain = module.padding_mode == "zeros" and even
         return "conv" if plain and _has_plain_bias(module) else None
