@@ -170,7 +170,7 @@ def test_a_loop_that_fails_tells_those_who_wait(monkeypatch, caplog) -> None:
             raise KeyError("a bug")
 
         monkeypatch.setattr(client.server.worker, "_is_time", fails)
-        assert client.complete([1, 2], max_tokens=4).status == 500
+        assert client.complete([1, 2], max_tokens=4, ignore_eos=True).status == 500
         assert client.ask("/health").status == 503
         assert client.complete([1, 2], max_tokens=4).status == 503
     assert "the engine's loop failed" in caplog.text
