@@ -13,9 +13,12 @@ from typing import Any, Literal, TextIO
 from lezero.core.errors import ConfigError, FileError, NumericsError
 from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
+from lezero.memory.pool import give_back_free_blocks
+from lezero.serve.forecast import compared, resident_bytes
 from lezero.serve.generation_config import read_generation
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
+from lezero.serve.rehearsal import Paces
 from lezero.serve.sampling import SamplingParams
 from lezero.train.writer import TOKENS, open_writer
 
@@ -90,9 +93,9 @@ def answer_file(
     _check(source, target)
     speculate: Speculate = "off" if draft is None else "draft"
     with _opened(source, target) as (given, found):
+        before = resident_bytes()
         llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft)
-        forecast = llm.forecast
-        for line in forecast.lines():
+        for line in llm.forecast.lines():
             print(line, file=sys.stderr)
         if target is not None and target.is_file():  # a device or a pipe has nothing to empty
             with _named(target):
@@ -103,12 +106,26 @@ def answer_file(
             lines, errors = lines + 1, errors + ("error" in answer)
             tokens += answer.get("tokens", 0)
         took = time.perf_counter() - began
+        told = _compared(llm, before)
     print(
         f"{lines} answers ({errors} errors), {tokens} tokens in {took:.1f} s, "
         f"{tokens / took:,.0f} tokens/s",
         file=sys.stderr,
     )
+    for line in told:
+        print(line, file=sys.stderr)
     return errors
+
+
+def _compared(llm: LLM, before: int) -> list[str]:
+    """The memory that was taken beside the forecast's. Speeds have no counterpart in it, which is
+    of one request alone."""
+    if llm.program.place.type != "cpu":
+        return []
+    give_back_free_blocks()
+    taken, (cache_share, draft_share) = resident_bytes() - before, llm.touched
+    shares = {"cache_share": cache_share, "draft_share": draft_share}
+    return compared(llm.forecast, Paces(), Paces(), taken=taken, **shares)
 
 
 @contextmanager

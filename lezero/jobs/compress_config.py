@@ -78,11 +78,11 @@ class CompressConfig(Config):
         if isinstance(value, Scheme):
             return value
         given = {"kind": value} if isinstance(value, str) else value
-        if not isinstance(given, Mapping) or given.get("kind") not in SCHEMES:
-            found = given.get("kind") if isinstance(given, Mapping) else given
+        found = given.get("kind") if isinstance(given, Mapping) else given
+        if not isinstance(found, str) or found not in SCHEMES or not isinstance(given, Mapping):
             raise ValueError(f"kind {found!r} is none of {', '.join(SCHEMES)}")
         fields = {str(key): item for key, item in given.items() if key != "kind"}
-        return SCHEMES[given["kind"]](**fields)
+        return SCHEMES[found](**fields)
 
     @model_validator(mode="after")
     def _layout_holds(self) -> Self:

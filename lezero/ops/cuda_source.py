@@ -6,6 +6,7 @@ and no compiler on the machine. What is compiled is kept in the cache folder.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
@@ -193,7 +194,15 @@ def _nvrtc() -> ctypes.CDLL:
     found = [path for folder in folders for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
     for path in [*found, name]:  # the system's may be older
         try:
+            _load_builtins(Path(path).parent)
             return ctypes.CDLL(path)
         except OSError:
             continue
     raise RuntimeError(f"{name} is not found: neither in the system nor beside torch")
+
+
+def _load_builtins(folder: Path) -> None:
+    """NVRTC opens this library by its name as it compiles; some wheels do not say where it is."""
+    for path in sorted(folder.glob("libnvrtc-builtins.so.*")):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)

@@ -141,8 +141,8 @@ class Decoder:
 
 
 def _suits_slices(dtype: torch.dtype, one: Product) -> bool:
-    aligned = one.weight.weight.data_ptr() % 16 == 0
-    return aligned and cuda_few.suits(dtype, one.in_features, one.bits, one.group)
+    known = cuda_few.suits(dtype, one.in_features, one.bits, one.group)
+    return known and cuda_few.aligned(one.weight)
 
 
 def _outputs(normed: Any, B: int, products: Sequence[Product], eps: float) -> Tensor:
@@ -181,12 +181,12 @@ def _form(layer: Any, dtype: torch.dtype) -> tuple[Any, ...] | None:
     """What layers that are joined must have in common; None where no kernel reads it."""
     from lezero.ops.linear import triton_few
 
-    hooks = layer._forward_hooks or layer._forward_pre_hooks
     biased = getattr(layer, "bias", None) is not None
-    if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype and not hooks:
-        return 16, layer.weight.shape[1], biased
-    known = isinstance(layer, QuantizedLinear | QuantizedEmbedding) and not hooks
-    if not known or not isinstance(layer.weight, PackedWeight) or layer.weight.packed.dim() != 2:
+    if type(layer) in (nn.Linear, nn.Embedding) and layer.weight.dtype == dtype:
+        return (16, layer.weight.shape[1], biased) if layer.weight.is_contiguous() else None
+    known = isinstance(layer, QuantizedLinear | QuantizedEmbedding)
+    # Of a subclass the codes alone do not say what it multiplies: inputs in GPTQ's order, say.
+    if not known or type(layer.weight) is not PackedWeight or layer.weight.packed.dim() != 2:
         return None
     grid, group = layer.weight.grid, layer.weight.group
     if getattr(layer, "x_bits", 16) != 16 or not triton_few.suits(dtype, grid.bits, group):

@@ -105,6 +105,8 @@ def _object(text: str) -> dict[str, Any]:
         raise ConfigError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
         raise ConfigError("is nested too deep") from None
+    except ValueError:  # Python's bound for whole numbers
+        raise ConfigError("has a number of more than 4300 digits") from None
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise ConfigError('is no JSON object with either "prompt" or "messages"')
     return data

@@ -136,6 +136,7 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
             "model: was given to an LLM before, which took its weights and used it up; build or "
             "open it again"
         )
+    _refuse_own_code(model)
     place = model.norm.weight.device.type
     if quantized_layers(model) and weights in ("int8", "int4"):
         raise ConfigError(
@@ -158,6 +159,19 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
         return found
     model = _in_one_type(model, weights, place)
     return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)
+
+
+def _refuse_own_code(model: Transformer) -> None:
+    """Kernels read weights and call no module, so what a module does beside would be lost."""
+    for name, module in model.named_modules():
+        hooked = module._forward_hooks or module._forward_pre_hooks
+        known = type(module).forward.__module__.startswith(("torch.nn.", "lezero."))
+        if hooked or "forward" in vars(module) or not known:
+            what = "a hook" if hooked else "a forward of its own"
+            raise ConfigError(
+                f"model: {name or 'it'} has {what}, which the engine would not call; take it off, "
+                "or merge what it adds into the weights"
+            )
 
 
 def _unread(model: Transformer) -> str:

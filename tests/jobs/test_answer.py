@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,17 @@ def test_a_line_that_is_no_text_harms_no_other(folder: Path, tmp_path: Path) -> 
     assert "not UTF-8" in found[1]["error"]
     assert "surrogate" in found[2]["error"]
     assert "priority" in found[4]["error"]
+
+
+def test_memory_is_compared_with_the_forecast_at_the_end(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "abc"}\n' * 3)
+    assert main(["generate", str(folder), "--input", str(source), "-n", "4"]) == 0
+    *_, told, memory = capsys.readouterr().err.splitlines()
+    assert told.startswith("3 answers (0 errors), 12 tokens in")
+    assert re.match(r"memory +\S+ [KMG]iB taken; forecast \S+ MiB with the cache that was", memory)
 
 
 def test_half_a_letter_in_an_id_loses_no_answer(folder: Path, tmp_path: Path) -> None:

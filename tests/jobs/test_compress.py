@@ -97,6 +97,8 @@ def test_a_budget_that_is_not_met_writes_nothing(
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"scheme": "int5"}, "scheme: kind 'int5' is none of int8_weight"),
+    "a list of kinds": ({"scheme": {"kind": ["nf4"]}}, r"scheme: kind \['nf4'\] is none of int8_"),
+    "a list": ({"scheme": ["nf4"]}, r"scheme: kind \['nf4'\] is none of int8_weight"),
     "field": ({"scheme": {"kind": "nf4", "grup": 3}}, r"scheme.grup: unknown key; did you mean"),
     "group": ({"scheme": {"kind": "int4_weight", "group": 24}}, "scheme.group"),
     "key": ({"modle": "x"}, "did you mean 'model'"),

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from lezero.ops.linear import cuda_few
+from lezero.ops.linear import Packed, cuda_few
 
 LEAST_SHARED = 99 << 10  # bytes of a block, of the devices from capability 8.0 on
 
@@ -35,6 +35,16 @@ def test_forms() -> None:
     assert not cuda_few.suits(torch.bfloat16, 4080, 4, 64)
     assert not cuda_few.suits(torch.bfloat16, 4096, 8, 32)
     assert not cuda_few.suits(torch.bfloat16, 1 << 16, 4, 64)
+
+
+def test_parts_of_a_weight_may_begin_between_words() -> None:
+    codes, scales = torch.zeros(4, 64, dtype=torch.uint8), torch.zeros(4, 9).bfloat16()
+    assert cuda_few.aligned(Packed(codes, scales, None))
+    assert cuda_few.aligned(Packed(codes[1:], scales, scales))
+    for held in (scales[1:], scales[:, 1:]):
+        assert not cuda_few.aligned(Packed(codes, held, None))
+        assert not cuda_few.aligned(Packed(codes, scales, held))
+    assert not cuda_few.aligned(Packed(codes[:, 1:], scales, None))
 
 
 def test_shared_memory_is_enough_everywhere() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.ops import linear
 from lezero.ops.linear import Packed, reference, rows
 from lezero.serve import decoding
@@ -58,3 +59,23 @@ def test_layers_with_the_same_inputs_are_joined_where_their_forms_are_one(
     q, k = (getattr(layer.weight, "packed", layer.weight) for layer in layers[:2])
     assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
     assert torch.equal(torch.cat([layer(x) for layer in layers], 1), wanted)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_weights_whose_codes_do_not_say_all_are_left_to_their_layers() -> None:
+    """Of GPTQ's act-order inputs lie in another order than codes do; a part of a matrix has rows
+    that do not follow each other."""
+    made: Any = model(**MODELS["int4"])
+    layer = made.layers[0].self_attn.q_proj
+    ordered = OrderedWeight(layer.weight.grid, layer.weight.shape, layer.weight.dtype)
+    ordered.packed, ordered.scale, ordered.zero = layer.weight.parts()
+    ordered.order = torch.randperm(256, dtype=torch.int32)
+    assert decoding.fits(made)
+    layer.weight = ordered
+    assert not decoding.fits(made)
+
+    dense: Any = model(**MODELS["bf16"])
+    layer = dense.layers[0].mlp.down_proj
+    assert decoding.fits(dense)
+    layer.weight.data = torch.randn(512, 256).to(layer.weight.dtype).T[:, ::2]
+    assert not decoding.fits(dense)

@@ -87,6 +87,12 @@ def test_lines_of_any_file_are_told_what_they_are(monkeypatch):
     ]
 
 
+def test_a_number_that_python_does_not_read_is_told():
+    line = f'{{"prompt": "a", "max_tokens": {"9" * 5000}}}'
+    (found,) = answer_lines(engine(), [line], GREEDY)
+    assert found["error"] == "line 1: has a number of more than 4300 digits"
+
+
 def test_few_lines_are_read_ahead_and_their_priorities_count(monkeypatch):
     llm, read, asked = engine(), [], []
     request = llm.request

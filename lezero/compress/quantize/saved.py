@@ -319,7 +319,10 @@ def _expect(
         and f"{name}.bias" in stored
     ]
     _give_biases(rehearsal, biased)
-    rebuild_(rehearsal, layers)
+    try:
+        rebuild_(rehearsal, layers)
+    except FileError as error:
+        raise FileError(f"{root}: {error}") from None
     wanted = {name: Form(x.dtype, tuple(x.shape)) for name, x in rehearsal.state_dict().items()}
     exact = {
         f"{name}.{key}" if name else key

@@ -15,7 +15,7 @@ def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
     temperature, top_k, top_p, min_p, drawn = asked_R5.to(torch.float64).split(1, 1)
     sorted_RV, order_RV = scores_RV.double().sort(dim=1, descending=True, stable=True)
     relative_RV = (sorted_RV - sorted_RV[:, :1]) / torch.where(temperature > 0, temperature, 1.0)
-    rank_V = torch.arange(scores_RV.shape[1])
+    rank_V = torch.arange(scores_RV.shape[1], device=scores_RV.device)
     within_RV = rank_V < torch.where(temperature > 0, top_k, 1.0)
     weight_RV = torch.where(within_RV, relative_RV.exp(), 0.0)
     before_RV = weight_RV.cumsum(1) - weight_RV

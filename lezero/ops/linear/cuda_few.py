@@ -84,6 +84,11 @@ def suits(dtype: torch.dtype, in_features: int, bits: int, group: int) -> bool:
     )
 
 
+def aligned(packed: Packed) -> bool:
+    """Whether its parts begin where kernels may read 16 bytes at once; a view may not."""
+    return not any(part is not None and part.data_ptr() % 16 for part in packed)
+
+
 def linear_few(
     x: Tensor | Normed,
     M: int,

@@ -28,8 +28,9 @@ class GPTQ(Method):
     Frantar et al., 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
     Transformers", arXiv:2210.17323, algorithm 1: with H = 2XXᵀ + λI and U the upper Cholesky factor
     of H⁻¹, for input k in turn the error (w_k - ŵ_k) / U_kk goes into the later inputs with weights
-    U_k: (equation 3). λ is 1% of H's mean diagonal. Inputs are taken in the order of falling H_kk,
-    with each group's scale found beforehand, so that groups stay neighbours ("static groups").
+    U_k: (equation 2, with U for H⁻¹). λ is 1% of H's mean diagonal. Inputs are taken in the order
+    of falling H_kk, with each group's scale found beforehand, so that groups stay neighbours
+    ("static groups").
 
     [Note: one Hessian in memory]
     H is permuted and factored in place, and H⁻¹ is never formed. H reversed is L Lᵀ; then R, L with
