@@ -36,4 +36,8 @@ def refuse_again(model: nn.Module, verb: str, remedy: str) -> None:
 
 def forget(model: nn.Module, verb: str) -> None:
     """Takes `verb` off the ledger; for the verb that undoes it."""
-    model.__dict__[_ATTRIBUTE] = [name for name in applied(model) if name != verb]
+    left = [name for name in applied(model) if name != verb]
+    if left:
+        model.__dict__[_ATTRIBUTE] = left
+    else:
+        model.__dict__.pop(_ATTRIBUTE, None)

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from lezero.compress.quantize.batch_norm import FoldedBatchNorm, fold_batch_norms_
+from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.spill import Spill
 from tests.compress.test_folds import Opaque, quantized
 from tests.compress.test_quantize import difference
 
@@ -172,6 +174,36 @@ def test_plain_pairs_are_folded(dtype: torch.dtype) -> None:
     with torch.no_grad():
         made = quantized(model, lz.Int8WeightActivation(), data)
     assert sum(isinstance(part, FoldedBatchNorm) for part in made.modules()) == 6
+
+
+def random_norm(affine: bool) -> nn.BatchNorm2d:
+    """Its variances are nothing beside its ε."""
+    norm = nn.BatchNorm2d(8, eps=0.5, affine=affine)
+    norm.running_mean.normal_()
+    norm.running_var.uniform_(1e-6, 1e-4)
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_is_folded_is_the_equation_with_its_epsilon(bias: bool, affine: bool) -> None:
+    torch.manual_seed(0)
+    conv, norm, x = nn.Conv2d(3, 8, 3, bias=bias), random_norm(affine), torch.rand(2, 3, 8, 8)
+    weight, shift = conv.weight.detach().clone(), torch.zeros(8)
+    if conv.bias is not None:
+        shift = conv.bias.detach().clone()
+    factor, added = 1 / torch.sqrt(norm.running_var + 0.5), torch.zeros(8)
+    if affine:
+        factor, added = norm.weight.detach() * factor, norm.bias.detach().clone()
+    mean, model = norm.running_mean.clone(), nn.Sequential(conv, norm).eval()
+    private = {id(parameter) for parameter in model.parameters()}
+    with Spill() as spill, torch.no_grad():
+        fold_batch_norms_(model, [x], {id(conv)}, private, Journal(spill), spill)
+    assert isinstance(norm, FoldedBatchNorm)
+    torch.testing.assert_close(conv.weight.detach(), weight * factor.view(-1, 1, 1, 1))
+    torch.testing.assert_close(conv.bias.detach(), (shift - mean) * factor + added)
 
 
 class ReadsBatchNorm(nn.Module):

@@ -70,3 +70,16 @@ def test_one_scale_covers_both_ends(sign: int) -> None:
     layer, x = nn.Linear(64, 64), sign * (torch.rand(50, 64) * 4 - 3)
     lz.quantize_(nn.Sequential(layer), EVERY["static"], data=x, objective="size")
     assert float(layer.input_scale) * 127 == pytest.approx(float(x.abs().max()))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 3.0), (-3.0, 0.1), (0.5, 2.0), (-4.0, -1.0)])
+def test_zero_points_of_images_are_those_of_their_range(low: float, high: float) -> None:
+    torch.manual_seed(0)
+    data = torch.rand(2, 2, 3, 8, 8) * (high - low) + low
+    data[0, 0, 0, 0, 0], data[1, 1, 2, 3, 4] = low, high  # each end in another batch
+    conv = nn.Conv2d(3, 8, 3)
+    lz.quantize_(nn.Sequential(conv), lz.Int8WeightActivation(), data=list(data), objective="size")
+    low, high = min(low, 0.0), max(high, 0.0)
+    scale = (high - low) / 255
+    assert float(conv.input_scale) == pytest.approx(scale)
+    assert int(conv.input_zero) == round(-low / scale)

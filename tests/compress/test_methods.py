@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lezero as lz
-from lezero.compress.quantize.methods import AWQ, GPTQ, HQQ, Nearest
+from lezero.compress.quantize.methods import AWQ, GPTQ, HQQ, Method, Nearest, hqq
 from lezero.ops.quantize import Grid, dequantize, quantize
 from tests.compress.method_conformance import MethodConformance, inputs_of
 
@@ -49,6 +49,24 @@ def test_gptq_is_its_algorithm():
         error = (left[:, k] - dequantize(*column, single)[:, 0].double()) / U[k, k]
         left[:, k:] -= torch.outer(error, U[k, k:])
     assert (codes != result.codes).float().mean() < 0.02  # fp32 rounds a few ties otherwise
+
+
+def test_hqq_has_less_of_the_error_of_its_paper_and_takes_more_than_one_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Mean |w - ŵ|^0.7."""
+    w, grid = torch.randn(64, 512), Grid("int4", 32, True, "fp16")
+
+    def error(method: Method) -> float:
+        found = dequantize(*method.codes(w.clone(), grid, "minmax", None), grid)
+        return float((found - w).abs().pow(0.7).mean())
+
+    plain, all_turns = error(Nearest()), error(HQQ())
+    monkeypatch.setattr(hqq, "_ROUNDS", 1)
+    one_turn = error(HQQ())
+    assert all_turns < 0.96 * plain
+    assert one_turn < 0.99 * plain
+    assert all_turns < 0.98 * one_turn
 
 
 @pytest.mark.parametrize("method", [Nearest, AWQ, GPTQ])

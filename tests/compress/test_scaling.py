@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import Scheme
+from lezero.compress.quantize import Scheme, scaling
+from lezero.compress.quantize.methods import GPTQ
+from tests.compress.method_conformance import inputs_of
 from tests.compress.test_quantize import normed_blocks
+
+Tried = list[tuple[Tensor, float]]
 
 
 def scaled(gains: Tensor, scheme: Scheme, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,3 +44,69 @@ def test_awq_takes_powers_of_the_mean_size_of_the_inputs() -> None:
     powers = torch.stack([s, x.abs().mean(0)]).log()
     assert powers[0].std() > 0.01
     assert torch.corrcoef(powers)[0, 1] > 0.9999
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> Tried:
+    """Scales that are tried, with their errors; those of the first layer come first."""
+    found: Tried = []
+    error = scaling._error
+
+    def noting(*given: Any) -> float:
+        found.append((given[-1].clone(), error(*given)))
+        return found[-1][1]
+
+    monkeypatch.setattr(scaling, "_error", noting)
+    return found
+
+
+def check_best(tried: Tried, candidates: list[Tensor], taken: Tensor) -> None:
+    """Ones and then the candidates were tried for each of two layers, and the best was taken."""
+    assert len(tried) == 2 * (1 + len(candidates))
+    first = tried[: 1 + len(candidates)]
+    for (s, _), wanted in zip(first, [torch.ones(64), *candidates], strict=True):
+        torch.testing.assert_close(s, wanted, rtol=1e-4, atol=1e-6)
+    best = min(range(len(first)), key=lambda at: first[at][1])
+    assert 1 < best < len(candidates)  # not by accident: neither the first one nor the last
+    torch.testing.assert_close(taken, first[best][0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_smoothing_by_itself_takes_the_best_of_six(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(seed)
+    tried, scheme = noted(monkeypatch), lz.Int8WeightActivation(exact_above=None)
+    s, x, weight = scaled(torch.randn(64).exp(), scheme, torch.randn(100, 64))
+    most_x, most_w = x.abs().amax(0), weight.abs().amax(0)
+    alphas = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)
+    check_best(tried, [most_x**alpha / most_w ** (1 - alpha) for alpha in alphas], s)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_awq_takes_the_best_of_twenty(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(seed)
+    tried, scheme = noted(monkeypatch), lz.Int4Weight(group=32, method="awq", scales="minmax")
+    s, x, _ = scaled(torch.randn(64).exp(), scheme, torch.randn(200, 64) ** 3)
+    powers = [x.abs().mean(0) ** (step / 20) for step in range(1, 21)]
+    check_best(tried, [power / (power.max() * power.min()).sqrt() for power in powers], s)
+
+
+def test_gptq_is_given_the_inputs_as_they_are_scaled() -> None:
+    torch.manual_seed(0)
+    gains, x = torch.randn(64).exp() * 3, torch.randn(300, 64) @ torch.randn(64, 64)
+    model = normed_blocks(64, gains)
+    norm, layer = model[0]
+    assert isinstance(layer, nn.Linear)
+    with torch.no_grad():
+        before, weight = norm(x), layer.weight.clone()
+        scheme = lz.Int8WeightActivation(smooth=0.5, method="gptq", exact_above=None)
+        lz.quantize_(model, scheme, data=x, objective="size")
+        weight *= gains / norm.weight
+        found, after = layer.weight.unpacked().codes, norm(x)
+
+    def apart(inputs: Tensor) -> float:
+        wanted = GPTQ().codes(weight.clone(), layer.weight.grid, "minmax", inputs_of(inputs))
+        return float((found != wanted.codes).float().mean())
+
+    assert apart(after) < 0.01  # the order of sums rounds ties
+    assert apart(before) > 0.1

@@ -102,6 +102,20 @@ def test_what_lies_on_the_grid_stays(format: str) -> None:
     assert (once - x).abs().max() < worst
 
 
+def test_nf4_has_the_values_of_its_paper() -> None:
+    """Dettmers et al., "QLoRA" (2023), arXiv:2305.14314, appendix E."""
+    values = [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ]
+    codes, grid = torch.arange(16, dtype=torch.uint8), Grid("nf4", "tensor")
+    found = dequantize(codes, torch.ones(1), None, grid)
+    assert torch.equal(found, torch.tensor(values, dtype=torch.float32))
+    assert torch.equal(quantize(found, grid).codes, codes)
+
+
 def test_nf4_takes_the_nearest_of_its_values() -> None:
     x = torch.linspace(-1, 1, 999)
     table = torch.tensor(NF4)

@@ -70,13 +70,14 @@ class QuantizedLayer(nn.Module):
 
     def give_back(self, weight: nn.Parameter) -> None:
         """Becomes the float layer again, with `weight` (laid out as that class has it)."""
+        sizes = ("in_features", "out_features") if self.transposed else ()  # which Conv1D lacks
         self.__class__ = self.float_class  # type: ignore[assignment]
         bias = {} if issubclass(self.float_class, nn.Embedding) else {"bias": self.bias}
         own = self.__dict__
         for kind, names in _QUANTIZED.items():
             own[kind] = _others(self, kind, names)
         own["_parameters"] = {"weight": weight, **bias, **own["_parameters"]}
-        for name in ("float_class", "trains", "x_bits", "x_block"):
+        for name in ("float_class", "trains", "x_bits", "x_block", *sizes):
             own.pop(name, None)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,19 @@ def test_a_key_is_kept_as_a_hash_and_found_again() -> None:
     assert keys.owner(f"bearer {key}") == "alice"
     for wrong in ("", key, f"Basic {key}", f"Bearer {other}", f"Bearer {key}x", "Bearer \udcff"):
         assert keys.owner(wrong) is None
+
+
+def test_a_check_compares_the_hashes_of_all_keys_in_constant_time(monkeypatch) -> None:
+    made = [new_key(name) for name in ("alice", "bob", "carol")]
+    keys = Keys([line for _, line in made])
+    real, compared = hmac.compare_digest, list[tuple[str, str]]()
+    monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or real(*both))
+    owners = {key: line.split()[0] for key, line in made}
+    for key in (*owners, "lz-of-nobody"):
+        compared.clear()
+        assert keys.owner(f"Bearer {key}") == owners.get(key)
+        given = hashlib.sha256(key.encode()).hexdigest()
+        assert compared == [(given, line.split("sha256:")[1]) for _, line in made]
 
 
 def test_files_and_the_environment(tmp_path: Path, monkeypatch) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from lezero.cli.main import main
+from lezero.core import device
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import save_hf
+from lezero.ops.decoder import native
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.run import Server
 from tests.serve.models import small
@@ -177,12 +179,32 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         rest = process.stdout.read()
     assert process.wait(20) == 0
-    assert any(line.startswith("weights") for line in lines)
+    check_forecast(lines, rest)
     assert "1 requests, 3 tokens in, 40 out" in rest
     assert re.search(
         r"drawn +[\d,]+ tokens/s for one alone where chance .* of what was tried", rest
     )
     assert any(line.startswith("tried       tokens/s of one request: ") for line in lines)
+
+
+def check_forecast(lines: list[str], rest: str) -> None:
+    """Every line of it came before the address; what it costs that bits do not depend on neighbours
+    too, where kernels run; and at the end what of the memory was taken."""
+    on_cpu = device.device().type == "cpu"
+    told = [
+        *(r"weights +[\d.]+ [KMG]iB", r"cache +[\d.]+ [KMG]iB: \d+ requests of 256 tokens, "),
+        *(r"keys/values \w+", r"workspace +[\d.]+ [KMG]iB"),
+        *(rf"{name} +at most [\d,]+ tokens/s" for name in ("decode", "prefill")),
+    ]
+    if on_cpu and native.NATIVE.available():
+        told += [r"invariance  time of products over torch's own.* for 1 row .* for 16 rows "]
+        told += [r"            (so it costs time for \d+ row|no cost)"]
+    places = [[at for at, line in enumerate(lines) if re.match(one, line)] for one in told]
+    assert [len(found) for found in places] == [1] * len(told)
+    assert places == sorted(places)
+    assert lines[-1].startswith("serving ")
+    memory = r"\nmemory +[\d.]+ [MG]iB taken; forecast [\d.]+ [MG]iB with the cache that was used, "
+    assert (re.search(memory, rest) is not None) == on_cpu
 
 
 def test_a_low_limit_of_open_files_leaves_room_for_those_who_ask(tmp_path: Path) -> None:
