@@ -254,7 +254,7 @@ def finish(table: str, figures: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 class Memory:
