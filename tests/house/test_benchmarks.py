@@ -93,7 +93,7 @@ def test_the_last_line_is_one_json_object(
 ) -> None:
     frame.finish("a table", {"ratio": 1.23456789, "count": 3, "good": True})
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
-        "ratio": 1.235,
+        "ratio": 1.2346,
         "count": 3,
         "good": True,
     }
