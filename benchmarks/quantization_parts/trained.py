@@ -10,11 +10,11 @@ token.
 A small model loses a thousandth of its perplexity by rounding, and the gradient of its loss on
 held-out text moves it by as much either way, so the best of several methods may be the luckiest.
 Three things make that smaller. Held-out text are pieces of the same modules (of other modules it
-is another distribution, where the model is far from its best). Bytes ask more of the layers than
-words, which an embedding alone half predicts. And a seed is, beside a calibration sample (what is
-drawn of the training text) and a third of the held-out text, an order of the residual stream's
-channels and of the neurons: the same function, as another order of initial values would have been
-trained to, with other weights sharing a scale.
+is another distribution, where the model is far from its best). Bytes lose a little more by
+rounding than words. And a seed is, beside a calibration sample (what is drawn of the training text)
+and a third of the held-out text, an order of the residual stream's channels and of the neurons: the
+same function, as another order of initial values would have been trained to, with other weights
+sharing a scale.
 """
 
 from __future__ import annotations

@@ -95,6 +95,7 @@ def answer_file(
     with _opened(source, target) as (given, found):
         before = resident_bytes()
         llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft)
+        give_back_free_blocks()  # what opening it left is not what answers take
         for line in llm.forecast.lines():
             print(line, file=sys.stderr)
         if target is not None and target.is_file():  # a device or a pipe has nothing to empty
@@ -106,26 +107,30 @@ def answer_file(
             lines, errors = lines + 1, errors + ("error" in answer)
             tokens += answer.get("tokens", 0)
         took = time.perf_counter() - began
-        told = _compared(llm, before)
     print(
         f"{lines} answers ({errors} errors), {tokens} tokens in {took:.1f} s, "
         f"{tokens / took:,.0f} tokens/s",
         file=sys.stderr,
     )
-    for line in told:
+    for line in _compared(llm, before):
         print(line, file=sys.stderr)
     return errors
 
 
 def _compared(llm: LLM, before: int) -> list[str]:
-    """The memory that was taken beside the forecast's. Speeds have no counterpart in it, which is
-    of one request alone."""
+    """The memory that was taken beside the forecast's, on a CPU. Speeds of many lines at once have
+    no counterpart there, whose speeds are those of one request alone."""
     if llm.program.place.type != "cpu":
         return []
-    give_back_free_blocks()
-    taken, (cache_share, draft_share) = resident_bytes() - before, llm.touched
-    shares = {"cache_share": cache_share, "draft_share": draft_share}
-    return compared(llm.forecast, Paces(), Paces(), taken=taken, **shares)
+    cache_share, draft_share = llm.touched
+    return compared(
+        llm.forecast,
+        Paces(),
+        Paces(),
+        taken=resident_bytes() - before,
+        cache_share=cache_share,
+        draft_share=draft_share,
+    )
 
 
 @contextmanager

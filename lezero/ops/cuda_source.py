@@ -192,9 +192,10 @@ def _nvrtc() -> ctypes.CDLL:
     name = f"libnvrtc.so.{(torch.version.cuda or '').split('.')[0]}"
     folders = [*site.getsitepackages(), str(Path(torch.__file__).parents[1])]
     found = [path for folder in folders for path in glob.glob(f"{folder}/nvidia/*/lib/{name}")]
+    for path in found:
+        _load_builtins(Path(path).parent)
     for path in [*found, name]:  # the system's may be older
         try:
-            _load_builtins(Path(path).parent)
             return ctypes.CDLL(path)
         except OSError:
             continue

@@ -9,6 +9,7 @@ its answer; the other lines go on.
 from __future__ import annotations
 
 import json
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -106,7 +107,8 @@ def _object(text: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError("is nested too deep") from None
     except ValueError:  # Python's bound for whole numbers
-        raise ConfigError("has a number of more than 4300 digits") from None
+        most = sys.get_int_max_str_digits()
+        raise ConfigError(f"has a number of more than {most} digits") from None
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise ConfigError('is no JSON object with either "prompt" or "messages"')
     return data

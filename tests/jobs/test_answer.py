@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lezero.cli.main import main
+from lezero.core import device
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import save_hf
 from lezero.serve.llm import LLM
@@ -68,6 +69,7 @@ def test_a_line_that_is_no_text_harms_no_other(folder: Path, tmp_path: Path) -> 
     assert "priority" in found[4]["error"]
 
 
+@pytest.mark.skipif(device.device().type != "cpu", reason="the memory of an accelerator is another")
 def test_memory_is_compared_with_the_forecast_at_the_end(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

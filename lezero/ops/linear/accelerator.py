@@ -57,7 +57,7 @@ def linear_int(
         a_MK, token_M = _tokens(x_MK, x_scale, K)
         x_MK = (a_MK * token_M[:, None]).to(x_MK.dtype)
     fewest = len(x_MK) <= cuda_few.MOST_TOKENS and cuda_few.suits(x_MK.dtype, K, bits, group)
-    if fewest and cuda_few.aligned(packed) and cuda_source.runs(x_MK.device):
+    if fewest and cuda_source.runs(x_MK.device) and cuda_few.aligned(packed):
         x = cuda_few.sliced(x_MK)
         return cuda_few.linear_few(x, len(x_MK), packed, bias, *sizes, early=False)
     if len(x_MK) <= FEW_TOKENS and triton_runs(x_MK.device):
