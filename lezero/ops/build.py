@@ -237,20 +237,34 @@ def _read(paths: list[Path]) -> list[Path]:
 
 
 def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> Path:
-    home = Path(torch.__file__).parent
-    include = ("-I", str(home / "include"))
-    commands, objects = [], []
-    for number, source in enumerate(sources):
-        tool, extra = (tools[1], (*_CPP, *include)) if source.is_cpp else (tools[0], ())
-        objects.append(str(aside / f"{number}.o"))
-        flags = (*_COMMON, *extra, *source.flags)
-        commands.append([tool, *flags, "-c", str(source.path), "-o", objects[-1]])
-    with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(_write, commands, objects))
+    with ThreadPoolExecutor(len(sources)) as pool:
+        objects = list(pool.map(lambda source: _object(source, tools, aside), sources))
     built = aside / "built.so"
-    torch_libraries = ("-L", str(home / "lib"), "-ltorch_cpu", "-ltorch", "-lc10", "-lm")
+    torch_libraries = ("-L", str(_torch() / "lib"), "-ltorch_cpu", "-ltorch", "-lc10", "-lm")
     _write([tools[1], "-shared", "-o", str(built), *objects, *torch_libraries], str(built))
     return built
+
+
+def _object(source: Source, tools: tuple[str, str], aside: Path) -> str:
+    """One compiled file; C is taken from the cache, where another library has compiled it."""
+    made_from = _digest([source])
+    path = aside.parent / f"object-{source.path.stem}-{_named(made_from, tools)}.o"
+    if source.is_cpp:
+        flags = [tools[1], *_COMMON, *_CPP, "-I", str(_torch() / "include"), *source.flags]
+    elif _origin(path) == made_from:
+        return str(path)
+    else:
+        flags = [tools[0], *_COMMON, *source.flags]
+    made = aside / path.name
+    _write([*flags, "-c", str(source.path), "-o", str(made)], str(made))
+    if source.is_cpp:
+        return str(made)
+    _keep(made, path, made_from)
+    return str(path)
+
+
+def _torch() -> Path:
+    return Path(torch.__file__).parent
 
 
 def _write(command: list[str], out: str) -> None:
