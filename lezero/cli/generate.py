@@ -21,6 +21,9 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest.")] = 50,
     top_p: Annotated[float | None, typer.Option(help="Draw from this share of chance.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out what has less than this of the best one's.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     input: Annotated[
         Path | None,
@@ -45,7 +48,13 @@ def generate(
     """
     from lezero.jobs import answer
 
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    sampling = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+    }
     if input is not None:
         answer.refuse("an input file", prompt=prompt or None)
         most = {} if tokens is None else {"max_tokens": tokens}

@@ -27,6 +27,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     stop: Sequence[int] = (),
     use_cache: bool = True,
@@ -41,7 +42,7 @@ def generate(
     `ConfigError`: an empty prompt, a token outside the vocabulary, or more tokens than the model's
     context.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     prompts = _prompts(model, tokens, max_new_tokens)
     found: list[list[int]] = [[] for _ in prompts]
     ends = _ends(stop)
@@ -61,6 +62,7 @@ def generate_stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     stop: Sequence[int] = (),
     use_cache: bool = True,
@@ -69,7 +71,7 @@ def generate_stream(
 
     Arguments are checked at once, not when the first token is asked for.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     prompts = _prompts(model, tokens, max_new_tokens)
     if len(prompts) != 1:
         raise ConfigError(f"generate_stream takes one prompt, got {len(prompts)}; use generate")

@@ -1,6 +1,6 @@
-"""Chooses the next token from logits: greedy, temperature, top-k, top-p.
+"""Chooses the next token from logits: greedy, temperature, top-k, top-p, min-p.
 
-The order is temperature, then top-k, then top-p, as in transformers. Chance comes from (seed,
+The order is temperature, then top-k, top-p and min-p, as in transformers. Chance comes from (seed,
 position, sample) alone: no generator is carried along, so a token does not depend on what else is
 in the batch, on the cache or on the device.
 
@@ -30,6 +30,8 @@ class Sampling(Config):
     """Choose among this many most likely tokens; none: all."""
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
     """Choose among the fewest most likely tokens that together reach this probability."""
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Choose among tokens at least this many times as likely as the most likely one."""
     seed: int = Field(default=0, ge=0)
     """Equal seeds give equal tokens."""
 
@@ -76,7 +78,7 @@ def choose(
 
 
 def _sorted(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Tokens from most to least likely, and their probabilities after top-k and top-p."""
+    """Tokens from most to least likely, and their probabilities after top-k, top-p and min-p."""
     scores_BV, order_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
     if sampling.temperature == 0.0:
         kept_BV = torch.zeros_like(scores_BV)
@@ -89,5 +91,7 @@ def _sorted(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     if sampling.top_p is not None:
         before_BV = kept_BV.cumsum(dim=-1) - kept_BV
         kept_BV = kept_BV.masked_fill(before_BV >= sampling.top_p, 0.0)
-        kept_BV = kept_BV / kept_BV.sum(dim=-1, keepdim=True)
+    if sampling.min_p is not None:
+        kept_BV = kept_BV.masked_fill(scores_BV.exp() < sampling.min_p, 0.0)
+    kept_BV = kept_BV / kept_BV.sum(dim=-1, keepdim=True)
     return order_BV, kept_BV

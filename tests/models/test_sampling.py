@@ -11,7 +11,11 @@ from lezero.models.sampling import chance, choose, probabilities
 
 
 def by_hand(
-    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+    logits: list[float],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
 ) -> list[float]:
     """The definition, one token at a time."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
@@ -21,7 +25,7 @@ def by_hand(
     total = math.fsum(weight.values())
     kept, before = {}, 0.0
     for token in order:
-        if top_p is None or before < top_p:
+        if (top_p is None or before < top_p) and weight[token] >= (min_p or 0.0):
             kept[token] = weight[token] / total
         before += weight[token] / total
     total = math.fsum(kept.values())
@@ -34,13 +38,18 @@ def by_hand(
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
     top_k=st.none() | st.integers(1, 15),
     top_p=st.none() | st.sampled_from([1e-9, 0.17, 0.513, 0.871, 1.0]),
+    min_p=st.none() | st.sampled_from([0.0, 0.013, 0.31, 1.0]),
 )
 def test_the_filters_are_those_of_the_definition(
-    logits: list[float], temperature: float, top_k: int | None, top_p: float | None
+    logits: list[float],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
 ) -> None:
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     found = probabilities(torch.tensor([logits]), sampling)[0]
-    wanted = torch.tensor(by_hand(logits, temperature, top_k, top_p), dtype=torch.float64)
+    wanted = torch.tensor(by_hand(logits, temperature, top_k, top_p, min_p), dtype=torch.float64)
     assert torch.equal(found > 0, wanted > 0)
     torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
@@ -109,6 +118,7 @@ def test_extreme_logits_still_give_a_token() -> None:
         ({"top_k": 0}, "top_k: got 0"),
         ({"top_p": 0.0}, "top_p: got 0.0"),
         ({"top_p": 1.5}, "top_p: got 1.5"),
+        ({"min_p": 1.5}, "min_p: got 1.5"),
         ({"seed": -1}, "seed: got -1"),
         ({"topp": 0.5}, "did you mean 'top_p'"),
     ],

@@ -57,9 +57,10 @@ def test_the_default_dtype_of_a_program_changes_no_answer(weights, dtype):
         torch.set_default_dtype(before)
 
 
-def test_drawn_tokens_equal_the_oracle():
+@pytest.mark.parametrize("more", [{}, {"min_p": 0.2}])
+def test_drawn_tokens_equal_the_oracle(more):
     given = prompts(6)
-    options = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 5}
+    options = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 5, **more}
     expected = [generate(small(), [prompt], 32, **options)[0] for prompt in given]
     found = LLM(small(), weights="fp32").generate(given, SamplingParams(max_tokens=32, **options))
     assert [answer.tokens for answer in found] == expected
