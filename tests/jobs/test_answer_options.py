@@ -26,7 +26,18 @@ CHANGES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "top_p": (["--top-p", "0.3"], {"top_p": 0.3}),
     "min_p": (["--min-p", "0.5"], {"min_p": 0.5}),
     "all": (
-        "--seed 5 --temperature 1.5 --top-k 40 --top-p 0.9 --min-p 0.1".split(),
+        [
+            "--seed",
+            "5",
+            "--temperature",
+            "1.5",
+            "--top-k",
+            "40",
+            "--top-p",
+            "0.9",
+            "--min-p",
+            "0.1",
+        ],
         {"seed": 5, "temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.1},
     ),
 }
