@@ -11,7 +11,7 @@ from lezero.checkpoint.find import (
     load_together,
 )
 from lezero.checkpoint.marks import read_mark
-from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer
+from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer, weights_of_masters
 from lezero.checkpoint.own_buffers import own_buffers_prefix, pack_own_buffers
 from lezero.checkpoint.random_state import pack_random, unpack_random
 from lezero.checkpoint.rows import is_split, rows_of, split_like
@@ -39,4 +39,5 @@ __all__ = [
     "split_like",
     "unpack_optimizer",
     "unpack_random",
+    "weights_of_masters",
 ]

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lezero.core.errors import ConfigError, FileError, OrderError
+from lezero.ops.adamw import reference
 
+_MASTERS = ("master", "remainder")
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -103,6 +105,39 @@ def unpack_optimizer(
                 optimizer.state.pop(parameter, None)
 
 
+def weights_of_masters(
+    parameters: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    prefix: str = "optimizer/",
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """The exact weights, by name, of parameters that are wider than bf16 and were trained in bf16
+    with masters; and `tensors` and `document` without those masters, which have done their work.
+
+    `weights` are those that were saved, by name.
+    """
+    exact: dict[str, Tensor] = {}
+    left, entries = dict(tensors), dict(document["parameters"])
+    for name, parameter in parameters.items():
+        kept = entries.get(name, {}).get("state", {})
+        key = next((key for key in _MASTERS if isinstance(kept.get(key), dict)), None)
+        if key is None or parameter.dtype not in (torch.float32, torch.float64):
+            continue
+        weight, extra = weights.get(name), left.get(f"{prefix}{name}/{key}")
+        if weight is None or extra is None or weight.dtype != torch.bfloat16:
+            continue
+        if weight.shape != extra.shape:
+            raise FileError(
+                f"parameter '{name}' was saved as {tuple(weight.shape)} and its {key} as "
+                f"{tuple(extra.shape)}"
+            )
+        exact[name] = reference.read(weight, left.pop(f"{prefix}{name}/{key}"))
+        state = {other: value for other, value in kept.items() if other != key}
+        entries[name] = {**entries[name], "state": state}
+    return exact, left, {**document, "parameters": entries}
+
+
 def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's parameters by the names that the model gives them."""
     by_id: dict[int, str] = {}
@@ -148,9 +183,7 @@ def _check_states(
     prefix: str,
 ) -> None:
     """Asks an optimizer that can tell (`check_state`) whether each tensor's shape and type fit."""
-    check = getattr(optimizer, "check_state", None)
-    if check is None:
-        return
+    check = getattr(optimizer, "check_state", _refuse_masters)
     for name, parameter in names.items():
         kept = document["parameters"][name]["state"].items()
         state = {key: tensors[f"{prefix}{name}/{key}"] for key, v in kept if isinstance(v, dict)}
@@ -158,6 +191,14 @@ def _check_states(
             check(parameter, state)
         except ConfigError as error:
             raise FileError(f"parameter '{name}': {error}") from None
+
+
+def _refuse_masters(parameter: Tensor, state: Mapping[str, Any]) -> None:
+    if any(key in state for key in _MASTERS):
+        raise ConfigError(
+            f"the state holds fp32 masters, which this optimizer would lose for {parameter.dtype}; "
+            "build an lz.optim.AdamW with masters='fp32' or 'remainder', or the model in float32"
+        )
 
 
 def _same_names(found: set[str], wanted: set[str], what: str) -> None:

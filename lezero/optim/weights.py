@@ -90,11 +90,8 @@ class WeightOptimizer(Optimizer):
         for key, value in state.items():
             if key == "step" or not isinstance(value, Tensor):
                 continue
-            if key in ("master", "remainder") and self._masters == "none":
-                raise ConfigError(
-                    "the state holds fp32 masters, which masters='none' would lose; build the "
-                    "optimizer with masters='fp32' or 'remainder'"
-                )
+            if key in _KEYS.values():
+                self._check_master(parameter)
             shape: tuple[int, ...] = tuple(parameter.shape)
             allowed: tuple[torch.dtype, ...] = (parameter.dtype, torch.float32)
             if key.endswith("_scale"):
@@ -105,6 +102,19 @@ class WeightOptimizer(Optimizer):
                 allowed = (torch.uint8,) if key in _MOMENTS else (torch.float32,)
             right = value.dtype if value.dtype in allowed else allowed[0]
             check_state(key, value, shape, right)
+
+    def _check_master(self, parameter: Tensor) -> None:
+        if parameter.dtype != torch.bfloat16:
+            raise ConfigError(
+                f"the state holds the master of a weight in bfloat16, this one is in "
+                f"{str(parameter.dtype).removeprefix('torch.')}; load it into a model in bfloat16, "
+                "or a whole checkpoint by Engine.load, which takes masters as weights"
+            )
+        if self._masters == "none":
+            raise ConfigError(
+                "the state holds fp32 masters, which masters='none' would lose; build the "
+                "optimizer with masters='fp32' or 'remainder'"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """What `copy.deepcopy` and pickle take; torch knows of the rest alone."""

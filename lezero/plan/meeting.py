@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lezero.comm.choice import Exchange
-from lezero.ops.square_sum import has_kernel, square_sums
+from lezero.parallel.zero.norm import squares
 from lezero.plan import sharded
 from lezero.plan.kinds import GRADIENT, PARAMETER, WHOLE, WIRE
 
@@ -33,10 +33,8 @@ class Meeting:
     def gradients(self, trainable: list[nn.Parameter]) -> list[torch.Tensor]:
         """What clipping scales, its norm taken."""
         found = [p.grad for p in trainable if p.grad is not None]
-        if found and has_kernel(found):
-            square_sums(found)
-        elif found:
-            nn.utils.get_total_norm(found)
+        if found:
+            squares(found, found[0].device)
         return found
 
     def finish(self, model: nn.Module) -> None:

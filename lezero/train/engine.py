@@ -198,6 +198,7 @@ class Engine:
         sums = torch.zeros(4, dtype=torch.float64)  # loss, counted units, stopped ranks, batches
         # A forward pass gathers then, so that every rank runs all of them.
         together = isinstance(self.gradients, Sharded) and self.gradients.stage == 3
+        self.gradients.share_buffers()
         with evaluating(self.model):
             for batch, new in in_step(batches, self.model, lambda: self._stop):
                 check_token_ids(self.model, batch)

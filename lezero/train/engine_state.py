@@ -177,11 +177,12 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     """
     state = loaded.documents["state"]
     model, likes, counters = unwrapped(engine.model), _likes(engine), _counters(engine, loaded)
+    stored, optimizer = _without_masters(engine, loaded)
     tensors = {
         name: checkpoint.split_like(value, like, loaded.forms[name].shape)
         if (like := _like(likes, name, loaded.forms[name].shape, counters)) is not None
         else value
-        for name, value in loaded.tensors.items()
+        for name, value in stored.items()
     }
     saved = {
         name.removeprefix(_MODEL): value
@@ -193,9 +194,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     _warn_of_differences(loaded)
     _warn_of_buffers(loaded)
     engine.rates.take_new()
-    checkpoint.unpack_optimizer(
-        engine.optimizer, names_of(engine), tensors, loaded.documents["optimizer"]
-    )
+    checkpoint.unpack_optimizer(engine.optimizer, names_of(engine), tensors, optimizer)
     model.load_state_dict(saved)
     if (take_exact := getattr(engine.optimizer, "take_exact", None)) is not None:
         for name, parameter in names_of(engine).items():
@@ -211,6 +210,25 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
         checkpoint.unpack_random(loaded.tensors, document, prefix=_random_prefix())
     feedback.restore(engine.model, loaded)
     return loaded.documents
+
+
+def _without_masters(
+    engine: Engine, loaded: checkpoint.Loaded
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors and the optimizer's record, where weights in fp32 are the masters that weights in
+    bf16 had."""
+    document = loaded.documents["optimizer"]
+    try:
+        exact, tensors, document = checkpoint.weights_of_masters(
+            names_of(engine), loaded.section("model"), loaded.tensors, document
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise FileError(f"the optimizer's record is damaged: {error!r}") from None
+    held = dict(unwrapped(engine.model).named_parameters(remove_duplicate=False))
+    for name, value in exact.items():  # by all names of a tied weight
+        same = (other for other, parameter in held.items() if parameter is held[name])
+        tensors |= {_MODEL + other: value for other in same}
+    return tensors, document
 
 
 def kept_precision(state: Mapping[str, Any], asked: str) -> str | None:

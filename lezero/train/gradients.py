@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,10 +21,9 @@ from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import OrderError
 from lezero.nn.walk import drop_gradients
-from lezero.ops.square_sum import has_kernel, square_sums
 from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
 from lezero.parallel.zero.agreement import agree
-from lezero.parallel.zero.norm import squares
+from lezero.parallel.zero.norm import root_of_sum, squares
 from lezero.parallel.zero.sharding import shardings_in
 from lezero.train.counting import Batch
 from lezero.train.loss import LossFunction, scalar
@@ -63,6 +61,9 @@ class Gradients:
         """The loss of one micro-batch, whose backward pass then fills the gradients."""
         return scalar(function(self.model, batch))
 
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers that a checkpoint keeps. Collective."""
+
     def of(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients there are, as this rank holds them; of sparse ones, the values."""
         return [_values(p) for p in parameters if p.grad is not None]
@@ -70,12 +71,9 @@ class Gradients:
     def norm(self, parameters: list[torch.Tensor]) -> float:
         """The 2-norm of all gradients, the same on every rank."""
         found = self.of(parameters)
-        if has_kernel(found):
-            return math.sqrt(math.fsum(square_sums(found).tolist()))
-        norm = float(nn.utils.get_total_norm(found))
-        if math.isinf(norm):  # of finite gradients above 1.8e19 the squares overflow fp32
-            norm = math.sqrt(float(squares(found, found[0].device).sum()))
-        return norm
+        places = {x.device for x in found}
+        sums = [squares([x for x in found if x.device == place], place) for place in places]
+        return root_of_sum([x for some in sums for x in some.tolist()])
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
@@ -118,6 +116,11 @@ class Replicated(Gradients):
     def loss(self, function: LossFunction, batch: Batch) -> torch.Tensor:
         found: torch.Tensor = self._wrapped(functools.partial(super().loss, function, batch))
         return found
+
+    def share_buffers(self) -> None:
+        """Rank 0's, as DDP gives them to all before the next training step."""
+        if self._wrapped.modules_buffers:
+            self._wrapped._sync_buffers()
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:

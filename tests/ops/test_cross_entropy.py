@@ -150,3 +150,39 @@ def test_third_derivatives_equal_torchs():
         third(lambda x: cross_entropy_sum(x, targets)),
         third(lambda x: F.cross_entropy(x, targets, reduction="sum")),
     )
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e4, 1e6])
+def test_large_logits_lose_nothing(offset):
+    logits, targets = case(40, 57, torch.float32, masked=0)
+    logits = (logits.detach() + offset).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    mine = cross_entropy_sum(logits, targets)
+    wanted = F.cross_entropy(exact, targets, reduction="sum")
+    mine.backward()
+    wanted.backward()
+    assert abs(mine.item() - wanted.item()) < 1e-6 * wanted.item()
+    assert (logits.grad - exact.grad).norm() < 1e-6 * exact.grad.norm()
+    ends = torch.tensor([[3e38, 3e38, 1.0]], requires_grad=True)
+    cross_entropy_sum(ends, torch.tensor([0])).backward()
+    assert ends.grad.tolist() == [[-0.5, 0.5, 0.0]]
+
+
+def test_forward_mode_and_transforms_equal_torchs():
+    logits, targets = case(9, 13, torch.float64)
+    x, along = logits.detach(), torch.randn(9, 13, dtype=torch.float64)
+    several = torch.stack([x, 2 * x])
+
+    def derivatives(f):
+        return [
+            torch.func.jvp(f, (x,), (along,))[1],
+            torch.func.grad(f)(x),
+            torch.func.jvp(torch.func.grad(f), (x,), (along,))[1],
+            torch.func.vmap(torch.func.grad(f))(several),
+        ]
+
+    mine = derivatives(lambda x: cross_entropy_sum(x, targets))
+    theirs = derivatives(lambda x: F.cross_entropy(x, targets, reduction="sum"))
+    for one, other in zip(mine, theirs, strict=True):
+        assert other.any()
+        torch.testing.assert_close(one, other)

@@ -182,3 +182,27 @@ def buffers_kept_apart():
 
 def test_buffers_that_a_model_keeps_from_ddp_stay_each_ranks_own(ranks):
     assert ranks(2, buffers_kept_apart) == [(0.0, 0.0), (1.0, 0.0)]
+
+
+def evaluated(folder):
+    """Losses of a model with running statistics: before it is saved, and of what is loaded."""
+
+    def loss(net):
+        return lambda model, batch: F.mse_loss(
+            model.head(model.norm(model.body(batch["x"]))), batch["y"]
+        )
+
+    given, engine = list(batches(2)), make(loss)
+    for batch in given:
+        engine.train_step(batch)
+    before = engine.evaluate(given)
+    engine.save(folder)
+    again = make(loss)
+    again.load(folder)
+    return before, again.evaluate(given), engine.model.norm.running_mean.tolist()
+
+
+def test_what_is_evaluated_is_what_is_saved(ranks, tmp_path):
+    (before, after, mean), other = ranks(2, evaluated, tmp_path)
+    assert before == after
+    assert other == (before, after, mean)

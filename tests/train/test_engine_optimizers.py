@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lezero.core.decisions import Decision
-from lezero.core.errors import ConfigError, NumericsError, OrderError
-from lezero.optim import AdamW, Schedule
+from lezero.core.errors import ConfigError, LeZeroError, NumericsError, OrderError
+from lezero.optim import AdamW, AdamW8bit, Schedule
 from lezero.train.engine import Engine
 
 
@@ -207,3 +207,57 @@ def test_gradients_whose_norm_no_type_holds_skip_the_step() -> None:
     engine = Engine(model, optimizer, loss=lambda m, b: m(b).mean() * 1e300, precision="fp32")
     found = engine.train_step(torch.ones(2, 4, dtype=torch.float64))
     assert "gradient norm is inf" in (found.skipped or "")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_norm_is_exact_however_a_gradient_lies(dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Flatten(), nn.Linear(64 * 36, 5)).to(dtype)
+    model.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    engine = Engine(
+        model, optimizer, loss=lambda m, b: m(b).float().square().sum(), clip=1e-6, compile="off",
+        precision="bf16" if dtype == torch.bfloat16 else "fp32",
+    )  # fmt: skip
+    given = torch.randn(4, 3, 8, 8).to(dtype, memory_format=torch.channels_last)
+    found = engine.train_step(given)
+    model(given).float().square().sum().backward()  # clipping scaled those of the step
+    truth = sum(float(p.grad.double().square().sum()) for p in model.parameters()) ** 0.5
+    assert not all(p.grad.is_contiguous() for p in model.parameters())
+    assert found.grad_norm == pytest.approx(truth, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "remainder"])
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit, torch.optim.AdamW])
+def test_masters_of_weights_in_bf16_become_weights_in_fp32(kind, make, tmp_path) -> None:
+    """By both names of a tied one."""
+
+    def engine(dtype, make, **options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        model[1].weight = model[0].weight
+        model = model.to(dtype)
+        options = {"lr": 1e-4, **options}
+        optimizer = make(model.parameters() if make is torch.optim.AdamW else model, **options)
+        return Engine(
+            model, optimizer, loss=lambda model, x: model(x).square().mean(), precision="bf16",
+            compile="off",
+        )  # fmt: skip
+
+    source = AdamW8bit if make is AdamW8bit else AdamW
+    first = engine(torch.bfloat16, source, masters=kind)
+    for _ in range(5):
+        first.train_step(torch.randn(2, 64).bfloat16())
+    exact = first.optimizer.masters(first.model)["0.weight"]
+    path = first.save(tmp_path)
+    second = engine(torch.float32, make)
+    second.load(path)
+    assert torch.equal(second.model[0].weight, exact)
+    assert second.model[1].weight is second.model[0].weight
+    assert not torch.equal(exact, exact.bfloat16().float())
+    second.train_step(torch.randn(2, 64))
+    assert {"master", "remainder"}.isdisjoint(second.optimizer.state[second.model[0].weight])
+    if make is torch.optim.AdamW:
+        other = engine(torch.bfloat16, make)
+        with pytest.raises(LeZeroError, match=r"fp32 masters, which this optimizer would lose"):
+            other.load(path)

@@ -7,10 +7,11 @@
 [Note: what is redirected]
 Only calls of `torch.nn.functional.scaled_dot_product_attention` that the kernel does better: on
 the CPU, in bf16 (or in fp32 under bf16 autocast, which would cast them), for training (a gradient
-is needed), with no mask, no dropout, a head dim that is a multiple of 32 and enough heads for the
-threads. Any other call, and every other function, goes where it went before. Where activations are
-recomputed in the backward pass, run that by `backward` within the mode, so that both passes take
-the same way: torch hands `loss.backward()` to the mode, and leaves it for as long as that runs.
+is needed, not in forward mode nor below `torch.func`), with no mask, no dropout, a head dim that is
+a multiple of 32 and enough heads for the threads. Any other call, and every other function, goes
+where it went before. Where activations are recomputed in the backward pass, run that by `backward`
+within the mode, so that both passes take the same way: torch hands `loss.backward()` to the mode,
+and leaves it for as long as that runs.
 
 [Note: few heads on many cores]
 The kernel splits its work by sample and key/value head, torch's also by query. With few heads on
@@ -28,7 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lezero.ops.attention import native
-from lezero.ops.attention.op import HEAD_DIMS, shapes_fit
+from lezero.ops.attention.op import HEAD_DIMS, shapes_fit, transformed
 
 _SDPA = F.scaled_dot_product_attention
 
@@ -99,6 +100,7 @@ def _attend(
         and (scale is None or scale > 0)
         and _computed_in_bf16(query, key, value)
         and torch.is_grad_enabled()
+        and not transformed()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
         and shapes_fit(query, key, value)
         and query.shape[3] in HEAD_DIMS

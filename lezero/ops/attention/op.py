@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lezero.core.errors import ConfigError
 from lezero.ops.attention import native, reference
@@ -31,10 +32,10 @@ def attention(
     """softmax(scale · q kᵀ) v; with `causal`, query m sees keys 0 … m. `scale` is E^-½ by default.
 
     Scores, softmax and sums are fp32. The output is (B, H, M, E) over memory of (B, M, H, E), so
-    that `.transpose(1, 2).flatten(2)` copies nothing. Differentiable once. Raises `ConfigError`
-    for other shapes, mixed dtypes and mixed devices. Where the native kernel does not serve, the
-    formula itself runs: slow, and it keeps all scores; `scaled_dot_product_attention` chooses
-    better.
+    that `.transpose(1, 2).flatten(2)` copies nothing. Raises `ConfigError` for other shapes, mixed
+    dtypes and mixed devices. Where the native kernel does not serve, the formula itself runs: slow,
+    and it keeps all scores; `scaled_dot_product_attention` chooses better. It runs too for second
+    derivatives, in forward mode and below `torch.func`.
     """
     q, k, v = q_BHME, k_BGNE, v_BGNE
     alike = q.dtype == k.dtype == v.dtype and q.device == k.device == v.device
@@ -47,7 +48,15 @@ def attention(
             "one device"
         )
     scale = q.shape[3] ** -0.5 if scale is None else scale
+    if transformed():
+        with torch.autocast(q.device.type, enabled=False):
+            return reference.attention(q, k, v, causal, scale)
     return torch.ops.lezero.attention(q, k, v, causal, scale)[0]
+
+
+def transformed() -> bool:
+    """Whether derivatives go another way than by the graph: the op knows that one alone."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -145,6 +154,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _differentiate(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return None, None, None, None, None
+    if torch.is_grad_enabled():  # autograd records this: create_graph
+        q, k, v, *_ = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            made = reference.attention_and_lse(q, k, v, ctx.causal, ctx.scale)
+            again = reference.attention_backward(grad, q, k, v, *made, ctx.causal, ctx.scale)
+        return *again, None, None
     found = torch.ops.lezero.attention_backward(grad, *ctx.saved_tensors, ctx.causal, ctx.scale)
     return *found, None, None
 

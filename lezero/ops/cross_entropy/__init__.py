@@ -1,19 +1,30 @@
 """Cross-entropy of next tokens, summed, in one pass over the logits each way.
 
 `F.cross_entropy` keeps the log-probabilities of every token in fp32 and walks over the whole matrix
-several times. This op works through it in pieces that stay in cache, keeps one number a row, and
+several times. This op works through it in pieces that stay in cache, keeps two numbers a row, and
 rounds the gradient to the logits' dtype once. See `reference.py` for the formula. A gradient that
-will be differentiated itself (`create_graph=True`) comes from plain operations instead.
+will be differentiated itself (`create_graph=True`) comes from plain operations instead, and so does
+what is asked in forward mode or below `torch.func`.
+
+The two numbers are the row's largest logit m and Σ exp(x - m). logsumexp(x) alone would be rounded
+to the spacing of numbers near m: with logits of 10^4 probabilities lose five digits by it.
+
+[Note: one piece of memory]
+Pieces are computed in one buffer: the allocator gives blocks of their size back to the system and
+faults them in again at every piece, which takes as long as the work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lezero.core.errors import ConfigError
+from lezero.ops.cross_entropy import reference
 from lezero.ops.cross_entropy.reference import IGNORED
 
 _PIECE = 1 << 18  # elements of a piece: 1 MiB in fp32
@@ -21,7 +32,7 @@ _PIECE = 1 << 18  # elements of a piece: 1 MiB in fp32
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define("cross_entropy_sum(Tensor logits, Tensor targets) -> (Tensor, Tensor)")
 _library.define(
-    "cross_entropy_sum_backward(Tensor grad, Tensor logits, Tensor targets, Tensor lse) -> Tensor"
+    "cross_entropy_sum_backward(Tensor grad, Tensor logits, Tensor targets, Tensor parts) -> Tensor"
 )
 
 
@@ -47,6 +58,8 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
             f"cross_entropy_sum: targets is on {targets_N.device} and logits on "
             f"{logits_NV.device}; allowed is one device for both"
         )
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return reference.cross_entropy_sum(logits_NV, targets_N)
     return torch.ops.lezero.cross_entropy_sum(logits_NV, targets_N)[0]
 
 
@@ -72,25 +85,43 @@ def _forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
                 f"{V}), or {IGNORED} for one that does not count. Use the tokenizer that belongs "
                 "to the model, or build the model with the tokenizer's number of tokens"
             )
-    lse_N = torch.empty(N, dtype=wide, device=logits_NV.device)
-    step = _rows(logits_NV)
-    for i in range(0, N, step):
-        torch.logsumexp(logits_NV[i : i + step].to(wide), 1, out=lse_N[i : i + step])
+    parts_2N = torch.empty(2, N, dtype=wide, device=logits_NV.device)
+    for rows, below_NV in _pieces(logits_NV, wide):
+        _, sum_N = part_2N = parts_2N[:, rows]
+        part_2N[0] = logits_NV[rows].amax(1)
+        _minus(logits_NV[rows], part_2N[0], below_NV)
+        torch.sum(below_NV.exp_(), 1, out=sum_N)
     picked_N = logits_NV.gather(1, targets_N.clamp(min=0)[:, None])[:, 0].to(wide)
-    return torch.where(targets_N != IGNORED, lse_N - picked_N, 0.0).sum(), lse_N
+    nats_N = (parts_2N[0] - picked_N) + parts_2N[1].log()
+    return torch.where(targets_N != IGNORED, nats_N, 0.0).sum(), parts_2N
 
 
-def _backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor) -> Tensor:
+def _pieces(logits_NV: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Rows, and memory for as many in `wide`. See [Note: one piece of memory]."""
+    N, V = logits_NV.shape
+    step = min(N, _rows(logits_NV))
+    piece_NV = torch.empty(step, V, dtype=wide, device=logits_NV.device)
+    for i in range(0, N, max(1, step)):
+        yield slice(i, min(N, i + step)), piece_NV[: N - i]
+
+
+def _minus(x_NV: Tensor, most_N: Tensor, out_NV: Tensor) -> None:
+    if x_NV.dtype == out_NV.dtype:
+        torch.sub(x_NV, most_N[:, None], out=out_NV)
+    else:
+        out_NV.copy_(x_NV).sub_(most_N[:, None])
+
+
+def _backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor) -> Tensor:
     out_NV = torch.empty_like(logits_NV)
-    counted_N = targets_N != IGNORED
-    scale_N = torch.where(counted_N, grad.to(lse_N.dtype), 0.0)
-    index_N = targets_N.clamp(min=0)
-    step = _rows(logits_NV)
-    for i in range(0, logits_NV.shape[0], step):
-        rows = slice(i, i + step)
-        p_NV = logits_NV[rows].to(lse_N.dtype, copy=True).sub_(lse_N[rows, None]).exp_()
-        p_NV.scatter_add_(1, index_N[rows, None], -torch.ones_like(lse_N[rows, None]))
-        out_NV[rows] = p_NV.mul_(scale_N[rows, None])
+    most_N, sum_N = parts_2N
+    scale_N = torch.where(targets_N != IGNORED, grad.to(parts_2N.dtype), 0.0)
+    index_N1 = targets_N.clamp(min=0)[:, None].long()
+    for rows, p_NV in _pieces(logits_NV, parts_2N.dtype):
+        _minus(logits_NV[rows], most_N[rows], p_NV)
+        p_NV.exp_().mul_((scale_N[rows] / sum_N[rows])[:, None])
+        p_NV.scatter_add_(1, index_N1[rows], -scale_N[rows, None])
+        out_NV[rows] = p_NV
     return out_NV
 
 
@@ -107,10 +138,12 @@ def _recorded_backward(
 
 def _fake_forward(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     wide = _wide(logits_NV.dtype)
-    return logits_NV.new_empty((), dtype=wide), logits_NV.new_empty(logits_NV.shape[:1], dtype=wide)
+    return logits_NV.new_empty((), dtype=wide), logits_NV.new_empty(
+        (2, logits_NV.shape[0]), dtype=wide
+    )
 
 
-def _fake_backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor) -> Tensor:
+def _fake_backward(grad: Tensor, logits_NV: Tensor, targets_N: Tensor, parts_2N: Tensor) -> Tensor:
     return torch.empty_like(logits_NV)
 
 
@@ -119,10 +152,10 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
-    logits_NV, targets_N, lse_N = ctx.saved_tensors
+    logits_NV, targets_N, parts_2N = ctx.saved_tensors
     if torch.is_grad_enabled():  # autograd records this: create_graph
-        return _recorded_backward(grad, logits_NV, targets_N, lse_N.dtype), None
-    return torch.ops.lezero.cross_entropy_sum_backward(grad, logits_NV, targets_N, lse_N), None
+        return _recorded_backward(grad, logits_NV, targets_N, parts_2N.dtype), None
+    return torch.ops.lezero.cross_entropy_sum_backward(grad, logits_NV, targets_N, parts_2N), None
 
 
 _library.impl("cross_entropy_sum", _forward, "CompositeExplicitAutograd")

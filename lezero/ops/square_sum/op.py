@@ -32,11 +32,6 @@ def square_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return found
 
 
-def has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one kernel takes all of them as they lie."""
-    return NATIVE.available() and all(_fits(x) and x.is_contiguous() for x in tensors)
-
-
 def _run(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     out = torch.zeros(len(tensors), dtype=torch.float64, device="cpu")
     able = NATIVE.available()

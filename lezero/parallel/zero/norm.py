@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lezero.core import groups, in_flight
+from lezero.core.device import with_doubles
 from lezero.core.errors import ConfigError
 from lezero.ops.square_sum import square_sums
 from lezero.parallel.zero.held import HELD, Held, local
@@ -59,7 +60,7 @@ def grad_norm(
         found += _exchanged(helds, lines, norm_type)
     found += _summed(elsewhere, norm_type)
     if norm_type == 2:
-        return torch.tensor(math.sqrt(math.fsum(found)), dtype=torch.float64)
+        return torch.tensor(root_of_sum(found), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.tensor([0.0, *found], dtype=torch.float64), norm_type)
 
 
@@ -160,6 +161,14 @@ def _parts(
     return torch.stack([nothing if x is None else _norm(x, norm_type) for x in tensors])
 
 
+def root_of_sum(squares: Sequence[float]) -> float:
+    """The root of their exact sum; infinite where that is beyond fp64."""
+    try:
+        return math.sqrt(math.fsum(squares))
+    except OverflowError:
+        return math.inf
+
+
 def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
     """The sum of squares of each in fp64; 0 for None."""
     if place.type != "cpu":
@@ -172,12 +181,13 @@ def squares(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torc
 
 def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torch.Tensor:
     """`squares` in a few kernels, where the launch of each costs more than its work."""
-    nothing = torch.zeros((), dtype=torch.float64, device=place)
+    wide = torch.float32 if place.type == "mps" else torch.float64  # which has none of 64 bits
+    nothing = torch.zeros((), dtype=wide, device=place)
     mine = [nothing if x is None else _real(local(x)) for x in tensors]
     there = [x for x in mine if x.numel() and x is not nothing]
-    norms = iter(torch._foreach_norm(there, 2, dtype=torch.float64) if there else ())
+    norms = iter(torch._foreach_norm(there, 2, dtype=wide) if there else ())
     found = [next(norms) if x.numel() and x is not nothing else nothing for x in mine]
-    return torch.stack(found).square()
+    return with_doubles(torch.stack(found)).double().square()
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
