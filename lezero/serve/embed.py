@@ -23,6 +23,7 @@ from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.interrupts import let_in
 from lezero.serve.engine import Engine
 from lezero.serve.program import Fed
+from lezero.serve.request import TooLongError
 
 
 def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -114,7 +115,8 @@ def check_prompts(engine: Engine, prompts: Sequence[Sequence[int]], name: str = 
     most = longest_prompt(engine)
     for number, prompt in enumerate(prompts):
         if not 1 <= len(prompt) <= most:
-            raise ConfigError(
+            kind = TooLongError if prompt else ConfigError
+            raise kind(
                 f"{name}[{number}]: got {len(prompt)} tokens, allowed is 1 to {most}, which "
                 "context and cache have room for; cut the text"
             )

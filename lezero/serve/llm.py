@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,17 @@ from lezero.serve.kv import settle_kv
 from lezero.serve.opening import open_draft, open_program
 from lezero.serve.options import KV, Speculate, Weights, check_options
 from lezero.serve.paying import WhilePaying
+from lezero.serve.prompts import (
+    Prompt,
+    as_list,
+    each_params,
+    listed_tokens,
+    several_prompts,
+    sound_text,
+)
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import PromptLookup, Speculator
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -171,11 +177,11 @@ class LLM:
 
         A prompt is text or tokens. params: one for all, or one each.
         """
-        given = _several(prompts)
-        every = _each(params, len(given))
-        requests = [
-            self.request(p, x, priority=priority) for p, x in zip(given, every, strict=True)
-        ]
+        given = several_prompts(prompts)
+        every = each_params(params, len(given))
+        names = [f"prompts[{i}]" for i in range(len(given))] if len(given) > 1 else ["prompt"]
+        each = zip(given, every, names, strict=True)
+        requests = [self.request(p, x, priority=priority, called=name) for p, x, name in each]
         answers: list[Answer] = []
         with held_interrupts():
             try:
@@ -193,7 +199,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
     ) -> Stream:
         """Pieces of the answer to one prompt as they come. Closing the iterator cancels it."""
-        (asked,) = _each(params, 1)
+        (asked,) = each_params(params, 1)
         with held_interrupts():
             return Stream(
                 self.begin(self.request(prompt, asked, priority=priority)),
@@ -251,7 +257,7 @@ class LLM:
         Answers that run wait meanwhile. Raises `ConfigError` for a prompt that is empty, or does
         not fit.
         """
-        several = enumerate(_several(prompts))
+        several = enumerate(several_prompts(prompts))
         given = [self.passage(prompt, f"prompts[{number}]") for number, prompt in several]
         with held_interrupts(), letting_in(self._lock):
             return embed(self.engine, given)
@@ -278,19 +284,25 @@ class LLM:
 
     def chat_tokens(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of `prompt_of`, with no start tokens but those that the template writes."""
-        return self._coder().encode_chat(_sound(self.prompt_of(messages), "messages"))
+        return self._coder().encode_chat(sound_text(self.prompt_of(messages), "messages"))
 
     def prompt_of(self, messages: Sequence[Message]) -> str:
         """The text that the model continues as the assistant, by its chat template."""
         return self._coder().prompt(messages)
 
     def request(
-        self, prompt: Prompt, params: SamplingParams, sample: int = 0, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        sample: int = 0,
+        priority: int = 0,
+        called: str = "prompt",
     ) -> Request:
         """A request for `begin`. Raises `ConfigError` for tokens the model does not have.
 
         An empty text begins with the model's start tokens, or else its end-of-text token.
-        sample: tells answers apart that have the prompt and the seed in common.
+        sample: tells answers apart that have the prompt and the seed in common. called: what errors
+        call the prompt.
         """
         ends = self._own.end_tokens if self.coder is None else self.coder.end_tokens
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -300,24 +312,26 @@ class LLM:
                 "stop: this model has no tokenizer, so that its answers have no text; give "
                 "stop_token_ids, or a coder"
             )
-        tokens = self._known_tokens(prompt, "prompt")
+        tokens = self._known_tokens(prompt, called)
         if isinstance(prompt, str) and not tokens:
             end = self._coder().end_token
-            tokens = [] if end is None else self._known_tokens([end], "prompt")
+            tokens = [] if end is None else self._known_tokens([end], called)
         params = self._with_named_ends(self._own.added_to(params))
         number = next(self._numbers)
-        return Request(f"request-{number}", tokens, params, priority, ends, sample)
+        return Request(f"request-{number}", tokens, params, priority, ends, sample, called=called)
 
     def _known_tokens(self, prompt: Prompt, name: str) -> list[int]:
         """The tokens of a text, or those given, all of which the model has."""
         need_threads_of(self._process, "this LLM")
         text = isinstance(prompt, str)
-        tokens = self._coder().encode(_sound(prompt, name)) if text else _tokens(prompt, name)
+        tokens = (
+            self._coder().encode(sound_text(prompt, name)) if text else listed_tokens(prompt, name)
+        )
         most = self.program.vocab - 1
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise ConfigError(
-                    f"{name}: holds {token!r}, allowed are text or whole numbers{_as_list(token)}"
+                    f"{name}: holds {token!r}, allowed are text or whole numbers{as_list(token)}"
                 )
             if not 0 <= token <= most:
                 held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
@@ -340,60 +354,3 @@ class LLM:
         if self.coder is None:
             raise ConfigError("this model has no tokenizer: give prompts as tokens, or a coder")
         return self.coder
-
-
-def _sound(text: Any, name: str = "prompt") -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name}: holds half of a surrogate pair, which is no text") from None
-    return str(text)
-
-
-def _tokens(prompt: Any, name: str) -> list[int]:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise ConfigError(
-            f"{name}: got {type(prompt).__name__}, allowed are text or tokens{_as_list(prompt)}"
-        )
-    return list(prompt)
-
-
-def _as_list(value: Any) -> str:
-    """What an error adds where somebody gave numbers of torch or numpy."""
-    return "; make a list of it with .tolist()" if _is_array(value) else ""
-
-
-def _is_array(value: Any) -> bool:
-    """Whether these are numbers of torch or numpy; an array of texts is none."""
-    kind = getattr(getattr(value, "dtype", None), "kind", "i")
-    return hasattr(value, "dtype") and hasattr(value, "tolist") and kind in "biuf"
-
-
-def _several(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    unordered = isinstance(prompts, Mapping | set | frozenset)
-    no_list = not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray)
-    if no_list or unordered or _is_array(prompts):
-        raise ConfigError(
-            f"prompts: got {type(prompts).__name__}, allowed are text, tokens, or a list of either"
-            f"{_as_list(prompts)}"
-        )
-    found = list(prompts)
-    if found and all(isinstance(item, int) for item in found):
-        return [found]
-    if not found:
-        raise ConfigError("prompts: got none, give at least one")
-    return found
-
-
-def _each(params: Any, count: int) -> list[SamplingParams]:
-    one = params is None or isinstance(params, SamplingParams | Mapping)
-    if not one and (not isinstance(params, Sequence) or isinstance(params, str)):
-        raise ConfigError(
-            f"params: got {type(params).__name__}, allowed are SamplingParams, one or one each"
-        )
-    found = [params or SamplingParams()] * count if one else list(params)
-    if len(found) != count:
-        raise ConfigError(f"params: got {len(found)} for {count} prompts; give one, or one each")
-    return [x if isinstance(x, SamplingParams) else SamplingParams.parse(x) for x in found]

@@ -7,10 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from lezero.core.errors import ConfigError
 from lezero.serve.sampling import Drawn, SamplingParams, TokenLogprob
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 _BEYOND = 1 << 64
+
+
+class TooLongError(ConfigError):
+    """A prompt that never fits, by itself or with the answer that is asked for."""
 
 
 class State(Enum):
@@ -40,6 +45,8 @@ class Request:
     """Tells apart answers to one prompt with one seed."""
     salt: str = ""
     """Requests share blocks only with those of equal salt."""
+    called: str = "prompt"
+    """What errors call its prompt."""
     guessed: bool = True
     """Whether its next tokens may be guessed, where the engine does that."""
 

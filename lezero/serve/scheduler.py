@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from lezero.core.errors import ConfigError
 from lezero.serve.blocks import BlockPool
-from lezero.serve.request import Reason, Request, State
+from lezero.serve.request import Reason, Request, State, TooLongError
 from lezero.serve.sampling import Drawn
 
 
@@ -365,14 +365,15 @@ class Scheduler:
     def _refuse_what_never_fits(self, request: Request) -> None:
         prompt, new = len(request.prompt), request.params.max_tokens
         if prompt == 0:
-            raise ConfigError("prompt: got 0 tokens, allowed is 1 or more")
+            raise ConfigError(f"{request.called}: got 0 tokens, allowed is 1 or more")
         if prompt >= self.longest:
-            raise ConfigError(
-                f"prompt: got {prompt} tokens, allowed is 1 to {self.longest - 1}: the context has "
-                f"{self.longest} together with the answer{self._why_longest}; shorten the prompt"
+            raise TooLongError(
+                f"{request.called}: got {prompt} tokens, allowed is 1 to {self.longest - 1}: the "
+                f"context has {self.longest} together with the answer{self._why_longest}; shorten "
+                "the prompt"
             )
         if prompt + new > self.longest:
-            raise ConfigError(
+            raise TooLongError(
                 f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
                 f"allowed is {self.longest} together{self._why_longest}; ask for at most "
                 f"{self.longest - prompt}, or shorten the prompt"
@@ -380,12 +381,12 @@ class Scheduler:
         room = self.pool.count * self.pool.block_size + 1  # the last token is never fed
         holds = f"the cache holds {room - 1} ({self.pool.count} blocks of {self.pool.block_size})"
         if prompt >= room:
-            raise ConfigError(
-                f"prompt: got {prompt} tokens, allowed is 1 to {room - 1}: {holds}; shorten the "
-                "prompt, or give the cache more memory"
+            raise TooLongError(
+                f"{request.called}: got {prompt} tokens, allowed is 1 to {room - 1}: {holds}; "
+                "shorten the prompt, or give the cache more memory"
             )
         if prompt + new > room:
-            raise ConfigError(
+            raise TooLongError(
                 f"max_tokens: got {new} for a prompt of {prompt} tokens, together {prompt + new}, "
                 f"but {holds}; ask for at most {room - prompt}, or shorten the prompt, or give the "
                 "cache more memory"

@@ -24,6 +24,7 @@ from lezero.hub.encoder import EncoderFolder, describe_encoder, open_encoder
 from lezero.models import Bert
 from lezero.models.bert import flops
 from lezero.serve.batching.model import COUNTS, BatchedModel
+from lezero.serve.request import TooLongError
 
 EncoderWeights = Literal["auto", "fp32", "bf16", "int8"]
 _WEIGHTS = ("auto", "fp32", "bf16", "int8")
@@ -98,7 +99,8 @@ class SentenceEncoder(BatchedModel):
         if list(tokens) == self._nothing:
             raise ConfigError(f"{name}: got an empty text, which has no embedding; leave it out")
         if not 1 <= len(tokens) <= self.longest:
-            raise ConfigError(
+            kind = TooLongError if tokens else ConfigError
+            raise kind(
                 f"{name}: got {len(tokens)} tokens, allowed is 1 to the model's {self.longest} "
                 "together; shorten the text, or cut it off with truncate: true"
             )

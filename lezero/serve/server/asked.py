@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lezero.core.errors import ConfigError
-from lezero.serve.llm import Prompt
+from lezero.serve.prompts import Prompt
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.problem import Problem, refused
 
@@ -210,7 +210,7 @@ def _whole(
     if value is None:
         return None
     if not is_whole(value) or not least <= value <= most:
-        raise wrong(name, f"got {shown(value)}, allowed is {least} to {most}")
+        raise wrong(name, f"got {shown(value)}, allowed are whole numbers from {least} to {most}")
     return int(value)
 
 

@@ -12,7 +12,8 @@ from lezero.core.errors import ConfigError
 from lezero.memory.pool import give_back_free_blocks
 from lezero.serve.coder import Coder, joined
 from lezero.serve.embed import check_prompts, longest_prompt
-from lezero.serve.llm import LLM, Prompt
+from lezero.serve.llm import LLM
+from lezero.serve.prompts import Prompt
 from lezero.serve.request import Request
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.lanes import Lanes, Value
@@ -78,8 +79,10 @@ class Encoder:
                 raise Problem(400, "messages: this model has no tokenizer", param="messages")
             prompts = [self._llm.chat_tokens(asked.messages)]
         made = []
-        for prompt in prompts:
-            first = self._llm.request(prompt, asked.params)
+        for number, prompt in enumerate(prompts):
+            called = "messages" if asked.form == "chat" else "prompt"
+            called += f"[{number}]" if len(prompts) > 1 else ""
+            first = self._llm.request(prompt, asked.params, called=called)
             tokens = list(first.prompt)
             most = asked.max_tokens
             if most is None:
@@ -87,7 +90,7 @@ class Encoder:
                 most = most if asked.form == "chat" else min(most, _TEXT_TOKENS)
             params = asked.params.model_copy(update={"max_tokens": most, "seed": _seed(asked)})
             for sample in range(asked.n):
-                request = self._llm.request(tokens, params, sample, asked.priority)
+                request = self._llm.request(tokens, params, sample, asked.priority, called)
                 request.salt = owner
                 made.append(request)
         return made

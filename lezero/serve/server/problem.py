@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lezero.core.errors import ConfigError
+from lezero.serve.request import TooLongError
 
 
 class Problem(Exception):
@@ -55,10 +56,5 @@ def refused(error: ConfigError) -> Problem:
     if error.problems:
         param = str(error.problems[0].path[0]) if error.problems[0].path else param
     known = param.partition("[")[0].isidentifier()
-    too_long = "allowed is" in str(error) and ("together" in str(error) or "context" in str(error))
-    return Problem(
-        400,
-        str(error),
-        param=param if known else None,
-        code="context_length_exceeded" if too_long else None,
-    )
+    code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+    return Problem(400, str(error), param=param if known else None, code=code)

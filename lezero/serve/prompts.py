@@ -1,0 +1,72 @@
+"""What callers of an `LLM` may give: prompts, and parameters for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lezero.core.errors import ConfigError
+from lezero.serve.sampling import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def sound_text(text: Any, name: str = "prompt") -> str:
+    """A text; `ConfigError` for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name}: holds half of a surrogate pair, which is no text") from None
+    return str(text)
+
+
+def listed_tokens(prompt: Any, name: str) -> list[int]:
+    """A prompt of tokens as a list; `ConfigError` for what is none."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise ConfigError(
+            f"{name}: got {type(prompt).__name__}, allowed are text or tokens{as_list(prompt)}"
+        )
+    return list(prompt)
+
+
+def as_list(value: Any) -> str:
+    """What an error adds where somebody gave numbers of torch or numpy."""
+    return "; make a list of it with .tolist()" if is_array(value) else ""
+
+
+def is_array(value: Any) -> bool:
+    """Whether these are numbers of torch or numpy; an array of texts is none."""
+    kind = getattr(getattr(value, "dtype", None), "kind", "i")
+    return hasattr(value, "dtype") and hasattr(value, "tolist") and kind in "biuf"
+
+
+def several_prompts(prompts: Any) -> list[Prompt]:
+    """The prompts of a call; numbers among them make them the tokens of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    unordered = isinstance(prompts, Mapping | set | frozenset)
+    no_list = not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray)
+    if no_list or unordered or is_array(prompts):
+        raise ConfigError(
+            f"prompts: got {type(prompts).__name__}, allowed are text, tokens, or a list of either"
+            f"{as_list(prompts)}"
+        )
+    found = list(prompts)
+    if any(isinstance(item, int) for item in found):
+        return [found]
+    if not found:
+        raise ConfigError("prompts: got none, give at least one")
+    return found
+
+
+def each_params(params: Any, count: int) -> list[SamplingParams]:
+    """Parameters for each of `count` prompts, of one for all or one each."""
+    one = params is None or isinstance(params, SamplingParams | Mapping)
+    if not one and (not isinstance(params, Sequence) or isinstance(params, str)):
+        raise ConfigError(
+            f"params: got {type(params).__name__}, allowed are SamplingParams, one or one each"
+        )
+    found = [params or SamplingParams()] * count if one else list(params)
+    if len(found) != count:
+        raise ConfigError(f"params: got {len(found)} for {count} prompts; give one, or one each")
+    return [x if isinstance(x, SamplingParams) else SamplingParams.parse(x) for x in found]

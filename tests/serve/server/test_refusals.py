@@ -1,0 +1,83 @@
+"""What a refused request tells its client: the field as the client wrote it, and a code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from lezero.core.errors import ConfigError
+from lezero.serve.sampling import SamplingParams
+from lezero.serve.server.asked import read_asked
+from lezero.serve.server.problem import Problem, refused
+from tests.serve.server.running import serving, small_llm
+
+TOO_LONG = "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("letters", "tokens", "param"), [(400, 5, "prompt"), (5, 400, "max_tokens"), (600, 5, "prompt")]
+)
+def test_whatever_is_too_long_has_one_code(letters: int, tokens: int, param: str) -> None:
+    """The cache may be shorter than the context."""
+    llm = small_llm(cache_bytes=100_000)
+    assert 300 < llm.room < 400
+    with pytest.raises(ConfigError) as found:
+        llm.generate("a" * letters, SamplingParams(max_tokens=tokens))
+    told = refused(found.value)
+    assert (told.code, told.param) == (TOO_LONG, param)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop", [["context"]]), ("top_p", "context"), ("temperature", "together")]
+)
+def test_no_words_of_a_client_make_it_too_long(name: str, value: Any) -> None:
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(Problem) as found:
+        read_asked("chat", {"messages": messages, name: value}, "m")
+    assert (found.value.code, found.value.param) == (None, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 2.0), ("seed", 1.5), ("logprobs", True), ("n", 129)]
+)
+def test_a_number_that_is_not_whole_is_told_so(name: str, value: Any) -> None:
+    with pytest.raises(Problem, match=rf"^{name}: got {value}, allowed are whole numbers from "):
+        read_asked("text", {"prompt": "x", name: value}, "m")
+
+
+def test_a_prompt_is_called_as_the_client_calls_it() -> None:
+    with serving(small_llm(), name="tiny") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for ask, param in (
+            (lambda: client.completions.create(model="tiny", prompt="x" * 600), "prompt"),
+            (lambda: client.completions.create(model="tiny", prompt=["x", "x" * 600]), "prompt[1]"),
+            (lambda: client.completions.create(model="tiny", prompt=[[1], [999]]), "prompt[1]"),
+            (
+                lambda: client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": "x" * 600}]
+                ),
+                "messages",
+            ),
+        ):
+            with pytest.raises(openai.BadRequestError) as found:
+                ask()
+            assert found.value.param == param
+            assert str(found.value.body["message"]).startswith(f"{param}: ")
+        client.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["a", None], r"prompts\[1\]: got NoneType, allowed are text or tokens"),
+        (["a", "b" * 600], r"prompts\[1\]: got 600 tokens"),
+        (["b" * 600], r"prompt: got 600 tokens"),
+        ([1, 2.0], r"prompt: holds 2\.0, allowed are text or whole numbers"),
+        ([1, "a"], r"prompt: holds 'a', allowed are text or whole numbers"),
+    ],
+)
+def test_of_several_prompts_the_wrong_one_is_named(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small_llm().generate(given, SamplingParams(max_tokens=2))
