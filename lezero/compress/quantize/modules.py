@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lezero.compress.quantize.autocast import cast
+from lezero.compress.quantize.foreign_saves import mark_saves
 from lezero.compress.quantize.weights import (
     CodedWeight,
     PackedWeight,
@@ -61,6 +62,7 @@ class QuantizedLayer(nn.Module):
 
     def take_over(self, module: nn.Module) -> None:
         """`module`, of class `float_class`, becomes this layer (which it then shares all with)."""
+        mark_saves(quantized_layers)
         module.__class__ = type(self)
         for name, value in self.__dict__.items():
             if not name.startswith("_") and name != "training":
@@ -222,6 +224,9 @@ def check_names(model: nn.Module, what: str) -> None:
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Every quantized layer of `model` by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+
+
+mark_saves(quantized_layers)  # for models that are unpickled
 
 
 __all__ = [
