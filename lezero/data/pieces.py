@@ -43,7 +43,10 @@ class Pieces:
 
 def splits_words(inner: Any) -> bool:
     """Whether words are encoded apart and the same wherever they stand, as by byte-level BPE that
-    puts no space before a text (GPT-2's and its heirs'); False where that is not known."""
+    puts no space before a text (GPT-2's and its heirs'); False where that is not known, and where
+    an added token reaches across the space between words."""
+    if any(_reaches(token) for token in inner.get_added_tokens_decoder().values()):
+        return False
     first = [] if inner.normalizer is None else _flat(inner.normalizer, "normalizers")
     steps = [] if inner.pre_tokenizer is None else _flat(inner.pre_tokenizer, "pretokenizers")
     levels = [step for step in steps if step["type"] == "ByteLevel"]
@@ -53,8 +56,14 @@ def splits_words(inner: Any) -> bool:
         and {step["type"] for step in steps} <= {"ByteLevel", "Split", "Digits", "Punctuation"}
         and bool(levels)
         and split
+        and all(s["behavior"] in ("Isolated", "Removed") for s in steps if s["type"] == "Split")
         and not any(step["add_prefix_space"] for step in levels)
     )
+
+
+def _reaches(token: Any) -> bool:
+    inside = token.content.strip() and any(letter.isspace() for letter in token.content)
+    return bool(token.lstrip or token.rstrip or inside)
 
 
 def _flat(part: Any, several: str) -> list[dict[str, Any]]:

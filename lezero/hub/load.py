@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lezero.core.errors import FileError
 from lezero.core.tensors import flat_bytes
+from lezero.hub.overlaps import check_overlaps
 from lezero.nn.unsized import UnsizedParameter
 
 _SHOWN = 5
@@ -48,6 +49,7 @@ def load_into(module: nn.Module, tensors: dict[str, Any], source: str, strict: b
     _check_keys(missing, unexpected, given, source, strict)
     state = _state(module)
     _check_kinds(state, given, source)
+    check_overlaps(state, given, source)
     _check_finite(tensors, source)
     meta = any(tensor.is_meta for tensor in state.values())
     if meta:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
+from lezero.optim.side_by_side import side_by_side
 from lezero.optim.weights import (
     Masters,
     WeightOptimizer,
@@ -70,22 +71,23 @@ class AdamW(WeightOptimizer, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of every parameter that has a gradient; returns the closure's loss."""
-        if self._masters == "none":
-            return _torch_step(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_all()
+        if self._masters == "none":
+            with side_by_side(self):
+                _torch_step(self)
+        else:
+            self._step_all()
         return loss
 
 
-def _torch_step(optimizer: AdamW, closure: Callable[[], float] | None) -> float | None:
+def _torch_step(optimizer: AdamW) -> None:
     """torch's own step without the hooks that torch wraps round it: they run round ours."""
     step: Any = torch.optim.AdamW.step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step
-    loss: float | None = step(optimizer, closure)
-    return loss
+    step(optimizer)
 
 
 def _fusable(params: list[Any]) -> bool:

@@ -118,6 +118,37 @@ def test_a_tokenizer_that_begins_each_text_with_a_space_is_not_cut(tmp_path, mon
     assert load_tokenizer(tmp_path).encode(text) == whole
 
 
+@pytest.mark.parametrize(
+    ("content", "options", "text"),
+    [
+        ("[MASK]", {"lstrip": True}, "cat dog\n[MASK]"),
+        ("[MASK]", {"rstrip": True}, "cat dog [MASK]\n"),
+        ("cat\nthe ", {}, "cat\nthe "),
+        ("cat the", {"normalized": False}, "dog cat the\n"),
+    ],
+)
+def test_added_tokens_that_reach_across_white_space_are_not_cut(
+    content, options, text, tmp_path, monkeypatch
+):
+    library = pytest.importorskip("tokenizers")
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=letters
+    )
+    inner.train_from_iterator(["the cat"], trainer)
+    inner.add_tokens([library.AddedToken(content, **options)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    whole = inner.encode(text * 90, add_special_tokens=False).ids
+    assert inner.token_to_id(content) in whole
+    for piece in (50, 51, 52, 100):
+        monkeypatch.setattr("lezero.data.tokenizer._PIECE", piece)
+        assert load_tokenizer(tmp_path).encode(text * 90) == whole
+
+
 def test_bad_folders_are_explained(tmp_path):
     with pytest.raises(FileError, match="no such file or folder"):
         load_tokenizer(tmp_path / "missing")

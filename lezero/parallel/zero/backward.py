@@ -120,7 +120,8 @@ class Backward:
             self._turns.launch()
 
     def recover(self) -> None:
-        """Puts everything back after a backward that raised: its gradients are dropped."""
+        """Puts everything back after a backward that raised: its gradients are dropped, but for
+        sums that stages 2 and 3 had added to gradients that were there."""
         for bucket in self.buckets:
             bucket.unmark()
             bucket.drop()
