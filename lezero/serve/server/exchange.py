@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar
@@ -191,8 +192,11 @@ def parse(body: bytes) -> dict[str, Any]:
         found = json.loads(text, parse_constant=_no_number)
     except RecursionError:
         raise Problem(400, _TOO_DEEP) from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise Problem(400, f"the body is not JSON: {error}") from None
+    except ValueError:  # Python's bound for whole numbers
+        most = sys.get_int_max_str_digits()
+        raise Problem(400, f"the body has a number of more than {most} digits") from None
     if not isinstance(found, dict):
         raise Problem(400, "the body is JSON, but not an object")
     _check(found)
@@ -203,7 +207,8 @@ _TOO_DEEP = f"the body is nested more than {_DEEPEST} deep"
 
 
 def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no JSON number")
+    """For NaN and infinities, which Python's reader would take."""
+    raise Problem(400, f"the body is not JSON: {text} is no JSON number")
 
 
 def _check(found: object) -> None:

@@ -68,7 +68,7 @@ def test_a_long_body_in_chunks(client) -> None:
         (b'{"prompt": "x", "temperature": NaN}', "NaN is no JSON number"),
         (b'{"prompt": "x", "temperature": -Infinity}', "no JSON number"),
         (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
-        (b'{"prompt": "x", "seed": %b}' % (b"9" * 5000), "not JSON"),
+        (b'{"prompt": "x", "seed": %b}' % (b"9" * 5000), "has a number of more than 4300 digits"),
         (b'{"prompt": "x", "max_tokens": %b}' % (b"9" * 4000), "max_tokens"),
         (b'{"prompt": %b1%b}' % (b"[" * 100, b"]" * 100), "nested"),
         (b'{"prompt": %b}' % (b"[" * 500_000), "nested"),
