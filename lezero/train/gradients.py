@@ -120,7 +120,8 @@ class Replicated(Gradients):
     def share_buffers(self) -> None:
         """Rank 0's, as DDP gives them to all before the next training step."""
         if self._wrapped.modules_buffers:
-            self._wrapped._sync_buffers()
+            with groups.watched("broadcast", (), None, "buffers of the model"):
+                self._wrapped._sync_buffers()
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
