@@ -131,6 +131,11 @@ class Feedback:
         if self._packed is not None:
             self._packed.encode(error, kept.data)
 
+    def forget(self) -> None:
+        """Owes nothing of the buffers that came by, whose sums nobody takes."""
+        for kept in self._kept.values():
+            kept.data.zero_()  # packed errors too: their scales are 0 then
+
     def fresh(self, side: str, key: str) -> bool:
         """Whether the errors of `key` came from elsewhere since this was last asked."""
         kept = self._kept[side, key]

@@ -54,8 +54,7 @@ class DraftModel(Speculator):
 
     def guess(self, requests: Sequence[Request]) -> None:
         alive = set(requests)
-        for gone in [request for request in self._followers if request not in alive]:
-            self.pool.release(self._followers.pop(gone).own.blocks)
+        self._leave([request for request in self._followers if request not in alive])
         followers = [self._follow(request) for request in requests]
         most = min(_MOST, self._room // max(1, len(requests)) - 1)
         going = self._catch_up([one for one in followers if self._aim(one, most) > 0])
@@ -64,6 +63,13 @@ class DraftModel(Speculator):
             going = self._draw(fed, going)
         for one in followers:
             one.request.drafts = tuple(one.guesses)
+
+    def close(self) -> None:
+        self._leave(list(self._followers))
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        for gone in requests:
+            self.pool.release(self._followers.pop(gone).own.blocks)
 
     def _follow(self, request: Request) -> _Follower:
         """What is known of the request, up to its last token."""

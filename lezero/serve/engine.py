@@ -15,6 +15,7 @@ behind what it had computed, in blocks that it held then, and whoever gets them 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lezero.core.log import logger
@@ -92,10 +93,19 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
+    @property
+    def speculator(self) -> Speculator | None:
+        """Who guesses; None where nobody does, or where it raised once."""
+        return self._speculator
+
     def works(self) -> bool:
-        """Whether the model still takes one token; asked where a step failed, or an embedding."""
+        """Whether the model still takes one token; asked where a step failed, or an embedding. True
+        while embeddings hold the whole cache: it cannot be tried then, and the next step that fails
+        asks again."""
         self._flying = None  # its requests are fed the same tokens again
         self.scheduler.make_room(1)
+        if self.pool.free_count == 0:
+            return True
         blocks = self.pool.allocate(1)
         try:
             return bool(self.program.run([Fed([0], 0, blocks, [0])]).isfinite().all())
@@ -230,15 +240,18 @@ class Engine:
         ]
 
     def _guess(self) -> None:
-        if self._speculator is None:
+        speculator = self._speculator
+        if speculator is None:
             return
         running = self.scheduler.running
         decoding = [request for request in running if request.pending == 1 and request.guessed]
         try:
-            self._speculator.guess(decoding)
+            speculator.guess(decoding)
         except Exception as error:
             _LOG.error("guessing failed; from here on answers come without", exc_info=error)
             self._speculator = None
+            with suppress(Exception):  # what broke may not close either, and is done with anyway
+                speculator.close()
 
     def _run_apart(
         self, chunks: Sequence[Chunk], failures: dict[Request, Exception]

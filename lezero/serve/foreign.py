@@ -31,6 +31,8 @@ _LIMITS = (
     *("max_seq_length", "seq_length", "model_max_length", "max_target_positions", "n_ctx"),
 )
 """What configs of transformers call the longest sequence; the first that is named counts."""
+_ORIGINAL = "original_max_position_embeddings"
+"""What they call the length beyond which a long form takes other angles."""
 _LONGEST = 2048
 """Of a model that has no limit of its own."""
 _STATES = ("conv", "linear", "mamba", "recurrent", "hybrid")
@@ -85,10 +87,10 @@ class TransformersProgram(Program):
             "shared beginnings; LeZero has no kernels for it"
         )
         self._why_longest = ""
-        if _turns_anew(config):
+        if _long_forms(config):
             self._why_longest = (
                 f", angles are others beyond {self._longest} tokens "
-                "(original_max_position_embeddings), which end it here"
+                f"({_ORIGINAL}), which end it here"
             )
             self.slow += self._why_longest
 
@@ -225,20 +227,20 @@ def _has_states(model: Any) -> bool:
     return stateful or bool(getattr(model, "_is_stateful", False))
 
 
-def _turns_anew(config: Any) -> bool:
-    """Whether all angles change once a text is longer than some (Phi-3's long form), so that keys
-    that were kept would be turned wrongly."""
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope"
+def _long_forms(config: Any) -> list[dict[str, Any]]:
+    """Parameters by which all angles change once a text is longer than some (Phi-3's long form), so
+    that keys that were kept would be turned wrongly: of all layers, or of each type of them."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_types = [named for named in parameters.values() if isinstance(named, dict)]
+    return [x for x in (parameters, *of_types) if x.get("rope_type") == "longrope"]
 
 
 def _longest(config: Any) -> int:
     """Tokens up to which keys that were kept stay right."""
     named = (getattr(config, name, None) for name in _LIMITS)
     longest = next((x for x in named if type(x) is int and x > 0), _LONGEST)  # -1 is none
-    if not _turns_anew(config):
-        return longest
-    own = config.rope_parameters.get("original_max_position_embeddings")
-    return min(longest, int(own or getattr(config, "original_max_position_embeddings", longest)))
+    original = getattr(config, _ORIGINAL, None) or longest
+    return min([longest, *(int(x.get(_ORIGINAL) or original) for x in _long_forms(config))])
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

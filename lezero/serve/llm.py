@@ -34,6 +34,7 @@ from lezero.serve.kv import settle_kv
 from lezero.serve.opening import open_draft, open_program
 from lezero.serve.options import KV, Speculate, Weights, check_options
 from lezero.serve.paying import WhilePaying
+from lezero.serve.program import Program
 from lezero.serve.prompts import (
     Prompt,
     as_list,
@@ -99,10 +100,10 @@ class LLM:
         self.program, read_coder = open_program(model, weights)
         own.tell()
         self._own = own
-        self._draft = None if draft is None else open_draft(draft, weights, self.program)
+        drafts = None if draft is None else open_draft(draft, weights, self.program)
         self.coder = read_coder() if coder is None and read_coder is not None else coder
         give_back_free_blocks()  # of the weights as they were
-        self._beside = beside_bytes(before, self.program, self._draft)
+        self._beside = beside_bytes(before, self.program, drafts)
         longest, most = self.program.longest, self.program.most_beside
         if max_requests > most:
             raise ConfigError(
@@ -113,13 +114,11 @@ class LLM:
             why = self.program.why_longest
             raise ConfigError(f"context: got {context}, allowed is 1 to the model's {longest}{why}")
         self.context = context or longest
-        self._kv = settle_kv(kv, self.program, self._draft, **sizes)
-        blocks = self._blocks(cache_bytes, max_requests)
+        self._kv = settle_kv(kv, self.program, drafts, **sizes)
+        blocks = self._blocks(cache_bytes, max_requests, drafts)
         guesser: Speculator | None = PromptLookup() if speculate == "lookup" else None
-        if self._draft is not None:
-            guesser = DraftModel.of(self._draft, self.program, blocks)
-        self._guesses = 0 if guesser is None else guesser.most
-        self._drafter = guesser if isinstance(guesser, DraftModel) else None
+        if drafts is not None:
+            guesser = DraftModel.of(drafts, self.program, blocks)
         self.engine = Engine(
             self.program,
             blocks=blocks,
@@ -132,12 +131,12 @@ class LLM:
         self._left: deque[Answer] = deque()
         self._lock = threading.Lock()
 
-    def _blocks(self, cache_bytes: int | None, max_requests: int) -> int:
+    def _blocks(self, cache_bytes: int | None, max_requests: int, draft: Program | None) -> int:
         """How many blocks of cache there is room for."""
         if cache_bytes is not None:
             refuse_too_large_a_cache(cache_bytes, self.program)
-        each = block_bytes(self.program, self._draft)
-        room = cache_bytes or room_for_cache(self.program, self.context, max_requests, self._draft)
+        each = block_bytes(self.program, draft)
+        room = cache_bytes or room_for_cache(self.program, self.context, max_requests, draft)
         if room < each:
             raise ConfigError(
                 f"cache_bytes: got {room}, allowed is at least one block of {each} bytes"
@@ -145,19 +144,32 @@ class LLM:
         return room // each
 
     @property
+    def _drafter(self) -> DraftModel | None:
+        """The engine's alone, so that one that raised goes with its weights and its cache."""
+        guesser = self.engine.speculator
+        inner = guesser.inner if isinstance(guesser, WhilePaying) else guesser
+        return inner if isinstance(inner, DraftModel) else None
+
+    @property
+    def _draft(self) -> Program | None:
+        drafter = self._drafter
+        return None if drafter is None else drafter.program
+
+    @property
     def forecast(self) -> Forecast:
         """Memory, and tokens per second from measured ceilings."""
+        guesser = self.engine.speculator
         return foresee(
             *(self.program, self.engine.pool.count, self.context, self._draft, self._kv),
-            guesses=self._guesses,
+            guesses=0 if guesser is None else guesser.most,
             beside=self._beside,
         )
 
     @property
     def touched(self) -> tuple[float, float]:
         """Parts of the cache, and of the draft's, that were ever written."""
-        drafts = self.engine.pool if self._drafter is None else self._drafter.pool
-        pool = self.engine.pool
+        pool, drafter = self.engine.pool, self._drafter
+        drafts = pool if drafter is None else drafter.pool
         return pool.touched_count / pool.count, drafts.touched_count / drafts.count
 
     @property

@@ -54,6 +54,9 @@ class WhilePaying(Speculator):
             else:
                 self._duel.add(False, drawn, seconds)
 
+    def close(self) -> None:
+        self.inner.close()
+
 
 class _Duel:
     """Guessing against not guessing: which one goes on, and when the other is tried again."""

@@ -27,6 +27,9 @@ class Speculator(ABC):
     def checked(self, drawn: int, prompts: bool) -> None:  # noqa: B027 (nothing is fine too)
         """After each step: tokens that were drawn, and whether prompts were fed in it too."""
 
+    def close(self) -> None:  # noqa: B027
+        """Lets go of all requests, and of what it holds of them; it is not asked again."""
+
 
 class PromptLookup(Speculator):
     """Guesses that what followed the last few tokens before follows them again.

@@ -338,9 +338,8 @@ class Engine:
         self, held: list[torch.Tensor], micros: list[Batch], loss: float, norm: float
     ) -> str | None:
         """Steps the optimizer, or says why not."""
-        finite = math.isfinite(loss) and math.isfinite(norm)
         skipped = None
-        if finite:
+        if math.isfinite(loss) and math.isfinite(norm):
             self.skipped_in_a_row = 0
             if self.clip is not None and norm > self.clip:
                 factor = self.clip / (norm + 1e-6)  # as torch's clip_grad_norm_
@@ -348,6 +347,7 @@ class Engine:
             self.precision.scaler.step(self.optimizer)
             self._buffers.settle()
         else:
+            self.gradients.forget_owed()
             try:
                 skipped = self._why_skipped(micros, loss, norm)
             finally:

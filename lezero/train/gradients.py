@@ -61,6 +61,9 @@ class Gradients:
         """The loss of one micro-batch, whose backward pass then fills the gradients."""
         return scalar(function(self.model, batch))
 
+    def forget_owed(self) -> None:
+        """After a step whose gradients nobody takes: what encoding lost of them is not owed."""
+
     def share_buffers(self) -> None:
         """Gives every rank the buffers that a checkpoint keeps. Collective."""
 
@@ -219,6 +222,11 @@ class Sharded(Gradients):
 
     def norm(self, parameters: list[torch.Tensor]) -> float:
         return float(grad_norm(parameters))
+
+    def forget_owed(self) -> None:
+        for link in wires(self.model).values():
+            if link.feedback is not None:
+                link.feedback.forget()
 
 
 def gradients_of(model: nn.Module, decisions: Decisions, steps: Callable[[], int]) -> Gradients:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lezero.core.errors import ConfigError
 from lezero.ops.adamw import NATIVE, eight_bit, masters, op, reference
+from lezero.optim import AdamW8bit
 
 KINDS = ("fp32", "bf16", "master", "remainder")
 C = reference.coefficients(3, 1e-2, 0.9, 0.999, 1e-8, 0.1)
@@ -175,6 +176,7 @@ def test_every_kernel_equals_the_reference(kind: str, grads: torch.dtype) -> Non
         grad = grad.to(grads)
         if grad.numel() > 600:
             grad.view(-1)[7], grad.view(-1)[600] = float("nan"), float("inf")
+            grad.view(-1)[290], grad.view(-1)[-1] = 1e30, -3e38
         for name, state in (("adamw", tensors), ("adamw8bit", coded(tensors))):
             wanted = copies(state)
             getattr(reference, name)(wanted[0], wanted[1], grad, *wanted[2:], C)
@@ -217,6 +219,25 @@ def test_damage_stays_in_its_block_and_is_seen() -> None:
     assert nan.sum() == 512
     tiny = torch.full((1, 64), 1e-39)
     assert not eight_bit.decode(*eight_bit.encode(tiny, False), False).any()
+
+
+def test_a_finite_gradient_whose_square_overflows_harms_nothing() -> None:
+    """An outlier takes no step then, as without the code, and its block trains on."""
+    torch.manual_seed(0)
+    for outlier in (1e19, 1e21, -1e30, 3e38):
+        weight = torch.nn.Parameter(torch.randn(16, 256))
+        coded, plain = (torch.nn.Parameter(weight.detach().clone()) for _ in range(2))
+        optimizers = AdamW8bit([coded], lr=1e-3), torch.optim.AdamW([plain], lr=1e-3)
+        for step in range(4):
+            for p, optimizer in zip((coded, plain), optimizers, strict=True):
+                p.grad = torch.ones(16, 256)
+                if step == 1:
+                    p.grad[3, 5] = outlier
+                optimizer.step()
+        assert coded.isfinite().all()
+        moved = (coded - weight).abs()
+        assert moved.max() < 0.01
+        assert (coded - plain).abs()[torch.arange(16) != 3].max() < 1e-4
 
 
 @pytest.mark.parametrize("name", ["adamw_", "adamw8bit_"])

@@ -168,6 +168,15 @@ def test_large_logits_lose_nothing(offset):
     assert ends.grad.tolist() == [[-0.5, 0.5, 0.0]]
 
 
+@pytest.mark.parametrize("bad", [-1, 7])
+def test_bad_targets_are_refused_below_transforms_too(bad):
+    x, targets = torch.randn(3, 7), torch.tensor([bad, 2, 3])
+    with pytest.raises((IndexError, RuntimeError)):
+        torch.func.grad(lambda x: cross_entropy_sum(x, targets))(x)
+    with pytest.raises((IndexError, RuntimeError)):
+        torch.vmap(cross_entropy_sum)(x[None], targets[None])
+
+
 def test_forward_mode_and_transforms_equal_torchs():
     logits, targets = case(9, 13, torch.float64)
     x, along = logits.detach(), torch.randn(9, 13, dtype=torch.float64)

@@ -24,6 +24,7 @@ _SMALL: dict[str, Any] = {
 }
 _ORIGINAL = "original_max_position_embeddings"
 LONG = {"rope_type": "longrope"}
+SHORT = {"rope_type": "default", "rope_theta": 1e4}
 HYBRID = {
     "lfm2": transformers.Lfm2Config(
         **_SMALL, layer_types=["conv", "full_attention", "conv"], conv_L_cache=3
@@ -89,11 +90,41 @@ def test_a_prompt_beyond_the_models_limit_is_refused_up_front(tmp_path: Path) ->
         ({"n_ctx": 99, "rope_parameters": LONG, _ORIGINAL: 32}, 32),
         ({"n_ctx": 99, "rope_parameters": {**LONG, _ORIGINAL: 640}}, 99),
         ({"n_ctx": 99, "rope_parameters": LONG}, 99),
+        ({"n_ctx": 99, "rope_parameters": LONG, _ORIGINAL: None}, 99),
+        ({"n_ctx": 99, "rope_parameters": {"a": {**LONG, _ORIGINAL: 64}, "b": SHORT}}, 64),
+        ({"n_ctx": 99, "rope_parameters": {"a": {**LONG, _ORIGINAL: 64}, "b": LONG}}, 64),
+        (
+            {
+                **{"n_ctx": 99, _ORIGINAL: 16},
+                "rope_parameters": {"a": {**LONG, _ORIGINAL: 64}, "b": {**LONG, _ORIGINAL: 32}},
+            },
+            32,
+        ),
+        ({"n_ctx": 99, "rope_parameters": {"a": {**SHORT, _ORIGINAL: 64}, "b": SHORT}}, 99),
         ({"n_ctx": 99, "rope_parameters": {"rope_type": "llama3", _ORIGINAL: 64}}, 99),
     ],
 )
 def test_what_configs_call_the_limit(named: dict[str, Any], longest: int) -> None:
     assert _longest(SimpleNamespace(**named)) == longest
+
+
+def test_a_long_form_of_one_type_of_layers_ends_all(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [20.0] * 4, "factor": 4.0}
+    config = transformers.Gemma3TextConfig(
+        **{**_SMALL, "head_dim": 8, "sliding_window": 16},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": SHORT,
+            "full_attention": {**LONG, **factors, "rope_theta": 1e4, _ORIGINAL: 64},
+        },
+    )
+    llm = LLM(saved(tmp_path, config), weights="fp32")
+    assert llm.context == 64
+    assert any("beyond 64 tokens" in line for line in llm.forecast.lines())
+    with pytest.raises(ConfigError, match=r"together 65, .* angles are others beyond 64 tokens"):
+        llm.generate([[5] * 60], greedy(5))
+    (full,) = llm.generate([[5] * 60], greedy(4))
+    assert (full.error, len(full.tokens)) == (None, 4)
 
 
 @pytest.mark.parametrize("kind", HYBRID)

@@ -12,7 +12,8 @@ from lezero.comm.route import Span
 from lezero.comm.topology import Hosts
 from lezero.comm.wire import Wire
 from lezero.train.gradients import wires
-from tests.train.test_zero import errors, make, steps
+from lezero.train.loss import next_token_loss
+from tests.train.test_zero import errors, global_batches, make, mine, steps
 
 
 def over(topology, folder, load):
@@ -118,3 +119,30 @@ def test_every_rank_is_given_what_all_servers_owe(ranks, tmp_path):
         found = {key.split("/", 1)[1].rsplit("/", 1)[0]: value for key, value in loaded.items()}
         assert found.keys() == total.keys()
         assert all(np.array_equal(x, total[name][: len(x)]) for name, x in found.items())
+
+
+def after_a_skip(codec, feedback):
+    """The largest error that is owed before and after a step of an infinite loss, and the
+    largest norm behind it."""
+    factor = 1.0
+    wire = Wire(codec=codec, feedback=feedback, topology="flat")
+    engine = make(2, torch.float32, wire=wire, loss=lambda *x: factor * next_token_loss(*x))
+    engine.logs_skipped = False
+    steps(engine, count=2)
+
+    def most():
+        return max(float(np.abs(value).max()) for value in errors(engine).values())
+
+    before, factor = most(), 3e38  # an infinite loss, whose gradients are not
+    assert engine.train_step(mine(next(iter(global_batches(1))))).skipped
+    after, factor = most(), 1.0
+    norms = [engine.train_step(mine(batch)).grad_norm for batch in global_batches(3)]
+    return before, after, max(norms)
+
+
+@pytest.mark.parametrize(("codec", "feedback"), [("int4", "both"), ("int8", "worker")])
+def test_nothing_is_owed_of_a_step_that_was_skipped(ranks, codec, feedback):
+    for before, after, norm in ranks(2, after_a_skip, codec, feedback):
+        assert before > 0
+        assert after == 0
+        assert norm < 100

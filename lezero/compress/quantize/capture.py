@@ -1,10 +1,19 @@
-"""Watches layers while calibration data goes through them."""
+"""Watches layers while calibration data goes through them.
+
+[Note: shared inputs]
+Layers that are given one tensor (query, key and value) share a record of it, which holds one
+Hessian for all of them. They do so from the first call on, and must be given the same in every
+later one: statistics that two have added up cannot be told apart. Where one of them is given
+something else (self-attention in one batch, cross-attention in the next), they are named in
+`parted`, and whoever watches begins anew with a record for each.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,18 +28,34 @@ from lezero.compress.quantize.sites import Site, User
 _once = itertools.count(1)
 
 
+@dataclass
+class _Given:
+    """A tensor that a record took in, and the layers that were given it."""
+
+    x: Tensor
+    version: int
+    record: Inputs
+    layers: set[str]
+
+
 class Capture:
     """The `Inputs` of each layer by name, and the order in which modules were called.
 
-    make: the record for a layer seen for the first time.
+    make: the record for a layer seen for the first time. apart: layers with a record of their own.
+    parted: layers that shared one and were given different inputs: their records are mixed. See
+    [Note: shared inputs].
     """
 
-    def __init__(self, users: Iterable[User], make: Callable[[User], Inputs]) -> None:
-        self._users, self._make = list(users), make
+    def __init__(
+        self, users: Iterable[User], make: Callable[[User], Inputs], apart: Collection[str] = ()
+    ) -> None:
+        self._users, self._make, self.apart = list(users), make, frozenset(apart)
         self.inputs: dict[str, Inputs] = {}
         self.calls: list[nn.Module] = []
+        self.parted: set[str] = set()
         self._called: set[int] = set()
-        self._seen: list[tuple[Tensor, int, Inputs]] = []
+        self._seen: list[_Given] = []
+        self._times: dict[int, int] = {}  # that something was added to a record
 
     @contextmanager
     def watching(self, part: nn.Module) -> Iterator[None]:
@@ -52,6 +77,9 @@ class Capture:
         finally:
             for hook in hooks:
                 hook.remove()
+            for one in self._seen:
+                if one.layers != set(one.record.layers):
+                    self.parted |= set(one.record.layers)
             self._seen.clear()
 
     def _hook(self, user: User) -> Callable[..., None]:
@@ -62,22 +90,30 @@ class Capture:
             known = self.inputs.get(user.name)
             image = user.kind == "conv"
             version, autocast = _version(x), Autocast.now(x.device)
-            same = (r for seen, at, r in self._seen if seen is x and at == version)
-            alike = (r for r in same if r.image == image and r.autocast == autocast)
-            shared = next(alike, None)
+            same = [one for one in self._seen if one.x is x and one.version == version]
+            same = [o for o in same if (o.record.image, o.record.autocast) == (image, autocast)]
             if known is None:
-                known = shared if shared is not None else self._make(user)
-                if known is shared:
+                joined = next((one for one in same if self._joins(user.name, one)), None)
+                known = self._make(user) if joined is None else joined.record
+                if joined is not None:
                     known.layers.append(user.name)
                 known.autocast = autocast
                 self.inputs[user.name] = known
-            if known is shared:
+            shared = next((one for one in same if one.record is known), None)
+            if shared is not None:
+                shared.layers.add(user.name)
                 return
             unbatched = image and x.dim() < len(user.module.get_parameter("weight").shape)
             known.add(x[None] if unbatched else x)
-            self._seen.append((x, version, known))
+            self._times[id(known)] = self._times.get(id(known), 0) + 1
+            self._seen.append(_Given(x, version, known, {user.name}))
 
         return before
+
+    def _joins(self, name: str, given: _Given) -> bool:
+        """Whether a layer may share a record: one that holds nothing but what it is given too."""
+        alone = self.apart and not {name, *given.record.layers}.isdisjoint(self.apart)
+        return not alone and self._times[id(given.record)] == 1
 
     def _order(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._called:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,7 +33,7 @@ from lezero.compress.quantize.layer import (
     quantized_bytes,
     weight_error,
 )
-from lezero.compress.quantize.methods import methods
+from lezero.compress.quantize.methods import Nearest, methods
 from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.outliers import Outliers
 from lezero.compress.quantize.replay import Replay
@@ -131,30 +132,12 @@ class Work:
         hand_on: bool,
     ) -> None:
         """Looks at what block `index` is given, quantizes it, and runs it for the next one."""
-        forward = block.forward
         if sites:
-            capture = self._capture(sites)
-            folds: list[Fold] = []
-
-            def look(*args: Any, **kwargs: Any) -> Any:
-                nonlocal folds
-                first = not capture.calls
-                with capture.watching(block), noting(capture.calls if folds else ()) as given:
-                    output = forward(*args, **kwargs)
-
-                def again() -> list[Tensor]:
-                    return comparable(forward(*args, **kwargs))
-
-                if first and not replay.state and block not in replay.open:
-                    groups = self.scaling.groups(capture.inputs, sites)
-                    folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
-                elif folds:
-                    seen = Evidence(copied(comparable(output)), given)
-                    folds = still_holding(folds, seen, again)
-                return output
-
-            for batch in range(len(replay.batches)):
-                replay.run(batch, index, look, store=False)
+            capture, folds = self._looked(replay, index, block, sites)
+            while capture.parted:
+                apart = capture.parted | capture.apart
+                del capture  # its memory first
+                capture, folds = self._looked(replay, index, block, sites, apart)
             scaled = self.scaling.scale(folds)
             self._observe_again(scaled, replay, index, block)
             for site, target in sites:
@@ -163,7 +146,40 @@ class Work:
             del capture
         if hand_on and replay.is_chain:
             for batch in range(len(replay.batches)):
-                replay.run(batch, index, forward)
+                replay.run(batch, index, block.forward)
+
+    def _looked(
+        self,
+        replay: Replay,
+        index: int,
+        block: nn.Module,
+        sites: list[tuple[Site, Target]],
+        apart: Collection[str] = (),
+    ) -> tuple[Capture, list[Fold]]:
+        """What the layers of block `index` are given, and what can be scaled in front of them."""
+        forward, capture = block.forward, self._capture(sites, apart)
+        folds: list[Fold] = []
+
+        def look(*args: Any, **kwargs: Any) -> Any:
+            nonlocal folds
+            first = not capture.calls
+            with capture.watching(block), noting(capture.calls if folds else ()) as given:
+                output = forward(*args, **kwargs)
+
+            def again() -> list[Tensor]:
+                return comparable(forward(*args, **kwargs))
+
+            if first and not replay.state and block not in replay.open:
+                groups = self.scaling.groups(capture.inputs, sites)
+                folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
+            elif folds:
+                seen = Evidence(copied(comparable(output)), given)
+                folds = still_holding(folds, seen, again)
+            return output
+
+        for batch in range(len(replay.batches)):
+            replay.run(batch, index, look, store=False)
+        return capture, folds
 
     def _in_the_rest(self, batches: list[Batch]) -> None:
         """What lies outside of the blocks, or in blocks that the walk did not come to."""
@@ -171,19 +187,30 @@ class Work:
         sites = [(site, target) for site, target in self.sites if site.name not in done]
         if not sites:
             return
-        capture = self._capture(sites)
+        capture, ran = self._looked_at_all(batches, sites)
+        while capture.parted:
+            apart = capture.parted | capture.apart
+            del capture
+            capture, ran = self._looked_at_all(batches, sites, apart)
+        if ran < len(batches) and not done:
+            self.report.notes.append(
+                f"only {ran} of {len(batches)} batches ran: nothing asked for needs more"
+            )
+        for site, target in sites:
+            self._finish(site, target, capture.inputs)
+
+    def _looked_at_all(
+        self, batches: list[Batch], sites: list[tuple[Site, Target]], apart: Collection[str] = ()
+    ) -> tuple[Capture, int]:
+        """What layers are given by the whole model, and how many batches it took to see it."""
+        capture = self._capture(sites, apart)
         counted = any(self._needs_statistics(site, target) for site, target in sites)
         for index, batch in enumerate(batches):
             if index and not counted and self._have_inputs(sites, capture):
-                if not done:
-                    self.report.notes.append(
-                        f"only {index} of {len(batches)} batches ran: nothing asked for needs more"
-                    )
-                break
+                return capture, index
             with capture.watching(self.model):
                 first_call(self.model, batch, index)
-        for site, target in sites:
-            self._finish(site, target, capture.inputs)
+        return capture, len(batches)
 
     def _have_inputs(self, sites: list[tuple[Site, Target]], capture: Capture) -> bool:
         seen = (capture.inputs.get(user.name) for site, _ in sites for user in site.users)
@@ -198,10 +225,10 @@ class Work:
             target.activations != "float" or self.method.needs_data or by_error
         )
 
-    def _capture(self, sites: list[tuple[Site, Target]]) -> Capture:
+    def _capture(self, sites: list[tuple[Site, Target]], apart: Collection[str]) -> Capture:
         users = [user for site, _ in sites for user in site.users]
         make = record_for(self.targets, self.recipe, self.method.needs_hessian)
-        return Capture(users, make)
+        return Capture(users, make, apart)
 
     def _sites_in(self, block: str) -> list[tuple[Site, Target]]:
         inside = f"{block}."
@@ -249,7 +276,21 @@ class Work:
             layers = build(site, target, self.recipe, self.method, inputs)
         known = inputs.get(linear_user(site).name)
         with nullcontext() if known is None else known.as_called():
+            if self.method.needs_data and len({user.kind for user in site.users}) > 1:
+                layers = self._better_for_all(site, target, layers, inputs)
             self._judge(site, target, layers, inputs)
+
+    def _better_for_all(
+        self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
+    ) -> list[QuantizedLayer]:
+        """Of a weight that is an embedding and a head the codes of the method, which looks at the
+        head alone, or the nearest ones: those whose errors, lookups' and outputs', add up to
+        less."""
+        plain = build(site, target, self.recipe, Nearest(), inputs)
+        both = [
+            math.hypot(*_errors(site, _seen(site, made, inputs)), 0.0) for made in (plain, layers)
+        ]
+        return plain if both[0] < both[1] else layers
 
     def _judge(
         self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
@@ -257,15 +298,8 @@ class Work:
         """Takes the quantized layers of a weight, or leaves it, by what they cost and gain."""
         size = quantized_bytes(layers, site.users)
         measured = self._measure(site, target, layers, inputs)
-        seen = [
-            (user, layer, first)
-            for user, layer in zip(site.users, layers, strict=True)
-            if user.name in inputs and (first := inputs[user.name].first) is not None
-        ]
-        errors = [
-            output_error(site, layer, user.module.forward(x), layer.forward(x))
-            for user, layer, x in seen
-        ]
+        seen = _seen(site, layers, inputs)
+        errors = _errors(site, seen)
         error = max(errors) if errors else weight_error(site, layers)
         if not math.isfinite(error):
             raise NumericsError(
@@ -342,3 +376,22 @@ class Work:
                 **more,
             )
         )
+
+
+Seen = list[tuple[User, QuantizedLayer, Tensor]]
+
+
+def _seen(site: Site, layers: list[QuantizedLayer], inputs: dict[str, Inputs]) -> Seen:
+    """The users of a weight, what they become and their first inputs, where there are any."""
+    return [
+        (user, layer, first)
+        for user, layer in zip(site.users, layers, strict=True)
+        if user.name in inputs and (first := inputs[user.name].first) is not None
+    ]
+
+
+def _errors(site: Site, seen: Seen) -> list[float]:
+    return [
+        output_error(site, layer, user.module.forward(x), layer.forward(x))
+        for user, layer, x in seen
+    ]

@@ -21,8 +21,10 @@ dim 0 of the parameter.
 
 [Note: not finite]
 A block that would hold a NaN or an infinity gets the scale NaN and decodes to NaN in every element:
-the damage stays visible, and is never more than the block. A block whose largest magnitude is below
-2^-126 is stored as zeros.
+the damage stays visible, and is never more than the block. A second moment that overflows by a
+finite gradient (above 1e21) is kept as `VAST` instead, and a first moment beyond its root as that,
+so that the step stays one of AdamW. A block whose largest magnitude is below 2^-126 is stored as
+zeros.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ BLOCK = 256
 LEAST_ELEMENTS, LEAST_COLUMNS = 4096, 64
 _DECADES = 8
 _NORMAL = 2.0**-126
+VAST = 2.0**126
+"""The largest scale whose inverse is a normal number."""
 
 
 def suits(shape: torch.Size) -> bool:

@@ -58,6 +58,19 @@ INLINE vf updated(const spread *s, vf weight, vf grad, vf *m, vf *v) {
   return add(mul(weight, s->decay), quotient(mul(s->step, *m), denominator));
 }
 
+/* The square of a gradient above 1e21 is infinite in fp32, and an infinity would take its whole block
+ * along: 2^126 is kept instead, and of a first moment its root at most. That of an infinite gradient
+ * stays, and so does NaN. */
+INLINE void within(vf grad, vf *m, vf *v) {
+  const vi magnitude = alli(0x7fffffff), inf = alli(INF_BITS), most = bits(allf(0x1p63f));
+  const vi size = andi(bits(*m), magnitude), sign = andi(bits(*m), alli(INT32_MIN));
+  const vi held = if_greater(size, inf, bits(*m), if_greater(size, most, ori(sign, most), bits(*m)));
+  const vi finite = andi(bits(grad), magnitude); /* else no second moment is equal to these bits: */
+  const vi beyond = if_greater(inf, finite, inf, alli(-1));
+  *m = number(if_equal(bits(*v), beyond, held, bits(*m)));
+  *v = number(if_equal(bits(*v), beyond, bits(allf(0x1p126f)), bits(*v)));
+}
+
 INLINE int64_t fewer(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE int width(int kind) { return kind == LEZERO_FP32 ? 4 : 2; }
@@ -157,17 +170,21 @@ INLINE void run_block(const lezero_adamw8bit *a, const spread *s, const code *wi
     const vf magnitude = decoded(with_sign, andi(m_code, alli(0x7f)));
     vf m = mul(number(ori(bits(magnitude), sign)), m_scale);
     vf v = mul(decoded(without, load8(v_codes + i)), v_scale);
+    vf grad;
     if (count - i >= LANES) {
       const vf before = weight_at(a->param, a->extra, start + i, kind);
-      const vf after = updated(s, before, grad_at(a->grad, start + i, fp32), &m, &v);
+      grad = grad_at(a->grad, start + i, fp32);
+      const vf after = updated(s, before, grad, &m, &v);
       keep_weight(a->param, a->extra, start + i, kind, after);
     } else {
       ragged r;
       take(&r, a->param, a->extra, a->grad, start + i, count - i, kind, fp32);
       const vf before = weight_at(r.param, r.extra, 0, kind);
-      keep_weight(r.param, r.extra, 0, kind, updated(s, before, grad_at(r.grad, 0, fp32), &m, &v));
+      grad = grad_at(r.grad, 0, fp32);
+      keep_weight(r.param, r.extra, 0, kind, updated(s, before, grad, &m, &v));
       give(&r, a->param, a->extra, start + i, count - i, kind);
     }
+    within(grad, &m, &v);
     storef(b.m + i, m);
     storef(b.v + i, v);
     m_most = mosti(m_most, andi(bits(m), alli(0x7fffffff)));

@@ -93,6 +93,10 @@ def adamw8bit(
     m = eight_bit.decode(m_code.flatten(1), m_scale, signed=True)
     v = eight_bit.decode(v_code.flatten(1), v_scale, signed=False)
     adamw(param, extra, grad, m_wide := m.view(param.shape), v_wide := v.view(param.shape), c)
+    beyond = v_wide.isinf() & grad.isfinite()  # the square of a gradient above 1e21
+    most = math.sqrt(eight_bit.VAST)
+    m_wide = torch.where(beyond, m_wide.clamp(-most, most), m_wide)
+    v_wide = torch.where(beyond, eight_bit.VAST, v_wide)
     for wide, code, scale in ((m_wide, m_code, m_scale), (v_wide, v_code, v_scale)):
         found, scales = eight_bit.encode(wide.flatten(1), signed=code is m_code)
         code.copy_(found.view(code.shape))

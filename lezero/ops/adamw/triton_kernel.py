@@ -32,6 +32,7 @@ BLOCK = tl.constexpr(eight_bit.BLOCK)
 TILE = tl.constexpr(1024)
 CHUNK = tl.constexpr(16)
 WIDTH = tl.constexpr(12)  # of the table: first chunk, blocks, size, blocks in a row, addresses
+VAST, ROOT = tl.constexpr(eight_bit.VAST), tl.constexpr(eight_bit.VAST**0.5)
 SHIFT = tl.constexpr(12582912.0)  # 1.5 · 2^23: adding and subtracting it rounds to an integer
 
 
@@ -182,6 +183,10 @@ def _step8bit(  # type: ignore[no-untyped-def]
     m, v = _moments(g, m, v, lerp, beta2, square, SMALL)
     before = _weight(param, extra, at, mask, KIND)
     _keep(param, extra, at, mask, _after(before, m, v, decay, step, root, eps), KIND)
+    size = g.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    beyond = (v.to(tl.int32, bitcast=True) == 0x7F800000) & (size < 0x7F800000)
+    within = tl.where(m > ROOT, ROOT, tl.where(m < -ROOT, -ROOT, m))  # NaN stays
+    m, v = tl.where(beyond, within, m), tl.where(beyond, VAST, v)
     m_scale, m_inverse = _scale(m)
     v_scale, v_inverse = _scale(v)
     tl.store(m_scales, m_scale, there)

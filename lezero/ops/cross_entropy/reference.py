@@ -14,5 +14,6 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     x_NV = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
     counted_N = targets_N != IGNORED
     nats_NV = -x_NV.log_softmax(1)
-    picked_N = nats_NV.gather(1, targets_N.long().clamp(min=0)[:, None])[:, 0]
+    index_N = torch.where(counted_N, targets_N, 0).long()
+    picked_N = nats_NV.gather(1, index_N[:, None])[:, 0]
     return torch.where(counted_N, picked_N, 0.0).sum()

@@ -1,0 +1,124 @@
+"""Layers that share inputs in one call and not in the next, and weights with two uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lezero as lz
+from lezero.compress.quantize.modules import quantized_layers
+
+
+class Attends(nn.Module):
+    """Query and key of one tensor, or of two; `again` repeats that in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, c: Tensor | None = None, again: Tensor | None = None) -> Tensor:
+        found = self.q(x) + self.k(x if c is None else c)
+        return found if again is None else found + self.k(again)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Attends(), Attends()])
+
+    def forward(self, x: Tensor, c: Tensor | None = None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, c)
+        return x
+
+
+def batches(case: str) -> list[tuple[Any, ...]]:
+    torch.manual_seed(1)
+    x, c = torch.randn(64, 64), torch.randn(64, 64) * 100
+    return {
+        "self then cross": [(x,), (x.clone(), c)],
+        "cross then self": [(x, c), (x.clone(),)],
+        "both in one call": [(x, None, c)],
+        "one of them twice": [(x,), (x.clone(), None, c)],
+        "always together": [(x,), (x * 2,)],
+    }[case]
+
+
+@pytest.mark.parametrize(
+    ("model", "case"),
+    [
+        *((Attends, case) for case in ("self then cross", "cross then self", "both in one call")),
+        *((Blocks, case) for case in ("self then cross", "cross then self")),
+    ],
+)
+def test_each_layer_is_calibrated_by_its_own_inputs(model: Any, case: str) -> None:
+    data = batches(case)
+    made = lz.quantize_(
+        model(),
+        lz.Int8WeightActivation(activations="tensor", smooth=None),
+        data=data,
+        objective="size",
+    )
+    first = made if model is Attends else made.layers[0]
+    vast = max(float(c.abs().max()) for _, *more in data for c in more if c is not None)
+    assert float(first.q.input_scale) == pytest.approx(float(data[0][0].abs().max()) / 127)
+    assert float(first.k.input_scale) == pytest.approx(vast / 127)
+
+
+@pytest.mark.parametrize(
+    "case", ["self then cross", "cross then self", "one of them twice", "always together"]
+)
+def test_second_orders_are_those_of_a_layer_by_itself(case: str) -> None:
+    """GPTQ gives each layer the codes that it gets where it is quantized alone."""
+    scheme = lz.Int4Weight(group=32, method="gptq")
+    together = lz.quantize_(Attends(), scheme, data=batches(case), objective="size")
+    for name in ("q", "k"):
+        alone = lz.quantize_(
+            Attends(), scheme, data=batches(case), objective="size", filter=name
+        ).get_submodule(name)
+        found = together.get_submodule(name)
+        assert torch.equal(found.weight.decode(torch.float32), alone.weight.decode(torch.float32))
+
+
+class Tied(nn.Module):
+    """A vocabulary that is looked up and multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(192, 128)
+        self.mix = nn.Linear(128, 128)
+        self.head = nn.Linear(128, 192, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("count", [8, 40, 2000])
+def test_a_tied_weight_is_no_worse_than_by_rounding_to_nearest(count: int) -> None:
+    torch.manual_seed(2)
+    tokens = torch.randint(0, 192, (count,))
+    plain = Tied()
+    rows = plain.embed.weight.detach()[tokens]
+    states = torch.tanh(plain.mix(rows)).detach()
+
+    def errors(method: str) -> float:
+        made = lz.quantize_(
+            Tied(),
+            lz.Int4Weight(group=64, method=method, vocabulary="int4"),
+            data=tokens,
+            objective="size",
+            filter=["embed", "head"],
+        )
+        assert len(quantized_layers(made)) == 2
+        lookups = (made.embed(tokens) - rows).norm() / rows.norm()
+        wanted = plain.head(states)
+        outputs = (made.head(states) - wanted).norm() / wanted.norm()
+        return float((lookups.square() + outputs.square()).sqrt())
+
+    assert errors("gptq") <= errors("nearest") * 1.001
