@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezero.compress.quantize.agreed import agreed
 from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
@@ -136,7 +137,7 @@ class Work:
             capture, folds = self._looked(replay, index, block, sites)
             while capture.parted:
                 apart = capture.parted | capture.apart
-                del capture  # its memory first
+                del capture, folds  # their memory first
                 capture, folds = self._looked(replay, index, block, sites, apart)
             scaled = self.scaling.scale(folds)
             self._observe_again(scaled, replay, index, block)
@@ -286,11 +287,13 @@ class Work:
         """Of a weight that is an embedding and a head the codes of the method, which looks at the
         head alone, or the nearest ones: those whose errors, lookups' and outputs', add up to
         less."""
-        plain = build(site, target, self.recipe, Nearest(), inputs)
-        both = [
-            math.hypot(*_errors(site, _seen(site, made, inputs)), 0.0) for made in (plain, layers)
-        ]
-        return plain if both[0] < both[1] else layers
+        with Autocast.off(site.parameter.device).again():
+            plain = build(site, target, self.recipe, Nearest(), inputs)
+
+        def total(made: list[QuantizedLayer]) -> float:
+            return math.hypot(*_errors(site, _seen(site, made, inputs)), 0.0)
+
+        return plain if agreed(lambda: total(plain) - total(layers)) < 0 else layers
 
     def _judge(
         self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
