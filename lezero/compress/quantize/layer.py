@@ -28,6 +28,8 @@ from lezero.ops.quantize import Grid, Quantized
 
 # GPTQ solves with the Hessian for each part, so its parts are 128 MiB in fp32.
 _AT_ONCE_WITH_HESSIAN = 1 << 25
+# Tokens for each input of a head that is an embedding too, from which methods look at it.
+_INPUTS_OF_A_HEAD = 4
 # Below this mean of squares, those count that fp32 loses, which are under 2**-126.
 _LEAST_SQUARE = 2.0**-86
 
@@ -48,7 +50,8 @@ def build(
         wide = replace(grid, scale_dtype="fp32")
         grid = storable(grid, weight_scale(flat, wide, "minmax")[0])
     given = seen is not None or not method.needs_data
-    if site.kind != "linear" or not given or not method.suits(grid):
+    few = method.needs_data and _too_few(site, flat, seen)
+    if site.kind != "linear" or not given or few or not method.suits(grid):
         method = Nearest()
     statistics = seen if site.kind == "linear" else None
     made = _codes(method, flat, grid, recipe.scales, statistics)
@@ -64,6 +67,13 @@ def build(
             if known is not None and user.kind != "embedding":
                 layer.bias = corrected_bias(user.module, layer, known, weight)
     return layers
+
+
+def _too_few(site: Site, w_NK: Tensor, inputs: Inputs | None) -> bool:
+    """Whether a method would fit the few inputs of a head at the price of what else the weight is:
+    rows that are looked up, of which it knows nothing."""
+    looked_up = any(user.kind == "embedding" for user in site.users)
+    return looked_up and inputs is not None and inputs.count < _INPUTS_OF_A_HEAD * w_NK.shape[1]
 
 
 def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:

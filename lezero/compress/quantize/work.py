@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.agreed import agreed
 from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
@@ -34,7 +33,7 @@ from lezero.compress.quantize.layer import (
     quantized_bytes,
     weight_error,
 )
-from lezero.compress.quantize.methods import Nearest, methods
+from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.outliers import Outliers
 from lezero.compress.quantize.replay import Replay
@@ -277,23 +276,7 @@ class Work:
             layers = build(site, target, self.recipe, self.method, inputs)
         known = inputs.get(linear_user(site).name)
         with nullcontext() if known is None else known.as_called():
-            if self.method.needs_data and len({user.kind for user in site.users}) > 1:
-                layers = self._better_for_all(site, target, layers, inputs)
             self._judge(site, target, layers, inputs)
-
-    def _better_for_all(
-        self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
-    ) -> list[QuantizedLayer]:
-        """Of a weight that is an embedding and a head the codes of the method, which looks at the
-        head alone, or the nearest ones: those whose errors, lookups' and outputs', add up to
-        less."""
-        with Autocast.off(site.parameter.device).again():
-            plain = build(site, target, self.recipe, Nearest(), inputs)
-
-        def total(made: list[QuantizedLayer]) -> float:
-            return math.hypot(*_errors(site, _seen(site, made, inputs)), 0.0)
-
-        return plain if agreed(lambda: total(plain) - total(layers)) < 0 else layers
 
     def _judge(
         self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
@@ -301,8 +284,15 @@ class Work:
         """Takes the quantized layers of a weight, or leaves it, by what they cost and gain."""
         size = quantized_bytes(layers, site.users)
         measured = self._measure(site, target, layers, inputs)
-        seen = _seen(site, layers, inputs)
-        errors = _errors(site, seen)
+        seen = [
+            (user, layer, first)
+            for user, layer in zip(site.users, layers, strict=True)
+            if user.name in inputs and (first := inputs[user.name].first) is not None
+        ]
+        errors = [
+            output_error(site, layer, user.module.forward(x), layer.forward(x))
+            for user, layer, x in seen
+        ]
         error = max(errors) if errors else weight_error(site, layers)
         if not math.isfinite(error):
             raise NumericsError(
@@ -379,22 +369,3 @@ class Work:
                 **more,
             )
         )
-
-
-Seen = list[tuple[User, QuantizedLayer, Tensor]]
-
-
-def _seen(site: Site, layers: list[QuantizedLayer], inputs: dict[str, Inputs]) -> Seen:
-    """The users of a weight, what they become and their first inputs, where there are any."""
-    return [
-        (user, layer, first)
-        for user, layer in zip(site.users, layers, strict=True)
-        if user.name in inputs and (first := inputs[user.name].first) is not None
-    ]
-
-
-def _errors(site: Site, seen: Seen) -> list[float]:
-    return [
-        output_error(site, layer, user.module.forward(x), layer.forward(x))
-        for user, layer, x in seen
-    ]
