@@ -19,6 +19,8 @@ from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.ops.adamw import reference
 
 _MASTERS = ("master", "remainder")
+_OF_LEZERO = ("AdamW", "AdamW8bit")
+"""Classes that keep them; torch has one of the first name, which does not."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -112,20 +114,24 @@ def weights_of_masters(
     document: Mapping[str, Any],
     prefix: str = "optimizer/",
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """The exact weights, by name, of parameters that are wider than bf16 and were trained in bf16
+    """The exact weights, by name, of parameters in fp32 that LeZero's optimizers trained in bf16
     with masters; and `tensors` and `document` without those masters, which have done their work.
 
     `weights` are those that were saved, by name.
     """
     exact: dict[str, Tensor] = {}
     left, entries = dict(tensors), dict(document["parameters"])
+    if document["class"] not in _OF_LEZERO:
+        return exact, left, dict(document)
     for name, parameter in parameters.items():
         kept = entries.get(name, {}).get("state", {})
         key = next((key for key in _MASTERS if isinstance(kept.get(key), dict)), None)
-        if key is None or parameter.dtype not in (torch.float32, torch.float64):
+        if key is None or parameter.dtype != torch.float32:
             continue
         weight, extra = weights.get(name), left.get(f"{prefix}{name}/{key}")
         if weight is None or extra is None or weight.dtype != torch.bfloat16:
+            continue
+        if extra.dtype != (torch.int16 if key == "remainder" else torch.float32):
             continue
         if weight.shape != extra.shape:
             raise FileError(
@@ -183,7 +189,10 @@ def _check_states(
     prefix: str,
 ) -> None:
     """Asks an optimizer that can tell (`check_state`) whether each tensor's shape and type fit."""
-    check = getattr(optimizer, "check_state", _refuse_masters)
+    torchs = type(optimizer) is torch.optim.AdamW
+    check = getattr(optimizer, "check_state", _refuse_masters if torchs else None)
+    if check is None:
+        return
     for name, parameter in names.items():
         kept = document["parameters"][name]["state"].items()
         state = {key: tensors[f"{prefix}{name}/{key}"] for key, v in kept if isinstance(v, dict)}
@@ -196,8 +205,9 @@ def _check_states(
 def _refuse_masters(parameter: Tensor, state: Mapping[str, Any]) -> None:
     if any(key in state for key in _MASTERS):
         raise ConfigError(
-            f"the state holds fp32 masters, which this optimizer would lose for {parameter.dtype}; "
-            "build an lz.optim.AdamW with masters='fp32' or 'remainder', or the model in float32"
+            f"the state holds fp32 masters, which torch's AdamW would lose for {parameter.dtype}; "
+            "build the model in float32, or in bfloat16 with an lz.optim.AdamW of masters='fp32' "
+            "or 'remainder'"
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lezero.core.errors import FileError
 from lezero.core.tensors import flat_bytes
 
+_WIDEST = 16  # bytes of an element
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -25,6 +26,8 @@ def check_overlaps(state: Mapping[str, Tensor], given: Mapping[str, Any], source
     for name, value in given.items():
         old = state.get(name)
         if type(old) not in _PLAIN or old is None or old.is_meta or not isinstance(value, Tensor):
+            continue
+        if old.layout != torch.strided:
             continue
         if old.numel() and any(
             s == 0 and n > 1 for s, n in zip(old.stride(), old.shape, strict=True)
@@ -71,7 +74,7 @@ def _check(
     names: Sequence[str], state: Mapping[str, Tensor], given: Mapping[str, Any], source: str
 ) -> None:
     """Loads them into memory that is laid out alike, and looks."""
-    begin = min(_range(state[name])[0] for name in names)
+    begin = min(_range(state[name])[0] for name in names) // _WIDEST * _WIDEST
     end = max(_range(state[name])[1] for name in names)
     memory = torch.zeros(end - begin, dtype=torch.uint8, device="cpu").untyped_storage()
     laid = {}

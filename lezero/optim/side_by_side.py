@@ -25,7 +25,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def side_by_side(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, what belongs to a parameter of a fused group lies as that does, without gaps.
 
-    Gradients and weights are put back afterwards; moments stay as they were laid.
+    Gradients and weights are put back afterwards; moments stay as they were laid. Gradients hold
+    then what the step made of them: torch's kernels divide them by the scale of a `GradScaler`.
     """
     with ExitStack() as undo, torch.no_grad():
         states = optimizer.state
@@ -68,12 +69,17 @@ def _lay(parameter: Tensor, grad: Tensor, state: dict[str, Any], later: Callable
             state[key] = _laid(value, weight)
     if _held(grad).stride() != weight.stride():
         parameter.grad = _laid(grad, weight)
-        later(partial(setattr, parameter, "grad", grad))
+        later(partial(_give_back, parameter, grad, parameter.grad))
 
 
 def _held(x: Tensor) -> Tensor:
     """This rank's part of a DTensor, the tensor itself that it holds; anything else as it is."""
     return getattr(x, "_local_tensor", x)
+
+
+def _give_back(parameter: Tensor, grad: Tensor, laid: Tensor) -> None:
+    _held(grad).copy_(_held(laid))
+    parameter.grad = grad
 
 
 def _put_back(weight: Tensor, was: Tensor) -> None:

@@ -108,7 +108,7 @@ class WeightOptimizer(Optimizer):
             raise ConfigError(
                 f"the state holds the master of a weight in bfloat16, this one is in "
                 f"{str(parameter.dtype).removeprefix('torch.')}; load it into a model in bfloat16, "
-                "or a whole checkpoint by Engine.load, which takes masters as weights"
+                "or by Engine.load into one in float32, whose weights the masters then are"
             )
         if self._masters == "none":
             raise ConfigError(

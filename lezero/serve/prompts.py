@@ -41,7 +41,7 @@ def is_array(value: Any) -> bool:
 
 
 def several_prompts(prompts: Any) -> list[Prompt]:
-    """The prompts of a call; numbers among them make them the tokens of one."""
+    """The prompts of a call; where the first is a number they are the tokens of one."""
     if isinstance(prompts, str):
         return [prompts]
     unordered = isinstance(prompts, Mapping | set | frozenset)
@@ -52,11 +52,9 @@ def several_prompts(prompts: Any) -> list[Prompt]:
             f"{as_list(prompts)}"
         )
     found = list(prompts)
-    if any(isinstance(item, int) for item in found):
-        return [found]
     if not found:
         raise ConfigError("prompts: got none, give at least one")
-    return found
+    return [found] if isinstance(found[0], int) else found
 
 
 def each_params(params: Any, count: int) -> list[SamplingParams]:

@@ -6,6 +6,8 @@ import copy
 import json
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,22 @@ def test_wherever_the_quantized_layers_are(tmp_path: Path) -> None:
     refused(part, tmp_path / "a")
     refused(copy.deepcopy(part), tmp_path / "b")
     refused(pickle.loads(pickle.dumps(part)), tmp_path / "c")
+
+
+_UNPICKLED = """
+import lezero.compress.quantize, sys, torch, pathlib
+model = torch.load(sys.argv[1], weights_only=False)
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_models_that_are_unpickled_in_another_process(tmp_path: Path) -> None:
+    model = lz.quantize_(llama(), lz.Int8Weight(), objective="size")
+    torch.save(model, tmp_path / "model.pt")
+    words = [sys.executable, "-c", _UNPICKLED, tmp_path / "model.pt", tmp_path / "a"]
+    subprocess.run(words, check=True, capture_output=True)
+    with pytest.raises(ValueError, match="quantization config"):
+        opened(tmp_path / "a")
 
 
 def test_other_models_are_saved_as_before(tmp_path: Path) -> None:

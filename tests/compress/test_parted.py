@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
+from lezero.compress.quantize.capture import Capture
 
 
 class Attends(nn.Module):
@@ -81,6 +82,51 @@ def test_second_orders_are_those_of_a_layer_by_itself(case: str) -> None:
         ).get_submodule(name)
         found = together.get_submodule(name)
         assert torch.equal(found.weight.decode(torch.float32), alone.weight.decode(torch.float32))
+
+
+class Sometimes(Attends):
+    """A third reader of a norm's outputs, which only some batches reach."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.norm, self.g, self.apart = nn.LayerNorm(64), nn.Linear(64, 64), apart
+        with torch.no_grad():
+            self.norm.weight[:4] *= 40
+
+    def forward(self, x: Tensor, c: Tensor | None = None, again: Tensor | None = None) -> Tensor:
+        x = self.norm(x)
+        found = self.q(x) + self.k(x)
+        if self.apart and c is not None:
+            return found + self.g(c)
+        return found if c is not None else found + self.g(x)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_that_agree_stay_together(apart: bool) -> None:
+    """Where a third one is not called, or is given something else: SmoothQuant scales for both."""
+    torch.manual_seed(3)
+    data = [(torch.randn(64, 64),), (torch.randn(64, 64), torch.randn(64, 64))]
+    names = ["q", "k"] if apart else ["q", "k", "g"]
+    records: list[Any] = []
+    real = Capture.__init__
+
+    def noted(self: Capture, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        records.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Capture, "__init__", noted)
+        lz.quantize_(
+            Sometimes(apart),
+            lz.Int8WeightActivation(),
+            data=data,
+            objective="size",
+            filter=["q", "k", "g"],
+        )
+    inputs = records[-1].inputs
+    assert len({id(inputs[name]) for name in names}) == 1
+    assert (inputs["g"] is inputs["q"]) != apart
+    assert len(records) == 1 + apart
 
 
 class Tied(nn.Module):

@@ -91,6 +91,25 @@ def test_values_that_agree_are_loaded(module: nn.Module, tmp_path: Path) -> None
         assert torch.equal(x, wanted[name]), name
 
 
+class Bytes(nn.Module):
+    """Views of different types, which begin at odd places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raw = torch.zeros(12, dtype=torch.uint8)
+        self.register_buffer("a", raw[2:12])
+        self.register_buffer("b", raw[4:8].view(torch.float32))
+
+
+def test_views_of_other_types(tmp_path: Path) -> None:
+    module = Bytes()
+    module.b.fill_(1.5)
+    path = saved(module.state_dict(), tmp_path)
+    module.a.zero_()
+    from_pytorch(module, path)
+    assert float(module.b) == 1.5
+
+
 def test_pieces_of_one_memory_that_lie_apart_take_any_values(tmp_path: Path) -> None:
     module = Slices(apart=True)
     wanted = {name: torch.randn(x.shape) for name, x in module.state_dict().items()}

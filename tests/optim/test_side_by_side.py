@@ -152,6 +152,22 @@ def test_a_closure_may_lay_gradients_as_it_likes() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_a_scaler_leaves_gradients_unscaled_however_they_lie() -> None:
+    left = []
+    for turn in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 6, bias=False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        scaler.scale(model(torch.ones(2, 5)).square().mean()).backward()
+        if turn:
+            turned(model)
+        scaler.step(optimizer)
+        left.append((model.weight.detach(), model.weight.grad))
+    for one, other in zip(*left, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_what_fails_leaves_weights_and_gradients_where_they_were() -> None:
     whole = torch.randn(6, 8)
     weight = nn.Parameter(whole[:, :5])

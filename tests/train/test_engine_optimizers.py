@@ -259,5 +259,40 @@ def test_masters_of_weights_in_bf16_become_weights_in_fp32(kind, make, tmp_path)
     assert {"master", "remainder"}.isdisjoint(second.optimizer.state[second.model[0].weight])
     if make is torch.optim.AdamW:
         other = engine(torch.bfloat16, make)
-        with pytest.raises(LeZeroError, match=r"fp32 masters, which this optimizer would lose"):
+        with pytest.raises(LeZeroError, match=r"fp32 masters, which torch's AdamW would lose"):
             other.load(path)
+    if make is AdamW:
+        with pytest.raises(LeZeroError, match=r"or by Engine\.load into one in float32"):
+            engine(torch.float16, AdamW).load(path)
+
+
+class OwnMasters(torch.optim.SGD):
+    """Somebody's own optimizer, which calls its state as LeZero's do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            master = state.setdefault("master", parameter.detach().float().clone())
+            state.setdefault("remainder", torch.zeros(3))
+            master -= 0.1 * parameter.grad.float()
+            parameter.copy_(master)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_masters_of_somebodys_own_are_none_of_our_business(dtype, tmp_path) -> None:
+    def engine():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).to(dtype)
+        return Engine(
+            model, OwnMasters(model.parameters(), lr=0.1), compile="off",
+            loss=lambda model, x: model(x).float().square().mean(),
+            precision="bf16" if dtype == torch.bfloat16 else "fp32",
+        )  # fmt: skip
+
+    first, second = engine(), engine()
+    first.train_step(torch.ones(2, 4, dtype=dtype))
+    second.load(first.save(tmp_path))
+    mine, theirs = (e.optimizer.state[e.model.weight] for e in (first, second))
+    assert torch.equal(mine["master"], theirs["master"])
+    assert torch.equal(second.model.weight, first.model.weight)

@@ -2,16 +2,17 @@
 
 [Note: shared inputs]
 Layers that are given one tensor (query, key and value) share a record of it, which holds one
-Hessian for all of them. They do so from the first call on, and must be given the same in every
-later one: statistics that two have added up cannot be told apart. Where one of them is given
-something else (self-attention in one batch, cross-attention in the next), they are named in
-`parted`, and whoever watches begins anew with a record for each.
+Hessian for all of them, from the first call on. Where one of them is given something else later
+(self-attention in one batch, cross-attention in the next), what they have added up cannot be told
+apart: they are named in `parted`, and whoever watches begins anew. Those that were given the same
+throughout share a record then too. A layer that is not called while others of its record are (an
+adapter that is off) has been given nothing else, and stays.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,21 +39,25 @@ class _Given:
     layers: set[str]
 
 
+Layers = frozenset[str]
+"""Their names."""
+
+
 class Capture:
     """The `Inputs` of each layer by name, and the order in which modules were called.
 
-    make: the record for a layer seen for the first time. apart: layers with a record of their own.
-    parted: layers that shared one and were given different inputs: their records are mixed. See
-    [Note: shared inputs].
+    make: the record for a layer seen for the first time. apart: sets of layers whose records are
+    theirs alone. parted: those of layers that shared one and were given different inputs, so that
+    it is mixed. See [Note: shared inputs].
     """
 
     def __init__(
-        self, users: Iterable[User], make: Callable[[User], Inputs], apart: Collection[str] = ()
+        self, users: Iterable[User], make: Callable[[User], Inputs], apart: Iterable[Layers] = ()
     ) -> None:
         self._users, self._make, self.apart = list(users), make, frozenset(apart)
         self.inputs: dict[str, Inputs] = {}
         self.calls: list[nn.Module] = []
-        self.parted: set[str] = set()
+        self.parted: set[Layers] = set()
         self._called: set[int] = set()
         self._seen: list[_Given] = []
         self._times: dict[int, int] = {}  # that something was added to a record
@@ -77,9 +82,7 @@ class Capture:
         finally:
             for hook in hooks:
                 hook.remove()
-            for one in self._seen:
-                if one.layers != set(one.record.layers):
-                    self.parted |= set(one.record.layers)
+            self._part()
             self._seen.clear()
 
     def _hook(self, user: User) -> Callable[..., None]:
@@ -112,8 +115,22 @@ class Capture:
 
     def _joins(self, name: str, given: _Given) -> bool:
         """Whether a layer may share a record: one that holds nothing but what it is given too."""
-        alone = self.apart and not {name, *given.record.layers}.isdisjoint(self.apart)
-        return not alone and self._times[id(given.record)] == 1
+        both = {name, *given.record.layers}
+        mixed = any(both & some and not both <= some for some in self.apart)
+        return not mixed and self._times[id(given.record)] == 1
+
+    def _part(self) -> None:
+        """Notes the layers of each record by the tensors that each was given, where they differ."""
+        every = {id(one.record): one.record for one in self._seen}
+        for record in every.values():
+            given = [one.layers for one in self._seen if one.record is record]
+            alike: dict[tuple[bool, ...], set[str]] = {}
+            for name in record.layers:
+                got = tuple(name in layers for layers in given)
+                if any(got):
+                    alike.setdefault(got, set()).add(name)
+            if len(alike) > 1:
+                self.parted |= {frozenset(names) for names in alike.values()}
 
     def _order(self, module: nn.Module, args: Any, output: Any) -> None:
         if id(module) not in self._called:

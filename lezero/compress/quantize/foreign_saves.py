@@ -3,10 +3,10 @@
 [Note: a folder that nobody opens by mistake]
 `save_pretrained` writes the codes under names that `from_pretrained` does not look for: it would
 give the layers new random weights, with a table in the log at most. So `save_pretrained` is wrapped
-once a layer is quantized where transformers is loaded. Of a model without quantized layers it does
-what it did. Of others it says what the folder is, and writes a `quantization_config` without a
-method into config.json, which `from_pretrained` refuses. It is not refused itself: transformers'
-`Trainer` saves and resumes by it, and an error there would lose its run.
+once a layer is quantized, or unpickled, where transformers is loaded. Of a model without quantized
+layers it does what it did. Of others it says what the folder is, and writes a `quantization_config`
+without a method into config.json, which `from_pretrained` refuses. It is not refused itself:
+transformers' `Trainer` saves and resumes by it, and an error there would lose its run.
 """
 
 from __future__ import annotations

@@ -60,6 +60,11 @@ class QuantizedLayer(nn.Module):
         self.register_parameter("bias", bias)
         self.register_buffer("input_scale", input_scale)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or one that was pickled."""
+        super().__setstate__(state)
+        mark_saves(quantized_layers)
+
     def take_over(self, module: nn.Module) -> None:
         """`module`, of class `float_class`, becomes this layer (which it then shares all with)."""
         mark_saves(quantized_layers)
@@ -224,9 +229,6 @@ def check_names(model: nn.Module, what: str) -> None:
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Every quantized layer of `model` by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-
-
-mark_saves(quantized_layers)  # for models that are unpickled
 
 
 __all__ = [

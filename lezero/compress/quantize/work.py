@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
-from lezero.compress.quantize.capture import Capture, record_for
+from lezero.compress.quantize.capture import Capture, Layers, record_for
 from lezero.compress.quantize.evidence import Evidence, noting
 from lezero.compress.quantize.folds import (
     Fold,
@@ -139,7 +139,7 @@ class Work:
                 del capture, folds  # their memory first
                 capture, folds = self._looked(replay, index, block, sites, apart)
             scaled = self.scaling.scale(folds)
-            self._observe_again(scaled, replay, index, block)
+            self._observe_again(scaled, replay, index, block, capture.apart)
             for site, target in sites:
                 self._finish(site, target, capture.inputs)
             self.scaling.take_back(scaled)
@@ -154,7 +154,7 @@ class Work:
         index: int,
         block: nn.Module,
         sites: list[tuple[Site, Target]],
-        apart: Collection[str] = (),
+        apart: Iterable[Layers] = (),
     ) -> tuple[Capture, list[Fold]]:
         """What the layers of block `index` are given, and what can be scaled in front of them."""
         forward, capture = block.forward, self._capture(sites, apart)
@@ -200,7 +200,7 @@ class Work:
             self._finish(site, target, capture.inputs)
 
     def _looked_at_all(
-        self, batches: list[Batch], sites: list[tuple[Site, Target]], apart: Collection[str] = ()
+        self, batches: list[Batch], sites: list[tuple[Site, Target]], apart: Iterable[Layers] = ()
     ) -> tuple[Capture, int]:
         """What layers are given by the whole model, and how many batches it took to see it."""
         capture = self._capture(sites, apart)
@@ -225,7 +225,7 @@ class Work:
             target.activations != "float" or self.method.needs_data or by_error
         )
 
-    def _capture(self, sites: list[tuple[Site, Target]], apart: Collection[str]) -> Capture:
+    def _capture(self, sites: list[tuple[Site, Target]], apart: Iterable[Layers]) -> Capture:
         users = [user for site, _ in sites for user in site.users]
         make = record_for(self.targets, self.recipe, self.method.needs_hessian)
         return Capture(users, make, apart)
@@ -239,14 +239,19 @@ class Work:
         ]
 
     def _observe_again(
-        self, scaled: list[Fold], replay: Replay, index: int, block: nn.Module
+        self,
+        scaled: list[Fold],
+        replay: Replay,
+        index: int,
+        block: nn.Module,
+        apart: Iterable[Layers],
     ) -> None:
         """Static activations have the ranges of the inputs as they are once they were scaled."""
         static = [f for f in scaled if self.targets[f.sites[0].name][1].activations == "tensor"]
         if not static:
             return
         users = [user for fold in static for site in fold.sites for user in site.users]
-        capture = Capture(users, record_for(self.targets, self.recipe, False))
+        capture = Capture(users, record_for(self.targets, self.recipe, False), apart)
         forward = block.forward
 
         def look(*args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lezero.ops.attention import native
-from lezero.ops.attention.op import HEAD_DIMS, shapes_fit, transformed
+from lezero.ops.attention.op import HEAD_DIMS, shapes_fit
+from lezero.ops.transforms import transformed
 
 _SDPA = F.scaled_dot_product_attention
 

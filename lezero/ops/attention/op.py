@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lezero.core.errors import ConfigError
 from lezero.ops.attention import native, reference
+from lezero.ops.transforms import transformed
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define(
@@ -52,11 +52,6 @@ def attention(
         with torch.autocast(q.device.type, enabled=False):
             return reference.attention(q, k, v, causal, scale)
     return torch.ops.lezero.attention(q, k, v, causal, scale)[0]
-
-
-def transformed() -> bool:
-    """Whether derivatives go another way than by the graph: the op knows that one alone."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def shapes_fit(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lezero.core.errors import ConfigError
 from lezero.ops.cross_entropy import reference
 from lezero.ops.cross_entropy.reference import IGNORED
+from lezero.ops.transforms import transformed
 
 _PIECE = 1 << 18  # elements of a piece: 1 MiB in fp32
 
@@ -41,7 +41,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 
     Targets are int64 or int32. Returns a scalar in fp32 (fp64 for fp64 logits). Raises
     `ConfigError` for other shapes and types, for two devices and, on the CPU, for a target outside
-    the vocabulary.
+    the vocabulary (in forward mode and below `torch.func` torch's own error).
     """
     if logits_NV.dim() != 2 or targets_N.shape != logits_NV.shape[:1]:
         raise ConfigError(
@@ -58,7 +58,7 @@ def cross_entropy_sum(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
             f"cross_entropy_sum: targets is on {targets_N.device} and logits on "
             f"{logits_NV.device}; allowed is one device for both"
         )
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if transformed():
         return reference.cross_entropy_sum(logits_NV, targets_N)
     return torch.ops.lezero.cross_entropy_sum(logits_NV, targets_N)[0]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from lezero.ops.transforms import transformed
 
 Args = tuple[Any, ...]
 
@@ -61,7 +62,7 @@ def differentiate(
         return below(keys, tuple(plain)) + float_layer(x - x.detach(), change, args)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any) -> Tensor:
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        if transformed():
             return by_float_layer(keys, args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             found: Tensor = Formula.apply(keys, *args)

@@ -8,11 +8,11 @@ from operator import index
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from lezero.core.errors import ConfigError
 from lezero.ops.packed_attention import reference
 from lezero.ops.packed_attention.native import NATIVE
+from lezero.ops.transforms import transformed
 
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define(
@@ -83,7 +83,7 @@ def _with_derivatives(
     lengths: Sequence[int],
     heads: int,
 ) -> Tensor:
-    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if transformed():
         return reference.packed_attention(q, k, v, lengths, heads)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(q, k, v):
         return reference.by_groups(q, k, v, lengths, heads)

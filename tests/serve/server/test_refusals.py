@@ -75,6 +75,7 @@ def test_a_prompt_is_called_as_the_client_calls_it() -> None:
         (["a", "b" * 600], r"prompts\[1\]: got 600 tokens"),
         (["b" * 600], r"prompt: got 600 tokens"),
         ([1, 2.0], r"prompt: holds 2\.0, allowed are text or whole numbers"),
+        (["a", 1], r"prompts\[1\]: got int, allowed are text or tokens"),
         ([1, "a"], r"prompt: holds 'a', allowed are text or whole numbers"),
     ],
 )
