@@ -34,10 +34,10 @@ def test_ranks_of_one_host(ranks: RankPool) -> None:
     loopback, memory = found.level("loopback"), found.level("memory")
     assert loopback is not None
     assert 1e-6 < loopback.latency_s < 0.1
-    assert 1e7 < loopback.bytes_per_s < 1e11
+    assert 1e5 < loopback.bytes_per_s < 1e11  # 2.8 MB/s were seen beside other work
     assert loopback.seconds(0) == loopback.latency_s
     if memory is not None:  # which is faster, a machine with other work does not show
-        assert 1e7 < memory.bytes_per_s < 1e12
+        assert 1e5 < memory.bytes_per_s < 1e12
     print(found.levels, results[0][1])
     assert results[0][1] < 5  # under a second on a machine that does nothing else
 
