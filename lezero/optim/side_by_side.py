@@ -78,8 +78,12 @@ def _held(x: Tensor) -> Tensor:
 
 
 def _give_back(parameter: Tensor, grad: Tensor, laid: Tensor) -> None:
-    _held(grad).copy_(_held(laid))
-    parameter.grad = grad
+    """One that is expanded, as those of sums are, takes no values: its copy stays."""
+    held = _held(grad)
+    steps = zip(held.stride(), held.shape, strict=True)
+    if not any(step == 0 and size > 1 for step, size in steps):
+        held.copy_(_held(laid))
+        parameter.grad = grad
 
 
 def _put_back(weight: Tensor, was: Tensor) -> None:

@@ -168,6 +168,20 @@ def test_a_scaler_leaves_gradients_unscaled_however_they_lie() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_expanded_gradients() -> None:
+    """As `torch.autograd.grad` gives them of sums; all elements share one number."""
+    weight, other = (nn.Parameter(torch.ones(3, 4)) for _ in range(2))
+    mine, theirs = AdamW([weight], lr=0.1), plain([other], lr=0.1)
+    for _ in range(3):
+        (weight.grad,) = torch.autograd.grad(weight.sum(), [weight])
+        (other.grad,) = torch.autograd.grad(other.sum(), [other])
+        assert weight.grad.stride() == (0, 0)
+        mine.step()
+        theirs.step()
+        assert torch.equal(weight.grad, other.grad)
+    torch.testing.assert_close(weight, other)
+
+
 def test_what_fails_leaves_weights_and_gradients_where_they_were() -> None:
     whole = torch.randn(6, 8)
     weight = nn.Parameter(whole[:, :5])
