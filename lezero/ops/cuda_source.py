@@ -23,6 +23,7 @@ from lezero.core import device
 from lezero.core.log import logger
 from lezero.ops.build import kept
 
+_INSTRUCTIONS = Path(__file__).with_name("instructions.cu")
 _PRELUDE = Path(__file__).with_name("prelude.cu")
 _EARLY = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MOST_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -147,10 +148,15 @@ def _kernel(
 ) -> CudaKernel:
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17"]
     options += [f"-D{key}={value}" for key, value in given]
-    text = _PRELUDE.read_text("utf-8") + (source.read_text("utf-8") if source != _PRELUDE else "")
+    text = "".join(part.read_text("utf-8") for part in (_INSTRUCTIONS, *parts_of(source)))
     made_from = _digest(text, torch.version.cuda, *options)
     code = kept(source.stem, made_from, lambda: compiled(text, source.name, options))
     return CudaKernel(code, name)
+
+
+def parts_of(source: Path) -> list[Path]:
+    """The files of a source that say nothing of the machine's instructions."""
+    return [_PRELUDE, source] if source != _PRELUDE else [_PRELUDE]
 
 
 def _digest(*parts: object) -> str:

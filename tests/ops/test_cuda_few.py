@@ -1,4 +1,5 @@
-"""Kernels in CUDA C++ for few tokens, against fp64. They run on an NVIDIA GPU alone."""
+"""Kernels in CUDA C++ for few tokens, against fp64: on an NVIDIA GPU, and a part of the cases on a
+processor in its stead."""
 
 from __future__ import annotations
 
@@ -16,8 +17,7 @@ from lezero.ops.linear import Packed, cuda_few, reference, to_rows
 from lezero.serve.captured import best_token
 from tests.ops.test_linear import packed, seeded
 
-if device.accelerator() != "cuda":
-    pytest.skip("no CUDA device", allow_module_level=True)
+ON_GPU = device.accelerator() == "cuda"
 SIZES = [(1, 40, 512), (3, 34, 96), (16, 64, 1024), (5, 48, 704), (9, 50, 320), (1, 130, 2048)]
 SIZES += [(13, 96, 4096)]
 """M, N, K: steps whole and ragged, of every number of warps."""
@@ -27,19 +27,25 @@ FORMS = [(16, 0, False)]
 FORMS += itertools.product((8,), (0, 64, 128, 256, 512), (False, True))
 FORMS += itertools.product((4,), (0, 32, 64, 128, 256, 512), (False, True))
 EPS = 1e-5
+PART = slice(None, None, 1 if ON_GPU else 13)
+"""Of all cases: a processor takes a second for each, most of it the compiler's."""
+CASES = list(itertools.product(FORMS, SIZES, NEAR))[PART]
+AROUND = list(
+    itertools.product([(16, 0, False), (8, 0, False), (4, 64, True)], (1, 2, 8, 11, 16), NEAR)
+)[PART]
 
 
 def made(
-    N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype
+    N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtype, place: torch.device
 ) -> tuple[Packed, Tensor]:
     """As kernels read it, and what it stands for, in fp64."""
     if bits == 16:
-        weight = seeded(N, K, seed=N).to(dtype).to(device.device())
+        weight = seeded(N, K, seed=N).to(dtype).to(place)
         return Packed(weight, weight, None), weight.double()
     kept = torch.float16 if bits == 4 else torch.float32
     rows = to_rows(packed(N, K, bits, group, zero, kept), N, K, bits, group)
-    zeros = None if rows.zero is None else rows.zero.to(device.device())
-    there = Packed(rows.weight.to(device.device()), rows.scale.to(device.device()), zeros)
+    zeros = None if rows.zero is None else rows.zero.to(place)
+    there = Packed(rows.weight.to(place), rows.scale.to(place), zeros)
     return there, reference.dequantize_packed(there, N, K, bits, group).double()
 
 
@@ -52,16 +58,16 @@ def away(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted).norm() / wanted.norm())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("bits", "group", "zero"), FORMS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("form", "size", "dtype"), CASES, ids=str)
 def test_products(
-    size: tuple[int, int, int], bits: int, group: int, zero: bool, dtype: torch.dtype
+    form: tuple[int, int, bool],
+    size: tuple[int, int, int],
+    dtype: torch.dtype,
+    cuda_place: torch.device,
 ) -> None:
-    M, N, K = size
+    (M, N, K), (bits, group, zero), place = size, form, cuda_place
     assert cuda_few.suits(dtype, K, bits, group)
-    place = device.device()
-    weight, wide = made(N, K, bits, group, zero, dtype)
+    weight, wide = made(N, K, bits, group, zero, dtype, place)
     x, bias = (t.to(dtype).to(place) for t in (seeded(M, K), seeded(N, seed=3)))
     wanted = x.double() @ wide.T + bias.double()
     sizes = (N, K, bits, group)
@@ -72,14 +78,12 @@ def test_products(
     assert torch.equal(alone, found[:1])
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("M", [1, 2, 8, 11, 16])
-@pytest.mark.parametrize(("bits", "group", "zero"), [(16, 0, False), (8, 0, False), (4, 64, True)])
+@pytest.mark.parametrize(("form", "M", "dtype"), AROUND, ids=str)
 def test_what_stands_around_them(
-    bits: int, group: int, zero: bool, M: int, dtype: torch.dtype
+    form: tuple[int, int, bool], M: int, dtype: torch.dtype, cuda_place: torch.device
 ) -> None:
-    N, K, place = 96, 512, device.device()
-    weight, wide = made(N, K, bits, group, zero, dtype)
+    (N, K), (bits, group, zero), place = (96, 512), form, cuda_place
+    weight, wide = made(N, K, bits, group, zero, dtype, place)
     x, residual = (t.to(dtype).to(place) for t in (seeded(M, K), seeded(M, N, seed=2)))
     norm = (seeded(K, seed=1).abs() + 0.5).to(dtype).to(place)
     sizes = (N, K, bits, group)
@@ -101,8 +105,8 @@ def test_what_stands_around_them(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
-def test_best_tokens(dtype: torch.dtype) -> None:
-    logits = seeded(9, 5000).to(dtype).to(device.device())
+def test_best_tokens(dtype: torch.dtype, cuda_place: torch.device) -> None:
+    logits = seeded(9, 5000).to(dtype).to(cuda_place)
     logits[1, 70] = logits[1, 4000] = 50
     logits[2, 9], logits[3, 11], logits[4] = float("nan"), float("inf"), -float("inf")
     logits[5] = -logits[5].abs() - 1
@@ -113,14 +117,14 @@ def test_best_tokens(dtype: torch.dtype) -> None:
         assert torch.equal(found, best_token(logits.float()))
 
 
-def test_tokens_of_the_step_before() -> None:
-    place = device.device()
-    inputs = torch.tensor([[5, -1, 0], [6, 2, 0], [7, 0, 0]], device=place)
-    last = torch.tensor([11, 12, -1, 14], device=place)
+def test_tokens_of_the_step_before(cuda_place: torch.device) -> None:
+    inputs = torch.tensor([[5, -1, 0], [6, 2, 0], [7, 0, 0]], device=cuda_place)
+    last = torch.tensor([11, 12, -1, 14], device=cuda_place)
     found = cuda_step.chosen(inputs[:, 0], inputs[:, 1], last)
     assert found.tolist() == [5, 0, 11]
 
 
+@pytest.mark.skipif(not ON_GPU, reason="no CUDA device, so no compiler for it")
 def test_a_source_that_does_not_compile_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"does not compile x.cu:\n.*undefined"):
         cuda_source.compiled("__global__ void f() { g(); }", "x.cu", ["--std=c++17"])

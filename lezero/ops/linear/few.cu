@@ -45,13 +45,6 @@ struct Around {
     float eps;
 };
 
-__device__ __forceinline__ uint4 fetched(const void* at) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
-    return v;
-}
-
 __device__ __forceinline__ float wide(u16 x) { return number<HALF ? 1 : 2>(&x, 0); }
 
 __device__ __forceinline__ float at_place(const Several& s, int i) {
@@ -86,31 +79,6 @@ __device__ __forceinline__ Several several(const void* from, i64 row, int at, in
         }
     }
     return s;
-}
-
-template <u32 MASK, u32 BASE>
-__device__ __forceinline__ u32 below(u32 bits) {  // (bits & MASK) ^ BASE
-    u32 y;
-    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(bits), "n"(MASK), "n"(BASE));
-    return y;
-}
-
-__device__ __forceinline__ u32 plus(u32 a, u32 b) {
-    u32 y;
-    if (HALF) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-    else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3F803F80u), "r"(b));
-    return y;
-}
-
-__device__ __forceinline__ void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-#if HALF
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#endif
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Of codes counted from 0: what stands for 0 where there is no zero point.
