@@ -2,7 +2,8 @@
 
 A layer is five: queries, keys and values; attention with the cache; its output; gate and up, and
 what the gate leaves; down. Norms and residuals are parts of them, and each launch begins, and asks
-for its weights, before the one ahead of it has ended (`cuda_few.py`). More than 16 sequences, other
+for its weights, or keys and values, before the one ahead of it has ended (`cuda_few.py`,
+`cuda_attend.py`). More than 16 sequences, other
 shapes and AMD's devices take Triton's kernels: six launches a layer, one after another. Layers with
 the same inputs are joined: their weights become views of one matrix, so nothing is held twice.
 Where their forms differ, each form has a launch of its own.
@@ -23,7 +24,7 @@ from lezero.compress.quantize.modules import QuantizedEmbedding, QuantizedLinear
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer
 from lezero.ops import cuda_source
-from lezero.ops.decoder import cuda_step
+from lezero.ops.decoder import cuda_attend, cuda_step
 from lezero.ops.linear import Packed, cuda_few
 from lezero.ops.triton_runs import triton_runs
 
@@ -52,6 +53,10 @@ class Decoder:
         self._layers = [products[i : i + 4] for i in range(0, len(products), 4)]
         self._heads, self._window, self._eps = c.heads, c.sliding_window, c.norm_eps
         self.slices = cuda_source.runs(model.norm.weight.device) and self._sliceable(dtype)
+        shape = (cuda_few.MOST_TOKENS, c.heads, c.kv_heads, c.head_dim)
+        self.attends = self.undecided = self.slices and cuda_attend.suits(dtype, *shape)
+        """Whether attention is `cuda_attend.py`'s where tokens are in slices, else Triton's; and
+        whether nobody has looked yet which one is faster."""
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -105,7 +110,9 @@ class Decoder:
         self, token_B: Tensor, position_B: Tensor, table_BW: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """`logits` by `cuda_few.py`."""
-        from lezero.ops.decoder.triton_attend import attend
+        attend: Any = cuda_attend.attend
+        if not self.attends:
+            from lezero.ops.decoder.triton_attend import attend
 
         model, rope, eps, B = self._model, self._model.rope, self._eps, len(token_B)
         blocks, pad = list(model.layers), cuda_few.padded(B)

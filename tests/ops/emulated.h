@@ -86,7 +86,7 @@ static void meet(Meeting& at, int kind, int from, int to) {
     }
 }
 
-enum { SHUFFLE, MULTIPLY, WARP, BLOCK };
+enum { OF_SHUFFLE, OF_MULTIPLY, OF_WARP, OF_BLOCK };
 
 // What each lane of the warp gave, in the order of lanes.
 static const Slot* exchanged(int kind, const Slot& mine) {
@@ -98,8 +98,8 @@ static const Slot* exchanged(int kind, const Slot& mine) {
     return these + first;
 }
 
-static void __syncwarp() { exchanged(WARP, {}); }
-static void __syncthreads() { meet(of_block, BLOCK, 0, blockDim.x); }
+static void __syncwarp() { exchanged(OF_WARP, {}); }
+static void __syncthreads() { meet(of_block, OF_BLOCK, 0, blockDim.x); }
 static void __threadfence() {}
 
 template <class T>
@@ -107,7 +107,7 @@ T __shfl_xor_sync(u32 mask, T mine, int far) {
     Slot slot = {};
     memcpy(&slot, &mine, sizeof mine);
     if (mask != ~0u) failed("a shuffle of less than a warp");
-    memcpy(&mine, exchanged(SHUFFLE, slot) + (threadIdx.x % 32 ^ far), sizeof mine);
+    memcpy(&mine, exchanged(OF_SHUFFLE, slot) + (threadIdx.x % 32 ^ far), sizeof mine);
     return mine;
 }
 
@@ -157,6 +157,7 @@ inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
 
 inline float rsqrtf(float x) { return 1 / sqrtf(x); }
 inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
 inline u64 max(u64 a, u64 b) { return a > b ? a : b; }
 
 // instructions.cu
@@ -179,7 +180,7 @@ inline u32 plus(u32 a, u32 b) {
 }
 
 inline void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    const Slot* lanes = exchanged(MULTIPLY, {{a0, a1, a2, a3, b0, b1}});
+    const Slot* lanes = exchanged(OF_MULTIPLY, {{a0, a1, a2, a3, b0, b1}});
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int e = 0; e < 4; e++) {
         int column = 2 * t + e % 2;

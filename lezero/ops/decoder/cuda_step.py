@@ -31,7 +31,7 @@ def chosen(token_B: Tensor, row_B: Tensor, best: Tensor) -> Tensor:
     out = torch.empty_like(best[: len(token_B)])
     count = ctypes.c_int(len(token_B))
     given = [token_B, row_B, best, out, ctypes.c_longlong(token_B.stride(0)), count]
-    _compiled("chosen", best).launch(best.device, (1,), _THREADS, given, early=True)
+    _compiled("chosen", best).launch(best.device, (1,), _THREADS, given, early=False)
     return out
 
 
