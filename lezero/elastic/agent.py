@@ -87,11 +87,9 @@ class Agent(LocalElasticAgent):
         running = any(handler.proc.poll() is None for handler in self._handlers().values())
         if self._failures(worker_group):
             time.sleep(_MONITOR_S)  # the ranks of one accident are not gone at the same instant
-            cause = self._told_by_first_rank(
-                first_cause(self._failures(worker_group)), worker_group
-            )
+            cause = self._awaited(first_cause(self._failures(worker_group)), worker_group)
             self._stop(signal.SIGTERM, _PEER_GRACE_S)
-            self._judge(worker_group, cause)
+            self._judge(worker_group, self._told_by_first_rank(cause, worker_group))
         elif running:
             return RunResult(state=WorkerState.HEALTHY)
         return super()._monitor_workers(worker_group)
@@ -106,19 +104,28 @@ class Agent(LocalElasticAgent):
                 found.append(Failure(rank, code, record))
         return found
 
+    def _awaited(self, cause: Failure, worker_group: WorkerGroup) -> Failure:
+        """`_told_by_first_rank`, after a while in which rank 0 may get so far."""
+        end = time.monotonic() + _TWIN_S
+        told = self._told_by_first_rank(cause, worker_group)
+        while told.rank and _explained(told) and time.monotonic() < end:
+            time.sleep(_MONITOR_S)
+            told = self._told_by_first_rank(cause, worker_group)
+        return told
+
     def _told_by_first_rank(self, cause: Failure, worker_group: WorkerGroup) -> Failure:
         """Rank 0's failure instead of `cause` when it is the same one, explained by the command.
 
-        Every rank then explains it, and rank 0, which has the terminal, is about to or just did.
+        Every rank then explains it, and rank 0, which has the terminal, just did: it leaves a
+        record before it ends, which may take it a while.
         """
-        end = time.monotonic() + _TWIN_S
-        while cause.rank and cause.final and cause.record.get("kind") == "exit":
-            for other in self._failures(worker_group):
-                if other.rank == 0 and other.code == cause.code:
-                    return other
-            if time.monotonic() > end:
-                break
-            time.sleep(_MONITOR_S)
+        if not cause.rank or not _explained(cause):
+            return cause
+        for worker in worker_group.workers:
+            if worker.global_rank == 0:
+                record = read_record(self._pcontext.error_files[worker.local_rank])  # type: ignore[union-attr]
+                told = Failure(0, cause.code, record)
+                return told if _explained(told) and record.get("status") == cause.code else cause
         return cause
 
     def _judge(self, worker_group: WorkerGroup, cause: Failure) -> None:
@@ -179,6 +186,11 @@ class Agent(LocalElasticAgent):
             rank.wait()
         own = {rank.pid for rank in ranks}
         psutil.wait_procs([process for process in rest if process.pid not in own], timeout=5)
+
+
+def _explained(failure: Failure) -> bool:
+    """Whether a command explained what only the user can mend."""
+    return failure.final and failure.record.get("kind") == "exit"
 
 
 def main() -> NoReturn:

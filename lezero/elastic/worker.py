@@ -110,6 +110,7 @@ def _status(code: Any, stop: SystemExit | None) -> int:
         cause = stop.__context__
     fields = {
         "kind": "exit",
+        "status": status,
         "text": "" if isinstance(code, int) else str(code),
         "final": status == 2 or _is_final(cause),
     }

@@ -42,3 +42,18 @@ def test_a_rank_that_fails_while_the_agent_looks_is_for_its_next_turn(
     monkeypatch.setattr(agent, "_handlers", lambda: {0: process}, raising=False)
     monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *_: pytest.fail("torch's"))
     assert agent._monitor_workers(None).state is WorkerState.HEALTHY
+
+
+def test_a_first_rank_that_is_slow_to_end_tells_the_common_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import atexit, os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    atexit.register(time.sleep, 20)\n"
+        "print('error: no such file', file=sys.stderr)\nsys.exit(2)\n"
+    )
+    config = LaunchConfig(ranks=2, oversubscribe=True, quiet=True)
+    assert launch(config, [str(script)]) == 2
+    assert capfd.readouterr().err == "error: no such file\n"
