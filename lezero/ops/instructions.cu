@@ -29,6 +29,19 @@ __device__ __forceinline__ uint4 fetched(const void* at) {
     return v;
 }
 
+// A number that is asked for here, however far behind it is looked at.
+__device__ __forceinline__ float soon(const float* at) {
+    float y;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(y) : "l"(at));
+    return y;
+}
+
+__device__ __forceinline__ u16 soon(const u16* at) {
+    u16 y;
+    asm volatile("ld.global.u16 %0, [%1];" : "=h"(y) : "l"(at));
+    return y;
+}
+
 // (bits & MASK) ^ BASE
 template <u32 MASK, u32 BASE>
 __device__ __forceinline__ u32 below(u32 bits) {

@@ -169,6 +169,11 @@ inline uint4 fetched(const void* at) {
     return *(const uint4*)at;
 }
 
+template <class T>
+T soon(const T* at) {
+    return *at;
+}
+
 template <u32 MASK, u32 BASE>
 inline u32 below(u32 bits) {
     return (bits & MASK) ^ BASE;

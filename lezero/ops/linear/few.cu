@@ -23,6 +23,8 @@ constexpr int UNITS = BITS == 4 ? J / 16 : 4;      // of 16 bytes a lane and row
 constexpr int STEP = UNITS * 4 * 16 * 8 / BITS;    // inputs
 constexpr int SPAN = BITS == 16 || GROUP == 0 || GROUP > STEP ? 1 : STEP / GROUP;  // groups
 constexpr int TILES = PAD > 8 ? 2 : 1, TOKENS = 8 * TILES;
+constexpr int WIDTH = PAIRED ? 8 : 16;  // outputs of a tile
+constexpr int SOON = 4;                 // sums of squares of a lane that are asked for early
 
 // Scales or zero points as they are kept, 4 or 2 bytes each, side by side.
 struct Several {
@@ -288,14 +290,30 @@ __device__ __forceinline__ void count(const Tokens& x, float* sums, int lane) {
     }
 }
 
+// What an output takes beside its sum: number `e` of a tile's, token by token.
+struct Beside {
+    float bias, of_up, residual, norm;
+    bool ours;
+
+    __device__ __forceinline__ Beside(const Around& from, int tile, int e, int M, int outputs) {
+        int m = e / WIDTH, n = tile * WIDTH + e % WIDTH;
+        ours = m < M && n < outputs;
+        if (!ours) return;
+        if (BIAS) bias = wide(soon(from.bias + n));
+        if (BIAS && PAIRED) of_up = wide(soon(from.bias + outputs + n));
+        if (RESIDUAL) residual = wide(soon(from.residual + (i64)m * outputs + n));
+        if (NEXT) norm = wide(soon(from.next_norm + n));
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
     const u16* x, Weights weights, u16* out, int M, Around around) {
     __shared__ float sums[2][WARPS][TOKENS][17];
     __shared__ float factor[TOKENS];
     extern __shared__ uint4 staged[];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    int K = weights.K, outputs = weights.outputs(), width = PAIRED ? 8 : 16;
-    int steps = (K + STEP - 1) / STEP, tiles = (outputs + width - 1) / width;
+    int K = weights.K, outputs = weights.outputs();
+    int steps = (K + STEP - 1) / STEP, tiles = (outputs + WIDTH - 1) / WIDTH;
     Step step;
     let_next_begin();
     if (!EARLY) wait();
@@ -305,14 +323,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
     if (STAGED)
         for (int i = threadIdx.x; i < K / 8 * PAD; i += 32 * WARPS)
             staged[i / (2 * PAD) * (APART / 8) + i % (2 * PAD)] = ((const uint4*)x)[i];
+    // What stands around products is asked for before them, and all of a step's tokens at once: there
+    // are too few registers to ask for them as products take them.
+    int ahead = warp * STEP + lane * 16;
+    if (BITS == 4 && PAD == 1 && !STAGED && lane * 16 < STEP && ahead < K) soon(x + ahead);
+    float squares[SOON];
     if (NORMED)
-        for (int m = warp; m < M; m += WARPS) {
-            float square = 0;
-            for (int p = lane; p < around.parts; p += 32) square += around.squares[p * M + m];
 #pragma unroll
-            for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
-            if (lane == 0) factor[m] = rsqrtf(square / K + around.eps);
+        for (int i = 0; i < SOON; i++) {
+            int p = lane + 32 * i;
+            squares[i] = warp < M && p < around.parts ? soon(around.squares + p * M + warp) : 0;
         }
+    Beside first(around, blockIdx.x, threadIdx.x, M, outputs);
     if (STAGED) __syncthreads();
     const u16* tokens = STAGED ? (const u16*)staged : x;
     // Of a lane's 16 bytes: the inputs within a unit.
@@ -342,6 +364,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
             work(step, those(b), acc, counted + b * SPAN * TOKENS, t);
             if (then < tiles) load(step, weights, then, ends ? warp : b + WARPS, lane);
         }
+        if (NORMED && turn == 0)
+            for (int m = warp; m < M; m += WARPS) {
+                float square = 0;
+#pragma unroll
+                for (int i = 0; i < SOON; i++) {
+                    int p = lane + 32 * i;
+                    if (m == warp) square += squares[i];
+                    else if (p < around.parts) square += around.squares[p * M + m];
+                }
+                for (int p = lane + 32 * SOON; p < around.parts; p += 32)
+                    square += around.squares[p * M + m];
+#pragma unroll
+                for (int far = 16; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
+                if (lane == 0) factor[m] = rsqrtf(square / K + around.eps);
+            }
         float(*mine)[17] = sums[turn % 2][warp];
 #pragma unroll
         for (int n = 0; n < TILES; n++)
@@ -360,36 +397,34 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) few(
             }
         __syncthreads();  // what others read of the turn before last is read
 
-        int first = tile * width;
-        auto value = [&](int m, int r, int n) {
+        auto value = [&](int m, int r, float bias) {
             float y = 0;
 #pragma unroll
             for (int other = 0; other < WARPS; other++) y += sums[turn % 2][other][m][r];
             if (NORMED) y *= factor[m];
-            if (BIAS) y += wide(around.bias[n]);
+            if (BIAS) y += bias;
             return y;
         };
         // Warps take turns, since one has often enough to do with all of it.
         int thread = (warp + turn) % WARPS * 32 + lane;
-        for (int e = thread; e < (M * width + 31) / 32 * 32; e += 32 * WARPS) {
-            int m = e / width, r = e % width, n = first + r;
+        for (int e = thread; e < (M * WIDTH + 31) / 32 * 32; e += 32 * WARPS) {
+            Beside there = turn == 0 && e == thread ? first : Beside(around, tile, e, M, outputs);
+            int m = e / WIDTH, r = e % WIDTH, n = tile * WIDTH + r;
             float y = 0;
-            bool ours = m < M && n < outputs;
-            i64 to = (i64)m * outputs + n;
-            if (ours) {
-                y = value(m, r, n);
+            if (there.ours) {
+                y = value(m, r, there.bias);
                 if (PAIRED) {
-                    float gate = wide(narrow(y)), up = wide(narrow(value(m, r + 8, outputs + n)));
+                    float gate = wide(narrow(y)), up = wide(narrow(value(m, r + 8, there.of_up)));
                     y = gate / (1 + expf(-gate)) * up;
                 }
-                if (RESIDUAL) y = wide(narrow(y)) + wide(around.residual[to]);
+                if (RESIDUAL) y = wide(narrow(y)) + there.residual;
                 i64 sliced = (i64)(n / 16) * SLICE + m * 16 + n % 16;
-                out[PAIRED ? sliced : to] = narrow(y);
+                out[PAIRED ? sliced : (i64)m * outputs + n] = narrow(y);
                 y = wide(narrow(y));
-                if (NEXT) around.next[sliced] = narrow(y * wide(around.next_norm[n]));
+                if (NEXT) around.next[sliced] = narrow(y * there.norm);
             }
-            if (NEXT) {  // width is 16 here
-                float square = ours ? y * y : 0;
+            if (NEXT) {  // WIDTH is 16 here
+                float square = there.ours ? y * y : 0;
 #pragma unroll
                 for (int far = 8; far; far /= 2) square += __shfl_xor_sync(~0u, square, far);
                 if (r == 0 && m < M) around.next_squares[tile * M + m] = square;
