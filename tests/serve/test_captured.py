@@ -166,6 +166,8 @@ def test_launches_that_cannot_be_compiled_give_way_to_plain_operations(
 
 def test_kernels_stay_where_only_a_capture_fails() -> None:
     class Kernels:
+        undecided = False
+
         def logits(self, token_B: Tensor, *given: Any) -> Tensor:
             return F.one_hot(token_B + 1, 256).double()
 
