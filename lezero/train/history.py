@@ -86,13 +86,15 @@ def leave_history(saver: checkpoint.Saver, step: int) -> list[tuple[str, str]]:
     return notes
 
 
-def mark_best(saver: checkpoint.Saver, step: int) -> None:
-    """Marks a good generation "best" whose mark a kill has prevented. A mark that cannot be read
-    stays."""
+def mark_best(saver: checkpoint.Saver, step: int) -> bool:
+    """Marks a good generation "best" whose mark a kill has prevented; returns, on every rank,
+    whether there is a generation of that step. A mark that cannot be read stays."""
+    path = step_path(saver.root, step)
     with contextlib.suppress(FileError, OSError):
         if saver.leads and checkpoint.read_mark(saver.root, "best") != step:
-            read_generation(step_path(saver.root, step), select=lambda _: False)
+            read_generation(path, select=lambda _: False)
             saver.mark("best", step)
+    return bool(groups.broadcast_object(path.exists()))
 
 
 def cursor_of(loaded: checkpoint.Loaded, config: RunConfig, vocab: int) -> Any:

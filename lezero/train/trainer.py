@@ -211,8 +211,8 @@ class Trainer:
             self._notes.append((f"{path.name} is damaged and was not used: {reason}", "warning"))
         assert self.saver is not None
         self._notes += leave_history(self.saver, loaded.step)
-        if self._bests.step is not None:
-            mark_best(self.saver, self._bests.step)
+        if (best := self._bests.step) is not None and not mark_best(self.saver, best):
+            self._bests.forget(best)
         changes = self.folder.changes(documents["config"], self.config)
         now = checkpoint.environment()
         differences = checkpoint.environment_difference(documents["environment"], now)
@@ -298,11 +298,11 @@ class Trainer:
         self._tell("on_validation", loss)
         self._owes_validation = False
         self._saved_step = -1  # what is saved of this step does not know this validation
-        better = math.isfinite(loss) and (self.best is None or loss < self.best)
+        written = self.config.checkpoint.every or self.engine.step == self.config.train.steps
+        better = written and math.isfinite(loss) and (self.best is None or loss < self.best)
         if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another
             self._bests.add(self.engine.step, loss)
-            if self.config.checkpoint.every:
-                self.save("best")
+            self.save("best")
         return True
 
     def save(self, mark: str | None = None) -> None:

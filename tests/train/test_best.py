@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from lezero import checkpoint
 from lezero.checkpoint import saver
 from lezero.checkpoint.crew import Crew
 from lezero.core.errors import FileError
-from lezero.files import list_generations, step_of
+from lezero.files import list_generations, step_of, step_path
 from lezero.train import Callback, Trainer
 from lezero.train.engine import Engine
 from tests.train.runs import config, filled_cache, one_thread
@@ -146,3 +147,19 @@ def test_a_run_that_dies_before_its_validation_catches_up(tmp_path):
     with pytest.raises(StopIteration):  # there is no loss to tell
         train(tmp_path, [], Saves(), **changes)
     assert train(tmp_path, [2.0, 3.0], **changes)[:2] == (2.0, 2)
+
+
+def test_where_the_last_step_alone_is_written_it_alone_can_be_the_best(tmp_path):
+    last = {"checkpoint": {"every": 0}}
+    assert train(tmp_path, [3.0, 1.0, 2.0], train__steps=6, **last) == (2.0, 6, [6])
+    # Better losses of steps that nobody wrote are not remembered; better ones that are written are.
+    assert train(tmp_path, [1.0, 1.9], train__steps=10, **last) == (1.9, 10, [6, 10])
+    every = {"checkpoint": {"every": 2, "keep": 1}}
+    assert train(tmp_path, [1.5, 1.8], train__steps=14, **every) == (1.5, 12, [12, 14])
+
+
+def test_a_best_generation_that_is_gone_is_not_the_best(tmp_path):
+    changes = {"checkpoint": {"every": 2, "keep": 1}}
+    assert train(tmp_path, [1.0, 2.0], train__steps=4, **changes) == (1.0, 2, [2, 4])
+    shutil.rmtree(step_path(tmp_path / "run/checkpoints", 2))
+    assert train(tmp_path, [1.7, 1.8], train__steps=8, **changes) == (1.7, 6, [6, 8])
