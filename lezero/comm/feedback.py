@@ -37,10 +37,12 @@ from typing import NamedTuple
 import torch
 
 from lezero.comm.codec import Codec, codec
+from lezero.comm.dither import Dither
 from lezero.comm.route import Span, Spans
 
 WORKER, SERVER = "worker", "server"
 _SPARE = ":spare"
+_BLOCK = 256  # of errors in eight bits
 _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -97,7 +99,8 @@ class Feedback:
         self._rank, self._size, self._device = rank, size, device
         self.share = share
         self._dtype = _TYPES.get(dtype)
-        self._packed: Codec | None = codec("int8") if self._dtype is None else None
+        self._packed: Codec | None = codec(f"int8:{_BLOCK}") if self._dtype is None else None
+        self._dither = Dither(_BLOCK, rank, device)
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._loaded: _Pieces = {}
         self._spare: _Pieces = {}
@@ -129,6 +132,7 @@ class Feedback:
         for begin, end in kept.gaps:
             error[begin:end].zero_()
         if self._packed is not None:
+            self._dither.add(error)
             self._packed.encode(error, kept.data)
 
     def forget(self) -> None:
