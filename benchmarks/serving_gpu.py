@@ -5,7 +5,7 @@ its own: one request decodes 128 tokens after a prompt of 32, 64 requests do, an
 is filled in. The bandwidth that decoding reaches (bytes of weights that a token reads, times tokens
 a second) is compared with a copy of 1 GiB, bytes read and written, and the products of the prompt
 with the best of a large bf16 product, both measured in the same process. step_*_us: of the engine's
-own trial, a step with each attention.
+own trials, a step with each attention, by blocks of 16 places.
 
 Run: python benchmarks/serving_gpu.py [--quick]
 --quick takes a tiny model, on the CPU where there is no accelerator. Without one the long form has
@@ -102,7 +102,11 @@ def _measure(size: str, weights: Any, options: argparse.Namespace) -> dict[str, 
         "prefill": prefill,
         "prefill_share": prefill * 2 * llm.program.products / _multiplied(_SQUARE // small),
         "ready_s": ready,
-        **{f"step_{name}_us": 1e6 * took for name, took in tried.items()},
+        **{
+            f"step_{name}_{blocks}_us": 1e6 * took
+            for blocks, both in tried.items()
+            for name, took in both.items()
+        },
     }
 
 

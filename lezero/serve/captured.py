@@ -8,7 +8,7 @@ steps of its size run as the plain program runs them.
 Rows and blocks that are too many point at a block that belongs to nobody. Where kernels of
 `decoding.py` suit the model, they are what is captured, unless Triton cannot build them here (no
 compiler, no headers of Python, too little shared memory), or NVRTC. Where both have attention, the
-first step that is made tells which one is faster.
+first step of each number of blocks is made with both, and the faster one is taken for all of it.
 
 A graph ends with each row's best token, which the next one can take in without the host.
 
@@ -57,8 +57,8 @@ class CapturedProgram(PlainProgram):
         self._best_B = torch.zeros(_MOST, dtype=torch.int64, device=self.place)
         self._steps: dict[tuple[int, int], _Step | None] = {}
         self._launches = cuda_source.runs(self.place)
-        self.tried: dict[str, float] = {}
-        """Seconds of a step by "cuda" attention and by "triton"'s, once both were timed."""
+        self.tried: dict[int, dict[str, float]] = {}
+        """By number of blocks: seconds of a step by "cuda" attention and by "triton"'s."""
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -109,6 +109,7 @@ class CapturedProgram(PlainProgram):
     def _made(self, sizes: tuple[int, int]) -> _Step | None:
         """The step of so many sequences and blocks, or None where it cannot be captured."""
         step: _Step | None = None
+        self._take_faster(sizes)
         try:
             step = _Step(*sizes, self.place)
             self._capture_into(step)
@@ -116,7 +117,13 @@ class CapturedProgram(PlainProgram):
             # Kernels that ran before were built: then the capture failed, as it does where another
             # thread uses the device meanwhile, and the next one may not.
             of_cuda = isinstance(error, torch.AcceleratorError) or "out of memory" in str(error)
-            if self._launches and step is not None and not step.ran and not of_cuda:
+            built = step is None or step.ran or of_cuda
+            if self._attends(sizes) and not built:
+                _LOG.warning("our attention does not run here, Triton's is tried: %s", error)
+                assert self._decoder is not None
+                self._decoder.attends = False
+                return self._made(sizes)
+            if self._launches and not built:
                 kinds = (
                     "CUDA kernels do not run here, or Triton's beside them; others are tried: %s"
                 )
@@ -125,7 +132,7 @@ class CapturedProgram(PlainProgram):
                 if self._decoder is not None:
                     self._decoder.slices = False
                 return self._made(sizes)
-            if self._decoder is None or step is None or step.ran or of_cuda:
+            if self._decoder is None or built:
                 without = "steps of %d sequences, %d blocks run without a graph: %s"
                 _LOG.warning(without, *sizes, error)
                 return None
@@ -143,29 +150,48 @@ class CapturedProgram(PlainProgram):
         finally:
             self._best_B.copy_(flying_B)
 
+    def _attends(self, sizes: tuple[int, int]) -> bool:
+        """Whether steps of these sizes can take our attention."""
+        return self._decoder is not None and self._decoder.attends_to(sizes[0])
+
+    def _take_faster(self, sizes: tuple[int, int]) -> None:
+        if self._decoder is not None:
+            took = self.tried.get(sizes[1], {"cuda": 0.0, "triton": math.inf})
+            self._decoder.prefers_triton = took["triton"] < took["cuda"]
+
     def _settled(self, ours: _Step | None, sizes: tuple[int, int]) -> _Step | None:
-        """The same step by the attention that is faster, which later ones take too: once."""
-        decoder = self._decoder
-        if ours is None or decoder is None or not decoder.undecided:
+        """The same step by the attention that is faster with so many blocks: tried once."""
+        if ours is None or not self._attends(sizes) or sizes[1] in self.tried:
             return ours
-        decoder.undecided, decoder.attends = False, False
-        try:
-            other = _Step(*sizes, self.place)
-            self._capture_into(other)
-        except Exception as error:
-            decoder.attends = True
-            _LOG.info("Triton's attention does not run here, ours does: %s", error)
-            return ours
-        B, W = sizes
-        last = min(W * self.block_size, self.longest) - 1
-        fed = [Fed([0], last, [self._nobody] * W, [0])] * B
+        decoder, (B, W) = self._decoder, sizes
+        assert decoder is not None
         flying_B = self._best_B.clone()
-        took = seconds_of([ours, other], fed, self._nobody)
-        self._best_B.copy_(flying_B)
-        self.tried = dict(zip(("cuda", "triton"), took, strict=True))
-        decoder.attends = took[0] <= took[1]
-        _LOG.info("seconds of a step by each attention: %s", self.tried)
-        return ours if decoder.attends else other
+        decoder.prefers_triton = True
+        took = [0.0, math.inf]
+        try:
+            theirs = _Step(*sizes, self.place)
+            self._capture_into(theirs)
+            last = min(W, self._nobody) * self.block_size - 1
+            fed = [self._read_only(b, W, min(last, self.longest - 1)) for b in range(B)]
+            took = seconds_of([ours, theirs], fed, self._nobody)
+        except torch.AcceleratorError as error:  # another thread's capture, say
+            decoder.prefers_triton = False
+            _LOG.info("attention is ours for this step: %s", error)
+            return ours
+        except Exception as error:
+            _LOG.info("attention is ours: %s", error)
+        finally:
+            self._best_B.copy_(flying_B)
+        self.tried[W] = dict(zip(("cuda", "triton"), took, strict=True))
+        self._take_faster(sizes)
+        _LOG.info("seconds of a step of %d blocks by each attention: %s", W, self.tried[W])
+        return theirs if decoder.prefers_triton else ours
+
+    def _read_only(self, row: int, width: int, last: int) -> Fed:
+        """A sequence that ends at place `last`: others' blocks are read, nobody's is written."""
+        blocks = [(row * width + i) % max(1, self._nobody) for i in range(width)]
+        blocks[last // self.block_size] = self._nobody
+        return Fed([0], last, blocks, [0])
 
     def _decode(self, step: _Step) -> Tensor:
         """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""
@@ -283,6 +309,10 @@ class _Step:
         self._inputs.copy_(host.view(self._shape), non_blocking=True)
         self._passed[self._turn] = device.mark(self._inputs.device)
 
+    def wait(self) -> None:
+        """Until all that was launched before has ended."""
+        device.mark(self._inputs.device)()
+
     def flight(self, count: int, best_B: Tensor) -> Flight:
         """What was just replayed, on its way."""
         turn, found = self._turn, self._found[self._turn]
@@ -306,11 +336,11 @@ def seconds_of(steps: Sequence[_Step], fed: Sequence[Fed], nobody: int) -> list[
     for _ in range(_ROUNDS):
         for i, step in enumerate(steps):
             step.fill(fed, nobody)
-            device.synchronize()
+            step.wait()
             began = time.perf_counter()
             for _ in range(_REPLAYS):
                 step.replay()
-            device.synchronize()
+            step.wait()
             took[i] = min(took[i], (time.perf_counter() - began) / _REPLAYS)
     return took
 

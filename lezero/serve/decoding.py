@@ -54,9 +54,19 @@ class Decoder:
         self._heads, self._window, self._eps = c.heads, c.sliding_window, c.norm_eps
         self.slices = cuda_source.runs(model.norm.weight.device) and self._sliceable(dtype)
         shape = (cuda_few.MOST_TOKENS, c.heads, c.kv_heads, c.head_dim)
-        self.attends = self.undecided = self.slices and cuda_attend.suits(dtype, *shape)
-        """Whether attention is `cuda_attend.py`'s where tokens are in slices, else Triton's; and
-        whether nobody has looked yet which one is faster."""
+        norms = [norm for norm in map(_norms, model.layers) if norm is not None]
+        self.attends = cuda_attend.suits(dtype, *shape) and cuda_attend.aligned(norms)
+        """Whether `cuda_attend.py` has a kernel, which steps in slices take"""
+        self.prefers_triton = False
+        """and not Triton's, unless this says so."""
+
+    def in_slices(self, sequences: int) -> bool:
+        """Whether a step of so many takes the kernels of `cuda_few.py`."""
+        return self.slices and sequences <= cuda_few.MOST_TOKENS
+
+    def attends_to(self, sequences: int) -> bool:
+        """Whether such a step may take the attention of `cuda_attend.py`."""
+        return self.in_slices(sequences) and self.attends
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -72,7 +82,7 @@ class Decoder:
         self, token_B: Tensor, position_B: Tensor, table_BW: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """(B, V). `keys` and `values`, (layers, places, K, E), get those of the new tokens."""
-        if self.slices and len(token_B) <= cuda_few.MOST_TOKENS:
+        if self.in_slices(len(token_B)):
             return self._in_slices(token_B, position_B, table_BW, keys, values)
         from lezero.ops.decoder.triton_attend import attend
         from lezero.ops.linear.triton_few import Around
@@ -81,16 +91,12 @@ class Decoder:
         x_BD = model.embed_tokens(token_B)
         for index, (block, products) in enumerate(zip(model.layers, self._layers, strict=True)):
             into, out, wide, narrow = products
-            attention = block.self_attn
-            norms = None
-            if attention.q_norm is not None:
-                norms = (attention.q_norm.weight, attention.k_norm.weight)
             qkv = multiply(x_BD, into, around._replace(norm=block.input_layernorm.weight))
             y = attend(
                 *(qkv, rope.cos_TP, rope.sin_TP, position_B, table_BW, keys[index], values[index]),
                 heads=self._heads,
                 window=self._window,
-                norms=norms,
+                norms=_norms(block),
                 eps=self._eps,
             )
             x_BD = multiply(y, out, around._replace(residual=x_BD))
@@ -111,7 +117,7 @@ class Decoder:
     ) -> Tensor:
         """`logits` by `cuda_few.py`."""
         attend: Any = cuda_attend.attend
-        if not self.attends:
+        if not self.attends or self.prefers_triton:
             from lezero.ops.decoder.triton_attend import attend
 
         model, rope, eps, B = self._model, self._model.rope, self._eps, len(token_B)
@@ -121,16 +127,12 @@ class Decoder:
         normed = cuda_step.spread(x_BD, blocks[0].input_layernorm.weight)
         for index, (block, products) in enumerate(zip(blocks, self._layers, strict=True)):
             into, (out,), (wide,), (narrow,) = products
-            attention = block.self_attn
-            norms = None
-            if attention.q_norm is not None:
-                norms = (attention.q_norm.weight, attention.k_norm.weight)
             y = attend(
                 _outputs(normed, B, into, eps),
                 *(rope.cos_TP, rope.sin_TP, position_B, table_BW, keys[index], values[index]),
                 heads=self._heads,
                 window=self._window,
-                norms=norms,
+                norms=_norms(block),
                 eps=eps,
                 pad=pad,
             )
@@ -145,6 +147,12 @@ class Decoder:
         from lezero.ops.linear.triton_few import Around
 
         return multiply(x_BD, self._head, Around(norm=model.norm.weight, eps=eps))
+
+
+def _norms(block: Any) -> tuple[Tensor, Tensor] | None:
+    """Weights of a layer's norms of queries and keys, where it has them."""
+    attention = block.self_attn
+    return None if attention.q_norm is None else (attention.q_norm.weight, attention.k_norm.weight)
 
 
 def _suits_slices(dtype: torch.dtype, one: Product) -> bool:

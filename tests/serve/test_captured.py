@@ -58,6 +58,13 @@ def test_answers_are_those_of_the_plain_program(shape: dict[str, Any], blocks: i
     assert {sizes[0] for sizes in captured._steps} <= {1, 2, 4, 8}
 
 
+class WithoutSlices:
+    """In the place of a `Decoder`."""
+
+    def attends_to(self, sequences: int) -> bool:
+        return False
+
+
 class Flown(CapturedProgram):
     """made_in_flight: sizes whose graphs were made while a step flew."""
 
@@ -136,7 +143,7 @@ def test_steps_that_cannot_be_captured_run_as_plain_ones() -> None:
 def test_kernels_that_cannot_be_built_give_way_to_plain_operations(
     error: Exception, stays: bool
 ) -> None:
-    class Broken:
+    class Broken(WithoutSlices):
         def logits(self, *given: Any) -> Tensor:
             raise error
 
@@ -165,9 +172,7 @@ def test_launches_that_cannot_be_compiled_give_way_to_plain_operations(
 
 
 def test_kernels_stay_where_only_a_capture_fails() -> None:
-    class Kernels:
-        undecided = False
-
+    class Kernels(WithoutSlices):
         def logits(self, token_B: Tensor, *given: Any) -> Tensor:
             return F.one_hot(token_B + 1, 256).double()
 

@@ -240,6 +240,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attend(
     int size = SMALLEST;  // of the sequence's own past alone, so that others do not change sums
     while (at >= MOST_PARTS * size) size *= 2;
     int from = start / size, to = at / size, begin = part * size, end = begin + size;
+    // The part of the new token always waits, below: were there a launch of which no block does, its
+    // end would say nothing of those ahead of it.
     if (part < from || part > to) return;
     int low = max(start, begin);
     Past past = {keys, values, tables + b * table_stride, K, head};

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lezero.ops.cuda_source import kernel
 BLOCK = 16
 """Places of a block of the cache."""
 _SOURCE = Path(__file__).with_name("attend.cu")
-_WARPS, _PLACES, _PARTS = 8, 256, 16
+_WARPS, _PLACES, _PARTS, _BYTES = 8, 256, 16, 16
 _MOST_COUNTED, _MOST_GROUP = 1 << 12, 16
 
 
@@ -40,6 +41,11 @@ def suits(dtype: torch.dtype, sequences: int, heads: int, kv_heads: int, head_di
         and heads // kv_heads <= _MOST_GROUP
         and sequences * kv_heads <= _MOST_COUNTED
     )
+
+
+def aligned(norms: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Whether weights of norms begin where the kernel may read 16 bytes at once."""
+    return not any(weight.data_ptr() % _BYTES for pair in norms for weight in pair)
 
 
 def attend(
@@ -67,7 +73,11 @@ def attend(
     B, W = table_BW.shape
     _, K, E = keys.shape
     assert suits(qkv.dtype, B, heads, K, E)
-    assert qkv.dtype == keys.dtype == values.dtype
+    read = [qkv, keys, values, *(norms or ())]
+    assert all(one.is_contiguous() and one.dtype == qkv.dtype for one in read)
+    assert not any(one.data_ptr() % _BYTES for one in read)
+    assert position_B.dtype == table_BW.dtype == torch.int64
+    assert cos_TP.dtype == sin_TP.dtype == torch.float32
     group, place = heads // K, qkv.device
     out = qkv.new_empty(heads * E // 16, pad, 16)
     parts = min(_PARTS, -(-W * BLOCK // _PLACES))
