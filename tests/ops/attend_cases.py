@@ -25,20 +25,22 @@ class Case(NamedTuple):
     W: int
     window: int | None = None
     normed: bool = False
+    last: int | None = None
+    """Position of the first sequence; None: the last one that there is room for."""
 
 
 class Made:
     """Inputs. Places that nobody may look at hold NaN."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
-        B, H, K, E, W, window, _ = self.case = case
+        B, H, K, E, W, window, _, last = self.case = case
         draw = torch.Generator().manual_seed(W)
         T = W * BLOCK
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=draw).to(dtype).to(DEVICE)
 
-        position_B = torch.tensor([T - 1, 5, T // 3][:B])
+        position_B = torch.tensor([T - 1 if last is None else last, 5, T // 3][:B])
         inputs = torch.zeros(B, 3 + W, dtype=torch.int64)  # as a captured step holds them
         inputs[:, 2] = position_B
         inputs[:, 3:] = torch.randperm(B * W, generator=draw).view(B, W)

@@ -2,8 +2,10 @@
 //
 // Threads of a block are fibers that run in turns; a warp's instructions and barriers are meetings,
 // and threads that wait at different ones are an error, as is one for which nobody comes any more.
-// Blocks run one after another, so nothing here finds races between blocks. Shared memory begins as
-// NaN in each block. Wider reads than their address allows are an error, as on the device.
+// Blocks run one after another, so nothing here finds races between blocks; every other launch runs
+// blocks and threads from the last to the first. Shared memory begins as NaN in each block, and so
+// does, until it waits, what the launch ahead of it writes. Wider reads than their address allows are
+// an error, as on the device.
 //
 // The layout of `multiply` is that of mma.m16n8k16 in the PTX manual (section 9.7.14).
 
@@ -25,12 +27,16 @@ typedef unsigned short u16;
 typedef unsigned long long u64;
 typedef long long i64;
 
-struct uint2 {
+struct alignas(8) uint2 {
     u32 x, y;
 };
 struct alignas(16) uint4 {
     u32 x, y, z, w;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 
@@ -161,7 +167,16 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline u64 max(u64 a, u64 b) { return a > b ? a : b; }
 
 // instructions.cu
-inline void wait() {}
+static char *late, *late_copy;  // what the launch ahead writes: hidden until somebody waits
+static size_t late_bytes;
+static bool hidden;
+
+static void show() {
+    if (hidden) memcpy(late, late_copy, late_bytes);
+    hidden = false;
+}
+
+inline void wait() { show(); }
 inline void let_next_begin() {}
 
 inline uint4 fetched(const void* at) {
@@ -206,10 +221,11 @@ static void thread() {
     ended[threadIdx.x] = moved = true;
 }
 
-static void run_block(char* stacks, int asked) {
+static void run_block(char* stacks, int asked, bool backwards) {
     memset(staged, 0xFF, asked + BEHIND);
     char *from = __start_shared_memory, *to = __stop_shared_memory;
     if (from) memset(from, 0xFF, to - from);
+    if (late_bytes) memset(late, 0xFF, late_bytes), hidden = true;
     of_block = {};
     memset(of_warp, 0, sizeof of_warp);
     for (int i = 0; i < blockDim.x; i++) {
@@ -222,13 +238,15 @@ static void run_block(char* stacks, int asked) {
     }
     for (moved = true; moved;) {
         moved = false;
-        for (int i = 0; i < blockDim.x; i++) {
+        for (int turn = 0; turn < blockDim.x; turn++) {
+            int i = backwards ? blockDim.x - 1 - turn : turn;
             if (ended[i]) continue;
             threadIdx = {i, 0, 0};
             swapcontext(&scheduler, &fibers[i]);
         }
     }
     if (awake(0, blockDim.x)) failed("threads wait for others that do not come");
+    show();
 }
 
 template <class... Given>
@@ -244,20 +262,27 @@ void launched(void (*kernel)(Given...), void** arguments, const int* blocks, int
         Call{*(Given*)given[at++]...};  // in braces from left to right
     };
     if (threads > MOST || shared + BEHIND > (int)sizeof staged) failed("a block is too large");
+    static bool backwards = true;
+    backwards = !backwards;
     char* stacks = (char*)malloc((size_t)threads * STACK);
+    late_copy = (char*)malloc(late_bytes);
+    memcpy(late_copy, late, late_bytes);
     gridDim = {blocks[0], blocks[1], blocks[2]}, blockDim = {threads, 1, 1};
-    for (int z = 0; z < blocks[2]; z++)
-        for (int y = 0; y < blocks[1]; y++)
-            for (int x = 0; x < blocks[0]; x++) {
-                blockIdx = {x, y, z};
-                run_block(stacks, shared);
-                for (const char* p = (const char*)staged + shared, *end = p + BEHIND; p < end; p++)
-                    if (*p != (char)0xFF) failed("more shared memory is written than was asked for");
-            }
+    int count = blocks[0] * blocks[1] * blocks[2];
+    for (int turn = 0; turn < count; turn++) {
+        int i = backwards ? count - 1 - turn : turn;
+        blockIdx = {i % blocks[0], i / blocks[0] % blocks[1], i / blocks[0] / blocks[1]};
+        run_block(stacks, shared, backwards);
+        for (const char* p = (const char*)staged + shared, *end = p + BEHIND; p < end; p++)
+            if (*p != (char)0xFF) failed("more shared memory is written than was asked for");
+    }
     free(stacks);
+    free(late_copy);
 }
 
 #define LAUNCHES(NAME)                                                                        \
-    extern "C" void emulated(void** given, const int* blocks, int threads, int shared) {      \
+    extern "C" void emulated(                                                                 \
+        void** given, const int* blocks, int threads, int shared, char* ahead, i64 bytes) {   \
+        late = ahead, late_bytes = bytes;                                                     \
         launched(NAME, given, blocks, threads, shared);                                       \
     }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from lezero.core import device
 from lezero.ops.decoder import cuda_attend
 from lezero.ops.linear.cuda_few import padded
 from tests.ops.attend_cases import EPS, KINDS, Case, Made
@@ -16,6 +19,8 @@ CASES = [
     Case(3, 4, 1, 64, 20, normed=True),
     Case(2, 2, 2, 64, 40, window=100),  # begins within a round
     Case(1, 4, 2, 64, 300),  # parts of 512
+    Case(1, 2, 1, 64, 258, last=4096),  # the first position of which they are
+    Case(1, 2, 1, 64, 100, window=700),  # the first parts are not looked at
     Case(3, 32, 2, 128, 4, window=20, normed=True),  # sixteen heads
     Case(1, 20, 2, 128, 40),  # rounds within a part
     Case(3, 10, 2, 128, 37, window=333),
@@ -36,9 +41,18 @@ def found(made: Made, case: Case, rows: slice = slice(None)) -> torch.Tensor:
     return out[:, :B].transpose(0, 1).flatten(1)
 
 
+@pytest.fixture
+def nothing_unwritten() -> Iterator[None]:
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention(case: Case, dtype: torch.dtype, cuda_place: torch.device) -> None:
+@pytest.mark.usefixtures("cuda_place", "nothing_unwritten")
+def test_attention(case: Case, dtype: torch.dtype) -> None:
     assert cuda_attend.suits(dtype, case.B, case.H, case.K, case.E)
     made = Made(case, dtype)
     wanted = made.wanted()
@@ -47,6 +61,23 @@ def test_attention(case: Case, dtype: torch.dtype, cuda_place: torch.device) -> 
         assert off["away"] < NEAR[dtype]
         assert off["keys"] < 1
         assert off["values"] < 1
+
+
+@pytest.mark.usefixtures("cuda_place")
+def test_small_queries_are_normed_with_eps() -> None:
+    case = Case(1, 4, 2, 64, 8, normed=True)
+    made = Made(case, torch.float16)
+    made.qkv *= 2e-3
+    assert made.differs(found(made, case), made.wanted())["away"] < NEAR[torch.float16]
+
+
+@pytest.mark.usefixtures("cuda_place")
+def test_a_score_far_above_those_of_other_parts() -> None:
+    case = Case(1, 2, 1, 64, 40)
+    made = Made(case, torch.bfloat16)
+    made.qkv[0, :64] *= 5
+    made.qkv[0, 128:192] = made.qkv[0, :64]  # the new key, in the last part
+    assert made.differs(found(made, case), made.wanted())["away"] < NEAR[torch.bfloat16]
 
 
 @pytest.mark.usefixtures("cuda_place")
@@ -69,6 +100,7 @@ def test_what_is_no_number_reaches_its_own_sequence_alone() -> None:
     assert torch.equal(after[::2], before[::2])
     assert torch.equal(after[1, 64:], before[1, 64:])
     made.keys[made.places[2, 3], 1] = torch.inf  # of a past, for heads 4 to 7
+    device.synchronize()  # a past is read before launches ahead have ended
     after = found(made, case)
     assert not after[2, 4 * 64 :].isfinite().any()
     assert torch.equal(after[2, : 4 * 64], before[2, : 4 * 64])

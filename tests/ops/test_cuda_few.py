@@ -104,6 +104,19 @@ def test_what_stands_around_them(
     torch.testing.assert_close(following.squares.sum(0), out.float().square().sum(1))
 
 
+@pytest.mark.parametrize(("P", "M"), [(40, 3), (129, 1), (200, 9)])
+def test_norms_of_many_parts(P: int, M: int, cuda_place: torch.device) -> None:
+    N, K = 48, 512
+    weight, wide = made(N, K, 16, 0, False, BF16, cuda_place)
+    x = seeded(M, K).to(BF16).to(cuda_place)
+    part = torch.rand(P, M, generator=torch.Generator().manual_seed(P)).to(cuda_place) + 0.1
+    squares = part / part.sum(0) * x.float().square().sum(1)
+    normed = cuda_few.Normed(cuda_few.sliced(x), squares)
+    found = cuda_few.linear_few(normed, M, weight, None, N, K, 16, 0, eps=EPS)
+    factor = torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS)
+    assert away(found, x.double() * factor @ wide.T) < NEAR[BF16]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16])
 def test_best_tokens(dtype: torch.dtype, cuda_place: torch.device) -> None:
     logits = seeded(9, 5000).to(dtype).to(cuda_place)

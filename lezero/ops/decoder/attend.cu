@@ -221,10 +221,16 @@ __device__ __forceinline__ void take(
     }
 }
 
-// What warps, or blocks of one head, found: G heads each.
+// What warps found: G heads each. Sums lie as products leave them, 64 v + 8 n + 2 t + e, and rows a
+// little apart, so that lanes write to different banks.
 struct Shared {
-    float top[WARPS][G], weight[WARPS][G], sum[WARPS][G][E];
+    float top[WARPS][G], weight[WARPS][G], sum[WARPS][G][E + 8];
 };
+
+// Where number 64 v + 16 t + 8 e + n of a head lies.
+__device__ __forceinline__ int lies(int d) {
+    return d / 64 * 64 + d % 8 * 8 + d / 16 % 4 * 2 + d / 8 % 2;
+}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS) attend(
     const u16* qkv, const u16* q_norm, const u16* k_norm, const float* cosines, const float* sines,
@@ -311,9 +317,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attend(
         if (t == 0) shared.top[warp][row] = found.top[r], shared.weight[warp][row] = weight;
 #pragma unroll
         for (int n = 0; n < 8 * WIDE; n++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                shared.sum[warp][row][64 * (n / 8) + 16 * t + 8 * e + n % 8] = found.sum[n][2 * r + e];
+            *(float2*)&shared.sum[warp][row][8 * n + 2 * t] =
+                make_float2(found.sum[n][2 * r], found.sum[n][2 * r + 1]);
     }
     __syncthreads();
 
@@ -333,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) attend(
         for (int w = 0; w < WARPS; w++) {
             float factor = expf(shared.top[w][row] - top);
             weight += shared.weight[w][row] * factor;
-            sum += shared.sum[w][row][d] * factor;
+            sum += shared.sum[w][row][lies(d)] * factor;
         }
         if (alone) {
             write(row, d, sum / weight);

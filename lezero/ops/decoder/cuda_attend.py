@@ -104,7 +104,7 @@ def attend(
             ctypes.c_int(1 << 30 if window is None else window),
         ],
         early=True,
-        shared=4 * _WARPS * group * (E + 2),
+        shared=4 * _WARPS * group * (E + 10),
     )
     return out
 
