@@ -16,6 +16,7 @@ from lezero.checkpoint.own_buffers import own_buffers_prefix, pack_own_buffers
 from lezero.checkpoint.random_state import pack_random, unpack_random
 from lezero.checkpoint.rows import is_split, rows_of, split_like
 from lezero.checkpoint.saver import Saver
+from lezero.checkpoint.shared_state import pack_shared
 
 __all__ = [
     "Loaded",
@@ -34,6 +35,7 @@ __all__ = [
     "pack_optimizer",
     "pack_own_buffers",
     "pack_random",
+    "pack_shared",
     "read_mark",
     "rows_of",
     "split_like",

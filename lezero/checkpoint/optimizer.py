@@ -2,19 +2,28 @@
 
 torch numbers parameters by their position; a model edited between save and resume then silently
 gets the momentum of another layer. Here each state tensor is called
-`optimizer/<parameter>/<state>`, and a name that does not fit is an error.
+`optimizer/<parameter>/<state>`, and a name that does not fit is an error. State that belongs to no
+parameter is in `shared_state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lezero.checkpoint.plain_values import from_json, to_json
+from lezero.checkpoint.shared_state import (
+    device_of,
+    in_file,
+    pack_shared,
+    put_shared,
+    read_shared,
+    shared_names,
+)
 from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.ops.adamw import reference
 
@@ -34,7 +43,7 @@ def pack_optimizer(
     and `FileError` for state that is neither a tensor nor a plain value.
     """
     names = _names(optimizer, parameters)
-    tensors: dict[str, Tensor] = {}
+    tensors, shared = pack_shared(optimizer, prefix)
     states: dict[str, Any] = {}
     for name, parameter in names.items():
         kept: dict[str, Any] = {}
@@ -43,21 +52,22 @@ def pack_optimizer(
                 tensors[f"{prefix}{name}/{key}"] = value
                 kept[key] = {"tensor": True}
             else:
-                kept[key] = _plain(value, f"state '{key}' of '{name}'")
+                kept[key] = to_json(value, f"state '{key}' of '{name}'", parameter.device)
         states[name] = {"shape": list(parameter.shape), "state": kept}
     by_id = {id(parameter): name for name, parameter in names.items()}
     groups = [
         {
             "parameters": [by_id[id(parameter)] for parameter in group["params"]],
             "options": {
-                key: _plain(value, f"option '{key}'")
+                key: to_json(value, f"option '{key}'", device_of(group["params"]))
                 for key, value in group.items()
                 if key not in ("params", "param_names")
             },
         }
         for group in optimizer.param_groups
     ]
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "parameters": states}
+    kind = type(optimizer).__name__
+    return tensors, {"class": kind, "groups": groups, "parameters": states, "shared": shared}
 
 
 def unpack_optimizer(
@@ -79,32 +89,37 @@ def unpack_optimizer(
             f"{prefix}{name}/{key}"
             for name, entry in document["parameters"].items()
             for key, value in entry["state"].items()
-            if isinstance(value, dict)
+            if in_file(value)
         }
+        wanted.update(shared_names(document, prefix))
         _same_names({n for n in tensors if n.startswith(prefix)}, wanted, "state tensors")
         groups = _matched(optimizer, names, document)
+        states = _plain_states(names, document)
         _check_states(optimizer, names, tensors, document, prefix)
+        shared = read_shared(optimizer, tensors, document, prefix)
     except (KeyError, TypeError, AttributeError) as error:
         raise FileError(f"the optimizer's record is damaged: {error!r}") from None
-    for group, saved in groups:
-        for key, value in saved["options"].items():
+    for group, options in groups:
+        for key, value in options.items():
+            if key == "lr" and isinstance(group[key], int | float) and isinstance(value, Tensor):
+                value = value.item()  # a rate is of the kind that this optimizer was given
             group[key] = _fitted(value, group.get(key))
         own = getattr(optimizer, "steps_on_host", False)  # LeZero's kernels
         on_device = bool(group.get("capturable") or group.get("fused")) and not own
         by_id = {id(parameter): name for name, parameter in names.items()}
         for parameter in group["params"]:
             name = by_id[id(parameter)]
-            state: dict[str, Any] = {}
-            for key, value in document["parameters"][name]["state"].items():
-                if isinstance(value, dict):
+            state = states[name]
+            for key, value in state.items():
+                if in_file(value):
                     tensor = tensors[f"{prefix}{name}/{key}"]
                     stays = key == "step" and not on_device
-                    value = _laid(tensor, parameter, "cpu" if stays else parameter.device, own)
-                state[key] = value
+                    state[key] = _laid(tensor, parameter, "cpu" if stays else parameter.device, own)
             if state:
                 optimizer.state[parameter] = state
             else:
                 optimizer.state.pop(parameter, None)
+    put_shared(optimizer, shared)
 
 
 def weights_of_masters(
@@ -125,7 +140,7 @@ def weights_of_masters(
         return exact, left, dict(document)
     for name, parameter in parameters.items():
         kept = entries.get(name, {}).get("state", {})
-        key = next((key for key in _MASTERS if isinstance(kept.get(key), dict)), None)
+        key = next((key for key in _MASTERS if in_file(kept.get(key))), None)
         if key is None or parameter.dtype != torch.float32:
             continue
         weight, extra = weights.get(name), left.get(f"{prefix}{name}/{key}")
@@ -195,7 +210,7 @@ def _check_states(
         return
     for name, parameter in names.items():
         kept = document["parameters"][name]["state"].items()
-        state = {key: tensors[f"{prefix}{name}/{key}"] for key, v in kept if isinstance(v, dict)}
+        state = {key: tensors[f"{prefix}{name}/{key}"] for key, v in kept if in_file(v)}
         try:
             check(parameter, state)
         except ConfigError as error:
@@ -225,7 +240,7 @@ def _same_names(found: set[str], wanted: set[str], what: str) -> None:
 def _matched(
     optimizer: Optimizer, names: Mapping[str, Tensor], document: Mapping[str, Any]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each group of the optimizer with the saved group that has the same parameters."""
+    """Each group of the optimizer with the saved options of the same parameters."""
     by_id = {id(parameter): name for name, parameter in names.items()}
     saved = {frozenset(group["parameters"]): group for group in document["groups"]}
     pairs = []
@@ -236,8 +251,23 @@ def _matched(
             raise FileError(
                 f"group {number} of the optimizer ({shown}…) was not a group when it was saved"
             )
-        pairs.append((group, saved[members]))
+        near = device_of(group["params"])
+        options = {k: from_json(v, near) for k, v in saved[members]["options"].items()}
+        pairs.append((group, options))
     return pairs
+
+
+def _plain_states(
+    names: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The saved state of each parameter, by its name; tensors of the file are still to come."""
+    return {
+        name: {
+            key: value if in_file(value) else from_json(value, parameter.device)
+            for key, value in document["parameters"][name]["state"].items()
+        }
+        for name, parameter in names.items()
+    }
 
 
 def _laid(tensor: Tensor, parameter: Tensor, place: torch.device | str, contiguous: bool) -> Tensor:
@@ -249,23 +279,11 @@ def _laid(tensor: Tensor, parameter: Tensor, place: torch.device | str, contiguo
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def _plain(value: Any, what: str) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return value.item()
-    if isinstance(value, list | tuple):
-        return [_plain(item, what) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Real):  # of numpy
-        return int(value) if isinstance(value, Integral) else float(value)
-    raise FileError(f"{what} of the optimizer is a {type(value).__name__}, which cannot be saved")
-
-
 def _fitted(saved: Any, current: Any) -> Any:
     """A saved option in the form the optimizer holds it: tuples and tensors stay such."""
-    if isinstance(current, Tensor):
-        return current.fill_(saved)
-    if isinstance(current, tuple):
+    if isinstance(current, Tensor) and isinstance(saved, Tensor | int | float):
+        return current.fill_(saved.item() if isinstance(saved, Tensor) else saved)
+    if isinstance(current, tuple) and isinstance(saved, list):
         olds = current if len(current) == len(saved) else [None] * len(saved)
         return tuple(_fitted(item, old) for item, old in zip(saved, olds, strict=True))
     return saved

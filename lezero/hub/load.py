@@ -247,14 +247,14 @@ def _check_kinds(state: dict[str, Tensor], given: dict[str, Any], source: str) -
         if wanted is None or not isinstance(value, Tensor) or wanted.dtype == value.dtype:
             continue
         kinds = f"'{name}' is {value.dtype}, the module's {wanted.dtype}"
-        if wanted.is_floating_point() != value.is_floating_point():
+        if _kind(wanted.dtype) != _kind(value.dtype):
             wrong.append(kinds)
         elif not _holds(wanted.dtype, value.dtype):
             rounded.append(kinds)
     if wrong:
         raise FileError(
-            f"{source}: {_some(wrong)}: integers and floating-point numbers are not converted into "
-            "each other. If the file is quantized, dequantize it first"
+            f"{source}: {_some(wrong)}: integers, floating-point and complex numbers are not "
+            "converted into each other. If the file is quantized, dequantize it first"
         )
     _check_range(state, given, source)
     if rounded:
@@ -264,9 +264,15 @@ def _check_kinds(state: dict[str, Tensor], given: dict[str, Any], source: str) -
         )
 
 
+def _kind(dtype: torch.dtype) -> str:
+    """Of numbers that may become each other; bool is an integer of 0 and 1."""
+    floating = "floating-point" if dtype.is_floating_point else "integer"
+    return "complex" if dtype.is_complex else floating
+
+
 def _check_range(state: dict[str, Tensor], given: dict[str, Any], source: str) -> None:
     """Numbers of the file must not become infinite, or wrap around, in the module's type."""
-    beyond, wider = [], ""
+    beyond, remedy = [], ""
     for name, value in given.items():
         wanted = state.get(name)
         if wanted is None or not isinstance(value, Tensor) or _reaches(wanted.dtype, value.dtype):
@@ -274,19 +280,19 @@ def _check_range(state: dict[str, Tensor], given: dict[str, Any], source: str) -
         if count := _count_beyond(value.detach(), wanted.dtype):
             which = f"{count} of {value.numel()}, {value.dtype} into {wanted.dtype}"
             beyond.append(f"'{name}' ({which})")
-            wider = wider or str(value.dtype)
+            integer = _kind(value.dtype) == "integer"
+            wider = f"a buffer of {value.dtype}" if integer else f"module.to({value.dtype})"
+            remedy = remedy or wider
     if beyond:
         raise FileError(
             f"{source}: {len(beyond)} tensors hold numbers that overflow the module's type: "
-            f"{_some(beyond)}. Give the module the file's type before loading "
-            f"(module.to({wider})), or repair the file"
+            f"{_some(beyond)}. Give the module the file's type before loading ({remedy}), or "
+            "repair the file"
         )
 
 
 def _reaches(wanted: torch.dtype, given: torch.dtype) -> bool:
     """Whether the largest numbers of type `given` are within the range of `wanted`."""
-    if torch.bool in (wanted, given):
-        return True
     if wanted.is_floating_point or wanted.is_complex:
         return torch.finfo(wanted).max >= torch.finfo(given).max
     return _holds(wanted, given)

@@ -3,8 +3,8 @@
 The engine weights every micro-batch and every rank by its number of counted units, so that
 accumulation over unequal batches equals one big batch exactly. `tokens` counts the `targets` other
 than -100, or else the `labels` other than -100 (all of them where they are floating-point: there
--100 is a value like any other); `samples` counts the first dim; anything else is a function
-`count(batch) -> int`.
+-100 is a value like any other), which are a tensor or an array; `samples` counts the first dim;
+anything else is a function `count(batch) -> int`.
 
 `labels` of shape (batch, tokens) mean two things: causal language models of transformers shift them
 by one, so that the first column never counts, and all other models do not. No name tells which
@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from lezero.core.errors import ConfigError, LeZeroError
@@ -45,9 +46,9 @@ class Counter:
     def __call__(self, batch: Batch) -> int:
         if callable(self.counted):
             return _whole(self.counted(batch))
-        if self.counted == "samples" or (self.counted == "auto" and not _has_tokens(batch)):
+        if self.counted == "samples" or (self.counted == "auto" and not _values_by_token(batch)):
             return samples(batch)
-        return self._tokens(batch)
+        return self._count_tokens(batch)
 
     def must_ask(self, batch: Batch) -> bool:
         """Whether `ask` has to be called before this batch can be counted."""
@@ -89,19 +90,18 @@ class Counter:
         self.shifted = both_nan or abs(with_first - without) <= 1e-6 * abs(without)
         return self.shifted
 
-    def _tokens(self, batch: Batch) -> int:
-        if not _has_tokens(batch):
+    def _count_tokens(self, batch: Batch) -> int:
+        found = _values_by_token(batch)
+        if found is None:
             raise ConfigError(
-                "counted in tokens, but the batch has neither 'targets' nor 'labels'; "
-                "use counted='samples' or give a function count(batch) -> int"
+                f"counted in tokens, but {_why_no_tokens(batch)}; use counted='samples' or give a "
+                "function count(batch) -> int"
             )
-        if "targets" in batch:
-            return _not_ignored(batch["targets"])
-        labels, by_token = batch["labels"], _labels_by_token(batch)
+        values, by_token = found[1], _labels_by_token(batch)
         if by_token is not None:
             assert self.shifted is not None, "the model was not asked whether it shifts"
-            labels = by_token[:, 1:] if self.shifted else by_token
-        return _not_ignored(labels)
+            values = by_token[:, 1:] if self.shifted else by_token
+        return _not_ignored(values)
 
 
 def _not_ignored(values: Any) -> int:
@@ -126,18 +126,29 @@ def _whole(given: Any) -> int:
     )
 
 
-def _has_tokens(batch: Batch) -> bool:
-    return isinstance(batch, Mapping) and ("targets" in batch or "labels" in batch)
+def _values_by_token(batch: Batch) -> tuple[str, Any] | None:
+    """The `targets`, or else the `labels`, that can be counted, and which of the two they are.
+    Lists, texts and records may be anything."""
+    for name in ("targets", "labels") if isinstance(batch, Mapping) else ():
+        if isinstance(values := batch.get(name), torch.Tensor | np.ndarray):
+            return name, values
+    return None
+
+
+def _why_no_tokens(batch: Batch) -> str:
+    for name in ("targets", "labels") if isinstance(batch, Mapping) else ():
+        if name in batch:
+            kind = type(batch[name]).__name__
+            return f"its '{name}' are a {kind}, allowed is a tensor or an array"
+    return "the batch has neither 'targets' nor 'labels'"
 
 
 def _labels_by_token(batch: Batch) -> torch.Tensor | None:
     """The labels (B,T) of which the first column may or may not count."""
-    if not isinstance(batch, Mapping) or "targets" in batch:
+    name, labels = _values_by_token(batch) or ("", None)
+    if name != "labels" or not isinstance(labels, torch.Tensor):
         return None
-    labels = batch.get("labels")
-    if not isinstance(labels, torch.Tensor) or labels.ndim != 2 or labels.is_floating_point():
-        return None
-    return labels
+    return None if labels.ndim != 2 or labels.is_floating_point() else labels
 
 
 def why_nothing(micros: list[Batch]) -> str:

@@ -35,7 +35,7 @@ from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter, why_nothing
 from lezero.train.engine_arguments import agree_on_arguments, check_model, check_numbers
-from lezero.train.gradients import Sharded, gradients_of, wires_untouched
+from lezero.train.gradients import Sharded, gradients_of
 from lezero.train.loss import (
     LossFunction,
     check_batches,
@@ -49,11 +49,12 @@ from lezero.train.loss import (
     to_device,
 )
 from lezero.train.moving_buffers import MovingBuffers
-from lezero.train.nonfinite import Culprit, find_culprit, vague
+from lezero.train.nonfinite import find_on_all
 from lezero.train.precision import Precision, resolve_plain, resolve_sharded
 from lezero.train.randomness import seeded
 from lezero.train.rates import Rates
 from lezero.train.speed import Forms
+from lezero.train.step_requests import StepRequests
 from lezero.train.step_result import StepResult
 from lezero.train.token_ids import check_token_ids
 from lezero.train.tuning import Tuner
@@ -122,13 +123,13 @@ class Engine:
         self.step = self.skipped_in_a_row = 0
         self.logs_skipped = True
         """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""
-        self._stop = False
+        self._requests = StepRequests()
         self.tuner = Tuner(
             model, loss or model_loss, self.decisions, compile=compile, attention=attention,
             accumulate=accumulate,
         )  # fmt: skip
         self._buffers = MovingBuffers(model)
-        self.rates = Rates(optimizer)
+        self.rates = Rates(model, optimizer)
 
     @property
     def loss(self) -> LossFunction:
@@ -139,17 +140,18 @@ class Engine:
         """One optimizer step on this rank's part of the global batch.
 
         Raises `ConfigError` when the batch cannot be split, nothing in it counts or it holds, on
-        the host, a token outside the vocabulary; `NumericsError` after `max_skipped` non-finite
-        steps in a row; `DistributedError` when another rank is lost, stopped or does something
-        else.
+        the host, a token outside the vocabulary; `OrderError` when the optimizer was given a
+        parameter that the model does not have; `NumericsError` after `max_skipped` non-finite steps
+        in a row; `DistributedError` when another rank is lost, stopped or does something else.
         """
-        with watch.reporting():
+        with watch.reporting(), self._requests.step(self._compute_in):
             return self._train_step(batch)
 
     def _train_step(self, batch: Batch) -> StepResult:
         started = time.perf_counter()
         if not self.model.training:
             self.model.train()
+        self.rates.take_new()  # here, since it may refuse
         self.gradients.begin()
         given = split(batch, self.accumulate)
         for micro in given:
@@ -200,7 +202,7 @@ class Engine:
         together = isinstance(self.gradients, Sharded) and self.gradients.stage == 3
         self.gradients.share_buffers()
         with evaluating(self.model):
-            for batch, new in in_step(batches, self.model, lambda: self._stop):
+            for batch, new in in_step(batches, self.model, lambda: self._requests.stop):
                 check_token_ids(self.model, batch)
                 sums[3] += new
                 given, batch = batch, to_device(batch, self.place)
@@ -211,11 +213,12 @@ class Engine:
                         loss = scalar(self.loss(self.model, batch), trained=False)
                     if count and new:
                         sums[:2] += torch.tensor([float(loss) * count, count], dtype=sums.dtype)
-        sums[2] = self._stop
+        sums[2] = self._requests.stop
         return mean_loss(groups.all_reduce_sum(sums, "evaluation loss"))
 
     def set_precision(self, name: str) -> None:
-        """Changes the precision from the next step on; parameters and optimizer state stay.
+        """Changes the precision from the next step on, also where a loss or a hook asks within a
+        step; parameters and optimizer state stay.
 
         `OrderError` for a sharded model, which computes in what `lz.Zero(compute=…)` said.
         """
@@ -224,20 +227,23 @@ class Engine:
                 f"precision: the model was sharded to compute in {self.precision.name}; shard it "
                 "anew with another lz.Zero(compute=…)"
             )
-        resolved = resolve_plain(name, self.model, self.optimizer, self.decisions, self.step)
-        if resolved != self.precision.name:
-            kept = self.precision.state()["scaler"]
-            self.precision = Precision(resolved, self.place, scaler=kept)
+        before = self.step + self._requests.under_way  # steps in the precision that there was
+        found = resolve_plain(name, self.model, self.optimizer, self.decisions, before)
+        if not self._requests.put_off(found):
+            self._compute_in(found)
 
     def request_stop(self) -> None:
-        """Asks all ranks to stop after the next step: its `StepResult.stop` is True on each."""
-        self._stop = True
+        """Asks all ranks to stop after the next step: its `StepResult.stop` is True on each. Where
+        that step raises, the one after it answers."""
+        self._requests.stop = True
 
     def save(self, root: str | Path, **documents: Any) -> Path:
         """Writes a verified generation under `root` and waits for it; returns its folder.
 
-        `documents` are yours, of plain JSON values; `load` returns them.
+        `documents` are yours, of plain JSON values; `load` returns them. `OrderError` within a
+        step.
         """
+        self._requests.refuse_within_step("save")
         with watch.reporting(), watch.busy("saves"):
             return engine_state.save(self, Path(expand_home(root)), documents)
 
@@ -246,7 +252,9 @@ class Engine:
 
         Learning rates are the file's, too, unless the optimizer had another `lr` when this engine
         was made than when the saving one was: that one counts then, schedule or not, and is told.
+        `OrderError` within a step.
         """
+        self._requests.refuse_within_step("load")
         documents = engine_state.load(self, Path(expand_home(path)))
         self._set_lr()
         return documents
@@ -265,11 +273,16 @@ class Engine:
                 shifted = self.count.ask(lambda each: self.loss(self.model, private(each)), batch)
             log.info("labels are counted %s", "after a shift by one" if shifted else "as they are")
 
+    def _compute_in(self, precision: str) -> None:
+        if precision != self.precision.name:
+            kept = self.precision.state()["scaler"]
+            self.precision = Precision(precision, self.place, scaler=kept)
+
     # the parts of a step ---------------------------------------------------------------------
 
     def _agree(self, count: int) -> tuple[int, bool]:
         """The number of counted units over all ranks, and whether any rank wants to stop."""
-        stop, self._stop = self._stop, False
+        stop = self._requests.take_stop()
         if groups.world_size() == 1:
             return count, stop
         mine = torch.tensor([count, int(stop), int(self.gradients.outdated())])
@@ -376,25 +389,5 @@ class Engine:
             log.warning("step %d: %s. The step is skipped.", step, text)
         return text
 
-    def _culprit(self, micros: list[Batch]) -> Culprit | str:
-        """The culprit on the first rank that finds one."""
-        together = isinstance(self.gradients, Sharded)
-        mine: Culprit | None = None
-        for i, micro in enumerate(micros):
-            if self.count(micro) == 0 and not together:
-                continue
-
-            def run(micro: Batch = micro) -> torch.Tensor:
-                with self.precision.autocast():
-                    return self.loss(self.model, micro) * self.precision.scale
-
-            place = groups.rank() * len(micros) + i
-            with seeded(self.seed, self.step, place), wires_untouched(self.model):
-                found = find_culprit(self.model, run, together)
-            if self.count(micro) and (mine is None or vague(mine.where)):
-                mine = found
-            if not together and not vague(found.where):
-                break
-        texts = groups.gather_objects(str(mine) if mine else "")
-        named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]
-        return min(named or ["unknown place"], key=vague)
+    def _culprit(self, micros: list[Batch]) -> str:
+        return find_on_all(self, micros)

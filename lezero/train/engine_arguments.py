@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import nn
 
+from lezero import checkpoint
 from lezero.core import groups
 from lezero.core.config import Config
-from lezero.core.errors import ConfigError, OrderError
+from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.core.log import logger
 from lezero.files.tensorfile import CODES
 from lezero.nn.unsized import check_sized
@@ -81,17 +83,30 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigError("the model has nothing to train: no parameter requires a gradient")
     check_optimizer(optimizer)
-    own = {id(p) for p in model.parameters()}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    strangers = sum(id(p) not in own for p in held)
-    if strangers:
-        raise OrderError(
-            f"the optimizer holds {strangers} of {len(held)} parameters that the model does not "
-            "have: build the optimizer after the model has its final parameters"
-        )
+    check_held(model, optimizer.param_groups)
     if any(p.is_meta for p in model.parameters()):
         raise OrderError("the model has parameters on meta: load or initialise them first")
     _warn_of_unsavable(model)
+    try:
+        checkpoint.pack_shared(optimizer)
+    except FileError as error:
+        if groups.is_main():
+            log.warning("Engine.save will refuse the optimizer: %s", error)
+
+
+def check_held(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
+    """Raises `OrderError` when these groups of an optimizer hold parameters that `model` does not
+    have, whose gradients nobody would empty."""
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in param_groups for p in group["params"]]
+    strangers = [p for p in held if id(p) not in own]
+    if strangers:
+        raise OrderError(
+            f"the optimizer was given {len(strangers)} of {len(held)} parameters that the model "
+            f"does not have, the first of shape {tuple(strangers[0].shape)}: build the optimizer "
+            "after the model has its final parameters, and make what joins it later "
+            "(add_param_group) a part of the model first"
+        )
 
 
 def _warn_of_unsavable(model: nn.Module) -> None:

@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from lezero.core import groups
 from lezero.nn.modes import uncompiled
+from lezero.train.counting import Batch
+from lezero.train.gradients import Sharded, wires_untouched
+from lezero.train.randomness import seeded
+
+if TYPE_CHECKING:
+    from lezero.train.engine import Engine
 
 UNREPEATED = "does not repeat"
 SUMMED = "gradient, summed over the ranks,"
@@ -36,6 +43,31 @@ class Culprit:
 def vague(where: str) -> int:
     """0 for a place that is surely the cause, more for others."""
     return 2 * (UNREPEATED in where) + (SUMMED in where)
+
+
+def find_on_all(engine: Engine, micros: list[Batch]) -> str:
+    """What broke in a step of these micro-batches, on the first rank that finds something. Every
+    rank calls it together."""
+    together = isinstance(engine.gradients, Sharded)
+    mine: Culprit | None = None
+    for i, micro in enumerate(micros):
+        if engine.count(micro) == 0 and not together:
+            continue
+
+        def run(micro: Batch = micro) -> torch.Tensor:
+            with engine.precision.autocast():
+                return engine.loss(engine.model, micro) * engine.precision.scale
+
+        place = groups.rank() * len(micros) + i
+        with seeded(engine.seed, engine.step, place), wires_untouched(engine.model):
+            found = find_culprit(engine.model, run, together)
+        if engine.count(micro) and (mine is None or vague(mine.where)):
+            mine = found
+        if not together and not vague(found.where):
+            break
+    texts = groups.gather_objects(str(mine) if mine else "")
+    named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]
+    return min(named or ["unknown place"], key=vague)
 
 
 def find_culprit(

@@ -6,6 +6,9 @@ import math
 from typing import Any
 
 import torch
+from torch import nn
+
+from lezero.train.engine_arguments import check_held
 
 
 class Rates:
@@ -17,14 +20,18 @@ class Rates:
     base, that base.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
         self._bases: list[Any] = []
         self.take_new()
 
     def take_new(self) -> None:
-        """Notes the base rates of groups that were added since."""
-        for group in self._optimizer.param_groups[len(self._bases) :]:
+        """Notes the base rates of groups that were added since; `OrderError` where one holds
+        parameters that the model does not have."""
+        new = self._optimizer.param_groups[len(self._bases) :]
+        if new:
+            check_held(self._model, new)
+        for group in new:
             if "engine_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
                 group["engine_lr"] = _copy(group["lr"])
             self._bases.append(_copy(group["engine_lr"]))

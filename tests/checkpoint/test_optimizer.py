@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from lezero.checkpoint import pack_optimizer, unpack_optimizer
 from lezero.core.errors import FileError, OrderError
 from lezero.files import read_generation, write_generation
+from lezero.train import Engine
 
 
 def model(seed=0, dtype=torch.float32):
@@ -203,3 +205,99 @@ def test_state_that_is_no_tensor_and_no_value_is_refused():
     optimizer.step(closure)
     with pytest.raises(FileError, match="cannot be saved"):
         pack_optimizer(optimizer, dict(module.named_parameters()))
+
+
+class Averaging(torch.optim.Optimizer):
+    """Keeps what torch's own do not: state under text, lists of tensors, numbers without end."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr, "limit": math.inf, "norm": 0.0})
+        self.state["common"] = {"steps": 0, "seen": [], "inner": {}}
+        self.state["name"] = "averaging"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        common = self.state["common"]
+        common["steps"] += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, norm = self.state[parameter], parameter.grad.norm()
+                state.setdefault("norms", []).append(norm)
+                state["best"] = min(state.get("best", -math.inf), norm.item())
+                group["norm"] = group["norm"] * 0.9 + norm
+                group["last"] = norm[None].double()
+                common["inner"][f"{parameter.dim()}"] = parameter.grad.clone()
+                common["seen"].append(norm)
+                scale = torch.stack(state["norms"] + common["seen"]).mean() * common["steps"]
+                parameter.sub_(group["lr"] / scale * parameter.grad)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def test_what_an_optimizer_keeps_besides_comes_back_in_type_and_value(tmp_path):
+    first = model()
+    optimizer = Averaging(first.parameters())
+    train(first, optimizer, 3, seed=1)
+    tensors, document = pack_optimizer(optimizer, dict(first.named_parameters()))
+    path = write_generation(tmp_path, 1, tensors=tensors, documents={"optimizer": document})
+    read = read_generation(path)
+    second = copy.deepcopy(first)
+    again = Averaging(second.parameters())
+    again.state["later"] = 1
+    unpack_optimizer(
+        again, dict(second.named_parameters()), read.tensors, read.documents["optimizer"]
+    )
+    mine, other = optimizer.state_dict(), again.state_dict()
+    assert same(mine["state"], other["state"])
+    assert same(mine["param_groups"], other["param_groups"])
+    assert "later" not in again.state
+    for made, by in ((first, optimizer), (second, again)):
+        train(made, by, 2, seed=2)
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
+def test_a_record_without_shared_state_leaves_that_of_the_optimizer():
+    module = model()
+    optimizer = Averaging(module.parameters())
+    names = dict(module.named_parameters())
+    tensors, document = pack_optimizer(optimizer, names)
+    del document["shared"]
+    unpack_optimizer(optimizer, names, tensors, document)
+    assert optimizer.state["common"]["steps"] == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("common", {"of": {1}}, r"state\['common'\]\['of'\] of the optimizer is a set"),
+        ("common", {2: 1}, r"state\['common'\]\[2\] of the optimizer has a key of type int"),
+        (7, {}, r"state\[7\] of the optimizer has a key of type int"),
+        ("hook", print, r"state\['hook'\] of the optimizer is a builtin"),
+        ("a", {"b/c": torch.ones(1), "b": {"c": torch.ones(1)}}, "another tensor is 'optimizer/"),
+    ],
+)
+def test_shared_state_that_cannot_be_saved_is_named(key, value, said):
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters())
+    optimizer.state[key] = value
+    with pytest.raises(FileError, match=said):
+        pack_optimizer(optimizer, dict(module.named_parameters()))
+
+
+def test_an_engine_says_at_once_that_shared_state_cannot_be_saved(caplog):
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters())
+    with caplog.at_level("WARNING", logger="lezero.train"):
+        Engine(module, optimizer, compile="off")
+        assert caplog.text == ""
+        optimizer.state["hook"] = print
+        Engine(module, optimizer, compile="off")
+    assert "save will refuse the optimizer: state['hook']" in caplog.text

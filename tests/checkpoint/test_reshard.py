@@ -210,6 +210,26 @@ def test_damage_to_one_ranks_part_is_named(ranks, saved, tmp_path):
         assert "tensors-00001-00000.safetensors: tensor '" in told
 
 
+def shared_state(folder, saves):
+    """State that is no parameter's, under a parameter's name, with as many rows."""
+    made = engine("momentum", 3, seed=1)
+    if saves:
+        made.optimizer.state["few"] = {"kept": torch.arange(2.0), "count": 3}
+        train(made, 1)
+        made.save(folder)
+    else:
+        made.load(folder)
+        train(made, 1)
+    found = made.optimizer.state["few"]
+    sharding_of(made.model).close()
+    return found["count"], found["kept"].tolist()
+
+
+def test_state_of_no_parameter_is_whole_on_every_rank(ranks, tmp_path):
+    for count, saves in ((3, True), (2, False), (1, False)):
+        assert ranks(count, shared_state, tmp_path, saves) == [(3, [0.0, 1.0])] * count
+
+
 def damaged(path, kind):
     made = engine(kind, 3, seed=2)
     with pytest.raises(CorruptError) as found:

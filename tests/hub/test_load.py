@@ -86,3 +86,47 @@ def test_integers_that_would_wrap_around_are_refused(tmp_path):
     path = save({**state, "index": torch.tensor([5, 2**30])}, tmp_path / "model.pt")
     with pytest.warns(UserWarning, match="rounded"):
         assert from_pytorch(module, path).index.tolist() == [5, 2**30]
+
+
+def with_buffer(values):
+    module = nn.Linear(1, 1)
+    module.register_buffer("held", values)
+    return module
+
+
+INTEGERS, REALS, COMPLEX = torch.tensor([5, 1]), torch.tensor([5.0, 1.0]), torch.tensor([5j, 1j])
+
+
+@pytest.mark.parametrize(
+    ("given", "there"),
+    [
+        (INTEGERS, REALS),
+        (INTEGERS, COMPLEX),
+        (INTEGERS.bool(), REALS),
+        (INTEGERS.bool(), COMPLEX),
+        (REALS, INTEGERS.byte()),
+        (REALS, INTEGERS.bool()),
+        (REALS, COMPLEX),
+        (COMPLEX, INTEGERS),
+        (COMPLEX.to(torch.complex128), INTEGERS.bool()),
+        (COMPLEX, REALS),
+    ],
+)
+def test_integers_reals_and_complex_numbers_never_become_each_other(tmp_path, given, there):
+    path = save(with_buffer(given).state_dict(), tmp_path / "model.pt")
+    module = with_buffer(there.clone())
+    said = f"'held' is {given.dtype}, the module's {there.dtype}: .* not converted"
+    with pytest.raises(FileError, match=said):
+        from_pytorch(module, path)
+    assert torch.equal(module.held, there)
+
+
+def test_into_bool_go_zeros_and_ones_alone(tmp_path):
+    path = save(with_buffer(INTEGERS).state_dict(), tmp_path / "five.pt")
+    module = with_buffer(torch.zeros(2, dtype=torch.bool))
+    with pytest.raises(FileError, match=r"'held' \(1 of 2, .*\(a buffer of torch.int64\)"):
+        from_pytorch(module, path)
+    assert module.held.tolist() == [False, False]
+    path = save(with_buffer(torch.tensor([0, 1])).state_dict(), tmp_path / "ones.pt")
+    with pytest.warns(UserWarning, match="rounded"):
+        assert from_pytorch(module, path).held.tolist() == [False, True]

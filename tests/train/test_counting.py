@@ -183,6 +183,31 @@ def test_labels_without_a_token_dim_and_targets_need_no_question():
         Counter("tokens")({"x": targets})
 
 
+@pytest.mark.parametrize("name", ["targets", "labels"])
+@pytest.mark.parametrize("values", [[1, 2, -100], None, [{"box": (1, 2)}] * 3, "abc"])
+def test_only_tensors_and_arrays_are_counted_in_tokens(name, values):
+    batch = {"x": torch.ones(3, 2), name: values}
+    assert Counter("auto")(batch) == 3
+    kind = type(values).__name__
+    with pytest.raises(ConfigError, match=f"its '{name}' are a {kind}, allowed is a tensor or an"):
+        Counter("tokens")(batch)
+    assert Counter("auto")({**batch, name: np.array([1, -100, 2, 3])}) == 3
+    labels = torch.ones(3, 2).long()
+    assert Counter("auto").must_ask({"x": labels, "targets": None, "labels": labels})
+
+
+def test_lists_of_labels_are_cut_with_the_tensors_beside_them():
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch["labels"])
+        return F.cross_entropy(model(batch["x"]), torch.tensor(batch["labels"]))
+
+    engine = own_engine(nn.Linear(2, 3), loss=loss, accumulate=2)
+    assert engine.train_step({"x": torch.ones(4, 2), "labels": [0, 1, 2, 0]}).tokens == 4
+    assert seen == [[0, 1], [2, 0]]
+
+
 def test_an_object_that_is_not_looked_into_is_named():
     batch = SimpleNamespace(x=torch.ones(4, 2))
     with pytest.raises(ConfigError, match=r"a SimpleNamespace, has no.*dataclasses.*give a dict"):

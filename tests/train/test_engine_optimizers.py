@@ -56,6 +56,28 @@ def test_parameters_that_join_later_follow_the_schedule():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
 
 
+def test_parameters_that_join_later_are_the_models():
+    """The engine empties the gradients of those alone."""
+    model, late, calls = nn.Linear(2, 1), nn.Parameter(torch.zeros(3)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model, x):
+        calls.append(x)
+        return model(x).mean() + late.sum()
+
+    engine = Engine(model, optimizer, loss=loss, precision="fp32", compile="off")
+    engine.train_step(torch.ones(3, 2))
+    optimizer.add_param_group({"params": [late]})
+    for _ in range(2):
+        with pytest.raises(OrderError, match=r"1 of 1 param.* not have, the first of shape \(3,\)"):
+            engine.train_step(torch.ones(3, 2))
+    assert (engine.step, len(calls)) == (1, 1)
+    model.late = late
+    for _ in range(2):
+        engine.train_step(torch.ones(3, 2))
+    assert late.tolist() == pytest.approx([-0.2] * 3)
+
+
 def test_an_optimizer_that_asks_for_the_loss_itself_is_refused():
     model = nn.Linear(2, 1)
     with pytest.raises(ConfigError, match=r"^optimizer: LBFGS asks for the loss several times"):
