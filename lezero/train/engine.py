@@ -123,7 +123,7 @@ class Engine:
         self.step = self.skipped_in_a_row = 0
         self.logs_skipped = True
         """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""
-        self._requests = StepRequests()
+        self.requests = StepRequests()
         self.tuner = Tuner(
             model, loss or model_loss, self.decisions, compile=compile, attention=attention,
             accumulate=accumulate,
@@ -144,7 +144,7 @@ class Engine:
         parameter that the model does not have; `NumericsError` after `max_skipped` non-finite steps
         in a row; `DistributedError` when another rank is lost, stopped or does something else.
         """
-        with watch.reporting(), self._requests.step(self._compute_in):
+        with watch.reporting(), self.requests.step(self._compute_in):
             return self._train_step(batch)
 
     def _train_step(self, batch: Batch) -> StepResult:
@@ -202,7 +202,7 @@ class Engine:
         together = isinstance(self.gradients, Sharded) and self.gradients.stage == 3
         self.gradients.share_buffers()
         with evaluating(self.model):
-            for batch, new in in_step(batches, self.model, lambda: self._requests.stop):
+            for batch, new in in_step(batches, self.model, lambda: self.requests.stop):
                 check_token_ids(self.model, batch)
                 sums[3] += new
                 given, batch = batch, to_device(batch, self.place)
@@ -213,7 +213,7 @@ class Engine:
                         loss = scalar(self.loss(self.model, batch), trained=False)
                     if count and new:
                         sums[:2] += torch.tensor([float(loss) * count, count], dtype=sums.dtype)
-        sums[2] = self._requests.stop
+        sums[2] = self.requests.stop
         return mean_loss(groups.all_reduce_sum(sums, "evaluation loss"))
 
     def set_precision(self, name: str) -> None:
@@ -227,15 +227,15 @@ class Engine:
                 f"precision: the model was sharded to compute in {self.precision.name}; shard it "
                 "anew with another lz.Zero(compute=…)"
             )
-        before = self.step + self._requests.under_way  # steps in the precision that there was
+        before = self.step + self.requests.under_way  # steps in the precision that there was
         found = resolve_plain(name, self.model, self.optimizer, self.decisions, before)
-        if not self._requests.put_off(found):
+        if not self.requests.put_off(found):
             self._compute_in(found)
 
     def request_stop(self) -> None:
         """Asks all ranks to stop after the next step: its `StepResult.stop` is True on each. Where
         that step raises, the one after it answers."""
-        self._requests.stop = True
+        self.requests.stop = True
 
     def save(self, root: str | Path, **documents: Any) -> Path:
         """Writes a verified generation under `root` and waits for it; returns its folder.
@@ -243,7 +243,6 @@ class Engine:
         `documents` are yours, of plain JSON values; `load` returns them. `OrderError` within a
         step.
         """
-        self._requests.refuse_within_step("save")
         with watch.reporting(), watch.busy("saves"):
             return engine_state.save(self, Path(expand_home(root)), documents)
 
@@ -254,7 +253,7 @@ class Engine:
         was made than when the saving one was: that one counts then, schedule or not, and is told.
         `OrderError` within a step.
         """
-        self._requests.refuse_within_step("load")
+        self.requests.refuse_within_step("load")
         documents = engine_state.load(self, Path(expand_home(path)))
         self._set_lr()
         return documents
@@ -282,7 +281,7 @@ class Engine:
 
     def _agree(self, count: int) -> tuple[int, bool]:
         """The number of counted units over all ranks, and whether any rank wants to stop."""
-        stop = self._requests.take_stop()
+        stop = self.requests.take_stop()
         if groups.world_size() == 1:
             return count, stop
         mine = torch.tensor([count, int(stop), int(self.gradients.outdated())])

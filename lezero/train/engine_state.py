@@ -54,7 +54,9 @@ class Packed:
 
 
 def pack(engine: Engine) -> Packed:
-    """Tensors (not copied) and documents of the engine. Every rank must call it together."""
+    """Tensors (not copied) and documents of the engine. Every rank must call it together.
+    `OrderError` within a step."""
+    engine.requests.refuse_within_step("save")
     state = unwrapped(engine.model).state_dict()
     tensors = {_MODEL + n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
     engine.rates.take_new()
