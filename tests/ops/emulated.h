@@ -10,6 +10,7 @@
 // The layout of `multiply` is that of mma.m16n8k16 in the PTX manual (section 9.7.14).
 
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,14 +66,15 @@ struct Slot {
     u32 words[6];
 };
 
-static ucontext_t fibers[MOST], scheduler;
-static bool ended[MOST], moved;
-static int running;
+static jmp_buf fibers[MOST], scheduler;  // jumps leave the system alone, unlike swapcontext
+static bool begun[MOST], ended[MOST], moved;
 static Meeting of_block, of_warp[MOST / 32];
 static Slot slots[2][MOST];
 static void (*body)();
 
-static void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
+static void yield() {
+    if (!_setjmp(fibers[threadIdx.x])) _longjmp(scheduler, 1);
+}
 
 static int awake(int from, int to) {
     int count = 0;
@@ -219,6 +221,20 @@ inline void multiply(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 static void thread() {
     body();
     ended[threadIdx.x] = moved = true;
+    _longjmp(scheduler, 1);
+}
+
+// Lets a thread run until it waits or ends.
+static void run(int i, char* stack) {
+    threadIdx = {i, 0, 0};
+    if (_setjmp(scheduler)) return;
+    if (begun[i]) _longjmp(fibers[i], 1);
+    begun[i] = true;
+    static ucontext_t fresh;
+    getcontext(&fresh);
+    fresh.uc_stack.ss_sp = stack, fresh.uc_stack.ss_size = STACK, fresh.uc_link = nullptr;
+    makecontext(&fresh, thread, 0);
+    setcontext(&fresh);
 }
 
 static void run_block(char* stacks, int asked, bool backwards) {
@@ -228,21 +244,12 @@ static void run_block(char* stacks, int asked, bool backwards) {
     if (late_bytes) memset(late, 0xFF, late_bytes), hidden = true;
     of_block = {};
     memset(of_warp, 0, sizeof of_warp);
-    for (int i = 0; i < blockDim.x; i++) {
-        ended[i] = false;
-        getcontext(&fibers[i]);
-        fibers[i].uc_stack.ss_sp = stacks + (size_t)i * STACK;
-        fibers[i].uc_stack.ss_size = STACK;
-        fibers[i].uc_link = &scheduler;
-        makecontext(&fibers[i], thread, 0);
-    }
+    memset(begun, 0, sizeof begun), memset(ended, 0, sizeof ended);
     for (moved = true; moved;) {
         moved = false;
         for (int turn = 0; turn < blockDim.x; turn++) {
             int i = backwards ? blockDim.x - 1 - turn : turn;
-            if (ended[i]) continue;
-            threadIdx = {i, 0, 0};
-            swapcontext(&scheduler, &fibers[i]);
+            if (!ended[i]) run(i, stacks + (size_t)i * STACK);
         }
     }
     if (awake(0, blockDim.x)) failed("threads wait for others that do not come");
