@@ -53,7 +53,8 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for name in names:
         ran = name not in result.failed
-        tried = [key for key in result.figures[name][0] if key.startswith("step_")] if ran else []
+        rows = result.figures[name] if ran else [{}]
+        tried = [key for key in rows[0] if key.startswith("step_") and all(key in r for r in rows)]
         for key in (*KEYS, *tried):
             label = f"{name.replace('-', '_')}_{key}"
             figures[label] = result.median(name, key) if ran else None

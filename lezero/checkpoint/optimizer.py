@@ -30,6 +30,8 @@ from lezero.ops.adamw import reference
 _MASTERS = ("master", "remainder")
 _OF_LEZERO = ("AdamW", "AdamW8bit")
 """Classes that keep them; torch has one of the first name, which does not."""
+_DAMAGES = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
+"""What reading a damaged document ends in."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -40,7 +42,8 @@ def pack_optimizer(
 
     `parameters` is `dict(model.named_parameters())`. The tensors are the optimizer's own, not
     copies. Raises `OrderError` when the optimizer holds a parameter that the model does not have,
-    and `FileError` for state that is neither a tensor nor a plain value.
+    and `FileError` for an option or a parameter's state that is neither a tensor nor a plain value.
+    State of no parameter that cannot be saved is left out, with a warning.
     """
     names = _names(optimizer, parameters)
     tensors, shared = pack_shared(optimizer, prefix)
@@ -52,7 +55,9 @@ def pack_optimizer(
                 tensors[f"{prefix}{name}/{key}"] = value
                 kept[key] = {"tensor": True}
             else:
-                kept[key] = to_json(value, f"state '{key}' of '{name}'", parameter.device)
+                kept[key] = to_json(
+                    value, f"state '{key}' of '{name}'", parameter.device, "tensors, "
+                )
         states[name] = {"shape": list(parameter.shape), "state": kept}
     by_id = {id(parameter): name for name, parameter in names.items()}
     groups = [
@@ -81,6 +86,7 @@ def unpack_optimizer(
 
     Everything is checked first: on an error the optimizer is as it was. Raises `FileError` when the
     class, the parameters, their shapes or groups differ, or a state tensor is missing or left over.
+    State that the save left out stays as the optimizer has it.
     """
     names = _names(optimizer, parameters)
     try:
@@ -97,11 +103,17 @@ def unpack_optimizer(
         states = _plain_states(names, document)
         _check_states(optimizer, names, tensors, document, prefix)
         shared = read_shared(optimizer, tensors, document, prefix)
-    except (KeyError, TypeError, AttributeError) as error:
+    except FileError:
+        raise
+    except _DAMAGES as error:
         raise FileError(f"the optimizer's record is damaged: {error!r}") from None
     for group, options in groups:
         for key, value in options.items():
-            if key == "lr" and isinstance(group[key], int | float) and isinstance(value, Tensor):
+            if (
+                key == "lr"
+                and isinstance(group.get(key), int | float)
+                and isinstance(value, Tensor)
+            ):
                 value = value.item()  # a rate is of the kind that this optimizer was given
             group[key] = _fitted(value, group.get(key))
         own = getattr(optimizer, "steps_on_host", False)  # LeZero's kernels

@@ -2,7 +2,8 @@
 
 What is owed of a small gradient beside large ones grows by less than half a step of the block's
 codes, so rounding to nearest would give 0 each time, and it would never be paid. With a random part
-of a step added before (dither: Roberts 1962), the mean of what is kept is what is owed.
+of a step added before (dither: Roberts 1962), the mean of what is kept is what is owed, as long as
+that is more than some 1e-5 of a step.
 """
 
 from __future__ import annotations
@@ -14,25 +15,42 @@ _AT_ONCE = 1 << 16  # elements, for a processor's cache
 
 
 class Dither:
-    """Noise from a table that is drawn once, from another place of it each time."""
+    """For errors on `device`. On a processor noise comes from a table that is drawn once, from
+    another place of it each time: drawing takes longer than all else."""
 
     def __init__(self, block: int, seed: int, device: torch.device) -> None:
         self._block = block
-        self._draw = torch.Generator().manual_seed(seed)
-        noise = torch.rand(2 * _AT_ONCE, generator=self._draw) - 0.5
-        self._noise = noise.to(device, torch.float32)
+        self._draw = torch.Generator(device).manual_seed(seed)
+        self._table: torch.Tensor | None = None
+        if device.type == "cpu":
+            self._table = torch.rand(2 * _AT_ONCE, generator=self._draw) - 0.5
 
     def add(self, x: torch.Tensor) -> None:
-        """Adds to `x`, (numel,) fp32, up to half a step of the codes of its blocks; zeros stay."""
+        """Adds to `x`, (numel,) fp32, up to half a step of the codes of its blocks; zeros and the
+        largest of each block stay, so that the codes' steps do."""
         whole = len(x) // self._block * self._block
-        for begin in range(0, whole, _AT_ONCE):
-            self._add(x[begin : min(whole, begin + _AT_ONCE)].view(-1, self._block))
+        at_once = _AT_ONCE if self._table is not None else max(1, whole)
+        for begin in range(0, whole, at_once):
+            self._add(x[begin : min(whole, begin + at_once)].view(-1, self._block))
         if whole < len(x):
             self._add(x[whole:].view(1, -1))
 
     def _add(self, x_NB: torch.Tensor) -> None:
-        top_N = torch.linalg.vector_norm(x_NB, torch.inf, 1, keepdim=True)
-        step_N = (top_N / _LEVELS).nan_to_num_(0.0, 0.0, 0.0)
+        size_NB = x_NB.abs()
+        top_N1 = size_NB.amax(1, keepdim=True)
+        noise_NB = self._noise(x_NB) * _rounded_up(top_N1 / _LEVELS).nan_to_num_(0.0, 0.0, 0.0)
+        noise_NB.masked_fill_((size_NB == 0) | (size_NB == top_N1), 0.0)
+        x_NB.add_(noise_NB).clamp_(-top_N1, top_N1)
+
+    def _noise(self, like: torch.Tensor) -> torch.Tensor:
+        if self._table is None:
+            return torch.rand(like.shape, generator=self._draw, device=like.device) - 0.5
         begin = int(torch.randint(_AT_ONCE, (1,), generator=self._draw))
-        noise_NB = self._noise[begin : begin + x_NB.numel()].view(x_NB.shape)
-        x_NB += (noise_NB * step_N).masked_fill_(x_NB == 0, 0.0)
+        return self._table[begin : begin + like.numel()].view(like.shape)
+
+
+def _rounded_up(x: torch.Tensor) -> torch.Tensor:
+    """To bf16, as the codec rounds its scales."""
+    nearest = x.bfloat16()
+    above = torch.nextafter(nearest, torch.full_like(nearest, torch.inf))
+    return torch.where(nearest < x, above, nearest).float()

@@ -100,7 +100,7 @@ class Feedback:
         self.share = share
         self._dtype = _TYPES.get(dtype)
         self._packed: Codec | None = codec(f"int8:{_BLOCK}") if self._dtype is None else None
-        self._dither = Dither(_BLOCK, rank, device)
+        self._dither = Dither(_BLOCK, rank, device) if self._packed is not None else None
         self._kept: dict[tuple[str, str], _Kept] = {}
         self._loaded: _Pieces = {}
         self._spare: _Pieces = {}
@@ -131,7 +131,7 @@ class Feedback:
         kept = self._kept[side, key]
         for begin, end in kept.gaps:
             error[begin:end].zero_()
-        if self._packed is not None:
+        if self._packed is not None and self._dither is not None:
             self._dither.add(error)
             self._packed.encode(error, kept.data)
 

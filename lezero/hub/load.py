@@ -312,7 +312,9 @@ def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:
     if wanted.is_floating_point:
         ours, theirs = torch.finfo(wanted), torch.finfo(given)
         return ours.eps <= theirs.eps and ours.max >= theirs.max
-    if wanted.is_complex or torch.bool in (wanted, given):
+    if torch.bool in (wanted, given):  # which every kind holds, and which holds no other
+        return given == torch.bool
+    if wanted.is_complex:
         return torch.promote_types(wanted, given) == wanted
     mine, other = torch.iinfo(wanted), torch.iinfo(given)
     return mine.min <= other.min and mine.max >= other.max

@@ -249,7 +249,8 @@ def memory_of(
         parts["libraries"] = _LIBRARY_BYTES + kept
     if spec.saves and spec.device == "cpu":  # elsewhere its copy is not in the memory counted here
         state = trace.state_bytes
-        parts["checkpoint"] = state[kinds.PARAMETER] + state[kinds.OPTIMIZER]
+        copied = (kinds.PARAMETER, kinds.OPTIMIZER, kinds.FEEDBACK)
+        parts["checkpoint"] = sum(state.get(kind, 0) for kind in copied)
     return sum(parts.values()), parts
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from lezero.comm.choice import Exchange
 from lezero.parallel.zero.norm import squares
 from lezero.plan import sharded
-from lezero.plan.kinds import GRADIENT, PARAMETER, WHOLE, WIRE
+from lezero.plan.kinds import FEEDBACK, GRADIENT, PARAMETER, WHOLE, WIRE
 
 if TYPE_CHECKING:
     from lezero.parallel.zero import Sharding
@@ -101,6 +101,8 @@ class Shards(Meeting):
             self.recorder.rename(tensor, WHOLE)
         for parameter in model.parameters():
             self.recorder.rename(parameter, PARAMETER)
+        if (link := getattr(self.sharding.lines, "link", None)) is not None:
+            self.recorder.trace.state_bytes[FEEDBACK] = link.saved_bytes
         micros = min(self.spec.accumulate, 2)
         *each, update = self._traffic[-micros - 1 :]  # of the second step
         again = self.spec.accumulate - 1 if self.sharding.stage >= 2 else 1

@@ -94,6 +94,8 @@ class StillLink(Link):
         self._gather = codec(wire.gather) if wire.gather != "none" else None
         self._buffers, self._count = Buffers(torch.device(spec.device)), count
         self._errors: dict[tuple[str, str], torch.Tensor] = {}
+        self.saved_bytes = 0
+        """Of errors as checkpoints hold them, in fp32."""
         self._scratch: torch.Tensor | None = None
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -159,6 +161,7 @@ class StillLink(Link):
         else:
             error = torch.empty(numel, dtype=dtype)
         self._errors[side, key] = error
+        self.saved_bytes += 4 * numel
         self._count(error, "feedback")
 
 

@@ -58,7 +58,8 @@ class CapturedProgram(PlainProgram):
         self._steps: dict[tuple[int, int], _Step | None] = {}
         self._launches = cuda_source.runs(self.place)
         self.tried: dict[int, dict[str, float]] = {}
-        """By number of blocks: seconds of a step by "cuda" attention and by "triton"'s."""
+        """By number of blocks: seconds of a step by "cuda" attention and by "triton"'s; none where
+        Triton's did not run."""
 
     @staticmethod
     def suits(model: Transformer) -> bool:
@@ -156,8 +157,8 @@ class CapturedProgram(PlainProgram):
 
     def _take_faster(self, sizes: tuple[int, int]) -> None:
         if self._decoder is not None:
-            took = self.tried.get(sizes[1], {"cuda": 0.0, "triton": math.inf})
-            self._decoder.prefers_triton = took["triton"] < took["cuda"]
+            took = self.tried.get(sizes[1], {})
+            self._decoder.prefers_triton = bool(took) and took["triton"] < took["cuda"]
 
     def _settled(self, ours: _Step | None, sizes: tuple[int, int]) -> _Step | None:
         """The same step by the attention that is faster with so many blocks: tried once."""
@@ -167,7 +168,7 @@ class CapturedProgram(PlainProgram):
         assert decoder is not None
         flying_B = self._best_B.clone()
         decoder.prefers_triton = True
-        took = [0.0, math.inf]
+        took: list[float] = []
         try:
             theirs = _Step(*sizes, self.place)
             self._capture_into(theirs)
@@ -182,9 +183,10 @@ class CapturedProgram(PlainProgram):
             _LOG.info("attention is ours: %s", error)
         finally:
             self._best_B.copy_(flying_B)
-        self.tried[W] = dict(zip(("cuda", "triton"), took, strict=True))
+        self.tried[W] = dict(zip(("cuda", "triton"), took, strict=True)) if took else {}
         self._take_faster(sizes)
-        _LOG.info("seconds of a step of %d blocks by each attention: %s", W, self.tried[W])
+        if took:
+            _LOG.info("seconds of a step of %d blocks by each attention: %s", W, self.tried[W])
         return theirs if decoder.prefers_triton else ours
 
     def _read_only(self, row: int, width: int, last: int) -> Fed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
-from lezero.core import device
+from lezero.core import device, facts
 from lezero.core.errors import ConfigError
 from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
@@ -52,6 +53,7 @@ def open_program(
         return program_of(model, weights), None
     place = expand_home(model)
     require_model(Path(place))
+    _require_room(Path(place), weights)
     if is_foreign(place):
         return open_foreign(place, weights), _reader(place, Path(place))
     kept = _own_blocks(place, weights)
@@ -63,6 +65,33 @@ def open_program(
         return found, partial(open_coder, place, None)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None, _wide(weights))
     return program_of(_placed(opened, weights), weights), _reader(place, folder)
+
+
+def _require_room(place: Path, weights: Weights) -> None:
+    """Raises `ConfigError` where the weights of a file or folder, as they come into the processor's
+    memory, are more than is free. They come whole, and are packed or rounded after that."""
+    if device.device().type != "cpu":
+        return
+    files = [place] if place.is_file() else sorted(place.glob("model*.safetensors"))
+    needed = sum(file.stat().st_size for file in files)
+    if weights == "fp32" and place.is_dir() and _kept_in_16_bits(place / "config.json"):
+        needed *= 2
+    free = facts.memory().available
+    if 0 < free < needed:
+        smaller = "take weights='bf16', " if weights == "fp32" else "take "
+        raise ConfigError(
+            f"weights: got {weights!r}; those of {place} take {size(needed)} as they are read, but "
+            f"only {size(free)} of memory are free; {smaller}a smaller model, or one that was "
+            "quantized once where there is room (`lz compress`)"
+        )
+
+
+def _kept_in_16_bits(config: Path) -> bool:
+    try:
+        found = json.loads(config.read_text("utf-8"))
+        return str(found.get("dtype", found.get("torch_dtype"))) in ("bfloat16", "float16")
+    except (OSError, ValueError, AttributeError):
+        return False  # who opens the model says what is wrong
 
 
 def _reader(place: str, folder: Path | None) -> ReadCoder | None:

@@ -3,8 +3,9 @@
 The engine weights every micro-batch and every rank by its number of counted units, so that
 accumulation over unequal batches equals one big batch exactly. `tokens` counts the `targets` other
 than -100, or else the `labels` other than -100 (all of them where they are floating-point: there
--100 is a value like any other), which are a tensor or an array; `samples` counts the first dim;
-anything else is a function `count(batch) -> int`.
+-100 is a value like any other), which are a tensor or an array; `samples` counts the first dim,
+whatever is inside the entries of `targets` or `labels` that are a list of as many; anything else is
+a function `count(batch) -> int`.
 
 `labels` of shape (batch, tokens) mean two things: causal language models of transformers shift them
 by one, so that the first column never counts, and all other models do not. No name tells which
@@ -68,14 +69,18 @@ class Counter:
             with seeded(0, 0, 0):
                 return loss(given)
 
-        labels = _labels_by_token(batch)
+        labels, given = _labels_by_token(batch), batch["labels"]
         assert labels is not None
+
+        def as_given(values: torch.Tensor) -> Any:
+            return values if isinstance(given, torch.Tensor) else values.numpy().astype(given.dtype)
+
         nothing = torch.full_like(labels, IGNORED)
         first = nothing.clone()
         first[:, :1] = labels.amax().clamp(min=0) if labels.numel() else 0
         try:
             with_first, without = (
-                float(drawn({**batch, "labels": each})) for each in (first, nothing)
+                float(drawn({**batch, "labels": as_given(each)})) for each in (first, nothing)
             )
         except LeZeroError:
             raise
@@ -146,6 +151,8 @@ def _why_no_tokens(batch: Batch) -> str:
 def _labels_by_token(batch: Batch) -> torch.Tensor | None:
     """The labels (B,T) of which the first column may or may not count."""
     name, labels = _values_by_token(batch) or ("", None)
+    if isinstance(labels, np.ndarray) and labels.dtype.kind == "i":
+        labels = torch.from_numpy(labels.astype(np.int64))
     if name != "labels" or not isinstance(labels, torch.Tensor):
         return None
     return None if labels.ndim != 2 or labels.is_floating_point() else labels
@@ -162,7 +169,7 @@ def why_nothing(micros: list[Batch]) -> str:
 def samples(batch: Batch) -> int:
     """The number of rows, which every tensor of the batch has (those without dims aside)."""
     first: tuple[str, int] | None = None
-    for name, tensor in _tensors(batch, ""):
+    for name, tensor in _tensors(_without_records(batch), ""):
         rows = tensor.shape[0]
         if first is None:
             first = name, rows
@@ -170,8 +177,9 @@ def samples(batch: Batch) -> int:
             raise ConfigError(
                 f"the tensors of the batch have different first dims: {first[0]} has {first[1]}, "
                 f"{name} has {rows}, so it has no number of samples and cannot be cut into "
-                "micro-batches. Keep what is not one row a sample out of the batch, or give a list "
-                "of ready-made micro-batches and counted=function"
+                "micro-batches. Keep what is not one row a sample out of the batch, or give "
+                "counted=function and, where accumulate is above 1, a list of ready-made "
+                "micro-batches"
             )
     if first is None:
         raise ConfigError(
@@ -180,6 +188,18 @@ def samples(batch: Batch) -> int:
             "give a dict or a named tuple"
         )
     return first[1]
+
+
+def _without_records(batch: Batch) -> Batch:
+    """Without the lists of `targets` or `labels` that have an entry for each row of the tensors
+    beside them: tensors in an entry, such as the boxes in one image, have rows of their own."""
+    if not isinstance(batch, Mapping):
+        return batch
+    lists = {name for name in ("targets", "labels") if isinstance(batch.get(name), list)}
+    beside = {key: value for key, value in batch.items() if key not in lists}
+    rows = {len(tensor) for _, tensor in _tensors(beside, "")} if lists else set()
+    short = {name: batch[name] for name in lists if rows != {len(batch[name])}}
+    return {**beside, **short} if len(short) < len(lists) else batch
 
 
 def _tensors(batch: Batch, name: str) -> list[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ anything is not finite → clip → optimizer step.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ from lezero.nn.walk import drop_gradients
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
 from lezero.train.counting import Batch, Count, Counter, why_nothing
-from lezero.train.engine_arguments import agree_on_arguments, check_model, check_numbers
+from lezero.train.engine_arguments import agree_on_arguments, check_held, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of
 from lezero.train.loss import (
     LossFunction,
@@ -140,7 +141,7 @@ class Engine:
         """One optimizer step on this rank's part of the global batch.
 
         Raises `ConfigError` when the batch cannot be split, nothing in it counts or it holds, on
-        the host, a token outside the vocabulary; `OrderError` when the optimizer was given a
+        the host, a token outside the vocabulary; `OrderError` when the optimizer holds a
         parameter that the model does not have; `NumericsError` after `max_skipped` non-finite steps
         in a row; `DistributedError` when another rank is lost, stopped or does something else.
         """
@@ -273,6 +274,9 @@ class Engine:
             log.info("labels are counted %s", "after a shift by one" if shifted else "as they are")
 
     def _compute_in(self, precision: str) -> None:
+        record = self.decisions.records["precision"]
+        if not record.replayed:  # of a step that raised, it was recorded as of the next
+            self.decisions.records["precision"] = dataclasses.replace(record, step=self.step)
         if precision != self.precision.name:
             kept = self.precision.state()["scaler"]
             self.precision = Precision(precision, self.place, scaler=kept)
@@ -344,7 +348,10 @@ class Engine:
         """The optimizer's parameters, in the model's order: what else has a gradient moves nothing,
         and fp16 does not unscale it."""
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return [p for p in self.model.parameters() if id(p) in held]
+        found: list[torch.Tensor] = [p for p in self.model.parameters() if id(p) in held]
+        if len(found) < len(held):  # a layer was replaced, say
+            check_held(self.model, self.optimizer.param_groups)
+        return found
 
     def _update(
         self, held: list[torch.Tensor], micros: list[Batch], loss: float, norm: float

@@ -13,7 +13,7 @@ from torch import nn
 from lezero import checkpoint
 from lezero.core import groups
 from lezero.core.config import Config
-from lezero.core.errors import ConfigError, FileError, OrderError
+from lezero.core.errors import ConfigError, OrderError
 from lezero.core.log import logger
 from lezero.files.tensorfile import CODES
 from lezero.nn.unsized import check_sized
@@ -87,11 +87,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(p.is_meta for p in model.parameters()):
         raise OrderError("the model has parameters on meta: load or initialise them first")
     _warn_of_unsavable(model)
-    try:
-        checkpoint.pack_shared(optimizer)
-    except FileError as error:
-        if groups.is_main():
-            log.warning("Engine.save will refuse the optimizer: %s", error)
+    checkpoint.pack_shared(optimizer)  # warns of what a save leaves out
 
 
 def check_held(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:
@@ -104,8 +100,9 @@ def check_held(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None
         raise OrderError(
             f"the optimizer was given {len(strangers)} of {len(held)} parameters that the model "
             f"does not have, the first of shape {tuple(strangers[0].shape)}: build the optimizer "
-            "after the model has its final parameters, and make what joins it later "
-            "(add_param_group) a part of the model first"
+            "after the model has its final parameters (a new optimizer and Engine where a layer "
+            "was replaced), and make what joins it later (add_param_group) a part of the model "
+            "first"
         )
 
 

@@ -23,15 +23,18 @@ class Rates:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._bases: list[Any] = []
+        self._sizes: list[int] = []  # parameters of each group, when they were last checked
         self.take_new()
 
     def take_new(self) -> None:
-        """Notes the base rates of groups that were added since; `OrderError` where one holds
-        parameters that the model does not have."""
-        new = self._optimizer.param_groups[len(self._bases) :]
-        if new:
-            check_held(self._model, new)
-        for group in new:
+        """Notes the base rates of groups that were added since; `OrderError` where groups that are
+        new or have another number of parameters hold some that the model does not have."""
+        found = self._optimizer.param_groups
+        sizes = [len(group["params"]) for group in found]
+        if sizes != self._sizes:
+            check_held(self._model, found)
+            self._sizes = sizes
+        for group in found[len(self._bases) :]:
             if "engine_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
                 group["engine_lr"] = _copy(group["lr"])
             self._bases.append(_copy(group["engine_lr"]))

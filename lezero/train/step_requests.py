@@ -52,5 +52,5 @@ class StepRequests:
             raise OrderError(
                 f"Engine.{what}: a step is under way, and weights, buffers and optimizer state are "
                 f"of different moments within it. Call {what} after train_step has returned, not "
-                "from the loss or a hook"
+                "from the loss, a hook or a signal handler: set a flag there"
             )

@@ -251,9 +251,8 @@ class Trainer:
         while engine.step < config.train.steps and not stopped:
             result = engine.train_step(next(self.loader))
             self.last_loss = finite(result.loss)
-            last = engine.step == config.train.steps
             self._owes_validation = self.validation is not None and (
-                last or engine.step % config.validation.every == 0
+                engine.step == config.train.steps or engine.step % config.validation.every == 0
             )  # before a callback saves this step
             self._tell("on_step", result)
             if engine.decisions.records != self._written:
@@ -297,8 +296,9 @@ class Trainer:
         self.last_validation = finite(loss)
         self._tell("on_validation", loss)
         self._owes_validation = False
+        ends = self._saved_step, self.config.train.steps
+        written = self.config.checkpoint.every or self.engine.step in ends
         self._saved_step = -1  # what is saved of this step does not know this validation
-        written = self.config.checkpoint.every or self.engine.step == self.config.train.steps
         better = written and math.isfinite(loss) and (self.best is None or loss < self.best)
         if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another
             self._bests.add(self.engine.step, loss)

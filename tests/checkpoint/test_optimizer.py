@@ -9,7 +9,6 @@ from torch import nn
 from lezero.checkpoint import pack_optimizer, unpack_optimizer
 from lezero.core.errors import FileError, OrderError
 from lezero.files import read_generation, write_generation
-from lezero.train import Engine
 
 
 def model(seed=0, dtype=torch.float32):
@@ -274,30 +273,75 @@ def test_a_record_without_shared_state_leaves_that_of_the_optimizer():
     assert optimizer.state["common"]["steps"] == 0
 
 
+ONE = {"value": 1, "dtype": "float32", "shape": []}
+
+
+def nested():
+    made = {"dict": {}}
+    for _ in range(5000):
+        made = {"dict": {"a": made}}
+    return made
+
+
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    "value",
     [
-        ("common", {"of": {1}}, r"state\['common'\]\['of'\] of the optimizer is a set"),
-        ("common", {2: 1}, r"state\['common'\]\[2\] of the optimizer has a key of type int"),
-        (7, {}, r"state\[7\] of the optimizer has a key of type int"),
-        ("hook", print, r"state\['hook'\] of the optimizer is a builtin"),
-        ("a", {"b/c": torch.ones(1), "b": {"c": torch.ones(1)}}, "another tensor is 'optimizer/"),
+        {**ONE, "shape": [7]},
+        {**ONE, "shape": "a"},
+        {**ONE, "value": 300, "dtype": "int8"},
+        {**ONE, "value": {"float": "inf"}, "dtype": "int8"},
+        {**ONE, "value": 10**400},
+        {**ONE, "value": [1, 2], "shape": [2]},
+        {**ONE, "dtype": "nn"},
+        {**ONE, "dtype": 3},
+        {**ONE, "device": "cuda"},
+        {**ONE, "device": "meta"},
+        {"float": "x"},
+        {},
+        nested(),
+    ],
+    ids=range(13),
+)
+@pytest.mark.parametrize("where", ["option", "state", "shared"])
+def test_a_damaged_value_is_a_file_error_and_changes_nothing(value, where):
+    def change(tensors, document):
+        if where == "option":
+            document["groups"][0]["options"]["eps"] = value
+        elif where == "state":
+            document["parameters"]["0.bias"]["state"]["more"] = value
+        else:
+            document["shared"]["more"] = value
+
+    with pytest.raises(FileError, match="record is damaged"):
+        broken(change)
+
+
+def test_a_saved_rate_goes_into_a_group_without_one():
+    module, optimizer, tensors, document = packed()
+    for group in document["groups"]:
+        group["options"]["lr"] = {**ONE, "value": 0.5}
+    for group in optimizer.param_groups:
+        del group["lr"]
+    unpack_optimizer(optimizer, dict(module.named_parameters()), tensors, document)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.5] * 2
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(3), r"a tensor of shape \(3,\)"),
+        (torch.tensor(1j), "a tensor of complex64"),
+        ({1}, "of type set"),
     ],
 )
-def test_shared_state_that_cannot_be_saved_is_named(key, value, said):
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters())
-    optimizer.state[key] = value
-    with pytest.raises(FileError, match=said):
+def test_what_cannot_be_saved_is_said_with_what_can(value, said):
+    module, optimizer, *_ = packed()
+    optimizer.param_groups[0]["z"] = value
+    allowed = "None, real numbers, text, real tensors of one element, and lists of these"
+    with pytest.raises(FileError, match=f"option 'z' of the optimizer is {said}.* are {allowed}"):
         pack_optimizer(optimizer, dict(module.named_parameters()))
-
-
-def test_an_engine_says_at_once_that_shared_state_cannot_be_saved(caplog):
-    module = model()
-    optimizer = torch.optim.SGD(module.parameters())
-    with caplog.at_level("WARNING", logger="lezero.train"):
-        Engine(module, optimizer, compile="off")
-        assert caplog.text == ""
-        optimizer.state["hook"] = print
-        Engine(module, optimizer, compile="off")
-    assert "save will refuse the optimizer: state['hook']" in caplog.text
+    del optimizer.param_groups[0]["z"]
+    optimizer.state[module[0].weight]["z"] = [value]
+    text = f"an item of state 'z' of '0.weight' of the optimizer is {said}"
+    with pytest.raises(FileError, match=text):
+        pack_optimizer(optimizer, dict(module.named_parameters()))

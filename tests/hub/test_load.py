@@ -130,3 +130,13 @@ def test_into_bool_go_zeros_and_ones_alone(tmp_path):
     path = save(with_buffer(torch.tensor([0, 1])).state_dict(), tmp_path / "ones.pt")
     with pytest.warns(UserWarning, match="rounded"):
         assert from_pytorch(module, path).held.tolist() == [False, True]
+
+
+@pytest.mark.parametrize("kind", [torch.uint16, torch.uint64])
+def test_bool_and_unsigned_integers_become_each_other(tmp_path, kind):
+    bits = torch.tensor([True, False])
+    path = save(with_buffer(bits).state_dict(), tmp_path / "bool.pt")
+    assert from_pytorch(with_buffer(bits.to(kind)), path).held.tolist() == [1, 0]
+    path = save(with_buffer(bits.to(kind)).state_dict(), tmp_path / "integers.pt")
+    with pytest.warns(UserWarning, match="rounded"):
+        assert from_pytorch(with_buffer(~bits), path).held.tolist() == [True, False]

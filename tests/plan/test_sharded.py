@@ -92,6 +92,11 @@ def test_feedback_keeps_a_value_a_parameter(kept: str, dtype: str, bytes_each: f
         bytes_each += 4 * max(p.numel() for p in build().parameters()) / trace.parameters
     assert found == pytest.approx(bytes_each, rel=0.02)
     assert not trace.mapped, "encoded gradients go through sockets"
+    _, parts = memory_of(trace, spec(stage, wire=wire).with_(saves=True), {})
+    saved = trace.state_bytes
+    errors = parts["checkpoint"] - saved[kinds.PARAMETER] - saved[kinds.OPTIMIZER]
+    wide = 6 if kept == "both" else 4  # in fp32, however they are kept
+    assert errors / trace.parameters == pytest.approx(wide, rel=0.02)
 
 
 def test_traffic_is_that_of_the_stage() -> None:

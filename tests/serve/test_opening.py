@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from lezero.compress.quantize import (
     dequantize_,
     quantize_,
 )
-from lezero.core import device
+from lezero.core import device, facts
 from lezero.core.errors import ConfigError, FileError, OrderError
-from lezero.models import Transformer, load_gguf
+from lezero.models import Transformer, load_gguf, save_hf
 from lezero.ops.decoder import native
 from lezero.serve import opening
 from lezero.serve.coder import Coder
@@ -154,6 +155,24 @@ def test_models_are_cast_before_they_go_to_an_accelerator(
     free = program.weight_bytes - 1
     with pytest.raises(ConfigError, match=r"weights: got 'auto', which take .* are free on meta"):
         open_program(path, "auto")
+
+
+@pytest.mark.skipif(device.accelerator() is not None, reason="weights go to the accelerator")
+def test_weights_that_no_memory_is_free_for_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_hf(small().bfloat16(), tmp_path)
+    (tmp_path / "consolidated.safetensors").write_bytes(b"of others" * 10_000)  # is not read
+    held = (tmp_path / "model.safetensors").stat().st_size
+    free = SimpleNamespace(available=held)
+    monkeypatch.setattr(facts, "memory", lambda: free)
+    open_program(tmp_path, "bf16")
+    with pytest.raises(ConfigError, match=r"got 'fp32'; those of .* take weights='bf16', a"):
+        open_program(tmp_path, "fp32")
+    free.available = held - 1
+    monkeypatch.setattr(opening, "open_model", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(ConfigError, match=r"'int4'; those of .* free; take a smaller model"):
+        open_program(tmp_path, "int4")
 
 
 def test_matrices_of_a_file_are_never_all_in_fp32(

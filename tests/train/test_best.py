@@ -158,6 +158,16 @@ def test_where_the_last_step_alone_is_written_it_alone_can_be_the_best(tmp_path)
     assert train(tmp_path, [1.5, 1.8], train__steps=14, **every) == (1.5, 12, [12, 14])
 
 
+def test_what_a_callback_saves_may_be_the_best(tmp_path):
+    class Saves(Waits):
+        def on_validation(self, trainer, loss):
+            if trainer.engine.step == 2:
+                trainer.save()
+
+    found = train(tmp_path, [1.0, 2.0, 3.0], Saves(), train__steps=6, checkpoint={"every": 0})
+    assert found == (1.0, 2, [2, 6])
+
+
 def test_a_best_generation_that_is_gone_is_not_the_best(tmp_path):
     changes = {"checkpoint": {"every": 2, "keep": 1}}
     assert train(tmp_path, [1.0, 2.0], train__steps=4, **changes) == (1.0, 2, [2, 4])

@@ -208,6 +208,39 @@ def test_lists_of_labels_are_cut_with_the_tensors_beside_them():
     assert seen == [[0, 1], [2, 0]]
 
 
+@pytest.mark.parametrize("name", ["targets", "labels"])
+def test_tensors_in_a_list_of_labels_have_rows_of_their_own(name):
+    """As the boxes of each image have."""
+    boxes = [{"boxes": torch.zeros(rows, 4)} for rows in (1, 5, 0)]
+    count = Counter("auto")
+    assert count({"x": torch.ones(3, 2), name: boxes}) == 3
+    assert count({"x": torch.ones(3, 2), name: [each["boxes"] for each in boxes]}) == 3
+    for batch in ({"x": torch.ones(4, 2), name: boxes}, {"x": torch.ones(3, 2), "y": boxes}):
+        with pytest.raises(ConfigError, match=r"\[0\]\['boxes'\] has 1.*give counted=function"):
+            count(batch)
+    engine = own_engine(nn.Linear(2, 1), loss=lambda m, batch: m(batch["x"]).mean())
+    assert engine.train_step({"x": torch.ones(3, 2), name: boxes}).tokens == 3
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.int8])
+@pytest.mark.parametrize("shift", [False, True])
+def test_labels_in_an_array_are_asked_for_as_tensors_are(shift, dtype):
+    seen = []
+
+    class Arrays(Own):
+        def forward(self, x, labels):
+            seen.append((type(labels), labels.dtype))
+            return super().forward(x, torch.from_numpy(labels).long())
+
+    labels = np.array([[1, 2, 3, -100], [-100, -100, 5, 6]], dtype)
+    batch = {"x": torch.tensor([[1, 2, 3, 4], [1, 2, 5, 6]]), "labels": labels}
+    engine = own_engine(Arrays(shift))
+    assert engine.train_step(batch).tokens == (4 if shift else 5)
+    assert engine.count.shifted is shift
+    assert set(seen) == {(np.ndarray, np.dtype(dtype))}
+    assert not Counter("auto").must_ask({"labels": labels.astype(np.float32)})
+
+
 def test_an_object_that_is_not_looked_into_is_named():
     batch = SimpleNamespace(x=torch.ones(4, 2))
     with pytest.raises(ConfigError, match=r"a SimpleNamespace, has no.*dataclasses.*give a dict"):

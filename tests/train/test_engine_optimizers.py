@@ -56,7 +56,14 @@ def test_parameters_that_join_later_follow_the_schedule():
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.2])
 
 
-def test_parameters_that_join_later_are_the_models():
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda optimizer, late: optimizer.add_param_group({"params": [late]}),
+        lambda optimizer, late: optimizer.param_groups[0]["params"].append(late),
+    ],
+)
+def test_parameters_that_join_later_are_the_models(join):
     """The engine empties the gradients of those alone."""
     model, late, calls = nn.Linear(2, 1), nn.Parameter(torch.zeros(3)), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,15 +74,35 @@ def test_parameters_that_join_later_are_the_models():
 
     engine = Engine(model, optimizer, loss=loss, precision="fp32", compile="off")
     engine.train_step(torch.ones(3, 2))
-    optimizer.add_param_group({"params": [late]})
+    join(optimizer, late)
     for _ in range(2):
-        with pytest.raises(OrderError, match=r"1 of 1 param.* not have, the first of shape \(3,\)"):
+        with pytest.raises(OrderError, match=r"1 of 3 param.* not have, the first of shape \(3,\)"):
             engine.train_step(torch.ones(3, 2))
     assert (engine.step, len(calls)) == (1, 1)
     model.late = late
     for _ in range(2):
         engine.train_step(torch.ones(3, 2))
     assert late.tolist() == pytest.approx([-0.2] * 3)
+
+
+def test_a_layer_that_is_replaced_needs_another_optimizer():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+    def made():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Engine(
+            model, optimizer, loss=lambda m, x: m(x).mean(), precision="fp32", compile="off"
+        )
+
+    engine = made()
+    engine.train_step(torch.ones(3, 2))
+    model[1] = nn.Linear(2, 1)
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(OrderError, match=r"2 of 4 param.*a new optimizer and Engine where"):
+            engine.train_step(torch.ones(3, 2))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert made().train_step(torch.ones(3, 2)).step == 1
 
 
 def test_an_optimizer_that_asks_for_the_loss_itself_is_refused():
