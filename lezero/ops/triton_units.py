@@ -1,29 +1,10 @@
-"""What Triton kernels share: products on the matrix units, and counters of programs."""
+"""What Triton kernels share: a first try, and products on the matrix units."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from lezero.core.device import stream
-
-MOST_COUNTED = 1 << 16
-
-
-def counts(device: torch.device) -> Tensor:
-    """Of programs that have ended, for each part of a launch's result, `MOST_COUNTED` at most: the
-    last one joins what the others left and sets its count to 0 again. For launches of this stream,
-    one after another."""
-    return _counts(device, stream(device))
-
-
-@functools.cache
-def _counts(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(MOST_COUNTED, dtype=torch.int32, device=device)
 
 
 def try_out(place: torch.device) -> None:

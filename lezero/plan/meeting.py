@@ -101,8 +101,10 @@ class Shards(Meeting):
             self.recorder.rename(tensor, WHOLE)
         for parameter in model.parameters():
             self.recorder.rename(parameter, PARAMETER)
-        if (link := getattr(self.sharding.lines, "link", None)) is not None:
-            self.recorder.trace.state_bytes[FEEDBACK] = link.saved_bytes
+        lines = self.sharding.lines
+        assert isinstance(lines, sharded.StillLines)
+        if lines.link is not None:
+            self.recorder.trace.state_bytes[FEEDBACK] = lines.link.saved_bytes
         micros = min(self.spec.accumulate, 2)
         *each, update = self._traffic[-micros - 1 :]  # of the second step
         again = self.spec.accumulate - 1 if self.sharding.stage >= 2 else 1

@@ -23,6 +23,7 @@ from lezero.data.tokenizer import holds_tokenizer
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model, require_model
 from lezero.models import Transformer
+from lezero.models.huggingface import INDEX, SINGLE, weight_files
 from lezero.ops import linear
 from lezero.ops.decoder import native
 from lezero.report.units import size
@@ -72,7 +73,8 @@ def _require_room(place: Path, weights: Weights) -> None:
     memory, are more than is free. They come whole, and are packed or rounded after that."""
     if device.device().type != "cpu":
         return
-    files = [place] if place.is_file() else sorted(place.glob("model*.safetensors"))
+    named = place.is_dir() and any((place / name).is_file() for name in (SINGLE, INDEX))
+    files = weight_files(place) if named else [place] if place.is_file() else []  # none of a run
     needed = sum(file.stat().st_size for file in files)
     if weights == "fp32" and place.is_dir() and _kept_in_16_bits(place / "config.json"):
         needed *= 2

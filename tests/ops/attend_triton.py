@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lezero.ops.counts import counts
 from lezero.ops.decoder.triton_attend import attend
-from lezero.ops.triton_units import counts
 from tests.ops.attend_cases import DEVICE, EPS, KINDS, Case, Made
 
 # The interpreter cuts bf16 off where GPUs round.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from lezero.ops.counts import counts
 from lezero.ops.linear import Packed, reference
 from lezero.ops.linear.triton_few import Around, best_cut, linear_few, suits
-from lezero.ops.triton_units import counts
 from tests.ops.linear_triton import DEVICE, in_rows
 from tests.ops.test_linear import seeded
 

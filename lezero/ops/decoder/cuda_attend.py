@@ -14,7 +14,6 @@ head, P = E / 2 pairs, G = H / K query heads of one key-value head.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lezero.core.device import stream
+from lezero.ops.counts import MOST_COUNTED, counts
 from lezero.ops.cuda_source import kernel
 
 BLOCK = 16
 """Places of a block of the cache."""
 _SOURCE = Path(__file__).with_name("attend.cu")
 _WARPS, _PLACES, _PARTS, _BYTES = 8, 256, 16, 16
-_MOST_COUNTED, _MOST_GROUP = 1 << 12, 16
+_MOST_GROUP = 16
 
 
 def suits(dtype: torch.dtype, sequences: int, heads: int, kv_heads: int, head_dim: int) -> bool:
@@ -39,7 +38,7 @@ def suits(dtype: torch.dtype, sequences: int, heads: int, kv_heads: int, head_di
         dtype in (torch.bfloat16, torch.float16)
         and head_dim in (64, 128)
         and heads // kv_heads <= _MOST_GROUP
-        and sequences * kv_heads <= _MOST_COUNTED
+        and sequences * kv_heads <= MOST_COUNTED
     )
 
 
@@ -81,10 +80,10 @@ def attend(
     group, place = heads // K, qkv.device
     out = qkv.new_empty(heads * E // 16, pad, 16)
     parts = min(_PARTS, -(-W * BLOCK // _PLACES))
-    sums = counts = None
+    sums = ended = None
     if parts > 1:
         sums = qkv.new_empty(B * K, parts, group, E + 2, dtype=torch.float32)
-        counts = _counts(place, stream(place))
+        ended = counts(place)
     given = {"HALF": int(qkv.dtype == torch.float16), "E": E, "G": group}
     given |= {"NORM": int(norms is not None), "PAD": pad}
     numbers: list[Any] = [
@@ -100,16 +99,10 @@ def attend(
         32 * _WARPS,
         [
             *(qkv, *(norms or (None, None)), cos_TP, sin_TP, position_B, table_BW),
-            *(keys, values, out, sums, counts, *numbers),
+            *(keys, values, out, sums, ended, *numbers),
             ctypes.c_int(1 << 30 if window is None else window),
         ],
         early=True,
         shared=4 * _WARPS * group * (E + 10),
     )
     return out
-
-
-@functools.cache
-def _counts(place: torch.device, stream: int) -> Tensor:
-    """Of blocks that have ended; each launch leaves zeros. For launches one after another."""
-    return torch.zeros(_MOST_COUNTED, dtype=torch.int32, device=place)

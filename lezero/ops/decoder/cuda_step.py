@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lezero.core.device import stream
+from lezero.ops.counts import counts
 from lezero.ops.cuda_source import CudaKernel, kernel
 from lezero.ops.linear.cuda_few import Normed, padded
 
@@ -53,15 +53,5 @@ def best(logits_BV: Tensor, out_B: Tensor) -> None:
     assert logits_BV.dtype in _KINDS
     place = logits_BV.device
     found = logits_BV.new_empty(B, _PARTS, dtype=torch.int64)
-    given = [logits_BV, out_B, found, _counts(place, stream(place)), ctypes.c_int(V)]
+    given = [logits_BV, out_B, found, counts(place), ctypes.c_int(V)]
     _compiled("best", logits_BV).launch(place, (_PARTS, B), _THREADS, given, early=True)
-
-
-_kept: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def _counts(place: torch.device, stream: int) -> Tensor:
-    """Of blocks that have ended; each launch leaves zeros. For launches one after another."""
-    if (place, stream) not in _kept:
-        _kept[place, stream] = torch.zeros(_MOST, dtype=torch.int32, device=place)
-    return _kept[place, stream]

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lezero.ops.counts import MOST_COUNTED, counts
 from lezero.ops.cuda_source import begins_early
-from lezero.ops.triton_units import MOST_COUNTED, counts, times
+from lezero.ops.triton_units import times
 
 BLOCK = 16
 """Places of a block of the cache."""

@@ -18,10 +18,10 @@ import triton
 from torch import Tensor
 
 from lezero.core.device import processors
+from lezero.ops.counts import MOST_COUNTED, counts
 from lezero.ops.linear import triton_few_kernel as kernel
 from lezero.ops.linear.layout import Packed
 from lezero.ops.linear.rows import run_of
-from lezero.ops.triton_units import MOST_COUNTED, counts
 
 MOST_TOKENS = 64
 _GATES = 1024  # of a program
