@@ -1,4 +1,4 @@
-"""Counters of programs, or blocks of threads, that have ended: the last one joins what others left."""
+"""Counters of programs or blocks that have ended: the last one joins what the others left."""
 
 from __future__ import annotations
 
