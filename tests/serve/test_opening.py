@@ -162,7 +162,7 @@ def test_weights_that_no_memory_is_free_for_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hf(small().bfloat16(), tmp_path)
-    (tmp_path / "consolidated.safetensors").write_bytes(b"of others" * 10_000)  # is not read
+    (tmp_path / "model.fp16.safetensors").write_bytes(b"a copy" * 10_000)  # is not read
     held = (tmp_path / "model.safetensors").stat().st_size
     free = SimpleNamespace(available=held)
     monkeypatch.setattr(facts, "memory", lambda: free)
