@@ -73,6 +73,18 @@ def give_back_free_blocks() -> None:
 
 
 @contextmanager
+def blocks_kept() -> Iterator[None]:
+    """Freed blocks stay with the process meanwhile, for work that takes blocks of the same sizes
+    again and again; afterwards they are given back."""
+    pool = HostPool(0)
+    pool.enable()
+    try:
+        yield
+    finally:
+        pool.disable()
+
+
+@contextmanager
 def frees_reach_the_kernel() -> Iterator[None]:
     """What is freed meanwhile has left the process afterwards, whichever heap it lay in.
 

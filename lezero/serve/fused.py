@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,13 +47,22 @@ class FusedProgram(Program):
 
     x_blocks: inputs of layers of 4 and 8 bits that would be kept in 16 bits are rounded to 8, in
     blocks of at most 128 that have a scale each.
+    fetch: is called before a part is taken, with the block's index, or with None for all beside the
+    blocks; a part may lie on meta until then.
     """
 
     block_size = BLOCK
     invariant = True
     kv_forms = ("bf16", "int8")
 
-    def __init__(self, model: Transformer, *, x_blocks: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        x_blocks: bool = False,
+        fetch: Callable[[int | None], None] = lambda _: None,
+    ) -> None:
+        fetch(None)
         self.config = model.config
         self._shape = shape_of(model)
         self._rope = model.rope
@@ -63,8 +72,12 @@ class FusedProgram(Program):
         self._head = merged([head], x_blocks)
         if head is model.embed_tokens and self._head.bits == 16:
             self._embedding = _PackedRows(self._head)  # one copy serves both
+            model.embed_tokens = Taken()  # type: ignore[assignment]
+        model.lm_head = None
+        del head
         pages, weights = HugePages(), []
         for index, block in enumerate(model.layers):
+            fetch(index)
             weights.append(_layer(block, x_blocks))
             model.layers[index] = Taken()
             pages.move(x for w in _matrices(weights[-1]) for x in _tensors(w))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lezero.compress.quantize import Int4Weight, Int8Weight, dequantize_, quantize_
+from lezero.compress.quantize import Int4Weight, Int8Weight, Scheme, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
@@ -22,11 +22,13 @@ from lezero.core.paths import expand_home
 from lezero.data.tokenizer import holds_tokenizer
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model, require_model
+from lezero.memory.pool import blocks_kept
 from lezero.models import Transformer
 from lezero.models.huggingface import INDEX, SINGLE, weight_files
 from lezero.ops import linear
 from lezero.ops.decoder import native
 from lezero.report.units import size
+from lezero.serve.arriving import Fetch, arriving, room_for
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.foreign import open_foreign
@@ -38,6 +40,9 @@ from lezero.serve.program import Program
 _GROUPS = (64, 32)
 _KEPT = {"auto": (4, 8), "int4": (4,)}
 """Bits of blocks in a GGUF file that are kept as they are, where most of its weights lie so."""
+_BITS: dict[str, int] = {"auto": 16, "bf16": 16, "int8": 8, "int4": 4}
+_SMALLER = {"auto": "weights='int8' or 'int4', ", "int8": "weights='int4', "}
+_SMALLER |= {"bf16": _SMALLER["auto"], "int4": ""}
 _LOG = logger("serve")
 
 
@@ -53,19 +58,41 @@ def open_program(
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)
-    require_model(Path(place))
-    _require_room(Path(place), weights)
-    if is_foreign(place):
-        return open_foreign(place, weights), _reader(place, Path(place))
-    kept = _own_blocks(place, weights)
-    if kept is not None:
-        rounds = kept_share(Path(place), (4,)) >= 0.5
-        found = program_of(_placed(kept, weights), "auto", x_blocks=rounds)
+    path = Path(place)
+    require_model(path)
+    foreign, kept = is_foreign(place), _keeps_blocks(path, weights)
+    in_parts = None if foreign or kept else _in_parts(path, weights)
+    if in_parts is not None:
+        return in_parts, _reader(place, path if path.is_dir() else None)
+    _require_room(path, weights)
+    if foreign:
+        return open_foreign(place, weights), _reader(place, path)
+    if kept:
+        blocks = _placed(load_gguf_blocks(path, others_int8=weights == "int4"), weights)
+        found = program_of(blocks, "auto", x_blocks=kept_share(path, (4,)) >= 0.5)
         found.origin = "the file's own blocks, not rounded again"
         _LOG.info("%s: weights are %s", place, found.origin)
         return found, partial(open_coder, place, None)
     opened, folder = open_model(place, torch.float32 if weights == "fp32" else None, _wide(weights))
     return program_of(_placed(opened, weights), weights), _reader(place, folder)
+
+
+def _in_parts(place: Path, weights: Weights) -> Program | None:
+    """The fused program of a model that is read part by part; None where that cannot be, and
+    `program_of` decides what will run it. Raises `ConfigError` where there is no room for it."""
+    if device.device().type != "cpu" or weights == "fp32" or not native.NATIVE.available():
+        return None
+    source = arriving(place, _wide(weights))
+    if source is None:
+        return None
+    with source as opened:
+        if shape_of(opened.model).problem():
+            return None
+        scheme = _scheme(opened.model, weights)
+        _need(room_for(opened, _BITS[weights]), place, weights, "packed", _SMALLER[weights])
+        with blocks_kept():
+            fetch = Fetch(opened, scheme)
+            return FusedProgram(opened.model, x_blocks=weights == "int4", fetch=fetch)
 
 
 def _require_room(place: Path, weights: Weights) -> None:
@@ -78,12 +105,16 @@ def _require_room(place: Path, weights: Weights) -> None:
     needed = sum(file.stat().st_size for file in files)
     if weights == "fp32" and place.is_dir() and _kept_in_16_bits(place / "config.json"):
         needed *= 2
+    smaller = "weights='bf16', " if weights == "fp32" else ""
+    _need(needed, place, weights, "read", smaller)
+
+
+def _need(size_: int, place: Path, weights: Weights, how: str, smaller: str) -> None:
     free = facts.memory().available
-    if 0 < free < needed:
-        smaller = "take weights='bf16', " if weights == "fp32" else "take "
+    if 0 < free < size_:
         raise ConfigError(
-            f"weights: got {weights!r}; those of {place} take {size(needed)} as they are read, but "
-            f"only {size(free)} of memory are free; {smaller}a smaller model, or one that was "
+            f"weights: got {weights!r}; those of {place} take {size(size_)} as they are {how}, but "
+            f"only {size(free)} of memory are free; take {smaller}a smaller model, or one that was "
             "quantized once where there is room (`lz compress`)"
         )
 
@@ -129,18 +160,15 @@ def _placed(model: Transformer, weights: Weights) -> Transformer:
     return model.to(place)
 
 
-def _own_blocks(place: str, weights: Weights) -> Transformer | None:
-    """The model with a GGUF file's blocks as they are, where that is what `weights` asks for.
+def _keeps_blocks(path: Path, weights: Weights) -> bool:
+    """Whether a GGUF file's blocks stay as they are, where that is what `weights` asks for.
 
     "auto" takes them where kernels read them; a reference would be slower than dense weights.
     """
-    path = Path(place)
     if weights not in _KEPT or path.suffix != ".gguf" or not path.is_file():
-        return None
+        return False
     slow = device.device().type == "cpu" and not linear.available()
-    if (weights == "auto" and slow) or kept_share(path, _KEPT[weights]) < 0.5:
-        return None
-    return load_gguf_blocks(path, others_int8=weights == "int4")
+    return not (weights == "auto" and slow) and kept_share(path, _KEPT[weights]) >= 0.5
 
 
 def open_draft(draft: str | Path | Transformer, weights: Weights, target: Program) -> Program:
@@ -177,8 +205,8 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
     if quantized_layers(model) and weights in ("bf16", "fp32"):
         model = model.float() if weights == "fp32" else model  # what codes stand for is not rounded
         dequantize_(model)
-    if weights in ("int8", "int4"):
-        scheme = Int8Weight() if weights == "int8" else _int4(model)
+    scheme = _scheme(model, weights)
+    if scheme is not None:
         quantize_(model, scheme, objective="size")
     fused = place == "cpu" and weights != "fp32"
     if fused and native.NATIVE.available() and not shape_of(model).problem():
@@ -231,6 +259,13 @@ def _in_one_type(model: Transformer, weights: Weights, place: str) -> Transforme
         exact = all(x.dtype == torch.float32 for x in model.parameters())
         stays = weights != "bf16" and (exact or bool(quantized_layers(model)))
     return model if stays else model.bfloat16()
+
+
+def _scheme(model: Transformer, weights: Weights) -> Scheme | None:
+    """What rounds the weights now; None: they stay as they are, or become bf16."""
+    if weights == "int8":
+        return Int8Weight()
+    return _int4(model) if weights == "int4" else None
 
 
 def _int4(model: Transformer) -> Int4Weight:

@@ -11,7 +11,9 @@ from torch import nn
 import lezero as lz
 from lezero.compress.quantize import parts
 from lezero.compress.quantize.layer import relative_error
+from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.core.errors import NumericsError
+from lezero.ops.quantize import Grid, quantize
 
 
 def made() -> nn.Sequential:
@@ -21,7 +23,7 @@ def made() -> nn.Sequential:
 
 def test_accelerators_take_large_parts() -> None:
     kinds = [torch.device(kind) for kind in ("cuda", "xpu", "mps")]
-    assert all(parts.at_once(kind) >= 100 * parts.at_once(torch.device("cpu")) for kind in kinds)
+    assert all(parts.at_once(kind) >= 16 * parts.at_once(torch.device("cpu")) for kind in kinds)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,27 @@ def test_codes_are_the_same(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     errors = [[layer.error for layer in report.layers] for _, report in found]
     assert errors[0] == pytest.approx(errors[1], rel=1e-6)
     assert min(errors[0]) > 0
+
+
+@pytest.mark.parametrize(
+    "scheme", [lz.Int4Weight(group=64), lz.Int8Weight(), lz.Nf4(), lz.Int4Weight(group="row")]
+)
+def test_rows_are_decoded_some_at_a_time(scheme: Any) -> None:
+    for layer in lz.quantize_(made(), scheme, objective="size"):
+        weight: Any = layer.weight
+        whole = weight.decode(torch.float32)
+        for count in (1, 16, 17, 100, 5000):
+            found = list(weight.decoded_rows(count))
+            assert torch.equal(torch.cat([part for _, part in found]), whole)
+            assert all(torch.equal(whole[own], part) for own, part in found)
+
+
+def test_rows_in_gptqs_order_are_decoded_in_the_inputs_order() -> None:
+    torch.manual_seed(0)
+    grid, order = Grid("int4", 32, scale_dtype="fp16"), torch.randperm(64)
+    weight = OrderedWeight.ordered(quantize(torch.randn(40, 64), grid), order, grid, torch.float32)
+    found = torch.cat([part for _, part in weight.decoded_rows(16)])
+    assert torch.equal(found, weight.decode())
 
 
 def test_an_error_is_summed_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:

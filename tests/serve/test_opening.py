@@ -164,13 +164,15 @@ def test_weights_that_no_memory_is_free_for_are_refused_before_they_are_read(
     save_hf(small().bfloat16(), tmp_path)
     (tmp_path / "model.fp16.safetensors").write_bytes(b"a copy" * 10_000)  # is not read
     held = (tmp_path / "model.safetensors").stat().st_size
-    free = SimpleNamespace(available=held)
+    free = SimpleNamespace(available=2 * held)
     monkeypatch.setattr(facts, "memory", lambda: free)
-    open_program(tmp_path, "bf16")
+    open_program(tmp_path, "fp32")
+    free.available -= 1
     with pytest.raises(ConfigError, match=r"got 'fp32'; those of .* take weights='bf16', a"):
         open_program(tmp_path, "fp32")
     free.available = held - 1
     monkeypatch.setattr(opening, "open_model", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(native.NATIVE, "available", lambda: False)  # so it would come whole
     with pytest.raises(ConfigError, match=r"'int4'; those of .* free; take a smaller model"):
         open_program(tmp_path, "int4")
 
@@ -184,6 +186,7 @@ def test_matrices_of_a_file_are_never_all_in_fp32(
         opening, "open_model", lambda *given: opened.append((found := real(*given))[0]) or found
     )
     kinds = {}
+    monkeypatch.setattr(opening, "_in_parts", lambda *_: None)
     for weights in ("bf16", "fp32"):
         monkeypatch.setattr(opening, "program_of", lambda model, weights: None)
         open_program(path, weights)  # type: ignore[arg-type]

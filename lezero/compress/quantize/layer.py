@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -153,9 +154,17 @@ def relative_error(wanted: Tensor, found: Tensor) -> float:
     Places where both are the same infinity (what a mask leaves) or NaN do not count. Infinite where
     one alone is not finite, and where `wanted` is nothing but zeros and `found` is not.
     """
-    wrong, whole = _squares(wanted, found, torch.float32)
-    if not math.isfinite(wrong + whole) or whole < wanted.numel() * _LEAST_SQUARE:
-        wrong, whole = _squares(*_finite_places(wanted, found), torch.float64)
+    most = at_once(wanted.device)
+    return _relative_error(
+        lambda: zip(*(x.flatten().split(most) for x in (wanted, found)), strict=True)
+    )
+
+
+def _relative_error(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> float:
+    """Of parts, `wanted` and `found`."""
+    wrong, whole, count = _squares(pairs(), torch.float32)
+    if not math.isfinite(wrong + whole) or whole < count * _LEAST_SQUARE:
+        wrong, whole, _ = _squares((_finite_places(*pair) for pair in pairs()), torch.float64)
     if not math.isfinite(wrong + whole):
         return math.inf
     if whole == 0:
@@ -163,16 +172,17 @@ def relative_error(wanted: Tensor, found: Tensor) -> float:
     return float((wrong / whole) ** 0.5)
 
 
-def _squares(wanted: Tensor, found: Tensor, kind: torch.dtype) -> tuple[float, float]:
-    """‖found - wanted‖² and ‖wanted‖²; squares that the type `kind` does not hold are infinite, or
-    0."""
-    sums = torch.zeros(2, dtype=torch.float64, device=wanted.device)
-    most = at_once(wanted.device)
-    for one, two in zip(wanted.flatten().split(most), found.flatten().split(most), strict=True):
-        both = ((two.to(kind) - one.to(kind)).square(), one.to(kind).square())
+def _squares(pairs: Iterable[tuple[Tensor, Tensor]], kind: torch.dtype) -> tuple[float, float, int]:
+    """‖found - wanted‖², ‖wanted‖² and how many numbers there are; squares that the type `kind`
+    does not hold are infinite, or 0."""
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    for wanted, found in pairs:
+        both = ((found.to(kind) - wanted.to(kind)).square(), wanted.to(kind).square())
+        sums = sums.to(wanted.device)
         sums += torch.stack([x.sum(dtype=torch.float64) for x in both])
+        count += wanted.numel()
     wrong, whole = sums.tolist()
-    return wrong, whole
+    return wrong, whole, count
 
 
 def _finite_places(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +193,9 @@ def _finite_places(wanted: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
 
 def weight_error(site: Site, layers: list[QuantizedLayer]) -> float:
     """Relative error of the weight."""
-    return relative_error(site.weight(), layers[0].weight.decode(torch.float32))
+    w, held = site.weight(), layers[0].weight
+    rows = max(1, at_once(w.device) // max(1, w[0].numel()))
+    return _relative_error(lambda: ((w[own], found) for own, found in held.decoded_rows(rows)))
 
 
 def output_error(site: Site, layer: QuantizedLayer, wanted: Tensor, found: Tensor) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class OrderedWeight(PackedWeight):
         assert isinstance(weight, OrderedWeight)
         weight.order = order.to(torch.int32)
         return weight
+
+    def decoded_rows(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        for own, found in super().decoded_rows(count):
+            yield own, found[:, torch.argsort(self.order)]
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         found = super().decode(dtype)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from lezero.ops.linear import (
     settled,
     unpack,
 )
+from lezero.ops.linear.layout import PANEL
 from lezero.ops.linear.op import FLOATS
 from lezero.ops.quantize import (
     Grid,
@@ -102,6 +103,11 @@ class QuantizedWeight(StandIn):
     @abstractmethod
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight that the codes stand for, of `shape`."""
+
+    def decoded_rows(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        """The weight in fp32, `count` rows or somewhat more at a time where that is possible, with
+        which rows they are."""
+        yield slice(None), self.decode(torch.float32)
 
     @abstractmethod
     def linear(
@@ -176,6 +182,19 @@ class PackedWeight(QuantizedWeight):
         """Codes (N, K) and scales, zero points (N, G), as they were packed."""
         N, K = self.full_shape
         return Quantized(*unpack(self.parts(), N, K, bits=self.grid.bits, group=self.group))
+
+    def decoded_rows(self, count: int) -> Iterator[tuple[slice, Tensor]]:
+        N, K = self.full_shape
+        each = 1 if in_rows(self.parts()) else PANEL
+        step = -(-count // each)
+        grid = self.grid if self.group else replace(self.grid, group="row")
+        for first in range(0, -(-N // each), step):
+            weight, scale, zero = self.parts()
+            own = slice(first, first + step)
+            some = Packed(weight[own], scale[own], None if zero is None else zero[own])
+            rows = slice(first * each, min(N, (first + step) * each))
+            made = unpack(some, rows.stop - rows.start, K, bits=grid.bits, group=self.group)
+            yield rows, dequantize(*made, grid)
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         codes, scale, zero = self.unpacked()

@@ -31,12 +31,17 @@ typedef struct {
   floats part[PARTS];
 } lanes;
 
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+
 INLINE float total(lanes x) {
-  float sum[SUMS];
-  memcpy(sum, &x, sizeof sum);
-  for (int half = SUMS / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) sum[i] += sum[i + half];
-  return sum[0];
+  eight low, high;
+  memcpy(&low, &x, sizeof low), memcpy(&high, (const char *)&x + sizeof low, sizeof high);
+  low += high;
+  four first, second;
+  memcpy(&first, &low, sizeof first), memcpy(&second, (const char *)&low + sizeof first, sizeof second);
+  first += second;
+  return (first[0] + first[2]) + (first[1] + first[3]);
 }
 INLINE float largest(lanes x) {
   float all[SUMS], most = 0;
@@ -56,11 +61,16 @@ INLINE floats codes_of(const lezero_groups *g, floats scaled, float zero) {
   return either(code > g->high, all(g->high), code);
 }
 
+INLINE floats load(const float *from) {
+  floats x;
+  memcpy(&x, from, sizeof x);
+  return x;
+}
+
 INLINE floats read(const float *from, int64_t count) {
+  if (count >= LANES) return load(from);
   floats x = {0};
-  if (count >= LANES) memcpy(&x, from, sizeof x);
-  else
-    for (int64_t i = 0; i < count; i++) x[i] = from[i];
+  for (int64_t i = 0; i < count; i++) x[i] = from[i];
   return x;
 }
 
@@ -76,13 +86,21 @@ static float kept_as(float x, int type) {
 
 static float inverse_of(float scale) { return scale > 0 ? 1 / scale : 0; }
 
-static float squared_error(const lezero_groups *g, const float *w, float scale, float zero) {
+INLINE floats error_of(const lezero_groups *g, floats x, float inverse, float scale, float zero) {
+  return (codes_of(g, x * inverse, zero) - zero) * scale - x;
+}
+
+INLINE float squared_error(const lezero_groups *g, const float *w, float scale, float zero) {
   const float inverse = inverse_of(scale);
+  const int64_t whole = g->elements / SUMS * SUMS;
   lanes sum = {0};
-  for (int64_t i = 0; i < g->elements; i += SUMS) EACH_PART {
-    const int64_t at = i + h * LANES, left = g->elements - at;
-    const floats x = read(w + at, left);
-    floats wrong = (codes_of(g, x * inverse, zero) - zero) * scale - x;
+  for (int64_t i = 0; i < whole; i += SUMS) EACH_PART {
+    const floats wrong = error_of(g, load(w + i + h * LANES), inverse, scale, zero);
+    sum.part[h] += wrong * wrong;
+  }
+  if (whole < g->elements) EACH_PART {
+    const int64_t at = whole + h * LANES, left = g->elements - at;
+    floats wrong = error_of(g, read(w + at, left), inverse, scale, zero);
     if (left < LANES) wrong = first_lanes(wrong, left);
     sum.part[h] += wrong * wrong;
   }
@@ -109,18 +127,32 @@ typedef struct {
   float error, largest, shift; /* mean, most, and the mean of code - w / s */
 } found;
 
-static found with_zero(const lezero_groups *g, const float *w, float scale, float zero) {
-  const float inverse = inverse_of(scale);
-  lanes sum = {0}, most = {0}, shift = {0};
-  for (int64_t i = 0; i < g->elements; i += SUMS) EACH_PART {
-    const int64_t at = i + h * LANES, left = g->elements - at;
-    const floats x = read(w + at, left), scaled = x * inverse, code = codes_of(g, scaled, zero);
-    floats size = magnitude(x - (code - zero) * scale), moved = code - scaled;
-    if (left < LANES) size = first_lanes(size, left), moved = first_lanes(moved, left);
-    sum.part[h] += size, most.part[h] = larger(size, most.part[h]), shift.part[h] += moved;
+typedef struct {
+  lanes size, most, shift;
+} sums;
+
+/* One more vector in part h, of which the lanes from `left` on do not count. */
+INLINE void add_zero(const lezero_groups *g, sums *to, int h, floats x, float inverse, float scale,
+                     float zero, int64_t left) {
+  const floats scaled = x * inverse, code = codes_of(g, scaled, zero);
+  floats size = magnitude(x - (code - zero) * scale), moved = code - scaled;
+  if (left < LANES) size = first_lanes(size, left), moved = first_lanes(moved, left);
+  to->size.part[h] += size, to->most.part[h] = larger(size, to->most.part[h]);
+  to->shift.part[h] += moved;
+}
+
+INLINE found with_zero(const lezero_groups *g, const float *w, float scale, float zero) {
+  const float inverse = inverse_of(scale), n = (float)g->elements;
+  const int64_t whole = g->elements / SUMS * SUMS;
+  sums seen = {0};
+  for (int64_t i = 0; i < whole; i += SUMS) EACH_PART {
+    add_zero(g, &seen, h, load(w + i + h * LANES), inverse, scale, zero, LANES);
   }
-  const float n = (float)g->elements;
-  return (found){total(sum) / n, largest(most), total(shift) / n};
+  if (whole < g->elements) EACH_PART {
+    const int64_t at = whole + h * LANES, left = g->elements - at;
+    add_zero(g, &seen, h, read(w + at, left), inverse, scale, zero, left);
+  }
+  return (found){total(seen.size) / n, largest(seen.most), total(seen.shift) / n};
 }
 
 /* The mean of code - (w - outlier) / s, where errors beyond a size that β gives are outliers. */

@@ -1,0 +1,99 @@
+"""Models whose weights come part by part, for those who make something smaller of each part before
+the next one is read: the whole is never in memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lezero.core.paths import expand_home
+from lezero.models.gguf import opened_gguf
+from lezero.models.huggingface import (
+    Stored,
+    hand_over,
+    opened,
+    read_config,
+    read_tensor,
+    stored_tensors,
+    tensor_names,
+    weight_files,
+)
+from lezero.models.transformer import Transformer
+
+
+class Arriving:
+    """A `Transformer` on meta, and what reads its weights.
+
+    `model`'s names, shapes and types were compared with those of the files before. sizes: bytes of
+    each weight as it is read.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        reads: Mapping[str, Callable[[], Tensor]],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.model, self._reads, self.sizes = model, reads, sizes
+        model.rope.ready(1, torch.device("cpu"))
+
+    def fill_(self, part: nn.Module) -> None:
+        """Gives the parameters of `part`, in which they are called as in the model, their values,
+        on the CPU."""
+        names = [name for name, _ in part.named_parameters()]
+        part.load_state_dict({name: self._reads[name]() for name in names}, assign=True)
+
+
+def arriving_hf(folder: str | os.PathLike[str]) -> Arriving:
+    """The model in a Hugging Face folder, in the types of its files. Errors as `load_hf`, those of
+    names, shapes and types at once."""
+    root = Path(expand_home(folder))
+    files = weight_files(root)
+    with torch.device("meta"):
+        model = Transformer(read_config(root))
+    sizes: dict[str, int] = {}
+
+    def look(name: str, mapped: Tensor) -> Tensor:
+        sizes[name] = mapped.nbytes
+        return mapped
+
+    hand_over(model, stored_tensors(files), look, str(root))
+    places = tensor_names(files)
+    reads = {name: functools.partial(_copy, *at) for name, at in places.items()}
+    return Arriving(model, reads, sizes)
+
+
+def _copy(path: Path, name: str) -> Tensor:
+    """Of a tensor; its file is closed again, so that nothing of it counts as this process's."""
+    with opened(path) as file:
+        return read_tensor(file, path, name).clone()
+
+
+@contextmanager
+def arriving_gguf(
+    path: str | os.PathLike[str], matrices: torch.dtype | None = None
+) -> Iterator[Arriving]:
+    """The model in a GGUF file, dequantized: fp32, or `matrices` where it has two dims. Errors as
+    `load_gguf`, those of names and shapes at once."""
+    with opened_gguf(path) as (model, tensors):
+        stored = list(tensors)
+        hand_over(model, map(_unread, stored), lambda _, empty: empty, str(path))
+
+        def wide(read: Callable[[], Tensor]) -> Tensor:
+            values = read()
+            return values.to(matrices if matrices and values.dim() == 2 else values.dtype)
+
+        reads = {name: functools.partial(wide, read) for name, _, read in stored}
+        yield Arriving(model, reads, {name: 4 * math.prod(shape) for name, shape, _ in stored})
+
+
+def _unread(stored: Stored) -> Stored:
+    name, shape, _ = stored
+    return name, shape, functools.partial(torch.empty, shape, device="meta")
