@@ -155,9 +155,17 @@ class _Reader:
             raise self.corrupt(f"an array of {length} strings")
         if length <= _KEPT_ARRAY:
             return [self.string() for _ in range(length)]
-        for _ in range(length):
-            self.take(self.scalar("Q"))
+        self.skip_strings(length)
         return length
+
+    def skip_strings(self, count: int) -> None:
+        """A vocabulary has hundreds of thousands, so without a call for each."""
+        data, at, end = self.data, self.at, len(self.data)
+        for _ in range(count):
+            at += 8 + int.from_bytes(data[at : at + 8], "little")
+            if at > end:
+                raise self.corrupt("a text that reaches beyond the end")
+        self.at = at
 
     def tensor(self) -> TensorInfo:
         name, dims = self.string(), self.scalar("I")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError, need_extra
 from lezero.core.paths import expand_home
 from lezero.models.gguf_header import read_gguf_header
+from lezero.ops.build import kept
 
 # The end of a text, of a turn, and of a message that waits for a tool.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -18,34 +22,46 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> Any:
     """The tokenizer inside a GGUF file, as a transformers tokenizer (extra `hf`).
 
-    Do not call its `save_pretrained`: for byte-level vocabularies, what transformers then loads
-    again splits text wrongly. Pass `save_to` instead, which writes a folder that loads right.
+    transformers takes seconds to read it, so what it makes of a vocabulary is kept in the cache
+    folder. Do not call its `save_pretrained`: for byte-level vocabularies, what transformers then
+    loads again splits text wrongly. Pass `save_to` instead, which writes a folder that loads right.
 
     Raises `FileError` where the file holds none that can be read.
     """
     file = Path(expand_home(path)).absolute()
-    read_gguf_header(file)
+    start = read_gguf_header(file).data_start
     gguf_package()
     try:
-        from transformers import AutoTokenizer
+        import transformers
+        from tokenizers import Tokenizer
     except ImportError:
         raise need_extra("hf", "transformers", "reading a GGUF tokenizer") from None
+    with file.open("rb") as opened:
+        digest = hashlib.sha256(opened.read(start)).hexdigest()
+    made_from = f"{digest} by transformers {transformers.__version__}"
+    held = json.loads(kept("gguf-tokenizer", made_from, functools.partial(_converted, file)))
+    if save_to is not None:
+        _save_tokenizer(held, Path(expand_home(save_to)))
+    settings = {key: x for key, x in held["settings"].items() if key != "tokenizer_class"}
+    backend = Tokenizer.from_str(held["tokenizer"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+
+
+def _converted(file: Path) -> bytes:
+    """What transformers makes of a file's vocabulary, as JSON. It takes seconds."""
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+        # By itself, as files beside it are not in what names the result.
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "alone.gguf").symlink_to(file)
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="alone.gguf")
     except Exception as error:  # of any kind, where keys are missing
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise FileError(
             f"{file}: its tokenizer cannot be read ({first}); take the model's Hugging Face "
             "folder, or give lz.LLM a coder"
         ) from None
-    if save_to is not None:
-        _save_tokenizer(tokenizer, Path(expand_home(save_to)))
-    return tokenizer
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -55,7 +71,14 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
             settings[kind] = str(getattr(tokenizer, kind))
     if getattr(tokenizer, "chat_template", None):
         settings["chat_template"] = tokenizer.chat_template
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    held = {"tokenizer": tokenizer.backend_tokenizer.to_str(), "settings": settings}
+    return json.dumps(held).encode()
+
+
+def _save_tokenizer(held: dict[str, Any], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(held["tokenizer"], encoding="utf-8")
+    text = json.dumps(held["settings"], indent=2, ensure_ascii=False) + "\n"
     (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 

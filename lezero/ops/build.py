@@ -246,20 +246,20 @@ def _compile(sources: Sequence[Source], tools: tuple[str, str], aside: Path) -> 
 
 
 def _object(source: Source, tools: tuple[str, str], aside: Path) -> str:
-    """One compiled file; C is taken from the cache, where another library has compiled it."""
+    """One compiled file; C is kept in the cache, since other libraries are made of it too, which
+    wait where it is being compiled."""
     made_from = _digest([source])
     path = aside.parent / f"object-{source.path.stem}-{_named(made_from, tools)}.o"
-    if source.is_cpp:
-        flags = [tools[1], *_COMMON, *_CPP, "-I", str(_torch() / "include"), *source.flags]
-    elif _origin(path) == made_from:
-        return str(path)
-    else:
-        flags = [tools[0], *_COMMON, *source.flags]
     made = aside / path.name
-    _write([*flags, "-c", str(source.path), "-o", str(made)], str(made))
+    end = ("-c", str(source.path), "-o", str(made))
     if source.is_cpp:
+        include = ("-I", str(_torch() / "include"))
+        _write([tools[1], *_COMMON, *_CPP, *include, *source.flags, *end], str(made))
         return str(made)
-    _keep(made, path, made_from)
+    with _lock(path.with_suffix(".lock")):
+        if _origin(path) != made_from:
+            _write([tools[0], *_COMMON, *source.flags, *end], str(made))
+            _keep(made, path, made_from)
     return str(path)
 
 

@@ -18,7 +18,8 @@ so live side by side in a process, and the conformance suite holds each of them 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class Native:
         self._loaded: bool | None = None
         self._kernel: Kernel | None = None
         self._ops: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
 
     def able(self) -> tuple[Kernel, ...]:
         """The kernels that this processor's instruction sets run, in the order of their rows: the
@@ -117,11 +119,9 @@ class Native:
     def load(self, kernel: Kernel) -> Any:
         """Builds, loads and tries one kernel; its namespace of `torch.ops`. Raises `BuildError`."""
         if kernel.name not in self._ops:
-            namespace = f"lezero_{self.name}_{kernel.name}"
-            sources = [Source(file, kernel.flags) for file in kernel.files]
-            sources.append(Source(self.registration, (f"-DLEZERO_OPS={namespace}",)))
+            namespace, path = self._namespace(kernel), self.build(kernel)
             try:
-                torch.ops.load_library(build(f"{self.name}-{kernel.name}", sources))
+                torch.ops.load_library(path)
             except OSError as error:
                 why = error.__cause__ or error  # torch names the file only
                 raise BuildError(f"its library does not load: {why}") from None
@@ -130,6 +130,18 @@ class Native:
                 kernel.trial(ops)
             self._ops[kernel.name] = ops
         return self._ops[kernel.name]
+
+    def build(self, kernel: Kernel) -> Path:
+        """The library of one kernel, built where it is not there yet. Raises `BuildError`."""
+        if kernel.name not in self._paths:
+            sources = [Source(file, kernel.flags) for file in kernel.files]
+            named = f"-DLEZERO_OPS={self._namespace(kernel)}"
+            sources.append(Source(self.registration, (named,)))
+            self._paths[kernel.name] = build(f"{self.name}-{kernel.name}", sources)
+        return self._paths[kernel.name]
+
+    def _namespace(self, kernel: Kernel) -> str:
+        return f"lezero_{self.name}_{kernel.name}"
 
     def _load_best(self) -> bool:
         problems = []
@@ -148,6 +160,18 @@ class Native:
             self.problem = problems[0]
             logger("ops").warning("%s: %s", self.otherwise, self.problem)
         return False
+
+
+def build_together(several: Iterable[Native]) -> None:
+    """Builds what each of `several` will load, side by side, since a compiler uses one core.
+
+    Loads nothing, and what cannot be built is left to `available()`, which tries others and tells.
+    """
+    wanted = [(native, native.suited()) for native in several if native._loaded is None]
+    with ThreadPoolExecutor() as pool:
+        for native, kernels in wanted:
+            if kernels:
+                pool.submit(native.build, kernels[0])
 
 
 def natives() -> list[Native]:

@@ -27,6 +27,10 @@ from lezero.models import Transformer
 from lezero.models.huggingface import INDEX, SINGLE, weight_files
 from lezero.ops import linear
 from lezero.ops.decoder import native
+from lezero.ops.draw.native import NATIVE as DRAW
+from lezero.ops.grid_fit.native import NATIVE as FIT
+from lezero.ops.linear.native import NATIVE as LINEAR
+from lezero.ops.native import build_together
 from lezero.report.units import size
 from lezero.serve.arriving import Fetch, arriving, room_for
 from lezero.serve.captured import CapturedProgram
@@ -55,6 +59,8 @@ def open_program(
     """The program of a model, and what reads its tokenizer; None for a `Transformer`, and for a
     Hugging Face folder of weights alone."""
     settle_first_calls()
+    if device.device().type == "cpu" and weights != "fp32":
+        build_together([native.NATIVE, LINEAR, DRAW, *([FIT] if weights == "int4" else [])])
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)

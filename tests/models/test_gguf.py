@@ -378,6 +378,11 @@ def test_smollm2_agrees_with_transformers_and_knows_paris(smollm2: Path, tmp_pat
     assert ((found - wanted).abs().max() / wanted.abs().max()).item() < 1e-4
     assert tokenizer.decode(generate(model, prompt, 3)[0]).startswith(" Paris")
 
+    direct = AutoTokenizer.from_pretrained(str(smollm2.parent), gguf_file=smollm2.name)
+    for one in (f"{text} <|im_end|> 😀", "  a\n\n\tb", ""):
+        assert tokenizer(one).input_ids == direct(one).input_ids
+    assert tokenizer.chat_template == direct.chat_template
+    assert tokenizer.all_special_ids == direct.all_special_ids
     again = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     sample = f"{text}:\n\n    def naïve(x): return '→' * 12  # 你好\t1234"
     assert again(sample).input_ids == tokenizer(sample).input_ids

@@ -1,24 +1,40 @@
-"""Which tokens of a GGUF file end an answer."""
+"""The tokenizer inside a GGUF file is converted once for each vocabulary."""
+
+from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from lezero.models import Transformer, gguf_end_tokens
-from tests.models.test_gguf import CONFIG, write
+from lezero.core.errors import FileError
+from lezero.models import gguf_tokenizer, gguf_vocabulary, packaged_gguf
+
+pytest.importorskip("gguf")
+pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize(
-    ("ids", "ends"),
-    [({}, set()), ({"eos": 3, "eot": 5, "eom": 1999}, {3, 5, 1999}), ({"eos": 3, "eot": 3}, {3})],
-)
-def test_the_ends_of_text_turn_and_message_are_told(
-    ids: dict[str, int], ends: set[int], tmp_path: Path
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    try:
+        return packaged_gguf()
+    except FileError as error:
+        pytest.skip(str(error))
+
+
+def test_a_vocabulary_is_converted_once(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {f"tokenizer__ggml__{kind}_token_id": token for kind, token in ids.items()}
-    assert gguf_end_tokens(write(tmp_path / "a.gguf", Transformer(CONFIG), **said)) == ends
-    none = {f"tokenizer__ggml__{kind}_token_id": (1 << 32) - 1 for kind in ("eot", "eom")}
-    file = write(
-        tmp_path / "b.gguf", Transformer(CONFIG), **none, tokenizer__ggml__eos_token_id=2000
-    )
-    assert gguf_end_tokens(file) == set()
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    made: list[Path] = []
+    first = gguf_vocabulary._converted(smollm2)
+    monkeypatch.setattr(gguf_vocabulary, "_converted", lambda file: made.append(file) or first)
+    copy = tmp_path / "copy.gguf"
+    copy.write_bytes(smollm2.read_bytes())
+    for file in (smollm2, smollm2, copy):
+        assert gguf_tokenizer(file)("to be").input_ids
+    assert made == [smollm2]
+    data = copy.read_bytes()
+    copy.write_bytes(data.replace(b"You are a helpful AI", b"You are a hateful AI", 1))
+    assert copy.read_bytes() != data  # its chat template
+    gguf_tokenizer(copy)
+    assert made == [smollm2, copy]

@@ -73,7 +73,7 @@ def test_builds_once_and_again_when_a_header_changes(source, tmp_path, monkeypat
     second = build("answer", [source], cache)
     assert second != first
     assert answer(second) == 43
-    assert Counter(p.suffix for p in cache.iterdir()) == {".json": 4, ".lock": 1, ".so": 2, ".o": 2}
+    assert Counter(p.suffix for p in cache.iterdir()) == {".json": 4, ".lock": 3, ".so": 2, ".o": 2}
 
 
 @needs_compiler
@@ -138,7 +138,7 @@ def test_a_compilers_error_is_told_and_leaves_nothing(source, tmp_path):
     source.path.write_text("int answer(void) { return nonsense; }\n")
     with pytest.raises(BuildError, match="nonsense"):
         build("answer", [source], tmp_path / "cache")
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == ["answer.lock"]
+    assert {p.suffix for p in (tmp_path / "cache").iterdir()} == {".lock"}
 
 
 @needs_compiler
@@ -230,7 +230,7 @@ def test_what_lies_in_the_way_is_removed(source, tmp_path):
         (cache / "answer.building").write_text("")
         assert build("answer", [source], cache) == path
         assert answer(path) == 42
-    assert Counter(p.suffix for p in cache.iterdir()) == {".json": 2, ".lock": 1, ".so": 1, ".o": 1}
+    assert Counter(p.suffix for p in cache.iterdir()) == {".json": 2, ".lock": 2, ".so": 1, ".o": 1}
 
 
 @needs_compiler

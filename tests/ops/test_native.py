@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lezero.core import facts
+from lezero.ops import build as builder
 from lezero.ops import native as ops_native
 from lezero.ops.build import BuildError, Source
 from lezero.ops.native import Kernel, Native, natives
@@ -84,6 +85,15 @@ def test_a_failed_build_is_one_line(
     assert (one.problem, one.kernel_name()) == ("no C compiler found", "")
 
 
+REGISTRATION = """#include <torch/csrc/stable/library.h>
+extern "C" int lezero_answer(void);
+int64_t answer() { return lezero_answer(); }
+STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) { m.def("answer() -> int"); }
+STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {
+  m.impl("answer", TORCH_BOX(&answer));
+}"""
+
+
 def refuse(ops: Any) -> None:
     assert ops.answer() == 42
     raise BuildError("its answer is wrong")
@@ -96,15 +106,7 @@ def test_a_compiler_too_old_for_the_fastest_or_a_failed_trial_takes_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "good.c").write_text("int lezero_answer(void) { return 42; }\n")
-    (tmp_path / "r.cpp").write_text(
-        """#include <torch/csrc/stable/library.h>
-        extern "C" int lezero_answer(void);
-        int64_t answer() { return lezero_answer(); }
-        STABLE_TORCH_LIBRARY_FRAGMENT(LEZERO_OPS, m) { m.def("answer() -> int"); }
-        STABLE_TORCH_LIBRARY_IMPL(LEZERO_OPS, CompositeExplicitAutograd, m) {
-          m.impl("answer", TORCH_BOX(&answer));
-        }"""
-    )
+    (tmp_path / "r.cpp").write_text(REGISTRATION)
     monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
     too_new = Kernel("too_new", frozenset(), (tmp_path / "good.c",), ("-mno-such-instructions",))
     refused = Kernel("refused", frozenset(), (tmp_path / "good.c",), trial=refuse)
@@ -134,3 +136,41 @@ def test_every_native_op_is_found() -> None:
         assert one.otherwise
         needs = {name for kernel in one.kernels for name in kernel.needs}
         assert needs <= set(facts._SETS), "a set that nobody looks for leaves its kernel out"
+
+
+@pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
+)
+def test_several_are_built_side_by_side_and_a_file_of_both_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = "".join(f"int f{i}(int x) {{ return x * {i} + f{i - 1}(x); }}\n" for i in range(1, 200))
+    (tmp_path / "good.c").write_text(
+        f"int f0(int x) {{ return x; }}\n{slow}int lezero_answer(void) {{ return 42; }}\n"
+    )
+    (tmp_path / "r.cpp").write_text(REGISTRATION)
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+    compiled: list[str] = []
+    real = builder._write
+
+    def write(command: list[str], out: str) -> None:
+        compiled.append(Path(out).name.rpartition("-")[0])
+        real(command, out)
+
+    monkeypatch.setattr(builder, "_write", write)
+    good = Kernel("good", frozenset(), (tmp_path / "good.c",))
+    broken = Kernel("broken", frozenset(), (tmp_path / "none.c",))
+    made = [
+        ops_native.Native(name, [kernel], registration=tmp_path / "r.cpp", otherwise="none")
+        for name, kernel in (("one", good), ("two", good), ("three", broken))
+    ]
+    ops_native.build_together(made)
+    assert compiled.count("object-good") == 1
+    assert compiled.count("object-r") == 2
+    monkeypatch.setattr(ops_native, "build", lambda *a: pytest.fail("built again"))
+    assert [one.available() for one in made[:2]] == [True, True]
+    assert [one.ops.answer() for one in made[:2]] == [42, 42]
+    assert not caplog.records
+    monkeypatch.undo()
+    assert not made[2].available()  # which tells
+    assert "cannot read the sources of three" in made[2].problem
