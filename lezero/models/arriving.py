@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lezero.core.errors import FileError, LeZeroError
 from lezero.core.paths import expand_home
 from lezero.models.gguf import opened_gguf
 from lezero.models.huggingface import (
@@ -32,7 +33,7 @@ class Arriving:
     """A `Transformer` on meta, and what reads its weights.
 
     `model`'s names, shapes and types were compared with those of the files before. sizes: bytes of
-    each weight as it is read.
+    each weight as it is read. wide: whether some are in fp64.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class Arriving:
         model: Transformer,
         reads: Mapping[str, Callable[[], Tensor]],
         sizes: Mapping[str, int],
+        wide: bool = False,
     ) -> None:
-        self.model, self._reads, self.sizes = model, reads, sizes
+        self.model, self._reads, self.sizes, self.wide = model, reads, sizes, wide
         model.rope.ready(1, torch.device("cpu"))
 
     def fill_(self, part: nn.Module) -> None:
@@ -58,22 +60,43 @@ def arriving_hf(folder: str | os.PathLike[str]) -> Arriving:
     files = weight_files(root)
     with torch.device("meta"):
         model = Transformer(read_config(root))
-    sizes: dict[str, int] = {}
+    as_they_are = {path: _mark(path) for path in files}
+    seen: dict[str, Tensor] = {}
 
     def look(name: str, mapped: Tensor) -> Tensor:
-        sizes[name] = mapped.nbytes
+        seen[name] = mapped.to("meta")
         return mapped
 
     hand_over(model, stored_tensors(files), look, str(root))
     places = tensor_names(files)
-    reads = {name: functools.partial(_copy, *at) for name, at in places.items()}
-    return Arriving(model, reads, sizes)
+    reads = {
+        name: functools.partial(_copy, path, there, as_they_are[path])
+        for name, (path, there) in places.items()
+    }
+    sizes = {name: x.nbytes for name, x in seen.items()}
+    return Arriving(model, reads, sizes, any(x.dtype == torch.float64 for x in seen.values()))
 
 
-def _copy(path: Path, name: str) -> Tensor:
+def _mark(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _copy(path: Path, name: str, mark: tuple[int, ...]) -> Tensor:
     """Of a tensor; its file is closed again, so that nothing of it counts as this process's."""
-    with opened(path) as file:
-        return read_tensor(file, path, name).clone()
+    try:
+        with opened(path) as file:
+            found = read_tensor(file, path, name).clone()
+        same = _mark(path) == mark
+    except (OSError, LeZeroError):
+        if path.is_file() and _mark(path) == mark:
+            raise
+        same = False
+    if not same:
+        raise FileError(
+            f"{path}: was replaced or removed while the model was read from it; open it again"
+        )
+    return found
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from lezero.models.transformer import Transformer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -222,12 +222,12 @@ def hand_over(model: Transformer, tensors: Iterable[Stored], take: Take, source:
                 continue
             kept = take(name, tensor)
             taken.add(name)
-            if name == _EMBEDDING and model.config.tied:
+            if name == EMBEDDING and model.config.tied:
                 ends[name] = kept
     known = taken | {p.split(" ")[0] for p in problems}
     problems += [f"missing {name}" for name in wanted if name not in known]
     if len(ends) == 2:
-        head, embedding = ends[_HEAD], ends[_EMBEDDING]
+        head, embedding = ends[_HEAD], ends[EMBEDDING]
         if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
             problems.append("lm_head.weight differs from the embedding, but config.json ties them")
     if problems:

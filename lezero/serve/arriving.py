@@ -3,7 +3,7 @@ what is in memory at once is what stays, and one block as it lies in the file.""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -14,6 +14,10 @@ from lezero.compress.quantize import Scheme, is_quantized_folder
 from lezero.compress.quantize.arriving import quantize_arriving_
 from lezero.models import Transformer
 from lezero.models.arriving import Arriving, arriving_gguf, arriving_hf
+from lezero.models.huggingface import EMBEDDING
+
+_JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Matrices that become one."""
 
 
 def arriving(place: Path, matrices: torch.dtype | None) -> AbstractContextManager[Arriving] | None:
@@ -29,29 +33,38 @@ def arriving(place: Path, matrices: torch.dtype | None) -> AbstractContextManage
 def room_for(source: Arriving, bits: int) -> int:
     """Bytes that are in memory at most while matrices are read and kept in so many bits.
 
-    First the vocabulary's matrices as they are read beside what becomes of them; at the end all
-    that stays, and a block as it is read and once more, or the head on its way to huge pages.
+    First the vocabulary's matrices as they are read, and what becomes of them; at the end all that
+    stays and a block as it is read, or the head on its way to huge pages. Beside them lies what is
+    made next: codes, a byte each, before they are packed; in 16 bits matrices that are joined.
     """
-    blocks, ends, stay, stay_ends = Counter[str](), 0, 0.0, [0.0]
+    sizes, stay, kept_ends = source.sizes, 0.0, dict[str, float]()
+    blocks, ends = defaultdict[str, dict[str, int]](dict), 0
     for name, parameter in source.model.named_parameters():
         inside = name.startswith("layers.")
         if parameter.dim() < 2:
             each = 32.0
-        elif bits == 16 and name == "embed_tokens.weight" and not source.model.config.tied:
-            each = 8 * source.sizes[name] / parameter.numel()
         elif bits == 16 or not inside:
             each = max(bits, 8)
         else:
             each = bits * (1 + 1 / 16)  # scales and zero points
         kept = each / 8 * parameter.numel()
-        stay += kept
         if inside:
-            blocks[name.split(".")[1]] += source.sizes[name]
+            _, index, *_, module, _ = name.split(".")
+            blocks[index][module] = blocks[index].get(module, 0) + sizes[name]
         else:
-            stay_ends.append(kept)
-            ends += source.sizes[name]
-    beside = max(2 * max(blocks.values()), *stay_ends)
-    return int(max(ends + sum(stay_ends), stay + beside))
+            ends += sizes[name]
+            if bits == 16 and name == EMBEDDING and not source.model.config.tied:
+                stay += sizes[name]  # is looked up as it was read
+                continue
+            kept_ends[name] = kept
+        stay += kept
+    first = ends + sum(kept_ends.values()) + (max(kept_ends.values()) if bits < 16 else 0)
+    codes = max(x.numel() for n, x in source.model.named_parameters() if n.startswith("layers."))
+    joined = max(sum(x.get(one, 0) for one in ones) for x in blocks.values() for ones in _JOINED)
+    block = max(sum(block.values()) for block in blocks.values())
+    return int(
+        max(first, stay + max(*kept_ends.values(), block + (joined if bits == 16 else codes)))
+    )
 
 
 class Fetch:

@@ -49,7 +49,8 @@ def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
         if x_blocks and x_bits == 16:
             x_bits, x_block = 8, block_of(group)
         return Weight(packed, bias, N, K, bits, group, x_bits, x_block)
-    wide = torch.cat([_wide(part.weight) for part in parts])
+    each = [_wide(part.weight) for part in parts]
+    wide = each[0] if len(each) == 1 else torch.cat(each)
     return Weight(
         Packed(pack_bf16(wide), torch.empty(0, dtype=torch.float32), None), bias, N, K, 16
     )

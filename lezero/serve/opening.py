@@ -92,7 +92,7 @@ def _in_parts(place: Path, weights: Weights) -> Program | None:
     if source is None:
         return None
     with source as opened:
-        if shape_of(opened.model).problem():
+        if shape_of(opened.model).problem() or opened.wide:  # fp64 is rounded by nothing of ours
             return None
         scheme = _scheme(opened.model, weights)
         _need(room_for(opened, _BITS[weights]), place, weights, "packed", _SMALLER[weights])

@@ -33,3 +33,4 @@ def quantize_arriving_(part: nn.Module, config: Scheme) -> None:
             continue
         for user, layer in zip(site.users, layers, strict=True):
             layer.take_over(user.module)
+        site.parameter.data = site.parameter.data.new_empty(0)

@@ -44,7 +44,15 @@ class Packed(NamedTuple):
 def pack_bf16(weight_NK: Tensor) -> Tensor:
     """A float (N, K) weight, rounded to bf16, in the packed layout."""
     _matrix("pack_bf16", weight_NK, weight_NK.is_floating_point(), "floats")
-    return _panels(weight_NK.bfloat16(), 32, 2)
+    N, K = weight_NK.shape
+    shape = (-(-N // PANEL), -(-K // 32) * 16, PANEL, 2)
+    packed = weight_NK.new_empty(shape, dtype=torch.bfloat16)
+    # Some panels at a time: a vocabulary is large enough without copies of it.
+    count = _rows_at_once(K)
+    for first, part in zip(range(0, N, count), weight_NK.split(count), strict=True):
+        made = _panels(part.bfloat16(), 32, 2)
+        packed[first // PANEL : first // PANEL + len(made)] = made
+    return packed
 
 
 def unpack_bf16(packed: Tensor, out_features: int, in_features: int) -> Tensor:
