@@ -157,7 +157,8 @@ def _warn_of_long_rows(config: DataConfig, text: str) -> None:
 def _find_or_build(config: DataConfig, root: Path) -> Path:
     train = find_files(config.train, "data.train")
     held = find_files(_held_names(config), "data.validation")
-    folder = root / f"tokens-{_key(config, train, held)[:24]}"
+    key = _key(config, train, held)
+    folder = root / f"tokens-{key[:24]}"
     if folder.is_dir():
         try:
             store.read_manifest(folder)
@@ -171,6 +172,8 @@ def _find_or_build(config: DataConfig, root: Path) -> Path:
                 _build(config, train, held, made)
             finally:
                 corpus.python_docs.cache_clear()
+            if _key(config, train, held) != key:  # read several times: parts would have mixed
+                raise FileError("data: the files changed while they were read; start again")
             commit(made, folder)
     except OSError as error:
         raise FileError(

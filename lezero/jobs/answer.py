@@ -107,6 +107,7 @@ def answer_file(
             lines, errors = lines + 1, errors + ("error" in answer)
             tokens += answer.get("tokens", 0)
         took = time.perf_counter() - began
+        give_back_free_blocks()  # of vast lines
     print(
         f"{lines} answers ({errors} errors), {tokens} tokens in {took:.1f} s, "
         f"{tokens / took:,.0f} tokens/s",

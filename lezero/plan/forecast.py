@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lezero.core import device, facts
+from lezero.core import device, facts, room
 from lezero.core.errors import CapacityError
 from lezero.memory import OVERHEAD, can_come_from_malloc
 from lezero.ops.attention import available
@@ -218,8 +218,7 @@ def free_bytes(spec: StepSpec) -> int:
     """Memory that one rank may use: what is free on this machine now, shared by its ranks."""
     if spec.device != "cpu":
         return device.memory_free()
-    memory = facts.memory()
-    return min(memory.available, memory.limit) // spec.neighbours
+    return room.free_memory(spec.neighbours)
 
 
 def memory_of(

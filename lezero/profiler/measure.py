@@ -23,7 +23,8 @@ from typing import Any
 
 from lezero.core import device as devices
 from lezero.core.errors import LeZeroError
-from lezero.core.facts import cache_folder, memory
+from lezero.core.facts import cache_folder
+from lezero.core.room import free_memory
 from lezero.profiler.ceilings import Ceilings, GemmPoint, ReadPoint
 
 GIB, MIB = 2**30, 2**20
@@ -220,7 +221,7 @@ def _memory(bench: _Bench) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     place = bench.place
-    free = memory().available if place.type == "cpu" else devices.memory_free()
+    free = free_memory() if place.type == "cpu" else devices.memory_free()
     size = max(MIB, min(bench.effort.memory, free // 4) // MIB * MIB)
     with bench.guarded("memory_read"):
         part = size // 4

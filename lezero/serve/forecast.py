@@ -9,7 +9,7 @@ import psutil
 
 from lezero.core import device
 from lezero.core.errors import ConfigError
-from lezero.core.facts import memory
+from lezero.core.room import free_memory
 from lezero.profiler import Ceilings, hardware
 from lezero.report.units import size
 from lezero.serve.program import Program
@@ -300,7 +300,7 @@ def refuse_too_large_a_cache(cache_bytes: int, program: Program) -> None:
 
 def _free(program: Program) -> int:
     """Bytes that this process may still take where the cache lies; 0: not known."""
-    return memory().available if program.place.type == "cpu" else device.memory_free(program.place)
+    return free_memory() if program.place.type == "cpu" else device.memory_free(program.place)
 
 
 def _at_most(found: float | None, what: str) -> str:

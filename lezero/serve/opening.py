@@ -14,7 +14,7 @@ from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
-from lezero.core import device, facts
+from lezero.core import device, room
 from lezero.core.errors import ConfigError
 from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
@@ -116,7 +116,7 @@ def _require_room(place: Path, weights: Weights) -> None:
 
 
 def _need(size_: int, place: Path, weights: Weights, how: str, smaller: str) -> None:
-    free = facts.memory().available
+    free = room.free_memory()
     if 0 < free < size_:
         raise ConfigError(
             f"weights: got {weights!r}; those of {place} take {size(size_)} as they are {how}, but "

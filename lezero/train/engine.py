@@ -34,6 +34,7 @@ from lezero.nn.modes import evaluating
 from lezero.nn.walk import drop_gradients
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
+from lezero.train.agreement import before_step, options_of
 from lezero.train.counting import Batch, Count, Counter, why_nothing
 from lezero.train.engine_arguments import agree_on_arguments, check_held, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of
@@ -288,11 +289,11 @@ class Engine:
         stop = self.requests.take_stop()
         if groups.world_size() == 1:
             return count, stop
-        mine = torch.tensor([count, int(stop), int(self.gradients.outdated())])
-        total, stops, outdated = groups.all_reduce_sum(mine, "counts").tolist()
-        if outdated:
+        options = options_of(self.optimizer, clip=self.clip, accumulate=self.accumulate)
+        found = before_step(count, stop, self.gradients.outdated(), options)
+        if found.outdated:
             self.gradients.renew()
-        return total, bool(stops)
+        return found.counted, bool(found.stops)
 
     def _set_lr(self) -> float:
         planned, last = self.schedule, self.total_steps or 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -298,3 +299,23 @@ def test_the_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert facts.cache_folder() == tmp_path / "home" / ".cache" / "lezero"
     assert not (tmp_path / "home").exists(), "asking creates nothing"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_limit_on_addresses_is_this_processes_own() -> None:
+    code = (
+        "import resource\n"
+        "from lezero.core import room\n"
+        "assert room.address_room() is None\n"
+        "most = room.free_memory(4)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, resource.RLIM_INFINITY))\n"
+        "print(most, room.free_memory(4), room.free_memory(1), room.address_room())\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))\n"
+        "print(room.free_memory())\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    most, four, one, room, nothing = map(int, out.stdout.split())
+    assert 2 << 30 < room < 3 << 30
+    assert four == min(most, room)
+    assert one <= room
+    assert nothing == 1

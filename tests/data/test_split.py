@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lezero.core.errors import ConfigError, FileError
-from lezero.data import prepare
+from lezero.data import build, prepare
 from lezero.data.build import Data
 from lezero.data.reading import Document
 from lezero.data.split import TRAIN, select
@@ -127,6 +127,31 @@ def test_files_that_change_while_they_are_read_are_told(read: int) -> None:
     documents = iter([Document("text", "a file")] * read)
     with pytest.raises(FileError, match="the files changed while they were read"):
         list(select(documents, [TRAIN, TRAIN], TRAIN, 0.0))
+
+
+def test_as_many_documents_in_another_order_are_no_longer_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was read as validation the first time would be trained on the second time."""
+    documents = [{"text": f"document {n} of many"} for n in range(200)]
+    jsonl(tmp_path / "d.jsonl", *documents)
+    real, opened = build.Writer, list[str]()
+
+    def writer(folder: Path, name: str, tokenizer: Any) -> Any:
+        opened.append(name)
+        if name == "validation":
+            jsonl(tmp_path / "d.jsonl", *documents[1:], {"text": "document 999 of all"})
+        return real(folder, name, tokenizer)
+
+    monkeypatch.setattr(build, "Writer", writer)
+    with pytest.raises(FileError, match="the files changed while they were read; start again"):
+        prepare(config(tmp_path / "d.jsonl", validation=0.1), tmp_path / "cache")
+    assert opened == ["train", "validation"]
+    assert not list((tmp_path / "cache").glob("tokens-*"))
+    monkeypatch.undo()
+    data = prepare(config(tmp_path / "d.jsonl", validation=0.1), tmp_path / "cache")
+    parts = documents_of(data, data.train), documents_of(data, data.validation)
+    assert not set(parts[0]) & set(parts[1])
 
 
 def test_pairs_of_unequal_length_are_told_of(

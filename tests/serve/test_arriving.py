@@ -201,7 +201,7 @@ def test_room_is_asked_for_before_values_are_read(
     save_hf(small().bfloat16(), tmp_path)
     needs = {bits: room_for(arriving_hf(tmp_path), bits) for bits in (16, 8, 4)}
     assert needs[4] < needs[8] < needs[16]
-    free = SimpleNamespace(available=0)
+    free = SimpleNamespace(available=0, limit=1 << 60)
     monkeypatch.setattr(facts, "memory", lambda: free)
     real = arriving._copy
     for weights, bits, smaller in (

@@ -84,7 +84,7 @@ def test_ceilings_of_another_device_say_nothing(
 
 def test_the_cache_is_within_what_the_process_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     before = facts.memory()
-    monkeypatch.setattr(module, "memory", lambda: replace(before, available=1 << 20))
+    monkeypatch.setattr(facts, "memory", lambda *_: replace(before, available=1 << 20))
     left = LLM(small())
     assert 0 < left.forecast.cache_bytes <= 0.3 * (1 << 20)
     assert LLM(small(), cache_bytes=1 << 20).forecast.cache_bytes == 1 << 20

@@ -164,7 +164,7 @@ def test_weights_that_no_memory_is_free_for_are_refused_before_they_are_read(
     save_hf(small().bfloat16(), tmp_path)
     (tmp_path / "model.fp16.safetensors").write_bytes(b"a copy" * 10_000)  # is not read
     held = (tmp_path / "model.safetensors").stat().st_size
-    free = SimpleNamespace(available=2 * held)
+    free = SimpleNamespace(available=2 * held, limit=1 << 60)
     monkeypatch.setattr(facts, "memory", lambda: free)
     open_program(tmp_path, "fp32")
     free.available -= 1

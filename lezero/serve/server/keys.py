@@ -44,7 +44,8 @@ class Keys:
     """The keys that are let in; with none, everyone is.
 
     lines: as `new_key` makes them; empty ones and those that begin with # are passed over.
-    Raises `ConfigError` for other lines, without showing them, since they may hold a key.
+    Raises `ConfigError` for other lines, without showing them, since they may hold a key, and for a
+    key of two names.
     """
 
     def __init__(self, lines: list[str], source: str = "keys") -> None:
@@ -58,6 +59,12 @@ class Keys:
                 raise ConfigError(
                     f"{source}: line {number} is not of the form 'NAME sha256:HASH', which "
                     "lz serve --new-key NAME prints; keys themselves are not kept"
+                )
+            other = next((name for name, known in self._hashes if known == found[2]), found[1])
+            if other != found[1]:
+                raise ConfigError(
+                    f"{source}: line {number} gives the key of '{other}' to '{found[1]}' too, so "
+                    "it would count for one of them alone; delete a line, or make a key of its own"
                 )
             self._hashes.append((found[1], found[2]))
 

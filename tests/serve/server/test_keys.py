@@ -157,3 +157,11 @@ def test_a_rate_over_http() -> None:
         assert found.error["type"] == "rate_limit_error"
         assert 9 <= int(found.headers["retry-after"]) <= 11
         assert client.ask("/health").status == 200
+
+
+def test_a_key_of_two_names_is_refused() -> None:
+    key, line = new_key("ann")
+    assert Keys([line, line]).owner(f"Bearer {key}") == "ann"
+    with pytest.raises(ConfigError, match="line 3 gives the key of 'ann' to 'bob' too") as told:
+        Keys([line, "", line.replace("ann", "bob")], "file")
+    assert key not in str(told.value)
