@@ -158,6 +158,7 @@ def _find_or_build(config: DataConfig, root: Path) -> Path:
     train = find_files(config.train, "data.train")
     held = find_files(_held_names(config), "data.validation")
     key = _key(config, train, held)
+    before = _looks([*train, *held])
     folder = root / f"tokens-{key[:24]}"
     if folder.is_dir():
         try:
@@ -172,8 +173,7 @@ def _find_or_build(config: DataConfig, root: Path) -> Path:
                 _build(config, train, held, made)
             finally:
                 corpus.python_docs.cache_clear()
-            if _key(config, train, held) != key:  # read several times: parts would have mixed
-                raise FileError("data: the files changed while they were read; start again")
+            _check_unchanged(before, _looks([*train, *held]))
             commit(made, folder)
     except OSError as error:
         raise FileError(
@@ -218,6 +218,19 @@ def _stamp(path: str) -> tuple[object, ...]:
         return (os.path.abspath(path), error.errno)
     # The second time is one that no program can set back, as `cp -p` and rsync do the first.
     return (os.path.realpath(path), found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _looks(paths: list[str]) -> list[tuple[object, ...]]:
+    """Their stamps without the times that a backup's links change too."""
+    return [_stamp(path)[:3] for path in paths if path != corpus.NAME]
+
+
+def _check_unchanged(before: list[tuple[object, ...]], now: list[tuple[object, ...]]) -> None:
+    """Raises `FileError` where a file has changed: they are read several times, so that documents
+    of both parts would have mixed."""
+    for one, two in zip(before, now, strict=True):
+        if one != two:
+            raise FileError(f"data: the files changed while they were read; start again ({one[0]})")
 
 
 def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) -> None:

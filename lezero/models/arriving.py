@@ -33,7 +33,8 @@ class Arriving:
     """A `Transformer` on meta, and what reads its weights.
 
     `model`'s names, shapes and types were compared with those of the files before. sizes: bytes of
-    each weight as it is read. wide: whether some are in fp64.
+    each weight as it comes. wide: whether some are in fp64. beside: bytes a number that are there
+    besides while a weight is read.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class Arriving:
         reads: Mapping[str, Callable[[], Tensor]],
         sizes: Mapping[str, int],
         wide: bool = False,
+        beside: int = 0,
     ) -> None:
-        self.model, self._reads, self.sizes, self.wide = model, reads, sizes, wide
+        self.model, self._reads = model, reads
+        self.sizes, self.wide, self.beside = sizes, wide, beside
         model.rope.ready(1, torch.device("cpu"))
 
     def fill_(self, part: nn.Module) -> None:
@@ -79,7 +82,7 @@ def arriving_hf(folder: str | os.PathLike[str]) -> Arriving:
 
 def _mark(path: Path) -> tuple[int, ...]:
     found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns  # some file systems change a file's number
 
 
 def _copy(path: Path, name: str, mark: tuple[int, ...]) -> Tensor:
@@ -114,7 +117,9 @@ def arriving_gguf(
             return values.to(matrices if matrices and values.dim() == 2 else values.dtype)
 
         reads = {name: functools.partial(wide, read) for name, _, read in stored}
-        yield Arriving(model, reads, {name: 4 * math.prod(shape) for name, shape, _ in stored})
+        kept = 2 if matrices else 4
+        sizes = {n: math.prod(x) * (kept if len(x) == 2 else 4) for n, x, _ in stored}
+        yield Arriving(model, reads, sizes, beside=4)
 
 
 def _unread(stored: Stored) -> Stored:

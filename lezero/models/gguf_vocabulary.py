@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lezero.models.gguf_header import read_gguf_header
 from lezero.ops.build import kept
 
 # The end of a text, of a turn, and of a message that waits for a tool.
+_FORM = "1"
+"""Of what is kept of a vocabulary; another one is made again."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -32,19 +35,28 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
     start = read_gguf_header(file).data_start
     gguf_package()
     try:
-        import transformers
         from tokenizers import Tokenizer
+        from transformers import PreTrainedTokenizerFast
     except ImportError:
         raise need_extra("hf", "transformers", "reading a GGUF tokenizer") from None
-    with file.open("rb") as opened:
-        digest = hashlib.sha256(opened.read(start)).hexdigest()
-    made_from = f"{digest} by transformers {transformers.__version__}"
+    digest = _digest_of_beginning(file, start)
+    versions = [metadata.version(name) for name in ("transformers", "tokenizers", "gguf")]
+    made_from = " ".join([digest, _FORM, *versions])
     held = json.loads(kept("gguf-tokenizer", made_from, functools.partial(_converted, file)))
     if save_to is not None:
         _save_tokenizer(held, Path(expand_home(save_to)))
     settings = {key: x for key, x in held["settings"].items() if key != "tokenizer_class"}
     backend = Tokenizer.from_str(held["tokenizer"])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+
+
+def _digest_of_beginning(file: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while size > 0 and (some := opened.read(min(size, 1 << 20))):
+            digest.update(some)
+            size -= len(some)
+    return digest.hexdigest()
 
 
 def _converted(file: Path) -> bytes:

@@ -162,16 +162,19 @@ class Native:
         return False
 
 
-def build_together(several: Iterable[Native]) -> None:
+def build_together(several: Iterable[Native], *others: Callable[[], object]) -> None:
     """Builds what each of `several` will load, side by side, since a compiler uses one core.
 
     Loads nothing, and what cannot be built is left to `available()`, which tries others and tells.
+    others: what builds something else.
     """
     wanted = [(native, native.suited()) for native in several if native._loaded is None]
     with ThreadPoolExecutor() as pool:
         for native, kernels in wanted:
             if kernels:
                 pool.submit(native.build, kernels[0])
+        for other in others:
+            pool.submit(other)
 
 
 def natives() -> list[Native]:

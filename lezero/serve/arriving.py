@@ -59,12 +59,16 @@ def room_for(source: Arriving, bits: int) -> int:
             kept_ends[name] = kept
         stay += kept
     first = ends + sum(kept_ends.values()) + (max(kept_ends.values()) if bits < 16 else 0)
-    codes = max(x.numel() for n, x in source.model.named_parameters() if n.startswith("layers."))
+    largest = {"layers": 0, "ends": 0}
+    for name, parameter in source.model.named_parameters():
+        where = "layers" if name.startswith("layers.") else "ends"
+        largest[where] = max(largest[where], parameter.numel())
+    first = max(first, ends + source.beside * largest["ends"])
+    codes = largest["layers"]
     joined = max(sum(x.get(one, 0) for one in ones) for x in blocks.values() for ones in _JOINED)
     block = max(sum(block.values()) for block in blocks.values())
-    return int(
-        max(first, stay + max(*kept_ends.values(), block + (joined if bits == 16 else codes)))
-    )
+    made = max(joined if bits == 16 else codes, source.beside * codes)
+    return int(max(first, stay + max(*kept_ends.values(), block + made)))
 
 
 class Fetch:

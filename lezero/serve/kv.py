@@ -7,6 +7,7 @@ the rounding does (docs/lab-notes.md).
 from __future__ import annotations
 
 from lezero.core.facts import memory_limit
+from lezero.core.room import address_room
 from lezero.report.units import size
 from lezero.serve.forecast import SHARE, block_bytes
 from lezero.serve.options import KV
@@ -41,7 +42,9 @@ def settle_kv(
     def need() -> int:
         return blocks * block_bytes(program, draft)
 
-    room = cache_bytes or int(SHARE * memory_limit())
+    own = address_room()
+    most = memory_limit() if own is None else min(memory_limit(), own)
+    room = cache_bytes or int(SHARE * most)
     asked = f"{max_requests} requests of {context} tokens in bf16 take {size(need())}"
     given = "cache_bytes" if cache_bytes else f"{SHARE:.0%} of the memory"
     if draft is not None and need() > room > 0 and "int8" in draft.kv_forms:

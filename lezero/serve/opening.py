@@ -22,6 +22,7 @@ from lezero.core.paths import expand_home
 from lezero.data.tokenizer import holds_tokenizer
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model, require_model
+from lezero.memory.allocator import can_come_from_malloc
 from lezero.memory.pool import blocks_kept
 from lezero.models import Transformer
 from lezero.models.huggingface import INDEX, SINGLE, weight_files
@@ -59,14 +60,16 @@ def open_program(
     """The program of a model, and what reads its tokenizer; None for a `Transformer`, and for a
     Hugging Face folder of weights alone."""
     settle_first_calls()
-    if device.device().type == "cpu" and weights != "fp32":
-        build_together([native.NATIVE, LINEAR, DRAW, *([FIT] if weights == "int4" else [])])
     if isinstance(model, Transformer):
         return program_of(model, weights), None
     place = expand_home(model)
     path = Path(place)
     require_model(path)
-    foreign, kept = is_foreign(place), _keeps_blocks(path, weights)
+    foreign = is_foreign(place)
+    if device.device().type == "cpu" and weights != "fp32" and not foreign:
+        kernels = [native.NATIVE, LINEAR, DRAW, *([FIT] if weights == "int4" else [])]
+        build_together(kernels, can_come_from_malloc)
+    kept = _keeps_blocks(path, weights)
     in_parts = None if foreign or kept else _in_parts(path, weights)
     if in_parts is not None:
         return in_parts, _reader(place, path if path.is_dir() else None)

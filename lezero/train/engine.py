@@ -34,7 +34,7 @@ from lezero.nn.modes import evaluating
 from lezero.nn.walk import drop_gradients
 from lezero.optim import Schedule
 from lezero.train import engine_state, speed
-from lezero.train.agreement import before_step, options_of
+from lezero.train.agreement import before_step
 from lezero.train.counting import Batch, Count, Counter, why_nothing
 from lezero.train.engine_arguments import agree_on_arguments, check_held, check_model, check_numbers
 from lezero.train.gradients import Sharded, gradients_of
@@ -289,8 +289,8 @@ class Engine:
         stop = self.requests.take_stop()
         if groups.world_size() == 1:
             return count, stop
-        options = options_of(self.optimizer, clip=self.clip, accumulate=self.accumulate)
-        found = before_step(count, stop, self.gradients.outdated(), options)
+        outdated, others = self.gradients.outdated(), {"clip": self.clip}
+        found = before_step(count, stop, outdated, self.optimizer, **others)
         if found.outdated:
             self.gradients.renew()
         return found.counted, bool(found.stops)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 
 from lezero.core import groups
 from lezero.core.errors import DistributedError
+from lezero.train import agreement
 from tests.train.test_distributed import global_batches, make, mine
 
 
@@ -54,3 +58,30 @@ def changed_on_all() -> float:
 def test_options_may_change_on_all_alike(ranks) -> None:
     one, two = ranks(2, changed_on_all)
     assert one == two
+
+
+def alike_but_for_the_last_bit() -> bool:
+    engine = make(clip=1.0)
+    group = engine.optimizer.param_groups[0]
+    group.update(betas=[0.9, 0.95], odd=math.nan, held=(torch.ones(1), 2))
+    for batch in global_batches(3):
+        group["lr"] = math.nextafter(0.01, groups.rank())  # as cosines of two processors
+        if groups.rank():
+            group["held"] = group.pop("held")  # in another order
+        engine.train_step(mine(batch))
+    if groups.rank():
+        group["betas"] = [0.9, 0.96]
+    with pytest.raises(DistributedError, match=r"'betas of group 0 .* is \[0.9, 0.95\] on rank 0"):
+        engine.train_step(mine(batch))
+    return True
+
+
+def test_the_last_bit_of_a_rate_is_no_difference(ranks) -> None:
+    assert ranks(2, alike_but_for_the_last_bit) == [True, True]
+
+
+def test_numbers_near_a_step_of_rounding_are_alike() -> None:
+    one, two = 1.0000005, math.nextafter(1.0000005, 2)
+    agreement._compare([{"lr": one, "nan": math.nan}, {"lr": two, "nan": math.nan}])
+    with pytest.raises(DistributedError, match="'lr' is 1 on rank 0 but 'nothing' on rank 1"):
+        agreement._compare([{"lr": 1}, {}])

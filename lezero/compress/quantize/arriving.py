@@ -3,6 +3,8 @@ since its file has it."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -10,6 +12,7 @@ from lezero.compress.quantize.layer import build, quantized_bytes, weight_error
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.scheme import Scheme
 from lezero.compress.quantize.sites import find_sites
+from lezero.core.errors import NumericsError
 
 
 @torch.no_grad()
@@ -29,7 +32,13 @@ def quantize_arriving_(part: nn.Module, config: Scheme) -> None:
         if target is None:
             continue
         layers = build(site, target, recipe, method, {})
-        if quantized_bytes(layers, site.users) >= site.nbytes or weight_error(site, layers) >= 1:
+        error = weight_error(site, layers)
+        if not math.isfinite(error):
+            raise NumericsError(
+                f"'{site.name}' has weights so large that their codes stand for none; take other "
+                "weights, as 'bf16'"
+            )
+        if error >= 1 or quantized_bytes(layers, site.users) >= site.nbytes:
             continue
         for user, layer in zip(site.users, layers, strict=True):
             layer.take_over(user.module)

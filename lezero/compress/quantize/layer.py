@@ -154,10 +154,12 @@ def relative_error(wanted: Tensor, found: Tensor) -> float:
     Places where both are the same infinity (what a mask leaves) or NaN do not count. Infinite where
     one alone is not finite, and where `wanted` is nothing but zeros and `found` is not.
     """
+    return _relative_error(lambda: _in_parts(wanted, found))
+
+
+def _in_parts(wanted: Tensor, found: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     most = at_once(wanted.device)
-    return _relative_error(
-        lambda: zip(*(x.flatten().split(most) for x in (wanted, found)), strict=True)
-    )
+    return zip(*(x.flatten().split(most) for x in (wanted, found)), strict=True)
 
 
 def _relative_error(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> float:
@@ -195,7 +197,12 @@ def weight_error(site: Site, layers: list[QuantizedLayer]) -> float:
     """Relative error of the weight."""
     w, held = site.weight(), layers[0].weight
     rows = max(1, at_once(w.device) // max(1, w[0].numel()))
-    return _relative_error(lambda: ((w[own], found) for own, found in held.decoded_rows(rows)))
+
+    def pairs() -> Iterable[tuple[Tensor, Tensor]]:
+        for own, found in held.decoded_rows(rows):
+            yield from _in_parts(w[own], found)
+
+    return _relative_error(pairs)
 
 
 def output_error(site: Site, layer: QuantizedLayer, wanted: Tensor, found: Tensor) -> float:

@@ -60,13 +60,21 @@ class Keys:
                     f"{source}: line {number} is not of the form 'NAME sha256:HASH', which "
                     "lz serve --new-key NAME prints; keys themselves are not kept"
                 )
-            other = next((name for name, known in self._hashes if known == found[2]), found[1])
-            if other != found[1]:
-                raise ConfigError(
-                    f"{source}: line {number} gives the key of '{other}' to '{found[1]}' too, so "
-                    "it would count for one of them alone; delete a line, or make a key of its own"
-                )
-            self._hashes.append((found[1], found[2]))
+            self._add(found[1], found[2], f"{source}: line {number}")
+
+    def _add(self, name: str, digest: str, where: str) -> None:
+        other = next((known for known, held in self._hashes if held == digest), name)
+        if other != name:
+            raise ConfigError(
+                f"{where} gives the key of '{other}' to '{name}' too, so it would count for one of "
+                "them alone; delete a line, or make a key of its own"
+            )
+        self._hashes.append((name, digest))
+
+    def add(self, others: Keys, source: str) -> None:
+        """Lets the keys of `others`, from `source`, in too; `ConfigError` as above."""
+        for name, digest in others._hashes:
+            self._add(name, digest, source)
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -101,7 +109,7 @@ def read_keys(path: str | None) -> Keys:
             raise ConfigError(
                 f"{path}: holds no keys; lz serve --new-key NAME prints a line for it"
             )
-        keys._hashes += own._hashes
+        keys.add(own, path)
     return keys
 
 

@@ -165,3 +165,13 @@ def test_a_key_of_two_names_is_refused() -> None:
     with pytest.raises(ConfigError, match="line 3 gives the key of 'ann' to 'bob' too") as told:
         Keys([line, "", line.replace("ann", "bob")], "file")
     assert key not in str(told.value)
+
+
+def test_a_key_has_one_name_in_all_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, line = new_key("ann")
+    (tmp_path / "keys").write_text(f"{line}\n")
+    monkeypatch.setenv("LEZERO_API_KEYS", line)
+    assert read_keys(str(tmp_path / "keys")).owner(f"Bearer {key}") == "ann"
+    monkeypatch.setenv("LEZERO_API_KEYS", line.replace("ann", "bob"))
+    with pytest.raises(ConfigError, match="keys gives the key of 'bob' to 'ann' too"):
+        read_keys(str(tmp_path / "keys"))
