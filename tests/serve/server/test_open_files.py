@@ -17,10 +17,10 @@ class Limits:
 
     def __init__(self, soft: int, hard: int) -> None:
         self.now, self.were = (soft, hard), [(soft, hard)]
+        self.others = resource.getrlimit
 
     def get(self, kind: int) -> tuple[int, int]:
-        assert kind == resource.RLIMIT_NOFILE
-        return self.now
+        return self.now if kind == resource.RLIMIT_NOFILE else self.others(kind)
 
     def set(self, kind: int, limits: tuple[int, int]) -> None:
         assert kind == resource.RLIMIT_NOFILE
