@@ -37,38 +37,37 @@ def room_for(source: Arriving, bits: int) -> int:
     stays and a block as it is read, or the head on its way to huge pages. Beside them lies what is
     made next: codes, a byte each, before they are packed; in 16 bits matrices that are joined.
     """
-    sizes, stay, kept_ends = source.sizes, 0.0, dict[str, float]()
-    blocks, ends = defaultdict[str, dict[str, int]](dict), 0
+    sizes, tied = source.sizes, source.model.config.tied
+    blocks, largest = defaultdict[str, dict[str, int]](dict), 0
+    stay, read, made, largest_end = 0.0, 0, [0.0], 0
     for name, parameter in source.model.named_parameters():
-        inside = name.startswith("layers.")
-        if parameter.dim() < 2:
-            each = 32.0
-        elif bits == 16 or not inside:
-            each = max(bits, 8)
-        else:
-            each = bits * (1 + 1 / 16)  # scales and zero points
-        kept = each / 8 * parameter.numel()
+        numel, inside = parameter.numel(), name.startswith("layers.")
+        kept = numel * _bytes_kept(parameter.dim(), bits, inside)
         if inside:
             _, index, *_, module, _ = name.split(".")
             blocks[index][module] = blocks[index].get(module, 0) + sizes[name]
+            largest = max(largest, numel)
         else:
-            ends += sizes[name]
-            if bits == 16 and name == EMBEDDING and not source.model.config.tied:
-                stay += sizes[name]  # is looked up as it was read
-                continue
-            kept_ends[name] = kept
+            read, largest_end = read + sizes[name], max(largest_end, numel)
+            looked_up = bits == 16 and name == EMBEDDING and not tied
+            kept = sizes[name] if looked_up else kept  # as it was read
+            made += [] if looked_up else [kept]
         stay += kept
-    first = ends + sum(kept_ends.values()) + (max(kept_ends.values()) if bits < 16 else 0)
-    largest = {"layers": 0, "ends": 0}
-    for name, parameter in source.model.named_parameters():
-        where = "layers" if name.startswith("layers.") else "ends"
-        largest[where] = max(largest[where], parameter.numel())
-    first = max(first, ends + source.beside * largest["ends"])
-    codes = largest["layers"]
+    codes = largest if bits < 16 else 0
     joined = max(sum(x.get(one, 0) for one in ones) for x in blocks.values() for ones in _JOINED)
-    block = max(sum(block.values()) for block in blocks.values())
-    made = max(joined if bits == 16 else codes, source.beside * codes)
-    return int(max(first, stay + max(*kept_ends.values(), block + made)))
+    block = max(sum(each.values()) for each in blocks.values())
+    next_to_block = max(codes or joined, source.beside * largest)
+    ends = read + max(sum(made) + (max(made) if codes else 0), source.beside * largest_end)
+    return int(max(ends, stay + max(*made, block + next_to_block)))
+
+
+def _bytes_kept(dims: int, bits: int, inside: bool) -> float:
+    """Of a number in a block, or beside them."""
+    if dims < 2:
+        return 4.0
+    if bits == 16 or not inside:  # the vocabulary has 8 bits at least
+        return max(bits, 8) / 8
+    return bits / 8 * (1 + 1 / 16)  # scales and zero points
 
 
 class Fetch:

@@ -118,13 +118,13 @@ def _require_room(place: Path, weights: Weights) -> None:
     _need(needed, place, weights, "read", smaller)
 
 
-def _need(size_: int, place: Path, weights: Weights, how: str, smaller: str) -> None:
+def _need(needed: int, place: Path, weights: Weights, how: str, smaller: str) -> None:
     free = room.free_memory()
-    if 0 < free < size_:
+    if 0 < free < needed:
         raise ConfigError(
-            f"weights: got {weights!r}; those of {place} take {size(size_)} as they are {how}, but "
-            f"only {size(free)} of memory are free; take {smaller}a smaller model, or one that was "
-            "quantized once where there is room (`lz compress`)"
+            f"weights: got {weights!r}; those of {place} take {size(needed)} as they are {how}, "
+            f"but only {size(free)} of memory are free; take {smaller}a smaller model, or one that "
+            "was quantized once where there is room (`lz compress`)"
         )
 
 

@@ -289,8 +289,8 @@ class Engine:
         stop = self.requests.take_stop()
         if groups.world_size() == 1:
             return count, stop
-        outdated, others = self.gradients.outdated(), {"clip": self.clip}
-        found = before_step(count, stop, outdated, self.optimizer, **others)
+        outdated = self.gradients.outdated()
+        found = before_step(count, stop, outdated, self.optimizer, clip=self.clip)
         if found.outdated:
             self.gradients.renew()
         return found.counted, bool(found.stops)

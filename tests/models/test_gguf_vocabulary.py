@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file is converted once for each vocabulary."""
+"""Which tokens of a GGUF file end an answer; its tokenizer is converted once."""
 
 from __future__ import annotations
 
@@ -7,14 +7,35 @@ from pathlib import Path
 import pytest
 
 from lezero.core.errors import FileError
-from lezero.models import gguf_tokenizer, gguf_vocabulary, packaged_gguf
+from lezero.models import (
+    Transformer,
+    gguf_end_tokens,
+    gguf_tokenizer,
+    gguf_vocabulary,
+    packaged_gguf,
+)
+from tests.models.test_gguf import CONFIG, write
 
-pytest.importorskip("gguf")
-pytest.importorskip("transformers")
+
+@pytest.mark.parametrize(
+    ("ids", "ends"),
+    [({}, set()), ({"eos": 3, "eot": 5, "eom": 1999}, {3, 5, 1999}), ({"eos": 3, "eot": 3}, {3})],
+)
+def test_the_ends_of_text_turn_and_message_are_told(
+    ids: dict[str, int], ends: set[int], tmp_path: Path
+) -> None:
+    said = {f"tokenizer__ggml__{kind}_token_id": token for kind, token in ids.items()}
+    assert gguf_end_tokens(write(tmp_path / "a.gguf", Transformer(CONFIG), **said)) == ends
+    none = {f"tokenizer__ggml__{kind}_token_id": (1 << 32) - 1 for kind in ("eot", "eom")}
+    file = write(
+        tmp_path / "b.gguf", Transformer(CONFIG), **none, tokenizer__ggml__eos_token_id=2000
+    )
+    assert gguf_end_tokens(file) == set()
 
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
+    pytest.importorskip("transformers")
     try:
         return packaged_gguf()
     except FileError as error:
