@@ -1,4 +1,4 @@
-"""A fused program of a model that is read block by block, each quantized and packed as it comes:
+"""A model that is read block by block, each brought to where it runs and made small as it comes:
 what is in memory at once is what stays, and one block as it lies in the file."""
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def arriving(place: Path, matrices: torch.dtype | None) -> AbstractContextManage
 
 
 def room_for(source: Arriving, bits: int) -> int:
-    """Bytes that are in memory at most while matrices are read and kept in so many bits.
+    """Bytes that are in memory at most while a `FusedProgram` takes the matrices as they are read,
+    and keeps them in so many bits.
 
     First the vocabulary's matrices as they are read, and what becomes of them; at the end all that
     stays and a block as it is read, or the head on its way to huge pages. Beside them lies what is
@@ -61,27 +62,67 @@ def room_for(source: Arriving, bits: int) -> int:
     return int(max(ends, stay + max(*made, block + next_to_block)))
 
 
+def room_on(source: Arriving, bits: int, dtype: torch.dtype | None) -> int:
+    """Bytes that are at least needed where the model will run in modules of its own, while matrices
+    come there (as `dtype`; None: as they are in the files) and are kept in so many bits.
+
+    Codes are made beside the whole part; of matrices that become one, the parts stay meanwhile.
+    """
+    come, stay, beside = (defaultdict[str, float](float) for _ in range(3))
+    joins = [defaultdict[str, float](float) for _ in _JOINED]
+    for name, parameter in source.model.named_parameters():
+        numel, inside = parameter.numel(), name.startswith("layers.")
+        part, module = (name.split(".")[1], name.split(".")[-2]) if inside else ("", "")
+        kept = numel * _bytes_kept(parameter.dim(), bits, inside)
+        come[part] += numel * dtype.itemsize if dtype is not None else source.sizes[name]
+        stay[part] += kept
+        if bits < 16:
+            beside[part] = max(beside[part], numel + kept)
+        for join, modules in zip(joins, _JOINED, strict=True):
+            join[part] += kept if module in modules else 0.0
+    blocks = [part for part in come if part]
+    last = max(come[part] + beside[part] - stay[part] for part in blocks)
+    joined = max(max(join.values()) for join in joins)
+    return int(max(come[""] + beside[""], sum(stay.values()) + max(last, joined)))
+
+
 def _bytes_kept(dims: int, bits: int, inside: bool) -> float:
     """Of a number in a block, or beside them."""
     if dims < 2:
         return 4.0
-    if bits == 16 or not inside:  # the vocabulary has 8 bits at least
+    if bits >= 16 or not inside:  # the vocabulary has 8 bits at least
         return max(bits, 8) / 8
     return bits / 8 * (1 + 1 / 16)  # scales and zero points
 
 
 class Fetch:
-    """Brings blocks, or all beside them (None), quantized by `scheme` where there is one."""
+    """Brings blocks, or all beside them (None), to `place`, as `dtype` where it is given, quantized
+    by `scheme` where there is one."""
 
-    def __init__(self, source: Arriving, scheme: Scheme | None) -> None:
+    def __init__(
+        self,
+        source: Arriving,
+        scheme: Scheme | None,
+        place: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._source, self._scheme = source, scheme
+        self._place, self._dtype = place, dtype
 
     def __call__(self, index: int | None) -> None:
         model = self._source.model
         part = _ends(model) if index is None else _block(model, index)
         self._source.fill_(part)
+        part.to(self._place, self._dtype)
         if self._scheme is not None:
             quantize_arriving_(part, self._scheme)
+
+    def whole(self) -> Transformer:
+        """The model with all of its parts."""
+        model = self._source.model
+        for index in (None, *range(len(model.layers))):
+            self(index)
+        return model
 
 
 def _ends(model: Transformer) -> nn.Module:

@@ -33,7 +33,7 @@ from lezero.ops.grid_fit.native import NATIVE as FIT
 from lezero.ops.linear.native import NATIVE as LINEAR
 from lezero.ops.native import build_together
 from lezero.report.units import size
-from lezero.serve.arriving import Fetch, arriving, room_for
+from lezero.serve.arriving import Fetch, arriving, room_for, room_on
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.foreign import open_foreign
@@ -45,9 +45,11 @@ from lezero.serve.program import Program
 _GROUPS = (64, 32)
 _KEPT = {"auto": (4, 8), "int4": (4,)}
 """Bits of blocks in a GGUF file that are kept as they are, where most of its weights lie so."""
-_BITS: dict[str, int] = {"auto": 16, "bf16": 16, "int8": 8, "int4": 4}
+_BITS: dict[str, int] = {"auto": 16, "bf16": 16, "int8": 8, "int4": 4, "fp32": 32}
 _SMALLER = {"auto": "weights='int8' or 'int4', ", "int8": "weights='int4', "}
-_SMALLER |= {"bf16": _SMALLER["auto"], "int4": ""}
+_SMALLER |= {"bf16": _SMALLER["auto"], "int4": "", "fp32": "weights='bf16', "}
+_TYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""That weights have before they go to an accelerator; none of what is rounded there."""
 _LOG = logger("serve")
 
 
@@ -87,20 +89,28 @@ def open_program(
 
 
 def _in_parts(place: Path, weights: Weights) -> Program | None:
-    """The fused program of a model that is read part by part; None where that cannot be, and
-    `program_of` decides what will run it. Raises `ConfigError` where there is no room for it."""
-    if device.device().type != "cpu" or weights == "fp32" or not native.NATIVE.available():
-        return None
-    source = arriving(place, _wide(weights))
+    """The program of a model that is read part by part; None where that cannot be, or nothing would
+    become smaller by it. Raises `ConfigError` where there is no room for it."""
+    where = device.device()
+    on_cpu = where.type == "cpu"
+    source = None if on_cpu and weights == "fp32" else arriving(place, _wide(weights))
     if source is None:
         return None
     with source as opened:
-        if shape_of(opened.model).problem() or opened.wide:  # fp64 is rounded by nothing of ours
+        if opened.wide:  # fp64 is rounded by nothing of ours
             return None
         scheme = _scheme(opened.model, weights)
-        _need(room_for(opened, _BITS[weights]), place, weights, "packed", _SMALLER[weights])
+        fused = on_cpu and _fuses(opened.model, weights)
+        if on_cpu and not fused and scheme is None:
+            return None
+        dtype = None if on_cpu else _TYPES.get(weights)
+        bits = _BITS[weights]
+        needed = room_for(opened, bits) if fused else room_on(opened, bits, dtype)
+        _need(needed, place, weights, "are packed" if fused else "arrive", _SMALLER[weights])
+        fetch = Fetch(opened, scheme, where, dtype)
+        if not fused:
+            return _in_modules(fetch.whole(), weights)
         with blocks_kept():
-            fetch = Fetch(opened, scheme)
             return FusedProgram(opened.model, x_blocks=weights == "int4", fetch=fetch)
 
 
@@ -114,17 +124,20 @@ def _require_room(place: Path, weights: Weights) -> None:
     needed = sum(file.stat().st_size for file in files)
     if weights == "fp32" and place.is_dir() and _kept_in_16_bits(place / "config.json"):
         needed *= 2
-    smaller = "weights='bf16', " if weights == "fp32" else ""
-    _need(needed, place, weights, "read", smaller)
+    smaller = _SMALLER["fp32"] if weights == "fp32" else ""
+    _need(needed, place, weights, "are read", smaller)
 
 
 def _need(needed: int, place: Path, weights: Weights, how: str, smaller: str) -> None:
-    free = room.free_memory()
+    where = device.device()
+    on_cpu = where.type == "cpu"
+    free = room.free_memory() if on_cpu else device.memory_free(where)
     if 0 < free < needed:
+        of = "of memory are free" if on_cpu else f"of memory are free on {where}"
         raise ConfigError(
-            f"weights: got {weights!r}; those of {place} take {size(needed)} as they are {how}, "
-            f"but only {size(free)} of memory are free; take {smaller}a smaller model, or one that "
-            "was quantized once where there is room (`lz compress`)"
+            f"weights: got {weights!r}; those of {place} take {size(needed)} as they {how}, "
+            f"but only {size(free)} {of}; take {smaller}a smaller model, or one that was quantized "
+            "once where there is room (`lz compress`)"
         )
 
 
@@ -217,15 +230,24 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
     scheme = _scheme(model, weights)
     if scheme is not None:
         quantize_(model, scheme, objective="size")
-    fused = place == "cpu" and weights != "fp32"
-    if fused and native.NATIVE.available() and not shape_of(model).problem():
-        origin, blocks = _unread(model), weights == "int4" if x_blocks is None else x_blocks
-        found = FusedProgram(model, x_blocks=blocks)
-        if origin:
-            found.origin = origin
-            _LOG.warning("weights are %s", origin)
-        return found
-    model = _in_one_type(model, weights, place)
+    if place != "cpu" or not _fuses(model, weights):
+        return _in_modules(model, weights)
+    origin, blocks = _unread(model), weights == "int4" if x_blocks is None else x_blocks
+    found = FusedProgram(model, x_blocks=blocks)
+    if origin:
+        found.origin = origin
+        _LOG.warning("weights are %s", origin)
+    return found
+
+
+def _fuses(model: Transformer, weights: Weights) -> bool:
+    """Whether the processor's kernels run it as asked."""
+    return weights != "fp32" and native.NATIVE.available() and not shape_of(model).problem()
+
+
+def _in_modules(model: Transformer, weights: Weights) -> Program:
+    """The program that runs the modules of a model where they are."""
+    model = _in_one_type(model, weights, model.norm.weight.device.type)
     return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)
 
 

@@ -148,6 +148,7 @@ def test_models_are_cast_before_they_go_to_an_accelerator(
         return real(model, *given)
 
     monkeypatch.setattr(Transformer, "to", to)
+    monkeypatch.setattr(opening, "_in_parts", lambda *_: None)
     program, _ = open_program(path, "auto")
     assert program.place.type == "meta"
     assert moved == [{torch.bfloat16}]
@@ -173,8 +174,8 @@ def test_weights_that_no_memory_is_free_for_are_refused_before_they_are_read(
     free.available = held - 1
     monkeypatch.setattr(opening, "open_model", lambda *_: pytest.fail("it was read"))
     monkeypatch.setattr(native.NATIVE, "available", lambda: False)  # so it would come whole
-    with pytest.raises(ConfigError, match=r"'int4'; those of .* free; take a smaller model"):
-        open_program(tmp_path, "int4")
+    with pytest.raises(ConfigError, match=r"'bf16'; those of .* free; take a smaller model"):
+        open_program(tmp_path, "bf16")
 
 
 def test_matrices_of_a_file_are_never_all_in_fp32(
