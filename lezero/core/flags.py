@@ -27,10 +27,14 @@ FLAGS: dict[str, Flag] = {
     "LEZERO_API_KEYS": Flag(str, "", "hashed API keys for lz serve, with commas between them"),
     "LEZERO_CACHE": Flag(str, "", "folder for measured ceilings and caches (default: the user's)"),
     "LEZERO_DEBUG": Flag(bool, False, "show tracebacks of user errors, as --debug does"),
+    "LEZERO_LAUNCH": Flag(str, "", "which launcher started this rank; it sets this itself"),
     "LEZERO_LOG": Flag(
         str, "info", "lowest level that is logged", ("debug", "info", "warning", "error")
     ),
     "LEZERO_POOL": Flag(bool, True, "keep large host blocks between steps (the host memory pool)"),
+    "LEZERO_STARTS": Flag(
+        int, 0, "how often the launcher started its ranks before; it sets this itself"
+    ),
     "LEZERO_WATCH": Flag(bool, True, "several ranks watch each other and name the one that hangs"),
     "TORCHELASTIC_RESTART_COUNT": Flag(
         int, 0, "how often the launcher has started the ranks again; it sets this itself"

@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from lezero.core.log import say
 from lezero.elastic.failure import Failure, explain, first_cause, read_record
 from lezero.elastic.output import Output
-from lezero.elastic.worker import ERROR_FILE, die_with_parent, python_command
+from lezero.elastic.worker import ERROR_FILE, STARTS, die_with_parent, python_command
 
 _MONITOR_S = 0.05
 _PEER_GRACE_S = 5.0
@@ -64,6 +64,8 @@ class _Logs(LogsSpecs):
         errors = {r: str(self._folder / f"error-{self._round}-{r}.json") for r in envs}
         for local, env in envs.items():
             env[ERROR_FILE] = errors[local]
+            # torch counts failures alone: not those starts for which a machine came or went.
+            env[STARTS] = str(self._round - 1)
         outs, errs = self._output.assign({r: int(env["RANK"]) for r, env in envs.items()})
         return LogsDest(stdouts=outs, stderrs=errs, error_files=errors)
 

@@ -34,16 +34,16 @@ from lezero.core.errors import CapacityError, ConfigError, DistributedError
 from lezero.core.facts import usable_cores
 from lezero.core.flags import flag
 from lezero.core.paths import expand_home
-from lezero.elastic.worker import ERROR_FILE, python_command
+from lezero.elastic.worker import ERROR_FILE, STARTS, python_command
 
 _PRIVATE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _MARK = "LEZERO_LAUNCH"
+"""In the environment of every process of one launcher: which one. Run ids are for all machines."""
 _ENDING_S = 5.0
-"""In the environment of every process of one launch: which one. Run ids are for all machines."""
 _RANK_KEYS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE"),
     *("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", ERROR_FILE),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", ERROR_FILE, STARTS),
 )
 
 

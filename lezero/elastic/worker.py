@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+STARTS = "LEZERO_STARTS"
 BOOT = (
     "import sys; sys.path.append({root!r}) if {root!r} not in sys.path else None; "
     "from lezero.elastic.{module} import main; sys.exit(main())"

@@ -40,11 +40,15 @@ class Gradients:
         drop_gradients(self.model)
 
     def outdated(self) -> bool:
-        """Whether other parameters are trained now than those whose gradients meet."""
+        """Whether other parameters are trained now than those whose gradients meet, or something
+        else than a step has gone backward through them."""
         return False
 
     def renew(self) -> None:
         """When that is so on any rank; every rank calls it together."""
+
+    def passed_by(self) -> None:
+        """After a backward pass through the model that is no step's."""
 
     def micros(self, counts: list[int]) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
@@ -98,8 +102,16 @@ class Replicated(Gradients):
         self._met = False  # whether there was any
         self._wrap()
 
+    def begin(self) -> None:
+        if any(p.grad is not None for p in self.model.parameters()):
+            self._settled = False  # a caller's own backward pass
+        super().begin()
+
     def outdated(self) -> bool:
-        return _trained(self.model) != self._trained
+        return not self._settled or _trained(self.model) != self._trained
+
+    def passed_by(self) -> None:
+        self._settled = False
 
     def renew(self) -> None:
         trained = {n: "trained" for n, p in self.model.named_parameters() if p.requires_grad}
@@ -107,9 +119,11 @@ class Replicated(Gradients):
         self._wrap()
 
     def _wrap(self) -> None:
-        """DDP knows for ever which parameters were trained when it was built."""
+        """DDP knows for ever which parameters were trained when it was built, and until the end of
+        its next backward pass what any other one reached, which it then takes for reached."""
         from lezero.train import ddp
 
+        self._settled = True
         self._trained = _trained(self.model)
         self._names = {id(p): name for name, p in self.model.named_parameters()}
         self._wrapped = ddp.around(self.model)
@@ -128,7 +142,7 @@ class Replicated(Gradients):
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        self._silent, self._met = not counts, False
+        self._silent, self._met, self._settled = not counts, False, False
         with contextlib.nullcontext() if last else self._wrapped.no_sync():
             yield
         watcher = watch.current()  # a backward pass returns when all its buckets have met
@@ -142,6 +156,7 @@ class Replicated(Gradients):
                 "gradient could meet those of the other ranks: compute it from the model that the "
                 "Engine trains"
             )
+        self._settled = last
 
     def _meet(self, bucket: Any) -> Any:
         """Averages a bucket of gradients over the ranks, as DDP does without being told."""

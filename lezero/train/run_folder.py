@@ -3,7 +3,7 @@
 config.yaml  data.json (what was read and left out)  decisions.json  metrics.jsonl
 forecast.json  hardware.json  sample.json  report.html
 checkpoints/ (generations)  tokenizer/ (Hugging Face layout)
-.launch (the launch that the generations are of)
+.launch (the launchers that started the ranks which the generations are of)
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._launchers: set[str] = set()
+        self._again = False
+        """Whether a launcher started its ranks before."""
         self.checkpoints = path / "checkpoints"
         self.tokenizer = path / "tokenizer"
         self.metrics = path / "metrics.jsonl"
@@ -57,6 +60,11 @@ class RunFolder:
 
         `FileError` on every rank when it cannot be written, or another run is at work in it.
         """
+        mark = flag("LEZERO_LAUNCH") or flag("TORCHELASTIC_RUN_ID")
+        starts = max(flag("LEZERO_STARTS"), flag("TORCHELASTIC_RESTART_COUNT"))
+        found = groups.gather_objects((mark, starts))
+        # Machines come and go: a launch is the same while one of its launchers is.
+        self._launchers, self._again = {mark for mark, _ in found}, any(n for _, n in found)
         problem = self._problem() if groups.is_main() else ""
         problem = groups.broadcast_object(problem)
         if problem:
@@ -76,7 +84,7 @@ class RunFolder:
             write_aside(self.path / ".writable", "")
             (self.path / ".writable").unlink()
             taken = self._take()
-            if taken and flag("TORCHELASTIC_RESTART_COUNT") == 0:
+            if taken and not self._again:
                 self.launch.unlink(missing_ok=True)
         except OSError as error:
             return f"run: {self.path} cannot be written ({error.strerror or error})"
@@ -124,13 +132,13 @@ class RunFolder:
     def begin(self) -> None:
         """Writes that the generations here are those that this launch goes on from."""
         if groups.is_main():
-            write_aside(self.launch, flag("TORCHELASTIC_RUN_ID"))
+            write_aside(self.launch, "\n".join(sorted(self._launchers)))
 
     def begun(self) -> bool:
         """Whether this launch has begun here before its ranks were started again; rank 0 asks."""
-        if flag("TORCHELASTIC_RESTART_COUNT") == 0 or not self.launch.exists():
+        if not self._again or not self.launch.exists():
             return False
-        return self.launch.read_text(encoding="utf-8") == flag("TORCHELASTIC_RUN_ID")
+        return not self._launchers.isdisjoint(self.launch.read_text("utf-8").split("\n"))
 
     def write_config(self, config: RunConfig) -> None:
         """Writes the resolved config."""

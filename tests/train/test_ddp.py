@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 
+import pytest
 import torch
 import torch._dynamo  # the first optimizer step loads it; here it is loaded once for all ranks
 from torch import nn
@@ -206,3 +207,49 @@ def test_what_is_evaluated_is_what_is_saved(ranks, tmp_path):
     (before, after, mean), other = ranks(2, evaluated, tmp_path)
     assert before == after
     assert other == (before, after, mean)
+
+
+
+def part_after(what):
+    """What steps of a part of the model tell, and the weights, after a step or a backward pass that
+    left in DDP which other parameters took part."""
+    does = "whole"
+
+    def loss(net):
+        def run(model, batch):
+            nonlocal does
+            if does == "part":
+                return model.body(batch["x"]).mean()
+            if does == "not finite":
+                return (model(batch["x"]) * 0).sqrt().sum()
+            if does == "raises twice":
+                raise ValueError("this batch")
+            if does == "raises":
+                does = "raises twice"
+            return F.mse_loss(model(batch["x"]), batch["y"])
+
+        return run
+
+    engine = make(loss, accumulate=4 // groups.world_size())
+    told = []
+    for batch, does in zip(batches(5), ("whole", what, "part", "whole", "part"), strict=True):  # noqa: B020
+        if does == "outside":
+            engine.model(batch["x"]).sum().backward()
+            continue
+        try:
+            told.append(str(engine.train_step(batch).skipped))
+        except ValueError as error:
+            told.append(str(error))
+    return told, torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+
+
+@pytest.mark.parametrize("what", ["not finite", "raises", "outside"])
+def test_a_part_is_trained_after_another_backward(ranks, what):
+    told, weights = part_after(what)
+    said = {"not finite": "gradient norm is nan", "raises": "this batch", "outside": "None"}[what]
+    assert said in told[1]
+    assert set(told[:1] + told[2:]) == {"None"}
+    for rank_told, mine in ranks(2, part_after, what):
+        assert rank_told[2:] == told[2:]
+        assert said in rank_told[1]
+        torch.testing.assert_close(mine, weights, atol=1e-10, rtol=0)
