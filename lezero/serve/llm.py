@@ -332,6 +332,12 @@ class LLM:
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample, called=called)
 
+    def sample_of(self, request: Request, sample: int) -> Request:
+        """The same question once more, for another answer."""
+        asked = (request.prompt, request.params, request.priority, request.end_tokens)
+        number = next(self._numbers)
+        return Request(f"request-{number}", *asked, sample, called=request.called)
+
     def _known_tokens(self, prompt: Prompt, name: str) -> list[int]:
         """The tokens of a text, or those given, all of which the model has."""
         need_threads_of(self._process, "this LLM")

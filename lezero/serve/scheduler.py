@@ -117,7 +117,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Lets a new request wait for its turn. What could never run is a `ConfigError`."""
-        self._refuse_what_never_fits(request)
+        self.refuse_what_never_fits(request)
         request.number, request.arrived_s = self.arrivals, self._clock()
         self.arrivals += 1
         insort(self.waiting, request, key=_turn)
@@ -362,7 +362,8 @@ class Scheduler:
         self.pool.release(request.blocks[kept:])
         del request.blocks[kept:]
 
-    def _refuse_what_never_fits(self, request: Request) -> None:
+    def refuse_what_never_fits(self, request: Request) -> None:
+        """From any thread: raises `ConfigError` for what could never run."""
         prompt, new = len(request.prompt), request.params.max_tokens
         if prompt == 0:
             raise ConfigError(f"{request.called}: got 0 tokens, allowed is 1 or more")

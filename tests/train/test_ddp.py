@@ -209,7 +209,6 @@ def test_what_is_evaluated_is_what_is_saved(ranks, tmp_path):
     assert other == (before, after, mean)
 
 
-
 def part_after(what):
     """What steps of a part of the model tell, and the weights, after a step or a backward pass that
     left in DDP which other parameters took part."""
@@ -232,7 +231,7 @@ def part_after(what):
 
     engine = make(loss, accumulate=4 // groups.world_size())
     told = []
-    for batch, does in zip(batches(5), ("whole", what, "part", "whole", "part"), strict=True):  # noqa: B020
+    for batch, does in zip(batches(5), ("whole", what, "part", "whole", "part"), strict=True):
         if does == "outside":
             engine.model(batch["x"]).sum().backward()
             continue

@@ -26,6 +26,7 @@ _MOST_KINDS, _MOST_LETTERS = 20, 300
 _SEARCHED = 0.02
 """Share of the time under load that may go into looking for a plan; idle time goes there anyway."""
 _PAUSE_S = 1e-4
+_CLOSING = "the server is shutting down"
 _ENDED = "the server's loop of batches has failed"
 
 
@@ -89,7 +90,7 @@ class Runner:
         """Why no request can be answered any more."""
         self._wake = threading.Condition()
         self._jobs: set[Ask] = set()
-        self._stopping = False
+        self._stopping = self._closing = False
         self._spare_s = 0.0
         """Seconds that the search for a plan may take under load."""
         self._kinds: set[tuple[type, str, int]] = set()
@@ -114,8 +115,8 @@ class Runner:
         self._thread.join()
 
     def submit(self, items: Sequence[Any], tell: Tell) -> Ask:
-        """Lets a request of at least one item wait for its turn; `FullError` where it cannot, and
-        `FailedError` where no request can.
+        """Lets a request of at least one item wait for its turn; `FullError` where it cannot,
+        `FailedError` where no request can, and `StoppedError` once all were cancelled.
 
         All items are of one kind.
         """
@@ -124,6 +125,8 @@ class Runner:
         with self._wake:
             if self.broken is not None:
                 raise FailedError(_ENDED)
+            if self._closing:
+                raise StoppedError(_CLOSING)
             self.batcher.add(ask, time.monotonic())
             self._jobs.add(ask)
             self.active += 1
@@ -138,10 +141,12 @@ class Runner:
                 self._finish(ask, "cancelled", StoppedError("the request was cancelled"))
 
     def cancel_all(self) -> None:
+        """Ends what there is, and what comes."""
         with self._wake:
+            self._closing = True
             for ask in list(self._jobs):
                 self.batcher.cancel(ask)
-                self._finish(ask, "cancelled", StoppedError("the server is shutting down"))
+                self._finish(ask, "cancelled", StoppedError(_CLOSING))
 
     def stalled_s(self) -> float:
         """How long the step takes that runs now."""

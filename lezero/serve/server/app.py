@@ -25,6 +25,8 @@ from lezero.serve.server.problem import ClientGoneError, Problem
 
 _LOG = logger("serve")
 _STALLED_S = 120.0
+_HEALTH = ("GET", "/health")
+"""Answered also where there are too many connections: who asks ends a server that is not well."""
 _LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 
 
@@ -39,11 +41,13 @@ class App:
         """Questions that are being answered."""
         self.connections: Callable[[], int] = lambda: 0
         """How many are open, that of the client who asks included."""
+        self.unsent: Callable[[], int] = lambda: 0
+        """Bytes of answers that wait for their clients to read."""
         self._keys, self._created = keys, int(time.time())
         self._rate = None if config.rate is None else RateLimit(config.rate)
         self._open: dict[tuple[str, str], Handler] = {
             ("GET", "/"): self._page,
-            ("GET", "/health"): self._health,
+            _HEALTH: self._health,
             ("GET", "/ready"): self._ready,
         }
         self._guarded: dict[tuple[str, str], Handler] = {
@@ -56,7 +60,6 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
-        self.active += exchange.method == "POST"
         try:
             await self._answer(exchange)
         except ClientGoneError:
@@ -68,7 +71,6 @@ class App:
             if exchange.status is None:
                 await exchange.fail(Problem(500, "a bug in LeZero; its log tells more"))
         finally:
-            self.active -= exchange.method == "POST"
             self.face.answered[self._route(exchange.path), exchange.status or 499] += 1
 
     def _route(self, path: str) -> str:
@@ -81,7 +83,11 @@ class App:
     async def _answer(self, exchange: Exchange) -> None:
         try:
             handler = self._admit(exchange)
-            await handler(exchange)
+            self.active += exchange.method == "POST"
+            try:
+                await handler(exchange)
+            finally:
+                self.active -= exchange.method == "POST"
         except Problem as problem:
             if exchange.status is not None:
                 raise
@@ -93,12 +99,12 @@ class App:
 
     def _admit(self, exchange: Exchange) -> Handler:
         """The function that answers, if the client may ask it."""
-        if self.connections() > self.config.connections:
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        asked = (method, exchange.path)
+        if self.connections() > self.config.connections and asked != _HEALTH:
             problem = f"{self.config.connections} connections are open, as many as are taken"
             raise Problem(503, problem, code="overloaded", retry_s=1)
         self._check_host(exchange)
-        method = "GET" if exchange.method == "HEAD" else exchange.method
-        asked = (method, exchange.path)
         if asked in self._open:
             return self._open[asked]
         if asked not in self._guarded:

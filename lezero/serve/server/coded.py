@@ -89,8 +89,9 @@ class Encoder:
                 most = max(1, self._llm.room - len(tokens))
                 most = most if asked.form == "chat" else min(most, _TEXT_TOKENS)
             params = asked.params.model_copy(update={"max_tokens": most, "seed": _seed(asked)})
-            for sample in range(asked.n):
-                request = self._llm.request(tokens, params, sample, asked.priority, called)
+            one = self._llm.request(tokens, params, 0, asked.priority, called)
+            self._llm.engine.scheduler.refuse_what_never_fits(one)  # before there are n of it
+            for request in (one, *(self._llm.sample_of(one, i) for i in range(1, asked.n))):
                 request.salt = owner
                 made.append(request)
         return made

@@ -5,7 +5,8 @@ uvicorn waits without end for the headers of a request, and for a client to read
 [Note: too many] Where more connections are open than are taken, those that have asked nothing for a
 while give way, beginning with those that have been silent for the longest: as another connection is
 made, and once more a while later, since none is made any more where they hold all open files. Where
-there are none, as at a burst of questions, `App` tells those who ask that there are too many.
+there are none, as at a burst of questions, `App` tells those who ask that there are too many. Who
+still reads an answer is not silent, as long as a slow reader may take.
 
 [Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
 is answered, and so would not see its client leave. It goes on reading here, up to a bound that
@@ -15,6 +16,7 @@ pipelined requests keep within.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from lezero.serve.server.exchange import JSON, as_json
@@ -82,7 +84,7 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     # Connections with no whole question, and since when; those that are silent the longest first.
-    silent: dict[H11Protocol, float] = {}
+    silent: dict[Connection, float] = {}
 
     class Connection(_Limited, H11Protocol):
         """See `protocol`."""
@@ -96,9 +98,15 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
                 self.loop.call_later(_SILENT_S, self._give_way)
 
         def _give_way(self) -> None:
-            for other in list(silent)[: max(0, len(self.connections) - most)]:
-                if silent[other] <= self.loop.time() - _SILENT_S:
-                    other.transport.abort()
+            now = self.loop.time()
+            idle = [one for one, since in silent.items() if now - since >= one.patience()]
+            for other in idle[: max(0, len(self.connections) - most)]:
+                other.transport.abort()
+
+        def patience(self) -> float:
+            """Seconds of silence after which it gives way."""
+            reads = self.transport.get_write_buffer_size() > 0
+            return max(write_s, _SILENT_S) if reads else _SILENT_S
 
         def data_received(self, data: bytes) -> None:
             if self._between() and self._reading is None:
@@ -134,6 +142,11 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
                 silent.pop(self, None)
 
     return Connection
+
+
+def unsent(connections: Iterable[Any]) -> int:
+    """Bytes that wait for clients to read them."""
+    return sum(one.transport.get_write_buffer_size() for one in connections)
 
 
 def _answered(cycle: Any) -> bool:

@@ -26,6 +26,9 @@ Value = TypeVar("Value")
 JSON = "application/json"
 _DEEPEST = 32
 _LINGER_S = 1.0
+_PIECE = 1 << 16
+"""Bytes of a body that are sent at once. Behind each the client is waited for: whoever reads a long
+answer slowly reads it."""
 _ALWAYS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
 
 
@@ -105,7 +108,10 @@ class Exchange:
         self._closes |= self._unread
         await self._start(status, kind, [*headers, ("content-length", str(len(body)))])
         lingers = self._unread and not self._late
-        await self._send({"type": "http.response.body", "body": body, "more_body": lingers})
+        for first in range(0, max(1, len(body)), _PIECE):
+            more = lingers or first + _PIECE < len(body)
+            piece = body[first : first + _PIECE]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
         if lingers:
             # Closing now would reset the connection, and the client might not read the answer.
             with suppress(TimeoutError):

@@ -22,7 +22,7 @@ from lezero.core.errors import ConfigError, need_extra
 from lezero.core.log import logger
 from lezero.serve.server.app import App
 from lezero.serve.server.config import ServeConfig
-from lezero.serve.server.connection import protocol
+from lezero.serve.server.connection import protocol, unsent
 from lezero.serve.server.face import Face
 from lezero.serve.server.keys import read_keys
 from lezero.serve.server.open_files import room_for_connections
@@ -109,7 +109,9 @@ class Host:
         self.face.start(alone)
         self.app = App(self.face, self.config, self._keys)
         inner = _inner(self.app, self.config)
-        self.app.connections = lambda: len(inner.server_state.connections)
+        state = inner.server_state
+        self.app.connections = lambda: len(state.connections)
+        self.app.unsent = lambda: unsent(state.connections)
         try:
             with _signals(self._stop):
                 listening = asyncio.create_task(inner.serve(sockets=[self._socket]))
@@ -133,10 +135,10 @@ class Host:
         await self._idle(_FAREWELL_S)
 
     async def _idle(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Waits until nothing is being answered."""
+        """Waits until nothing is being answered, and all answers have left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while self.app.active and not until():
+                while (self.app.active or self.app.unsent()) and not until():
                     await asyncio.sleep(_TICK_S)
 
 

@@ -90,7 +90,7 @@ class Worker:
         self._out: list[tuple[Events, Event]] = []
         self._urgent, self._sent_s = False, 0.0
         self._embedder = Embedder(llm.engine, metrics)
-        self._stopping = False
+        self._stopping = self._closing = False
         self._took_s = 1.0
         self._step_began: float | None = None
         self._thread = ComputeThread(self._run, "lezero-engine")
@@ -156,7 +156,8 @@ class Worker:
         self._order(lambda: self._cancel(given))
 
     def cancel_all(self) -> None:
-        self._order(lambda: self._cancel(list(self._jobs)))
+        """Ends what there is, and what comes."""
+        self._order(self._close)
         self._order(lambda: self._embedder.end(EngineError(_ENDS, ended=True)))
 
     @property
@@ -212,8 +213,8 @@ class Worker:
         return self.engine.busy or self._embedder.busy
 
     def _begin_embedding(self, asked: Embedding) -> None:
-        if self.broken is not None or self._stopping:
-            asked.told(EngineError(_ENDS, ended=self._stopping))
+        if self.broken is not None or self._closing:
+            asked.told(EngineError(_ENDS, ended=self._closing))
         else:
             self._embedder.add(asked)
 
@@ -230,8 +231,11 @@ class Worker:
 
     def _add(self, jobs: Sequence[_Job]) -> None:
         for job in jobs:
-            if self.broken is not None or self._stopping:
+            if self.broken is not None:
                 self._end(job, Event(job.index, reason="error", error=_ENDS))
+                continue
+            if self._closing:
+                self._end(job, Event(job.index, reason="cancelled"))
                 continue
             try:
                 self.engine.add(job.request)
@@ -246,9 +250,13 @@ class Worker:
                 self.engine.cancel(request)
                 self._report(request, ())
 
+    def _close(self) -> None:
+        self._closing = True
+        self._cancel(list(self._jobs))
+
     def _stop(self) -> None:
         self._stopping = True
-        self._cancel(list(self._jobs))
+        self._close()
         self._embedder.end(EngineError(_ENDS, ended=True))
 
     def _step(self) -> None:

@@ -264,3 +264,11 @@ def test_plans_are_looked_for_when_nothing_runs_and_a_little_under_load(model: D
         assert 1 <= len(found) <= 9, "2% of 0.4 s, a millisecond each"
     finally:
         runner.stop()
+
+
+def test_what_comes_after_all_were_cancelled_is_refused(runner: Runner) -> None:
+    assert Asked(runner, 1).wait() == [2]
+    runner.cancel_all()
+    with pytest.raises(StoppedError, match="the server is shutting down"):
+        Asked(runner, 1)
+    assert runner.active == 0
