@@ -176,9 +176,11 @@ class Scheduler:
         step = Step(self._most_beside if decodes else self.max_tokens)
         prompts = [request for request in self.running if request.pending > 1]
         others = len(self.running)
+        apart = step.left * 3 // 4 if prompts or self._may_admit() else 0  # guesses are no need
         for request in decodes:
             others -= 1  # drafts leave at least a token and a block for each of them
-            self._extend(step, request, step.left - others, spared=others)
+            left = step.left - others
+            self._extend(step, request, max(min(left, 1), left - apart), spared=others)
         for request in prompts:
             self._extend(step, request, step.left)
         if not step.preempts:

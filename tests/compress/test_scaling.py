@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import Scheme, scaling
+from lezero.compress.quantize.inputs import as_known
 from lezero.compress.quantize.methods import GPTQ
 from tests.compress.method_conformance import inputs_of
 from tests.compress.test_quantize import normed_blocks
@@ -110,3 +111,62 @@ def test_gptq_is_given_the_inputs_as_they_are_scaled() -> None:
 
     assert apart(after) < 0.01  # the order of sums rounds ties
     assert apart(before) > 0.1
+
+
+class Feeds(nn.Module):
+    """Blocks of two layers with a ReLU between them; the last inputs wake neurons that others do
+    not."""
+
+    def __init__(self, dim: int = 64, hidden: int = 256, asleep: int = 32) -> None:
+        super().__init__()
+        blocks = [
+            nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+            for _ in range(2)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+        with torch.no_grad():
+            first: Any = self.blocks[0][0]  # type: ignore[index]
+            first.weight[:asleep] = 0
+            first.weight[:asleep, -1] = torch.rand(asleep) * 0.5
+            first.bias[:asleep] = -0.01
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        lz.Int8WeightActivation(smooth=0.5, exact_above=None),
+        lz.Int8WeightActivation(smooth=0.9, exact_above=None),
+        lz.Int8WeightActivation(exact_above=None),
+        lz.Int4Weight(group=32, method="awq"),
+        lz.Int4Weight(group=32, method="gptq", scales="mse"),
+    ],
+    ids=["0.5", "0.9", "auto", "awq", "gptq"],
+)
+def test_what_calibration_never_met_is_not_lost(scheme: Scheme) -> None:
+    torch.manual_seed(0)
+    model = Feeds()
+    asleep = torch.randn(512, 64)
+    asleep[:, -1] = -1  # wakes none of them
+    awake = asleep.clone()
+    awake[:, -1] = 1
+    with torch.no_grad():
+        wanted = model(awake)
+        plain = model.blocks[0][2].weight.clone()  # type: ignore[index]
+    lz.quantize_(model, scheme, data=asleep, objective="size")
+    with torch.no_grad():
+        error = (model(awake) - wanted).norm() / wanted.norm()
+    assert error < (0.02 if isinstance(scheme, lz.Int8WeightActivation) else 0.15)
+    assert plain.isfinite().all()
+
+
+def test_magnitudes_of_what_was_never_met_are_those_of_the_middle() -> None:
+    size = torch.tensor([0.0, 2e-4, 0.5, 1.0, 3.0, 1e-9])
+    assert as_known(size).tolist() == pytest.approx([0.5, 0.5, 0.5, 1.0, 3.0, 0.5])
+    square = as_known(size.square(), 2)
+    assert square.tolist() == pytest.approx([0.25, 0.25, 0.25, 1.0, 9.0, 0.25])
+    assert as_known(torch.zeros(3)).tolist() == [0, 0, 0]

@@ -15,6 +15,23 @@ from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.observers import Observer, arranged
 from lezero.core.errors import NumericsError
 
+_UNSEEN = 1e-3
+"""Of the median magnitude: what is below it was as good as never there."""
+
+
+def as_known(size_K: Tensor, power: int = 1) -> Tensor:
+    """Magnitudes of channels (or their squares: power 2), with the median of the others for those
+    that calibration never met, as those behind a ReLU that stayed 0.
+
+    Of them nothing is known, but they may come: taken at their word they would be scaled against
+    all others, or their weights be clipped for nothing.
+    """
+    seen_K = size_K[size_K > 0]
+    if len(seen_K) == 0:
+        return size_K
+    middle = seen_K.median()
+    return torch.where(size_K < middle * _UNSEEN**power, middle, size_K)
+
 
 class Inputs:
     """Statistics of a layer's inputs, along the channels K (of images: dim 1).

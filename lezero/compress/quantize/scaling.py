@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.folds import Fold, producer_parameters, scale_channels
-from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.inputs import Inputs, as_known
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import Method
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
@@ -129,7 +129,7 @@ def smooth(
 
     def candidates() -> Iterator[Tensor]:
         for power in alphas:
-            most_x = fold.inputs.absmax.clamp(min=1e-5)
+            most_x = as_known(fold.inputs.absmax).clamp(min=1e-5)
             yield most_x.pow(power) / most_w.clamp(min=1e-5).pow(1 - power)
 
     return _apply_best(fold, target, rule, candidates(), journal, forced=alpha != "auto")
@@ -137,7 +137,7 @@ def smooth(
 
 def scale_for_weights(fold: Fold, target: Target, rule: str, journal: Journal) -> bool:
     """AWQ: what matters in weights is made larger; see `methods/awq.py`. Whether anything is."""
-    size = fold.inputs.mean_size.clamp(min=1e-8)
+    size = as_known(fold.inputs.mean_size).clamp(min=1e-8)
     powers = (size.pow(alpha) for alpha in AWQ_ALPHAS)
     centred = (s / (s.max() * s.min()).sqrt() for s in powers)
     return _apply_best(fold, target, rule, centred, journal, forced=False)
