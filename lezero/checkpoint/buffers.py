@@ -67,5 +67,5 @@ def _block(size: int, pinned: bool) -> Tensor:
     """Pinned memory takes device copies at full speed; plain memory where there is none."""
     if pinned:
         with suppress(RuntimeError):
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     return empty_bytes(size)[0]

@@ -108,11 +108,11 @@ class Crew:
         if self.size == 1:
             return [mine]
         body = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
         try:
-            dist.all_gather(sizes, torch.tensor([body.numel()]), group=self._group)
+            dist.all_gather(sizes, torch.tensor([body.numel()], device="cpu"), group=self._group)
             lengths = [int(size) for size in sizes]
-            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
             padded[: body.numel()] = body
             bodies = [torch.empty_like(padded) for _ in sizes]
             dist.all_gather(bodies, padded, group=self._group)

@@ -61,7 +61,7 @@ def from_json(saved: Any, near: torch.device) -> Any:
         raise ValueError(f"{saved} is no tensor of one element")
     to = device_in(saved, near)
     try:
-        tensor = torch.tensor(number, dtype=dtype).reshape(shape)
+        tensor = torch.tensor(number, dtype=dtype, device="cpu").reshape(shape)
     except RuntimeError as error:  # a number that the type does not hold
         raise ValueError(f"{saved}: {error}") from None
     return tensor.to(to)

@@ -20,7 +20,7 @@ def pack_random(prefix: str = "random/") -> tuple[dict[str, Tensor], dict[str, A
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
         f"{prefix}torch": torch.get_rng_state(),
-        f"{prefix}python": torch.tensor(words, dtype=torch.int64),
+        f"{prefix}python": torch.tensor(words, dtype=torch.int64, device="cpu"),
         f"{prefix}numpy": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
     }
     device = accelerator()

@@ -157,7 +157,7 @@ def empty_bytes(size: int) -> tuple[Tensor, memoryview]:
         _blocks.add(block)
         flat = torch.frombuffer(block, dtype=torch.uint8)
     else:
-        flat = torch.empty(size, dtype=torch.uint8)
+        flat = torch.empty(size, dtype=torch.uint8, device="cpu")
     return flat, memoryview(_numpy(flat))
 
 

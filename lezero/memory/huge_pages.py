@@ -38,7 +38,7 @@ class HugePages:
 
     def __init__(self) -> None:
         self._given = given()
-        self._left = torch.empty(0, dtype=torch.uint8)
+        self._left = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def move(self, tensors: Iterable[Tensor]) -> None:
         """Puts their data one behind the other into huge pages.

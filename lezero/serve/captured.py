@@ -286,9 +286,12 @@ class _Step:
         self.token_B, self.row_B, self.position_B = (inputs[:, i] for i in range(3))
         self.table_BW = inputs[:, 3:]
         size = sequences * (3 + blocks)
-        self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2)]
+        self._hosts = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
+        ]
         self._found = [
-            torch.zeros(sequences, dtype=torch.int64, pin_memory=pinned) for _ in range(2)
+            torch.zeros(sequences, dtype=torch.int64, pin_memory=pinned, device="cpu")
+            for _ in range(2)
         ]
         self._passed: list[Callable[[], None]] = [_nothing, _nothing]
         self._turn = 0
@@ -307,7 +310,7 @@ class _Step:
             numbers += [one.tokens[0], row, one.position, *blocks, *filled[3 + len(blocks) :]]
         numbers += filled * (B - len(fed))
         host = self._hosts[self._turn]
-        host.copy_(torch.tensor(numbers, dtype=torch.int64))
+        host.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
         self._inputs.copy_(host.view(self._shape), non_blocking=True)
         self._passed[self._turn] = device.mark(self._inputs.device)
 

@@ -162,7 +162,7 @@ class FusedProgram(Program):
 
     def _given(self, fed: Sequence[Fed]) -> tuple[Tensor, *_Places]:
         """What the decoder takes of a step; the residual stream first."""
-        tokens = torch.tensor([token for one in fed for token in one.tokens])
+        tokens = torch.tensor([token for one in fed for token in one.tokens], device="cpu")
         return (self._embedded(tokens), *self._places(fed, 1))
 
     def _places(self, fed: Sequence[Fed], steps: int) -> _Places:
@@ -175,7 +175,12 @@ class FusedProgram(Program):
             chunks.append([first, len(one.tokens), one.position])
             first += len(one.tokens)
         angles = (self._rope.cos_TP, self._rope.sin_TP)
-        return (*angles, torch.tensor(chunks, dtype=torch.int32), block_table(fed), self._cache)
+        return (
+            *angles,
+            torch.tensor(chunks, dtype=torch.int32, device="cpu"),
+            block_table(fed),
+            self._cache,
+        )
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """fp32 (T, D); the engine has seen that they are tokens of the model."""

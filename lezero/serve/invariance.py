@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -109,8 +110,8 @@ def _cost(
 
 
 def _ours(matrices: list[Weight], rows: int, prompt: bool) -> Callable[[], None]:
-    dtype = torch.bfloat16 if prompt else torch.float32
-    pairs = [(torch.randn(rows, weight.in_features, dtype=dtype), weight) for weight in matrices]
+    here: Any = {"dtype": torch.bfloat16 if prompt else torch.float32, "device": "cpu"}
+    pairs = [(torch.randn(rows, weight.in_features, **here), weight) for weight in matrices]
 
     def run() -> None:
         for x_RK, weight in pairs:
@@ -120,10 +121,11 @@ def _ours(matrices: list[Weight], rows: int, prompt: bool) -> Callable[[], None]
 
 
 def _torchs(matrices: list[Weight], rows: int, dtype: torch.dtype) -> Callable[[], None]:
+    here: Any = {"dtype": dtype, "device": "cpu"}
     pairs = [
         (
-            torch.randn(rows, weight.in_features, dtype=dtype),
-            torch.randn(weight.out_features, weight.in_features, dtype=dtype),
+            torch.randn(rows, weight.in_features, **here),
+            torch.randn(weight.out_features, weight.in_features, **here),
         )
         for weight in matrices
     ]

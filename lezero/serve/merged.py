@@ -52,7 +52,11 @@ def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
     each = [_wide(part.weight) for part in parts]
     wide = each[0] if len(each) == 1 else torch.cat(each)
     return Weight(
-        Packed(pack_bf16(wide), torch.empty(0, dtype=torch.float32), None), bias, N, K, 16
+        Packed(pack_bf16(wide), torch.empty(0, dtype=torch.float32, device="cpu"), None),
+        bias,
+        N,
+        K,
+        16,
     )
 
 
@@ -140,7 +144,7 @@ def _bias(parts: Sequence[nn.Module]) -> Tensor | None:
         return None
     return torch.cat(
         [
-            torch.zeros(_features(part)[0], dtype=torch.float32)
+            torch.zeros(_features(part)[0], dtype=torch.float32, device="cpu")
             if bias is None
             else bias.detach().float()
             for part, bias in zip(parts, found, strict=True)

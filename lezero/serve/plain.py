@@ -91,10 +91,14 @@ class PlainProgram(Program):
         fed_3T, seen, reach = [], [], []
         for one in fed:
             end = one.position + len(one.tokens)
-            at_S = torch.arange(end)
-            place_S = torch.tensor(one.blocks)[at_S // _BLOCK] * _BLOCK + at_S % _BLOCK
+            at_S = torch.arange(end, device="cpu")
+            place_S = (
+                torch.tensor(one.blocks, device="cpu")[at_S // _BLOCK] * _BLOCK + at_S % _BLOCK
+            )
             new = slice(one.position, end)
-            fed_3T.append(torch.stack([torch.tensor(list(one.tokens)), at_S[new], place_S[new]]))
+            fed_3T.append(
+                torch.stack([torch.tensor(list(one.tokens), device="cpu"), at_S[new], place_S[new]])
+            )
             reach.append(end if one.position else 0)
             seen.append(place_S[: reach[-1]])
         whole = self._sent(torch.cat([torch.cat(fed_3T, 1).flatten(), *seen]))

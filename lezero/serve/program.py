@@ -215,7 +215,7 @@ def wanted_rows(fed: Sequence[Fed], dtype: torch.dtype = torch.int64) -> Tensor:
     for one in fed:
         found += [first + row for row in one.rows]
         first += len(one.tokens)
-    return torch.tensor(found, dtype=dtype)
+    return torch.tensor(found, dtype=dtype, device="cpu")
 
 
 def split_prompts(fed: Sequence[Fed]) -> tuple[list[Fed], list[Fed], list[int]]:
@@ -241,4 +241,4 @@ def block_table(fed: Sequence[Fed]) -> Tensor:
     """Blocks of each sequence, filled up with 0: int32 (sequences, most blocks)."""
     width = max(len(one.blocks) for one in fed)
     rows = [[*one.blocks, *[0] * (width - len(one.blocks))] for one in fed]
-    return torch.tensor(rows, dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")

@@ -91,7 +91,7 @@ def draw(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
 def _drawn_by_kernels(logits_RV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
     """The same by two calls, of which the second one is made where log-probabilities are asked."""
     V = logits_RV.shape[1]
-    asked_R5 = torch.tensor([_numbers(row, V) for row in rows], dtype=torch.float64)
+    asked_R5 = torch.tensor([_numbers(row, V) for row in rows], dtype=torch.float64, device="cpu")
     token_R, highest_R = draw_tokens(_penalized(logits_RV, rows), asked_R5)
     tokens, highest = token_R.tolist(), highest_R.tolist()
     wanted = [number for number, row in enumerate(rows) if row.params.logprobs is not None]
@@ -117,7 +117,7 @@ def asked_of(requests: Sequence[Request], steps: int, vocabulary: int) -> Tensor
     """What `draw_tokens` takes for the next tokens of each, fp64 (steps, requests, 5)."""
     rows = [Row.of(request, (0,) * step) for step in range(steps) for request in requests]
     table = [_numbers(row, vocabulary) for row in rows]
-    return torch.tensor(table, dtype=torch.float64).view(steps, len(requests), -1)
+    return torch.tensor(table, dtype=torch.float64, device="cpu").view(steps, len(requests), -1)
 
 
 def _numbers(row: Row, V: int) -> tuple[float, float, float, float, float]:
@@ -198,7 +198,9 @@ def _penalized(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
         for x in (row.params for row in rows)
     ]
     texts, prompts = [row.history for row in rows], [row.prompt for row in rows]
-    return penalized(logits_RV.float(), texts, prompts, torch.tensor(asked, dtype=torch.float64))
+    return penalized(
+        logits_RV.float(), texts, prompts, torch.tensor(asked, dtype=torch.float64, device="cpu")
+    )
 
 
 def _draw_by_chance(

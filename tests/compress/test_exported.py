@@ -181,3 +181,10 @@ def test_biases_that_the_architecture_has_are_written_corrected(tmp_path: Path) 
     lz.quantize_(model, scheme, data=tokens(), objective="size", filter="layers.*")
     save_quantized(model, tmp_path / "out", layout="compressed-tensors")
     assert difference(logits(opened(tmp_path / "out")), logits(model)) < EQUAL
+
+
+def test_a_folder_of_floats_alone_is_not_written_as_quantized(tmp_path: Path) -> None:
+    model = lz.quantize_(small(True), lz.Int8Weight(), filter=["embed_tokens"], objective="size")
+    with pytest.raises(lz.ConfigError, match="no layer that it holds is quantized"):
+        lz.save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    assert not (tmp_path / "out").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lezero as lz
-from lezero.compress.quantize import is_quantized_folder, load_quantized
+from lezero.compress.quantize import foreign, is_quantized_folder, load_quantized
 from lezero.compress.quantize.modules import quantized_layers
 from tests.compress.test_imported import FORMS, GPTQ, GROUP, folder
 
@@ -56,3 +56,10 @@ def test_the_older_layout_of_autogptq(tmp_path: Path) -> None:
     whole.rename(tmp_path / "model-00001-of-00002.safetensors")
     with pytest.raises(lz.FileError, match=r"not one whole file \(model-00001-of-00002"):
         load_quantized(tmp_path)
+
+
+def test_a_group_larger_than_any_number_is_one_of_all_inputs() -> None:
+    order = foreign._order(torch.zeros(64, dtype=torch.int32), 64, 32 * 10**19)
+    assert order is None
+    with pytest.raises(ValueError, match="has no groups"):
+        foreign._order(torch.arange(64, dtype=torch.int32), 64, 32 * 10**19)

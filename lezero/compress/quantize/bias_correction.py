@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.modules import QuantizedLayer
+from lezero.compress.quantize.parts import at_once
 
 
 @torch.no_grad()
@@ -28,7 +29,9 @@ def corrected_bias(
         difference = wanted.float() - found.float()
         error_N = difference.transpose(0, 1).flatten(1).mean(1)
     else:
-        error_N = (weight.float() - quantized.weight.decode(torch.float32)) @ inputs.mean
+        rows = max(1, at_once(weight.device) // max(1, weight.shape[1]))
+        parts = quantized.weight.decoded_rows(rows)
+        error_N = torch.cat([(weight[own].float() - made) @ inputs.mean for own, made in parts])
     before = torch.zeros_like(error_N) if bias is None else bias.float()
     kind = weight.dtype if bias is None else bias.dtype
     trains = quantized.trains if bias is None else bias.requires_grad

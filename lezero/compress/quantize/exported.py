@@ -69,6 +69,11 @@ def export_compressed_tensors(
         )
     _check_biases(model)
     layers = {n: x for n, x in quantized_layers(model).items() if n not in ("embed_tokens", _HEAD)}
+    if not layers:
+        raise ConfigError(
+            "layout 'compressed-tensors': no layer that it holds is quantized (embeddings and the "
+            "output head are floats in it); quantize others too, or save with layout='lezero'"
+        )
     dtype = model.norm.weight.dtype
     tensors: dict[str, Tensor] = {}
     groups: list[tuple[dict[str, Any], list[str]]] = []

@@ -174,9 +174,9 @@ def _passes(
 ) -> bool:
     """Whether `fold` holds with each channel scaled by one of two numbers."""
     weight = fold.sites[0].weight()
-    mine = torch.Generator().manual_seed(0)
-    chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine)
-    s_K = torch.tensor(scales, dtype=torch.float32)[chosen].to(weight.device)
+    mine = torch.Generator("cpu").manual_seed(0)
+    chosen = torch.randint(0, 2, (weight.shape[1],), generator=mine, device="cpu")
+    s_K = torch.tensor(scales, dtype=torch.float32, device="cpu")[chosen].to(weight.device)
     kept = [(parameter, parameter.data) for parameter in fold.parameters]
     try:
         scale_channels(fold.producer, fold.sites, s_K)

@@ -154,7 +154,7 @@ def _zeros_of_gptq(packed: Tensor, N: int, about: Foreign) -> tuple[Tensor, bool
 
 def unpack_int32(packed: Tensor, bits: int, dim: int) -> Tensor:
     """uint8 codes of `bits` out of int32, `dim` (0 or 1) longer by 32 / bits; lowest bits first."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     shifts = shifts.view(1, -1, 1) if dim == 0 else shifts
     wide = (packed.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
     return wide.flatten(dim, dim + 1).to(torch.uint8)
@@ -165,7 +165,7 @@ def pack_int32(codes: Tensor, bits: int, dim: int) -> Tensor:
     moved = codes.movedim(dim, -1)
     P = 32 // bits
     padded = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % P)).to(torch.int64)
-    shifts = torch.arange(0, 32, bits, dtype=torch.int64)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int64, device=codes.device)
     words = (padded.unflatten(-1, (-1, P)) << shifts).sum(-1)
     words = torch.where(words >= 1 << 31, words - (1 << 32), words)
     return words.to(torch.int32).movedim(-1, dim).contiguous()
@@ -173,14 +173,15 @@ def pack_int32(codes: Tensor, bits: int, dim: int) -> Tensor:
 
 def _awq(packed: Tensor) -> Tensor:
     codes = unpack_int32(packed, 4, 1).unflatten(1, (-1, 8))
-    return codes[..., torch.tensor(_AWQ_PLACE)].flatten(1)
+    return codes[..., list(_AWQ_PLACE)].flatten(1)
 
 
 def _order(g_idx: Tensor | None, K: int, group: int) -> Tensor | None:
     """The inputs by group; None when they lie so already."""
     if g_idx is None:
         return None
-    in_rows = torch.arange(K, dtype=torch.int64) // group
+    # A group of more than there is, as large as a file may say, is one of all.
+    in_rows = torch.arange(K, dtype=torch.int64, device=g_idx.device) // min(group, K)
     if tuple(g_idx.shape) != (K,) or g_idx.dtype not in _INTEGERS:
         raise ValueError(
             f"g_idx is {g_idx.dtype} {tuple(g_idx.shape)}, it should be torch.int32 ({K},); write "

@@ -177,7 +177,7 @@ def _relative_error(pairs: Callable[[], Iterable[tuple[Tensor, Tensor]]]) -> flo
 def _squares(pairs: Iterable[tuple[Tensor, Tensor]], kind: torch.dtype) -> tuple[float, float, int]:
     """‖found - wanted‖², ‖wanted‖² and how many numbers there are; squares that the type `kind`
     does not hold are infinite, or 0."""
-    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    sums, count = torch.zeros(2, dtype=torch.float64, device="cpu"), 0
     for wanted, found in pairs:
         both = ((found.to(kind) - wanted.to(kind)).square(), wanted.to(kind).square())
         sums = sums.to(wanted.device)

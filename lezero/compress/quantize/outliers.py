@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lezero.compress.quantize.input_rounding import token_error
 from lezero.compress.quantize.modules import QuantizedLayer, QuantizedLinear
+from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.report import named
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.ops.linear.reference import block_of
@@ -53,12 +54,11 @@ class Outliers:
             return
         codes, scale = fixed_point(x_MK, size)
         fixed = (codes.unflatten(1, (-1, size)).float() * scale[..., None]).flatten(1)
-        w_NK = weight.decode(torch.float32)
-        exact = F.linear(x_MK, w_NK)
-        cost, usual = (
-            token_error(exact, F.linear(rounded, w_NK))
-            for rounded in (fixed[:, : x_MK.shape[1]], x_MK.bfloat16().float())
-        )
+        rows = max(1, at_once(x_MK.device) // x_MK.shape[1])
+        inputs = (x_MK, fixed[:, : x_MK.shape[1]], x_MK.bfloat16().float())
+        parts = [[F.linear(x, w) for x in inputs] for _, w in weight.decoded_rows(rows)]
+        exact, *others = (torch.cat(some, 1) for some in zip(*parts, strict=True))
+        cost, usual = (token_error(exact, found) for found in others)
         if cost > _CLEARLY * max(usual, 2.0**-9):
             self._costs[name] = (cost, usual)
 

@@ -372,7 +372,9 @@ def _check_values(
     for name, about in layers.items():
         if about.get("weight") == "ordered":
             order = tensors[f"{_PREFIX}{name}.weight.order"].sort().values
-            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype)):
+            if not torch.equal(
+                order, torch.arange(len(order), dtype=order.dtype, device=order.device)
+            ):
                 raise FileError(f"{root}: '{name}.weight.order' is no order of its inputs")
 
 

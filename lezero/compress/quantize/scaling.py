@@ -39,8 +39,8 @@ class Scaling:
         self.recipe, self.method, self.journal = recipe, method, journal
         self.targets = {site.name: target for site, target in sites}
         self._names = {id(site.parameter): site.name for site, _ in sites}
-        self.done = False
-        """Whether weights of layers were changed."""
+        self.tried = self.done = False
+        """Whether there was a fold to scale; whether weights of layers were changed."""
         self.kept: list[str] = []
         """Layers that stayed as they were, but for their channels."""
         self.state = ""
@@ -50,7 +50,7 @@ class Scaling:
 
     def why_nothing(self) -> list[str]:
         """A note where there were layers to scale, but none could be."""
-        if self.done or not self._scalable:
+        if self.tried or not self._scalable:
             return []
         awq = self.method.scales_channels
         why = "it needs a repeated block in which a layer before another can take the division"
@@ -85,13 +85,14 @@ class Scaling:
         scaled = []
         for fold in folds:
             target = self.targets[fold.sites[0].name]
-            rule, self.done = self.recipe.scales, True
+            rule, self.tried = self.recipe.scales, True
             with Autocast.off(fold.sites[0].parameter.device).again():
                 if self.method.scales_channels:
                     changed = scale_for_weights(fold, target, rule, self.journal)
                 else:
                     assert self.recipe.smooth is not None
                     changed = smooth(fold, target, rule, self.recipe.smooth, self.journal)
+            self.done |= changed
             scaled += [fold] if changed else []
         return scaled
 

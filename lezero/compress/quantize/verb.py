@@ -105,7 +105,7 @@ def quantize_(
         return Request(model, config, targets, batches, objective, metric, budget, report)
 
     alone = data is None and metric is None and objective == "size"
-    _all_or_nothing(begun_alike(ask, alone=alone))
+    _all_or_nothing(begun_alike(ask, alone=alone), optimizer)
     return model
 
 
@@ -140,15 +140,18 @@ def _parameter(layer: QuantizedLayer) -> nn.Parameter:
     return nn.Parameter(weight.T.contiguous() if layer.transposed else weight, layer.trains)
 
 
-def _all_or_nothing(request: Request) -> None:
+def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -> None:
     """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
     model = request.model
+    before = {id(p): name for name, p in model.named_parameters()}
     with held_interrupts(), quiet(model), Spill() as spill, kept_buffers(model, spill):
         held = [*model.parameters(), *model.buffers(), *kept_beside(model)]
         journal = Journal(spill, sharing_memory(held))
         del held
         try:
             slower = _quantize(request, journal, spill)
+            here = {id(p) for p in model.parameters()}
+            _refuse_lost(optimizer, {key: x for key, x in before.items() if key not in here})
             let_in()
         except BaseException:
             with held_interrupts():
@@ -315,13 +318,21 @@ def _check_optimizer(
         return
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: got {optimizer!r}, allowed is a torch optimizer")
+    # Corrected biases and folded batch norms leave it too: that is known at the end.
+    _refuse_lost(optimizer, {id(site.parameter): name for name, (site, _) in targets.items()})
+
+
+def _refuse_lost(optimizer: torch.optim.Optimizer | None, leaving: dict[int, str]) -> None:
+    """`OrderError` where the optimizer holds parameters that leave the model, by their names."""
+    if optimizer is None:
+        return
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    lost = [name for name, (site, _) in targets.items() if id(site.parameter) in held]
+    lost = [name for key, name in leaving.items() if key in held]
     if lost:
         raise OrderError(
-            f"lz.quantize_: the optimizer holds {len(lost)} of the weights to quantize "
-            f"('{lost[0]}' is the first), which leave the model; build it afterwards, over what is "
-            "left in model.parameters()"
+            f"lz.quantize_: the optimizer holds {len(lost)} of the parameters that leave the model "
+            f"('{lost[0]}' is the first); build it afterwards, over what is left in "
+            "model.parameters()"
         )
 
 

@@ -61,7 +61,7 @@ Room = Callable[[int], Tensor]
 
 def empty_room(size: int) -> Tensor:
     """As torch takes it."""
-    return torch.empty(size, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,11 @@ class BlockCache:
         dtype = torch.bfloat16 if bits == 16 else torch.int8
         last = block_bytes(shape.head_dim, bits) // dtype.itemsize
         sizes = (layers, blocks, shape.kv_heads, last)
-        return cls(torch.empty(sizes, dtype=dtype), torch.empty(sizes, dtype=dtype), bits)
+        return cls(
+            torch.empty(sizes, dtype=dtype, device="cpu"),
+            torch.empty(sizes, dtype=dtype, device="cpu"),
+            bits,
+        )
 
 
 def block_bytes(head_dim: int, bits: int) -> int:
@@ -111,20 +115,20 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             _check(shape, layer, index)
         rows = [layer.row() for layer in self.layers]
-        self._table = torch.tensor(rows, dtype=torch.int64)
+        self._table = torch.tensor(rows, dtype=torch.int64, device="cpu")
         self.ending = ending
         if ending is not None:
             V = ending.head.out_features
             _check_matrix("head", ending.head, V, shape.dim)
         end = [] if ending is None else ending.row()
-        self._end = torch.tensor(end, dtype=torch.int64)
+        self._end = torch.tensor(end, dtype=torch.int64, device="cpu")
         self.beginning = beginning
         begin = [] if beginning is None else beginning.rows.row()
-        self._begin = torch.tensor(begin, dtype=torch.int64)
+        self._begin = torch.tensor(begin, dtype=torch.int64, device="cpu")
         self.panels = 0
         """How kernels read the weights of few tokens, see `settle_panels`."""
         self._sizes: dict[tuple[int, int, int, bool], int] = {}
-        self._take_room, self._room = room, torch.empty(0, dtype=torch.uint8)
+        self._take_room, self._room = room, torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def run(
         self,
@@ -171,9 +175,11 @@ class Decoder:
         if not NATIVE.available():
             reference.run(self.shape, self.layers, x_TD, cos, sin, chunks, table, cache, rounded)
             return reference.logits(self.shape, self.ending, x_TD[rows], best)
-        logits_RV = torch.empty(len(rows), self.ending.head.out_features, dtype=torch.float32)
+        logits_RV = torch.empty(
+            len(rows), self.ending.head.out_features, dtype=torch.float32, device="cpu"
+        )
         given = (x_TD, self._table, cos, sin, chunks, table, cache.keys, cache.values)
-        best_R = torch.empty(len(rows) if best else 0, dtype=torch.int64)
+        best_R = torch.empty(len(rows) if best else 0, dtype=torch.int64, device="cpu")
         self._run(given, rows, logits_RV, best_R, cache.bits, rounded)
         return logits_RV, best_R
 
@@ -198,13 +204,26 @@ class Decoder:
         assert self.beginning is not None
         assert self.ending is not None
         T, V = len(tokens), self.ending.head.out_features
-        x_TD = torch.empty(T, self.shape.dim, dtype=torch.float32)
-        best = torch.empty(steps, T, dtype=torch.int64)
+        x_TD = torch.empty(T, self.shape.dim, dtype=torch.float32, device="cpu")
+        best = torch.empty(steps, T, dtype=torch.int64, device="cpu")
         aside = -(-T * self.shape.dim * 2 // 64) * 64
         taken = NATIVE.ops.follow(
-            *(torch.tensor(tokens), self._begin, x_TD, self._table, cos, sin, chunks, table),
+            *(
+                torch.tensor(tokens, device="cpu"),
+                self._begin,
+                x_TD,
+                self._table,
+                cos,
+                sin,
+                chunks,
+                table,
+            ),
             *(cache.keys, cache.values, self._room_for(T, T, V, aside), self._end),
-            *(torch.arange(T, dtype=torch.int32), torch.empty(T, V), best),
+            *(
+                torch.arange(T, dtype=torch.int32, device="cpu"),
+                torch.empty(T, V, device="cpu"),
+                best,
+            ),
             *((_NOTHING_ASKED, 0) if asked is None else (asked.contiguous(), drawer())),
             *self._numbers(cache.bits),
             self.beginning.dtype == torch.bfloat16,

@@ -37,7 +37,7 @@ def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
     _check("draw_tokens: asked is", asked_R5, torch.float64, (R, 5))
     if not native(scores_RV):
         return reference.draw_tokens(scores_RV, asked_R5)
-    token_R, highest_R = torch.empty(R, dtype=torch.int64), scores_RV.new_empty(R)
+    token_R, highest_R = torch.empty(R, dtype=torch.int64, device="cpu"), scores_RV.new_empty(R)
     NATIVE.ops.draw_tokens(scores_RV.contiguous(), asked_R5.contiguous(), token_R, highest_R)
     return token_R, highest_R
 
@@ -55,7 +55,10 @@ def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, 
         raise ConfigError(f"most: got {most}, allowed is 0 to {logits_RV.shape[1]}")
     if not native(logits_RV):
         return reference.name_tokens(logits_RV, token_R, most)
-    own_R, likeliest_RM = logits_RV.new_empty(R), torch.empty(R, most, dtype=torch.int64)
+    own_R, likeliest_RM = (
+        logits_RV.new_empty(R),
+        torch.empty(R, most, dtype=torch.int64, device="cpu"),
+    )
     logprob_RM = logits_RV.new_empty(R, most)
     given = (logits_RV.contiguous(), token_R.contiguous())
     NATIVE.ops.name_tokens(*given, own_R, likeliest_RM, logprob_RM)
@@ -80,7 +83,10 @@ def penalized(
     for text, prompt in zip(texts, prompts, strict=True):
         spans.append((len(flat), len(flat) + max(0, min(prompt, len(text))), len(flat) + len(text)))
         flat.extend(text)
-    given = (torch.tensor(flat, dtype=torch.int64), torch.tensor(spans, dtype=torch.int64))
+    given = (
+        torch.tensor(flat, dtype=torch.int64, device="cpu"),
+        torch.tensor(spans, dtype=torch.int64, device="cpu"),
+    )
     out_RV = torch.empty_like(scores_RV, memory_format=torch.contiguous_format)
     NATIVE.ops.penalize(scores_RV.contiguous(), *given, penalties_R3.contiguous(), out_RV)
     return out_RV

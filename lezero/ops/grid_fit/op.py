@@ -69,7 +69,7 @@ def half_quadratic(
         look = w_GE.device.type == "cpu"
         return reference.half_quadratic(w_GE, scale_G, zero_G, *how, look=look)
     zero = zero_G.clone(memory_format=torch.contiguous_format)
-    codes = torch.empty(w_GE.shape, dtype=torch.uint8)
+    codes = torch.empty(w_GE.shape, dtype=torch.uint8, device=w_GE.device)
     given = (w_GE.contiguous(), scale_G.contiguous(), zero, codes)
     NATIVE.ops.half_quadratic(*given, *code_range, _KINDS[kept], rounds)
     return codes, zero

@@ -45,15 +45,15 @@ def _ask_for_tiles() -> None:
 def _first_difference(ops: Any) -> str:
     """The form that differs, "" if none does."""
     M, N, K = 21, 40, 200
-    draw = torch.Generator().manual_seed(0)
-    wide: dict[str, Any] = {"dtype": torch.float32, "generator": draw}
+    draw = torch.Generator("cpu").manual_seed(0)
+    wide: dict[str, Any] = {"dtype": torch.float32, "generator": draw, "device": "cpu"}
     x, weight = torch.randn(M, K, **wide), pack_bf16(torch.randn(N, K, **wide))
     found, wanted = ops.linear_bf16(x, weight, None, N), reference.linear_bf16(x, weight, None, N)
     if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-3):
         return "bf16"
     forms = ((8, 0, 8, 0), (4, 32, 8, 0), (4, 32, 8, 32), (8, 64, 8, 32), (4, 64, 16, 0))
     for bits, group, x_bits, x_block in forms:
-        codes = torch.randint(0, 1 << bits, (N, K), generator=draw)
+        codes = torch.randint(0, 1 << bits, (N, K), generator=draw, device="cpu")
         codes = codes.to(torch.uint8) if bits == 4 else (codes - 128).to(torch.int8)
         groups = -(-K // group) if group else 1
         packed = pack(codes, torch.rand(N, groups, **wide), None, bits=bits)

@@ -253,7 +253,7 @@ def embedding_rows(
     """`embedding_int` for ids (flat, int64) that are known to be rows of the weight: nothing is
     checked, which takes ten times as long as one row."""
     if _on_kernel(ids) and not in_rows(packed):
-        found = torch.empty((len(ids), in_features), dtype=dtype)
+        found = torch.empty((len(ids), in_features), dtype=dtype, device="cpu")
         native.NATIVE.ops.embedding(ids, *packed, found, bits, group)
         return found
     work = (reference if ids.device.type == "cpu" else accelerator).embedding

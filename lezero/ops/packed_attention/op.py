@@ -69,7 +69,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], heads: int)
     if not kernel_takes(q, heads):
         return reference.by_groups(q, k, v, lengths, heads)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    begins = torch.tensor([0, *accumulate(lengths)])
+    begins = torch.tensor([0, *accumulate(lengths)], device="cpu")
     rows = (x if x.stride(1) == 1 else x.contiguous() for x in (q, k, v))
     NATIVE.ops.attend(*rows, begins, out, heads)
     return out

@@ -175,7 +175,9 @@ def _opened(folder: EncoderFolder, weights: str, calibration: Sequence[Sequence[
     model = open_encoder(folder, torch.bfloat16 if short else torch.float32)
     if weights == "int8":
         lengths = [len(item) for item in calibration]
-        data = [(torch.tensor([token for item in calibration for token in item]), lengths)]
+        data = [
+            (torch.tensor([token for item in calibration for token in item], device="cpu"), lengths)
+        ]
         scheme = Int8WeightActivation(vocabulary="keep", exact_above=1.0)
         quantize_(model, scheme, data=data, objective="size")
     return model.eval()
@@ -185,7 +187,7 @@ def _opened(folder: EncoderFolder, weights: str, calibration: Sequence[Sequence[
 def _vectors(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder) -> Tensor:
     """(B, D) fp32."""
     lengths = [len(item) for item in items]
-    tokens_N = torch.tensor([token for item in items for token in item])
+    tokens_N = torch.tensor([token for item in items for token in item], device="cpu")
     x_ND = model(tokens_N, lengths).float()
     pool = {"mean": lambda x: x.mean(0), "cls": lambda x: x[0], "max": lambda x: x.amax(0)}
     x_BD = torch.stack([pool[folder.pooling](x) for x in x_ND.split(lengths)])

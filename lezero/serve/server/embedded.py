@@ -37,7 +37,7 @@ async def answer_embeddings(
         worker.release(1)
 
     def told() -> bytes:
-        return told_embeddings([torch.tensor(x) for x in found], asked, model, used)
+        return told_embeddings([torch.tensor(x, device="cpu") for x in found], asked, model, used)
 
     await exchange.reply(200, await lanes.write(sum(map(len, found)), told), JSON)
 

@@ -160,7 +160,9 @@ def _tensor(value: Any, dtype: torch.dtype, name: str) -> Tensor:
                 raise beyond(x)
     floats = dtype.is_floating_point
     try:
-        wide = torch.tensor(numbers, dtype=torch.float64 if floats else dtype).reshape(shape)
+        wide = torch.tensor(
+            numbers, dtype=torch.float64 if floats else dtype, device="cpu"
+        ).reshape(shape)
     except OverflowError:  # a whole number beyond float64
         raise beyond(max(numbers, key=abs)) from None
     made = wide.to(dtype)

@@ -27,8 +27,8 @@ class Histogram(Observer):
     def __init__(self, channels: int = 1) -> None:
         super().__init__(channels)
         self._extremes = MinMax(channels)
-        self.counts_CB = torch.zeros(channels, BINS, dtype=torch.float64)
-        self.top_C = torch.zeros(channels, dtype=torch.float32)
+        self.counts_CB = torch.zeros(channels, BINS, dtype=torch.float64, device="cpu")
+        self.top_C = torch.zeros(channels, dtype=torch.float32, device="cpu")
 
     def observe(self, x_CN: Tensor) -> None:
         self._extremes.observe(x_CN)
@@ -87,7 +87,7 @@ class KLDivergence(Histogram):
     """
 
     def threshold(self, levels: int) -> Tensor:
-        best_C = torch.full((self.channels,), torch.inf, dtype=torch.float64)
+        best_C = torch.full((self.channels,), torch.inf, dtype=torch.float64, device="cpu")
         cut_C = self.top_C.clone()
         counts_CB = self.counts_CB.clone()
         counts_CB[:, 0] = counts_CB[:, 1]
@@ -110,8 +110,9 @@ class MeanSquaredError(Histogram):
     """
 
     def threshold(self, levels: int) -> Tensor:
-        middle_CB = (torch.arange(BINS, dtype=torch.float32) + 0.5) / BINS * self.top_C[:, None]
-        best_C = torch.full((self.channels,), torch.inf, dtype=torch.float64)
+        at_B = torch.arange(BINS, dtype=torch.float32, device="cpu")
+        middle_CB = (at_B + 0.5) / BINS * self.top_C[:, None]
+        best_C = torch.full((self.channels,), torch.inf, dtype=torch.float64, device="cpu")
         cut_C = self.top_C.clone()
         for bins in self.candidates(min(levels, BINS // 32)):
             cut = self.edges(bins)
@@ -131,7 +132,7 @@ def _divergence(counts_CB: Tensor, bins: int, levels: int) -> Tensor:
     real = counts_CB[:, :bins]
     reference = real.clone()
     reference[:, -1] += counts_CB[:, bins:].sum(1)
-    step = torch.arange(bins) * levels // bins
+    step = torch.arange(bins, device="cpu") * levels // bins
     step_CB = step.expand(channels, bins)
     filled = (real > 0).double()
     total = real.new_zeros(channels, levels).scatter_add_(1, step_CB, real)
