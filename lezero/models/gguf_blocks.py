@@ -17,6 +17,7 @@ Letters: N output features, K input features, G groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -75,6 +76,19 @@ def shares(tensors: Iterable[TensorInfo]) -> dict[int, float]:
             if info.kind in BITS:
                 found[BITS[info.kind]] += size
     return {bits: count / max(whole, 1) for bits, count in found.items()}
+
+
+def bytes_read(tensors: Iterable[TensorInfo], matrix: int, keep: bool) -> int:
+    """What the tensors of a file take once they are read: a number of a matrix so many bytes, of
+    others four. keep: whether blocks stay."""
+    found = 0.0
+    for info in tensors:
+        kept = keep and info.kind in BITS and len(info.shape) == 2
+        each: float = matrix if len(info.shape) == 2 else 4
+        if kept:  # d in fp16, and of Q4_1 a zero point
+            each = BITS[info.kind] / 8 + (4 if info.kind == _Q4_1 else 2) / BLOCK
+        found += math.prod(info.shape) * each
+    return int(found)
 
 
 def _half(block: Any, at: int) -> Any:

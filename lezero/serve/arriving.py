@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lezero.compress.quantize import Scheme, is_quantized_folder
+from lezero.compress.quantize import Int4Weight, Scheme, is_quantized_folder
 from lezero.compress.quantize.arriving import quantize_arriving_
 from lezero.models import Transformer
 from lezero.models.arriving import Arriving, arriving_gguf, arriving_hf
@@ -30,9 +30,9 @@ def arriving(place: Path, matrices: torch.dtype | None) -> AbstractContextManage
     return nullcontext(arriving_hf(place))
 
 
-def room_for(source: Arriving, bits: int) -> int:
+def room_for(source: Arriving, bits: int, scheme: Scheme | None) -> int:
     """Bytes that are in memory at most while a `FusedProgram` takes the matrices as they are read,
-    and keeps them in so many bits.
+    and keeps them in so many bits, rounded by `scheme`.
 
     First the vocabulary's matrices as they are read, and what becomes of them; at the end all that
     stays and a block as it is read, or the head on its way to huge pages. Beside them lies what is
@@ -43,7 +43,7 @@ def room_for(source: Arriving, bits: int) -> int:
     stay, read, made, largest_end = 0.0, 0, [0.0], 0
     for name, parameter in source.model.named_parameters():
         numel, inside = parameter.numel(), name.startswith("layers.")
-        kept = numel * _bytes_kept(parameter.dim(), bits, inside)
+        kept = _bytes_kept(parameter, bits, inside, scheme)
         if inside:
             _, index, *_, module, _ = name.split(".")
             blocks[index][module] = blocks[index].get(module, 0) + sizes[name]
@@ -62,37 +62,44 @@ def room_for(source: Arriving, bits: int) -> int:
     return int(max(ends, stay + max(*made, block + next_to_block)))
 
 
-def room_on(source: Arriving, bits: int, dtype: torch.dtype | None) -> int:
+def room_on(source: Arriving, bits: int, scheme: Scheme | None, dtype: torch.dtype | None) -> int:
     """Bytes that are at least needed where the model will run in modules of its own, while matrices
     come there (as `dtype`; None: as they are in the files) and are kept in so many bits.
 
-    Codes are made beside the whole part; of matrices that become one, the parts stay meanwhile.
+    Codes are made beside the whole part, and are packed twice: in panels, then in the order of the
+    place's kernels. Of matrices that become one for such kernels, in 16 bits or fewer, the parts
+    stay meanwhile.
     """
     come, stay, beside = (defaultdict[str, float](float) for _ in range(3))
     joins = [defaultdict[str, float](float) for _ in _JOINED]
     for name, parameter in source.model.named_parameters():
         numel, inside = parameter.numel(), name.startswith("layers.")
         part, module = (name.split(".")[1], name.split(".")[-2]) if inside else ("", "")
-        kept = numel * _bytes_kept(parameter.dim(), bits, inside)
+        kept = _bytes_kept(parameter, bits, inside, scheme)
         come[part] += numel * dtype.itemsize if dtype is not None else source.sizes[name]
         stay[part] += kept
         if bits < 16:
-            beside[part] = max(beside[part], numel + kept)
+            beside[part] = max(beside[part], numel + 2 * kept)
         for join, modules in zip(joins, _JOINED, strict=True):
             join[part] += kept if module in modules else 0.0
     blocks = [part for part in come if part]
     last = max(come[part] + beside[part] - stay[part] for part in blocks)
-    joined = max(max(join.values()) for join in joins)
+    joined = max(max(join.values()) for join in joins) if bits <= 16 else 0.0
     return int(max(come[""] + beside[""], sum(stay.values()) + max(last, joined)))
 
 
-def _bytes_kept(dims: int, bits: int, inside: bool) -> float:
-    """Of a number in a block, or beside them."""
-    if dims < 2:
-        return 4.0
-    if bits >= 16 or not inside:  # the vocabulary has 8 bits at least
-        return max(bits, 8) / 8
-    return bits / 8 * (1 + 1 / 16)  # scales and zero points
+def _bytes_kept(weight: Tensor, bits: int, inside: bool, scheme: Scheme | None) -> float:
+    """Of a parameter of a block, or beside them."""
+    numel = weight.numel()
+    if weight.dim() < 2:
+        return 4.0 * numel
+    if bits >= 16:
+        return numel * bits / 8
+    if bits == 8 or not inside:  # the vocabulary has 8 bits at least
+        return numel + 4.0 * weight.shape[0]
+    assert isinstance(scheme, Int4Weight)
+    assert isinstance(scheme.group, int)
+    return numel / 2 + 4.0 * numel / scheme.group  # a scale and a zero point in fp16
 
 
 class Fetch:

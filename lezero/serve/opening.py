@@ -25,6 +25,8 @@ from lezero.hub.opened import open_model, require_model
 from lezero.memory.allocator import can_come_from_malloc
 from lezero.memory.pool import blocks_kept
 from lezero.models import Transformer
+from lezero.models.gguf_blocks import bytes_read
+from lezero.models.gguf_header import read_gguf_header
 from lezero.models.huggingface import INDEX, SINGLE, weight_files
 from lezero.ops import linear
 from lezero.ops.decoder import native
@@ -75,7 +77,7 @@ def open_program(
     in_parts = None if foreign or kept else _in_parts(path, weights)
     if in_parts is not None:
         return in_parts, _reader(place, path if path.is_dir() else None)
-    _require_room(path, weights)
+    _require_room(path, weights, kept)
     if foreign:
         return open_foreign(place, weights), _reader(place, path)
     if kept:
@@ -105,7 +107,8 @@ def _in_parts(place: Path, weights: Weights) -> Program | None:
             return None
         dtype = None if on_cpu else _TYPES.get(weights)
         bits = _BITS[weights]
-        needed = room_for(opened, bits) if fused else room_on(opened, bits, dtype)
+        kept = (bits, scheme)
+        needed = room_for(opened, *kept) if fused else room_on(opened, *kept, dtype)
         _need(needed, place, weights, "are packed" if fused else "arrive", _SMALLER[weights])
         fetch = Fetch(opened, scheme, where, dtype)
         if not fused:
@@ -114,16 +117,22 @@ def _in_parts(place: Path, weights: Weights) -> Program | None:
             return FusedProgram(opened.model, x_blocks=weights == "int4", fetch=fetch)
 
 
-def _require_room(place: Path, weights: Weights) -> None:
+def _require_room(place: Path, weights: Weights, kept: bool) -> None:
     """Raises `ConfigError` where the weights of a file or folder, as they come into the processor's
-    memory, are more than is free. They come whole, and are packed or rounded after that."""
+    memory, are more than is free. They come whole, and are packed or rounded after that. kept:
+    whether blocks of a GGUF file stay."""
     if device.device().type != "cpu":
         return
-    named = place.is_dir() and any((place / name).is_file() for name in (SINGLE, INDEX))
-    files = weight_files(place) if named else [place] if place.is_file() else []  # none of a run
-    needed = sum(file.stat().st_size for file in files)
-    if weights == "fp32" and place.is_dir() and _kept_in_16_bits(place / "config.json"):
-        needed *= 2
+    if place.is_file():
+        wide = None if kept else _wide(weights)
+        matrix = 4 if wide is None else wide.itemsize
+        needed = bytes_read(read_gguf_header(place).tensors, matrix, kept)
+    else:
+        named = any((place / name).is_file() for name in (SINGLE, INDEX))
+        files = weight_files(place) if named else []  # none of a run
+        needed = sum(file.stat().st_size for file in files)
+        if weights == "fp32" and _kept_in_16_bits(place / "config.json"):
+            needed *= 2
     smaller = _SMALLER["fp32"] if weights == "fp32" else ""
     _need(needed, place, weights, "are read", smaller)
 

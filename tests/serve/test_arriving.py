@@ -21,7 +21,7 @@ from lezero.ops.decoder import native
 from lezero.serve import fused, opening
 from lezero.serve.arriving import room_for
 from lezero.serve.fused import FusedProgram
-from lezero.serve.opening import open_program, program_of
+from lezero.serve.opening import _scheme, open_program, program_of
 from tests.serve.models import small
 from tests.serve.test_opening import logits, written
 
@@ -30,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(device.accelerator() is not None, reason="weights go to the accelerator"),
 ]
 WEIGHTS: tuple[Any, ...] = ("auto", "bf16", "int8", "int4")
+NAMES: dict[int, Any] = {16: "bf16", 8: "int8", 4: "int4"}
 MODELS: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "untied": {"tied": False},
@@ -200,7 +201,9 @@ def test_room_is_asked_for_before_values_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hf(small().bfloat16(), tmp_path)
-    needs = {bits: room_for(arriving_hf(tmp_path), bits) for bits in (16, 8, 4)}
+    source = arriving_hf(tmp_path)
+    schemes = {bits: _scheme(source.model, name) for bits, name in NAMES.items()}
+    needs = {bits: room_for(source, bits, schemes[bits]) for bits in NAMES}
     assert needs[4] < needs[8] < needs[16]
     free = SimpleNamespace(available=0, limit=1 << 60)
     monkeypatch.setattr(facts, "memory", lambda: free)
@@ -227,7 +230,7 @@ import re, sys
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models.arriving import arriving_hf
 from lezero.serve.arriving import room_for
-from lezero.serve.opening import open_program
+from lezero.serve.opening import _scheme, open_program
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
@@ -239,7 +242,8 @@ open("/proc/self/clear_refs", "w").write("5")
 before = status("VmRSS")
 found, _ = open_program(place, weights)
 peak = status("VmHWM") - before
-print(peak, found.weight_bytes, room_for(arriving_hf(place), bits))
+source = arriving_hf(place)
+print(peak, found.weight_bytes, room_for(source, bits, _scheme(source.model, weights)))
 """
 
 

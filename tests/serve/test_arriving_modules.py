@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lezero.compress.quantize.gguf import load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device
@@ -139,12 +140,15 @@ def test_room_for_what_is_there_at_once(
         real(self, index)
 
     monkeypatch.setattr(Fetch, "__call__", call)
-    asked = room_on(source, bits, dtype)
-    model = Fetch(source, _scheme(source.model, weights), CPU, dtype).whole()
-    joined = 2 * 128 * 512  # numbers of the largest matrices that become one
+    scheme = _scheme(source.model, weights)
+    asked = room_on(source, bits, scheme, dtype)
+    model = Fetch(source, scheme, CPU, dtype).whole()
+    one = 128 * 512  # numbers of the largest matrix, of which two become one
     most = max(*seen, _held(model))
+    # 16 bits: what becomes one; fewer: codes, packed twice
+    beside = {4: one + 2 * 0.5625 * one, 8: one + 2 * one, 16: 2 * 2 * one, 32: 0}[bits]
     assert len(seen) == 7
-    assert most < asked < 1.06 * most + joined * (bits / 8 if bits >= 16 else 1.1)
+    assert most <= asked < 1.01 * (most + beside)
 
 
 @pytest.mark.usefixtures("in_modules", "without_accelerator")
@@ -152,13 +156,32 @@ def test_room_is_asked_for_before_values_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hf(small().bfloat16(), tmp_path)
-    needed = room_on(arriving_hf(tmp_path), 4, None)
+    source = arriving_hf(tmp_path)
+    needed = room_on(source, 4, _scheme(source.model, "int4"), None)
     monkeypatch.setattr(opening.room, "free_memory", lambda: needed)
     open_program(tmp_path, "int4")
     monkeypatch.setattr(opening.room, "free_memory", lambda: needed - 1)
     monkeypatch.setattr(arriving, "_copy", lambda *_: pytest.fail("values were read"))
     with pytest.raises(ConfigError, match=r"'int4'; those of .* as they arrive, but only .* free;"):
         open_program(tmp_path, "int4")
+
+
+@pytest.mark.usefixtures("without_accelerator")
+@pytest.mark.parametrize(
+    ("weights", "kinds"), [("fp32", None), ("int4", {"attn_v": "Q8_0", "ffn_up": "F16"})]
+)
+def test_room_for_a_file_that_comes_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any, kinds: Any
+) -> None:
+    path = written(tmp_path, "Q4_1", kinds=kinds, tied=False, dim=256, heads=4, head_dim=64)
+    asked: list[int] = []
+    monkeypatch.setattr(opening, "_need", lambda needed, *_: asked.append(needed))
+    open_program(path, weights)
+    if weights == "fp32":
+        takes = sum(x.nbytes for x in load_gguf(path).parameters())
+    else:
+        takes = _held(load_gguf_blocks(path))
+    assert takes * 0.98 < asked[-1] < takes * 1.02
 
 
 @pytest.mark.usefixtures("in_modules", "without_accelerator")
@@ -224,7 +247,7 @@ def test_an_accelerator_without_room_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hf(small().bfloat16(), tmp_path)
-    needed = room_on(arriving_hf(tmp_path), 8, None)
+    needed = room_on(arriving_hf(tmp_path), 8, None, None)
     monkeypatch.setattr(device, "memory_free", lambda _=None: needed - 1)
     with pytest.raises(ConfigError, match=r"'int8'; .* are free on .*; take weights='int4'"):
         open_program(tmp_path, "int8")
