@@ -36,10 +36,9 @@ from lezero.train.run_folder import RunFolder, flat
 from lezero.train.run_log import RunLog
 from lezero.train.signals import StopRequest, graceful_stop
 
-_OWN = {
-    *("run", "model.folder", "data.train", "data.validation", "data.tokenizer.folder"),
-    "report.tensorboard",
-}
+_AGAIN = "trying once more"
+_OWN = {"run", "model.folder", "report.tensorboard", "data.train", "data.validation"}
+_OWN |= {"data.tokenizer.folder"}
 """What may differ between ranks: paths, of which rank 0's count, and what rank 0 alone does."""
 
 
@@ -263,12 +262,10 @@ class Trainer:
         status = 0
         if stopped and (engine.step < config.train.steps or self._owes_validation):
             status = max(groups.gather_objects(request.exit_status))
-            self.event(
-                f"asked to stop: saving step {engine.step}, a later start resumes", "warning"
-            )
-        return TrainResult(
-            self.folder.path, engine.step, self.last_loss, self.last_validation, status
-        )
+            text = f"asked to stop: saving step {engine.step}, a later start resumes"
+            self.event(text, "warning")
+        ended = (self.last_loss, self.last_validation, status)
+        return TrainResult(self.folder.path, engine.step, *ended)
 
     def _after(self, result: StepResult) -> bool:
         """Validation and checkpoint where they are due; returns whether the run stops here."""
@@ -314,7 +311,7 @@ class Trainer:
                 self._hand_over(step)
             self._saved_step = step
             self._tell("on_checkpoint", step)
-        failed = any(bad == step for bad, _ in self._failed)
+        failed = any(bad == step for bad, _ in list(self._failed))  # another thread adds to it
         if mark is not None and self.saver is not None and not failed:
             try:
                 self.saver.mark(mark, step)
@@ -341,8 +338,10 @@ class Trainer:
 
     def _save_last(self) -> str:
         """Saves this step and waits for it, with a second try; what went wrong, on every rank."""
-        for then in ("trying once more", ""):
+        for then in (_AGAIN, ""):
             self.save("last")
+            if self._bests.step == self.engine.step:
+                self.save("best")
             with watch.busy("writes its last checkpoint"):
                 error = self.saver.wait() if self.saver is not None else None
             self._tell_failures(then)
@@ -360,7 +359,8 @@ class Trainer:
         """`then`: what happens now; empty for the last try, whose failure ends the run anyway."""
         while self._failed:
             step, error = self._failed.popleft()
-            self._bests.forget(step)
+            if then != _AGAIN or step != self.engine.step:
+                self._bests.forget(step)
             if then:
                 self.event(f"checkpoint of step {step} was not written, {then}: {error}", "error")
 

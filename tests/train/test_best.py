@@ -173,3 +173,21 @@ def test_a_best_generation_that_is_gone_is_not_the_best(tmp_path):
     assert train(tmp_path, [1.0, 2.0], train__steps=4, **changes) == (1.0, 2, [2, 4])
     shutil.rmtree(step_path(tmp_path / "run/checkpoints", 2))
     assert train(tmp_path, [1.7, 1.8], train__steps=8, **changes) == (1.7, 6, [6, 8])
+
+
+def test_a_last_step_that_is_the_best_is_marked_so_at_its_second_try(tmp_path, monkeypatch):
+    write, tried = Crew.write, []
+
+    def full_once(crew, root, step, *rest):
+        tried.append(step)
+        if tried.count(8) == 1 and step == 8:
+            raise FileError("the disk is full")
+        write(crew, root, step, *rest)
+
+    monkeypatch.setattr(Crew, "write", full_once)
+    changes = {"train__steps": 8, "checkpoint": {"every": 2}}
+    assert train(tmp_path, [3.0, 2.5, 2.9, 2.0], **changes)[:2] == (2.0, 8)
+    assert tried.count(8) == 2
+    newest = step_path(tmp_path / "run" / "checkpoints", 8)
+    progress = checkpoint.load(newest).documents["progress"]
+    assert (progress["best"], progress["best_step"]) == (2.0, 8)
