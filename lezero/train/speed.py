@@ -125,7 +125,7 @@ def check_compiler(override: str | None, place: torch.device, decisions: Decisio
     name = override or (old.chosen if old is not None else "eager")
     if name == "eager":
         return
-    problem = groups.broadcast_object(compiler_problem(place) if groups.is_main() else "")
+    problem = on_any_rank(compiler_problem(place))
     if not problem:
         return
     if override is not None:
@@ -136,6 +136,14 @@ def check_compiler(override: str | None, place: torch.device, decisions: Decisio
     if groups.is_main():
         log.warning("compile was '%s', but torch cannot compile here (%s)", name, problem)
     del decisions.replay["compile"]
+
+
+def on_any_rank(problem: str) -> str:
+    """The first rank's problem, where one has any: machines differ, and all ranks take one form.
+    Every rank calls it together."""
+    found = groups.gather_objects(problem)
+    named = (f"{x} (rank {rank})" if len(found) > 1 else x for rank, x in enumerate(found) if x)
+    return next(named, "")
 
 
 def compiler_problem(place: torch.device) -> str:

@@ -29,7 +29,13 @@ from lezero.ops.attention import available, kernel_name
 from lezero.parallel.zero import sharding_of
 from lezero.train.loss import Batch, LossFunction, size_of
 from lezero.train.precision import Precision
-from lezero.train.speed import Forms, can_compile_blocks, check_compiler, compiler_problem
+from lezero.train.speed import (
+    Forms,
+    can_compile_blocks,
+    check_compiler,
+    compiler_problem,
+    on_any_rank,
+)
 
 log = logger("train")
 
@@ -178,7 +184,7 @@ class Tuner:
         if micros < _WORTH_A_TRIAL:
             reason = f"not tried: {micros} micro-batches are too few to tell"
             return record(topic, "torch", reason=reason)
-        why_not = groups.broadcast_object(self._no_kernel() if groups.is_main() else "")
+        why_not = on_any_rank(self._no_kernel())
         if why_not:
             return record(topic, "torch", reason=why_not, fact=True)
         if topic in self.decisions.replay:
@@ -243,9 +249,7 @@ class Tuner:
 
     def _no_compiler(self) -> str:
         """Why torch can compile nothing here, where it cannot."""
-        place = self.precision.place
-        found: str = groups.broadcast_object(compiler_problem(place) if groups.is_main() else "")
-        return found
+        return on_any_rank(compiler_problem(self.precision.place))
 
     def _run_in(
         self, name: str, eager: Forms, eager_s: float

@@ -177,3 +177,28 @@ def test_ranks_of_one_machine_share_the_memory_that_is_kept_free(monkeypatch):
     assert made is not None
     assert made.bound == 2 << 30
     assert "up to 2.0 GiB" in decisions.records["host memory pool"].reason
+
+
+def a_rank_without_a_compiler():
+    """What a form that was asked for, and one that a resumed run had, become on each rank."""
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        mine = "no C++ compiler found" if groups.rank() else ""
+        patch.setattr(speed, "compiler_problem", lambda place: mine)
+        try:
+            speed.check_compiler("blocks", CPU, Decisions())
+        except ConfigError as error:
+            told.append(str(error))
+        decisions = Decisions()
+        decisions.record("compile", "blocks", reason="faster")
+        resumed = Decisions.from_json(decisions.to_json())
+        speed.check_compiler(None, CPU, resumed)
+        told.append("compile" in resumed.replay)
+    return told
+
+
+def test_a_rank_that_cannot_compile_counts_for_all(ranks):
+    first, second = ranks(2, a_rank_without_a_compiler)
+    assert first == second
+    assert "torch cannot compile here (no C++ compiler found (rank 1))" in first[0]
+    assert first[1] is False
