@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch.nn.functional as F
+
 from lezero.serve.blocks import BlockPool
 from lezero.serve.program import Fed, Program
 from lezero.serve.request import Request
@@ -21,6 +23,7 @@ from lezero.serve.sampler import Row, draw
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import Speculator
 
+_NEVER = -1e30
 _MOST = 8
 """Guesses of a request at most."""
 _CHECKING = 0.05
@@ -33,13 +36,16 @@ class DraftModel(Speculator):
     """Lets `program`, a smaller model with the same tokens, guess.
 
     tokens: that its cache holds. room: tokens of a step of the model that checks. cost: of a pass
-    of the draft, as a part of a step of that model.
+    of the draft, as a part of a step of that model. vocab: of that model; what one of the two lacks
+    is not guessed, and nothing behind it.
     """
 
     most = _MOST
 
-    def __init__(self, program: Program, *, tokens: int, room: int, cost: float) -> None:
-        self.program = program
+    def __init__(
+        self, program: Program, *, tokens: int, room: int, cost: float, vocab: int
+    ) -> None:
+        self.program, self._vocab = program, vocab
         self.pool = BlockPool.of(program, max(1, tokens // program.block_size))
         self._room, self._cost = room, cost
         self._followers: dict[Request, _Follower] = {}
@@ -50,7 +56,8 @@ class DraftModel(Speculator):
         """The draft for a program with so many blocks of cache."""
         cost = program.read_bytes / target.read_bytes
         tokens = blocks * target.block_size
-        return cls(program, tokens=tokens, room=target.most_beside, cost=cost)
+        room, vocab = target.most_beside, target.vocab
+        return cls(program, tokens=tokens, room=room, cost=cost, vocab=vocab)
 
     def guess(self, requests: Sequence[Request]) -> None:
         alive = set(requests)
@@ -81,8 +88,9 @@ class DraftModel(Speculator):
             own.computed = len(own.blocks) * self.pool.block_size
             own.published = len(own.blocks)
             params = request.params.model_copy(update={"logprobs": None})
-            follower = self._followers[request] = _Follower(request, own, params)
-        follower.learn()
+            lost = any(token >= self.program.vocab for token in own.tokens)
+            follower = self._followers[request] = _Follower(request, own, params, lost=lost)
+        follower.learn(self.program.vocab)
         self.pool.publish(follower.own)
         return follower
 
@@ -90,7 +98,7 @@ class DraftModel(Speculator):
         """How many tokens are to be guessed, so far as they can be used."""
         left = self.program.longest - len(one.own.tokens)
         best = best_count(one.right / one.tried, self._cost)
-        one.aim = max(0, min(best, most, one.request.wanted - 1, left))
+        one.aim = 0 if one.lost else max(0, min(best, most, one.request.wanted - 1, left))
         return one.aim
 
     def _catch_up(self, followers: Sequence[_Follower]) -> list[_Follower]:
@@ -118,7 +126,10 @@ class DraftModel(Speculator):
 
     def _draw(self, fed: Sequence[Fed], followers: Sequence[_Follower]) -> list[_Follower]:
         """Runs the draft and takes a guess for each follower; those that may guess on."""
-        drawn = draw(self.program.run(fed), [one.row for one in followers])
+        logits_RV = self.program.run(fed)
+        missing = self._vocab - logits_RV.shape[1]  # of what the draft lacks; it may have more
+        logits_RV = F.pad(logits_RV, (0, missing), value=_NEVER) if missing else logits_RV
+        drawn = draw(logits_RV, [one.row for one in followers])
         return [one for one, found in zip(followers, drawn, strict=True) if one.take(found.token)]
 
 
@@ -133,6 +144,8 @@ class _Follower:
     guesses: list[int] = field(default_factory=list)
     tried: float = 1.0
     right: float = _BELIEVED
+    lost: bool = False
+    """Its text has a token that the draft lacks."""
 
     @property
     def row(self) -> Row:
@@ -147,10 +160,12 @@ class _Follower:
         self.guesses.append(token)
         return token not in self.request.end_tokens
 
-    def learn(self) -> None:
-        """Compares the guesses with the tokens that came, and forgets those that were wrong."""
+    def learn(self, vocab: int) -> None:
+        """Compares the guesses with the tokens that came, and forgets those that were wrong.
+        vocab: of the draft."""
         own, known = self.own, len(self.own.tokens)
         new = self.request.tokens[known:]
+        self.lost |= any(token >= vocab for token in new)
         right = 0
         for guess, token in zip(self.guesses, new, strict=False):
             if guess != token:
