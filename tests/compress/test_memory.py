@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import pytest
 import torch
+from torch import nn
 
 import lezero as lz
-from lezero.compress.quantize import layer, speed, verb
+from lezero.compress.quantize import layer, speed, verb, work
 from lezero.compress.quantize.methods import Nearest
 from lezero.compress.quantize.parts import at_once
+from lezero.compress.quantize.work import Work
 from lezero.models import Transformer, TransformerConfig
 from lezero.ops.quantize import Grid
 from lezero.profiler import MemorySampler
@@ -63,3 +69,30 @@ def test_no_copy_of_a_whole_vocabulary_is_made_in_fp32(ranks: RankPool) -> None:
     words = 1 << 17
     (above,) = ranks(1, rounding, words)
     assert above < 3 * words * 512, above / MIB  # a byte each is the codes themselves
+
+
+def test_layers_outside_of_blocks_have_few_hessians_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    layers = [part for _ in range(5) for part in (nn.Linear(64, 64), nn.ReLU())]
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+    wanted = model(x).detach()
+    captured: list[int] = []
+    real = Work._capture
+
+    def capture(self: Work, sites: Any, apart: Any) -> Any:
+        captured.append(len(sites))
+        return real(self, sites, apart)
+
+    monkeypatch.setattr(Work, "_capture", capture)
+    errors = []
+    for most, parts in ((1 << 28, [5]), (2 * 4 * 64 * 64, [2, 2, 1]), (1, [1] * 5)):
+        monkeypatch.setattr(work, "_HESSIANS", most)
+        made = copy.deepcopy(model)
+        captured.clear()
+        lz.quantize_(made, lz.Int4Weight(group=32, method="gptq"), data=x, objective="size")
+        assert captured == parts
+        assert len(lz.quantization_report(made).layers) == 5
+        errors.append(float((made(x) - wanted).norm() / wanted.norm()))
+    assert max(errors) < 1.2 * errors[0] < 0.3

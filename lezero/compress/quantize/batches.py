@@ -179,6 +179,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
     # Quantized layers take no nested tensors, so they are compared with what is computed without.
     nested: list[Any] = [m for m in model.modules() if getattr(m, "use_nested_tensor", False)]
     holds_weights = torch.is_autocast_cache_enabled()
+    places = sorted({x.device.index for x in model.parameters() if x.is_cuda})
     try:
         # Weights change here, and what autocast made of them would stay.
         torch.clear_autocast_cache()
@@ -192,7 +193,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             evaluating(model),
             torch.inference_mode(False),
             torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
+            torch.random.fork_rng(devices=places),
         ):
             yield
     finally:

@@ -51,6 +51,8 @@ from lezero.nn.blocks import blocks
 
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
+# Bytes of Hessians that layers outside of blocks may have at a time; more runs of the model beyond.
+_HESSIANS = 1 << 28
 
 
 class Work:
@@ -184,15 +186,32 @@ class Work:
     def _in_the_rest(self, batches: list[Batch]) -> None:
         """What lies outside of the blocks, or in blocks that the walk did not come to."""
         done = {layer.name for layer in self.report.layers}
-        sites = [(site, target) for site, target in self.sites if site.name not in done]
-        if not sites:
-            return
+        left = [(site, target) for site, target in self.sites if site.name not in done]
+        for sites in self._at_once(left):
+            self._finish_some(batches, sites, alone=not done)
+
+    def _at_once(self, sites: list[tuple[Site, Target]]) -> list[list[tuple[Site, Target]]]:
+        """Parts of them whose Hessians together are not much, and at least one layer each."""
+        parts, held = list[list[tuple[Site, Target]]](), math.inf
+        for site, target in sites:
+            has_one = self.method.needs_hessian and site.kind == "linear"
+            inputs = site.weight().shape[1] if has_one else 0
+            if held + 4 * inputs**2 > _HESSIANS:
+                parts, held = [*parts, []], 0
+            parts[-1].append((site, target))
+            held += 4 * inputs**2
+        return parts
+
+    def _finish_some(
+        self, batches: list[Batch], sites: list[tuple[Site, Target]], alone: bool
+    ) -> None:
+        """alone: nothing was quantized in blocks."""
         capture, ran = self._looked_at_all(batches, sites)
         while capture.parted:
             apart = capture.parted | capture.apart
             del capture
             capture, ran = self._looked_at_all(batches, sites, apart)
-        if ran < len(batches) and not done:
+        if ran < len(batches) and alone:
             self.report.notes.append(
                 f"only {ran} of {len(batches)} batches ran: nothing asked for needs more"
             )
