@@ -313,7 +313,7 @@ def test_more_connections_than_are_taken_are_told_in_the_usual_shape() -> None:
         asked = {**LONG, "max_tokens": 8000, "stream": True}
         with client.begin(asked), client.begin(asked):
             until(lambda: client.server.worker.active == 2)
-            assert client.ask("/health").status == 503
+            assert client.ask("/ready").status == 503
             found = client.complete("abc", max_tokens=2)
             assert found.status == 503
             assert found.error["code"] == "overloaded"
@@ -341,7 +341,7 @@ def test_silent_connections_give_way_to_those_who_ask(monkeypatch) -> None:
         for _ in range(3):
             stack.enter_context(client.connect())
         until(lambda: client.server.app.connections() == 7)
-        assert client.ask("/health").status == 503, "they may still ask"
+        assert client.ask("/ready").status == 503, "they may still ask"
         monkeypatch.setattr(limit, 0)
         assert client.complete("abc", max_tokens=2).status == 200
         assert client.server.app.connections() <= 4

@@ -73,6 +73,7 @@ def test_who_reads_an_answer_does_not_give_way(monkeypatch: Any) -> None:
     with serving(small_llm(), connections=1) as client:
         with_long_answer(client)
         with asked(client) as made:
+            made.recv(1, socket.MSG_PEEK)
             body: list[bytes] = []
             reading = threading.Thread(target=lambda: body.append(read_slowly(made, 1.5)))
             reading.start()
