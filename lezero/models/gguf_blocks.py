@@ -79,16 +79,17 @@ def shares(tensors: Iterable[TensorInfo]) -> dict[int, float]:
 
 
 def bytes_read(tensors: Iterable[TensorInfo], matrix: int, keep: bool) -> int:
-    """What the tensors of a file take once they are read: a number of a matrix so many bytes, of
-    others four. keep: whether blocks stay."""
-    found = 0.0
+    """What the tensors of a file take once they are read, and what lies beside them meanwhile: a
+    number of a matrix so many bytes, of others four. keep: whether blocks stay."""
+    found, largest = 0.0, 0
     for info in tensors:
+        largest = max(largest, math.prod(info.shape))
         kept = keep and info.kind in BITS and len(info.shape) == 2
         each: float = matrix if len(info.shape) == 2 else 4
         if kept:  # d in fp16, and of Q4_1 a zero point
             each = BITS[info.kind] / 8 + (4 if info.kind == _Q4_1 else 2) / BLOCK
         found += math.prod(info.shape) * each
-    return int(found)
+    return int(found) + largest * (3 if keep else 4)  # codes that are taken apart, or fp32
 
 
 def _half(block: Any, at: int) -> Any:

@@ -113,9 +113,9 @@ def _in_parts(place: Path, weights: Weights) -> Program | None:
         needed = room_for(opened, *kept) if fused else room_on(opened, *kept, dtype)
         _need(needed, place, weights, "are packed" if fused else "arrive", _SMALLER[weights])
         fetch = Fetch(opened, scheme, where, dtype)
-        if not fused:
-            return _in_modules(fetch.whole(), weights)
         with blocks_kept():
+            if not fused:
+                return _in_modules(fetch.whole(), weights)
             return FusedProgram(opened.model, x_blocks=weights == "int4", fetch=fetch)
 
 

@@ -47,9 +47,6 @@ class Gradients:
     def renew(self) -> None:
         """When that is so on any rank; every rank calls it together."""
 
-    def passed_by(self) -> None:
-        """After a backward pass through the model that is no step's."""
-
     def micros(self, counts: list[int]) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
         gradients meet in the last backward and every rank must have one."""
@@ -100,18 +97,11 @@ class Replicated(Gradients):
         self._silent = False
         self._meeting = 0  # buckets on their way that the watch knows of
         self._met = False  # whether there was any
+        self._handles = list[Any]()
         self._wrap()
-
-    def begin(self) -> None:
-        if any(p.grad is not None for p in self.model.parameters()):
-            self._settled = False  # a caller's own backward pass
-        super().begin()
 
     def outdated(self) -> bool:
         return not self._settled or _trained(self.model) != self._trained
-
-    def passed_by(self) -> None:
-        self._settled = False
 
     def renew(self) -> None:
         trained = {n: "trained" for n, p in self.model.named_parameters() if p.requires_grad}
@@ -123,7 +113,20 @@ class Replicated(Gradients):
         its next backward pass what any other one reached, which it then takes for reached."""
         from lezero.train import ddp
 
-        self._settled = True
+        self._settled, self._inside = True, False
+        for handle in self._handles:
+            handle.remove()
+        mine = weakref.ref(self)
+
+        def reached(_: torch.Tensor) -> None:
+            if (me := mine()) is not None:
+                me._settled &= me._inside  # a step's own backward pass, or a caller's
+
+        self._handles = [
+            p.register_post_accumulate_grad_hook(reached)
+            for p in self.model.parameters()
+            if p.requires_grad
+        ]
         self._trained = _trained(self.model)
         self._names = {id(p): name for name, p in self.model.named_parameters()}
         self._wrapped = ddp.around(self.model)
@@ -142,9 +145,20 @@ class Replicated(Gradients):
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        self._silent, self._met, self._settled = not counts, False, False
-        with contextlib.nullcontext() if last else self._wrapped.no_sync():
-            yield
+        self._silent, self._met, self._settled, self._inside = not counts, False, False, True
+        try:
+            with contextlib.nullcontext() if last else self._wrapped.no_sync():
+                yield
+        except RuntimeError as error:
+            if "ready only once" not in str(error):
+                raise
+            raise OrderError(
+                "a gradient came twice, or after its turn, as behind torch.utils.checkpoint with "
+                "use_reentrant=True: checkpoint with use_reentrant=False, or shard the model with "
+                "lz.shard_(model, lz.Zero(stage=0)), which takes both"
+            ) from error
+        finally:
+            self._inside = False
         watcher = watch.current()  # a backward pass returns when all its buckets have met
         for _ in range(self._meeting):
             if watcher is not None:

@@ -65,7 +65,6 @@ def find_on_all(engine: Engine, micros: list[Batch]) -> str:
             mine = found
         if not together and not vague(found.where):
             break
-    engine.gradients.passed_by()
     texts = groups.gather_objects(str(mine) if mine else "")
     named = [f"{t}{f' (rank {r})' if len(texts) > 1 else ''}" for r, t in enumerate(texts) if t]
     return min(named or ["unknown place"], key=vague)

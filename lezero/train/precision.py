@@ -174,5 +174,6 @@ class Precision:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._kept = state["scaler"]
+        self.scaler = self._new_scaler()  # that of a run which had none yet
         if self.name == "fp16" and self._kept:
             self.scaler.load_state_dict(self._kept)

@@ -6,6 +6,7 @@ Which form a run takes is found by `tuning.py`.
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,10 @@ FORMS = ("eager", "blocks", "step")
 ATTENTIONS = ("torch", "lezero")
 
 
+_DRAWS: dict[str, Any] = {"fallback_random": True}
+"""Compiled code draws as plain code does: by its own numbers, dropout would drop others."""
+
+
 class Forms:
     """A form in which the model runs. `loss` and `backward` are what the engine calls, between `on`
     and `off`.
@@ -37,10 +42,12 @@ class Forms:
 
     def __init__(self, name: str, attention: str, model: nn.Module, loss: LossFunction) -> None:
         self.name, self.attention = name, attention
-        self._inner = torch.compile(loss) if name == "step" else loss
+        self._inner = torch.compile(loss, options=_DRAWS) if name == "step" else loss
         self._mode = FastAttention() if attention == "lezero" else None
         blocks = _uncompiled(model) if name == "blocks" else []
-        self._compiled = [(block, torch.compile(block._call_impl)) for block in blocks]
+        self._compiled = [
+            (block, torch.compile(block._call_impl, options=_DRAWS)) for block in blocks
+        ]
         self._new = name != "eager"
 
     @property

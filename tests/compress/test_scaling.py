@@ -165,8 +165,38 @@ def test_what_calibration_never_met_is_not_lost(scheme: Scheme) -> None:
 
 
 def test_magnitudes_of_what_was_never_met_are_those_of_the_middle() -> None:
-    size = torch.tensor([0.0, 2e-4, 0.5, 1.0, 3.0, 1e-9])
-    assert as_known(size).tolist() == pytest.approx([0.5, 0.5, 0.5, 1.0, 3.0, 0.5])
-    square = as_known(size.square(), 2)
+    size, most_w = torch.tensor([0.0, 2e-4, 0.5, 1.0, 3.0, 1e-9]), torch.ones(6)
+    assert as_known(size, most_w).tolist() == pytest.approx([0.5, 0.5, 0.5, 1.0, 3.0, 0.5])
+    square = as_known(size.square(), most_w, 2)
     assert square.tolist() == pytest.approx([0.25, 0.25, 0.25, 1.0, 9.0, 0.25])
-    assert as_known(torch.zeros(3)).tolist() == [0, 0, 0]
+    assert as_known(torch.zeros(3), most_w[:3]).tolist() == [0, 0, 0]
+    most_w[1] = 5e3  # small by nature, since what it is multiplied with is large
+    assert as_known(size, most_w)[1] == size[1]
+    most_w[2] = 1e-9  # means little, but was met
+    assert as_known(size, most_w)[2] == size[2]
+    most_w[0] = 0
+    assert as_known(size, most_w).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "most"),
+    [
+        (lz.Int8WeightActivation(smooth=0.5), 0.03),
+        (lz.Int8WeightActivation(smooth=0.8, exact_above=None), 0.03),
+        (lz.Int8WeightActivation(), 0.03),
+        (lz.Int4Weight(group=32, method="awq"), 0.2),
+    ],
+    ids=["0.5", "0.8", "auto", "awq"],
+)
+def test_channels_that_are_small_by_nature_count(scheme: Scheme, most: float) -> None:
+    torch.manual_seed(0)
+    gains = torch.ones(64)
+    gains[:8] = 1e-4
+    model, x = normed_blocks(64, gains), torch.randn(256, 64)
+    with torch.no_grad():
+        for block in model:
+            block[1].weight[:, :8] *= 1e4  # type: ignore[index]
+        wanted = model(x)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    with torch.no_grad():
+        assert (model(x) - wanted).norm() / wanted.norm() < most

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # the first optimizer step loads it; here it is loaded once for all ranks
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lezero.core import groups
 from lezero.core.errors import LeZeroError
@@ -232,8 +233,10 @@ def part_after(what):
     engine = make(loss, accumulate=4 // groups.world_size())
     told = []
     for batch, does in zip(batches(5), ("whole", what, "part", "whole", "part"), strict=True):
-        if does == "outside":
-            engine.model(batch["x"]).sum().backward()
+        if does.startswith("outside"):
+            if groups.rank() == 0 or "one rank" not in does:
+                engine.model(batch["x"]).sum().backward()
+                engine.model.zero_grad(set_to_none="cleared" in does)
             continue
         try:
             told.append(str(engine.train_step(batch).skipped))
@@ -242,13 +245,56 @@ def part_after(what):
     return told, torch.cat([p.detach().flatten() for p in engine.model.parameters()])
 
 
-@pytest.mark.parametrize("what", ["not finite", "raises", "outside"])
+@pytest.mark.parametrize(
+    "what", ["not finite", "raises", "outside", "outside, cleared", "outside, cleared, one rank"]
+)
 def test_a_part_is_trained_after_another_backward(ranks, what):
     told, weights = part_after(what)
-    said = {"not finite": "gradient norm is nan", "raises": "this batch", "outside": "None"}[what]
+    said = {"not finite": "gradient norm is nan", "raises": "this batch"}.get(what, "None")
     assert said in told[1]
     assert set(told[:1] + told[2:]) == {"None"}
     for rank_told, mine in ranks(2, part_after, what):
         assert rank_told[2:] == told[2:]
         assert said in rank_told[1]
         torch.testing.assert_close(mine, weights, atol=1e-10, rtol=0)
+
+
+def wraps(engine):
+    """How often DDP was built in steps before which a caller writes gradients."""
+    from lezero.train import ddp
+
+    built = []
+    with pytest.MonkeyPatch.context() as patch:
+        around = ddp.around
+        patch.setattr(ddp, "around", lambda model: built.append(1) or around(model))
+        for batch in batches():
+            for p in engine.model.parameters():
+                p.grad = torch.zeros_like(p)
+            engine.train_step(batch)
+    return len(built)
+
+
+def written_gradients():
+    return wraps(make(closure))
+
+
+def test_gradients_that_a_caller_writes_are_no_backward(ranks):
+    assert ranks(2, written_gradients) == [0, 0]
+
+
+def reentrant():
+    def loss(net):
+        return lambda model, batch: model.head(
+            checkpoint(model.body, batch["x"].requires_grad_(), use_reentrant=True)
+        ).mean()
+
+    try:
+        make(loss).train_step(next(batches()))
+    except LeZeroError as error:
+        return str(error)
+    return "trained"
+
+
+def test_checkpoints_that_ddp_does_not_see_through_are_named(ranks):
+    for told in ranks(2, reentrant):
+        assert "use_reentrant=False, or shard the model with lz.shard_" in told

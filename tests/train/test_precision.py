@@ -78,3 +78,12 @@ def test_the_loss_scale_is_kept_while_another_precision_is_in_use(tmp_path):
     assert other.precision.name == "bf16"
     other.set_precision("fp16")
     assert other.precision.scale == 128.0
+
+
+def test_a_loaded_run_without_a_loss_scale_starts_with_a_new_one() -> None:
+    place = torch.device("cpu")
+    used, fresh = (precision.Precision("fp16", place) for _ in range(2))
+    used.scaler.load_state_dict({**used.scaler.state_dict(), "scale": 16.0})
+    assert used.scale == 16
+    used.load_state({"name": "fp32", "scaler": {}})
+    assert used.scale == fresh.scale

@@ -19,18 +19,20 @@ _UNSEEN = 1e-3
 """Of the median magnitude: what is below it was as good as never there."""
 
 
-def as_known(size_K: Tensor, power: int = 1) -> Tensor:
+def as_known(size_K: Tensor, most_w_K: Tensor, power: int = 1) -> Tensor:
     """Magnitudes of channels (or their squares: power 2), with the median of the others for those
-    that calibration never met, as those behind a ReLU that stayed 0.
+    that calibration never met, as those behind a ReLU that stayed 0. most_w_K: the largest weight
+    of each; a channel that is small by nature has large ones.
 
-    Of them nothing is known, but they may come: taken at their word they would be scaled against
-    all others, or their weights be clipped for nothing.
+    Of the others nothing is known, but they may come: taken at their word they would be scaled
+    against all, or their weights be clipped for nothing.
     """
-    seen_K = size_K[size_K > 0]
-    if len(seen_K) == 0:
+    share_K = size_K * most_w_K.to(size_K.dtype) ** power
+    if not share_K.any():
         return size_K
-    middle = seen_K.median()
-    return torch.where(size_K < middle * _UNSEEN**power, middle, size_K)
+    middle, least = size_K[share_K > 0].median(), _UNSEEN**power
+    unseen_K = (size_K < middle * least) & (share_K < share_K[share_K > 0].median() * least)
+    return torch.where(unseen_K, middle, size_K)
 
 
 class Inputs:

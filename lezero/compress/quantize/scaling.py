@@ -125,20 +125,25 @@ def smooth(
     Language Models", arXiv:2211.10438, equation 4: s_j = max|X_j|^α / max|W_j|^(1-α). "auto": the
     α with the least error, for each fold by itself.
     """
-    most_w = torch.stack([site.weight().abs().amax(0).float() for site in fold.sites]).amax(0)
+    most_w = _largest(fold)
     alphas = SMOOTH_ALPHAS if alpha == "auto" else (alpha,)
 
     def candidates() -> Iterator[Tensor]:
         for power in alphas:
-            most_x = as_known(fold.inputs.absmax).clamp(min=1e-5)
+            most_x = as_known(fold.inputs.absmax, most_w).clamp(min=1e-5)
             yield most_x.pow(power) / most_w.clamp(min=1e-5).pow(1 - power)
 
     return _apply_best(fold, target, rule, candidates(), journal, forced=alpha != "auto")
 
 
+def _largest(fold: Fold) -> Tensor:
+    """The largest weight of each input channel, (K,)."""
+    return torch.stack([site.weight().abs().amax(0).float() for site in fold.sites]).amax(0)
+
+
 def scale_for_weights(fold: Fold, target: Target, rule: str, journal: Journal) -> bool:
     """AWQ: what matters in weights is made larger; see `methods/awq.py`. Whether anything is."""
-    size = as_known(fold.inputs.mean_size).clamp(min=1e-8)
+    size = as_known(fold.inputs.mean_size, _largest(fold)).clamp(min=1e-8)
     powers = (size.pow(alpha) for alpha in AWQ_ALPHAS)
     centred = (s / (s.max() * s.min()).sqrt() for s in powers)
     return _apply_best(fold, target, rule, centred, journal, forced=False)

@@ -49,14 +49,17 @@ class Answerer:
             raise self._busy() from None
         requests: list[Request] = []
         events: Events = asyncio.Queue()
+        told = None
         try:
             async with asyncio.timeout(self._seconds):
                 requests = await self._begin(exchange, asked, events)
-                await self._tell(exchange, asked, requests, events)
+                told = await self._tell(exchange, asked, requests, events)
         except TimeoutError:
             await _fail(exchange, Problem(504, f"not ended within {self._seconds:g} s"))
         finally:
             self._worker.cancel(requests)
+        if told is not None:  # to read it takes the client's time
+            await exchange.reply(200, told, JSON)
 
     async def _begin(self, exchange: Exchange, asked: Asked, events: Events) -> list[Request]:
         """Encodes the prompts and submits their requests, or gives their places back."""
@@ -71,19 +74,19 @@ class Answerer:
 
     async def _tell(
         self, exchange: Exchange, asked: Asked, requests: list[Request], events: Events
-    ) -> None:
+    ) -> bytes | None:
+        """A whole answer, which is still to be sent; None where it was streamed."""
         teller = Teller(asked, self._model, requests, self._text)
         leaving = asyncio.create_task(_tell_when_gone(exchange, events))
         try:
             if asked.stream:
                 await self._stream(exchange, asked, teller, events)
-            else:
-                async for event in _until_ended(events, len(requests)):
-                    teller.choices[event.index].take(event)
-                length = sum(len(choice.tokens) + len(choice.text) for choice in teller.choices)
-                length *= 1 + (asked.params.logprobs or 0)
-                told = await self._lanes.write(length, lambda: as_json_in_parts(teller.whole()))
-                await exchange.reply(200, told, JSON)
+                return None
+            async for event in _until_ended(events, len(requests)):
+                teller.choices[event.index].take(event)
+            length = sum(len(choice.tokens) + len(choice.text) for choice in teller.choices)
+            length *= 1 + (asked.params.logprobs or 0)
+            return await self._lanes.write(length, lambda: as_json_in_parts(teller.whole()))
         finally:
             leaving.cancel()
 

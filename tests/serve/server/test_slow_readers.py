@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from lezero.serve.llm import LLM
-from lezero.serve.server import connection
+from lezero.serve.server import answers, connection
 from lezero.serve.server.exchange import Exchange
 from tests.serve.server.running import Client, head, read_all, serving, small_llm, until
 
@@ -46,6 +46,14 @@ def test_a_steady_reader_may_take_longer_than_a_client_that_does_not_read() -> N
         with_long_answer(client)
         with asked(client) as made:
             assert read_slowly(made, 1.5) == BODY
+
+
+def test_reading_an_answer_is_no_part_of_the_time_that_it_may_take(monkeypatch: Any) -> None:
+    monkeypatch.setattr(answers, "as_json_in_parts", lambda _: BODY)
+    with serving(small_llm(), request_s=1.0) as client, client.connect() as made:
+        body = b'{"prompt": "abc", "max_tokens": 2}'
+        made.sendall(head("/v1/completions", len(body), "connection: close") + body)
+        assert read_slowly(made, 2.5) == BODY
 
 
 def test_an_end_waits_for_answers_that_are_on_their_way() -> None:

@@ -44,7 +44,8 @@ class GPTQ(Method):
     def codes(self, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:
         assert inputs is not None
         K = w_NK.shape[1]
-        scale, zero = weight_scale(w_NK, grid, rule, as_known(inputs.mean_square, 2))
+        importance = as_known(inputs.mean_square, w_NK.abs().amax(0), 2)
+        scale, zero = weight_scale(w_NK, grid, rule, importance)
         # One scale for the whole weight is that of each row.
         each = (len(w_NK), scale.shape[1])
         scale_NG, zero_NG = scale.expand(each), None if zero is None else zero.expand(each)

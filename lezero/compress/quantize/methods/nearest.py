@@ -17,7 +17,8 @@ class Nearest(Method):
     Paper on Neural Network Quantization", arXiv:2106.08295, equations 4 to 7)."""
 
     def codes(self, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:
-        importance = None if inputs is None else as_known(inputs.mean_square, 2)
+        most_w = w_NK.abs().amax(0)
+        importance = None if inputs is None else as_known(inputs.mean_square, most_w, 2)
         scale, zero = weight_scale(w_NK, grid, rule, importance)
         return rounded(w_NK, grid, scale, zero)
 
