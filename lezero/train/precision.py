@@ -118,9 +118,11 @@ def resolve_sharded(name: str, model: nn.Module, decisions: Decisions) -> str:
     if name not in get_args(Name):
         raise ConfigError(f"precision: got '{name}', allowed is {', '.join(get_args(Name))}")
     if name != found:
+        weights = ", the type of its weights" if zero.compute == "auto" else ""
+        kept = " precision='auto', or" if weights else ""
         raise ConfigError(
-            f"precision: got '{name}', but the model was sharded to compute in {found}; use "
-            f"lz.shard_(model, lz.Zero(compute='{name}'))"
+            f"precision: got '{name}', but the model was sharded to compute in {found}{weights}; "
+            f"use{kept} lz.shard_(model, lz.Zero(compute='{name}'))"
         )
     return decisions.record("precision", found, overridden=True, reason="given")
 
