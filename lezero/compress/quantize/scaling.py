@@ -123,7 +123,8 @@ def smooth(
 
     Xiao et al., 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large
     Language Models", arXiv:2211.10438, equation 4: s_j = max|X_j|^α / max|W_j|^(1-α). "auto": the
-    α with the least error, for each fold by itself.
+    α with the least error, for each fold by itself. Channels that calibration never met have the
+    median of the others as max|X_j| (`as_known`).
     """
     most_w = _largest(fold)
     alphas = SMOOTH_ALPHAS if alpha == "auto" else (alpha,)
