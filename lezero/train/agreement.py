@@ -21,7 +21,8 @@ Options = dict[str, Any]
 
 
 class Agreed(NamedTuple):
-    """Over all ranks: counted units, and on how many ranks the others hold."""
+    """Over all ranks: counted units, on how many of them a stop was asked for, and the sum of what
+    says how outdated their gradients are."""
 
     counted: int
     stops: int
@@ -29,7 +30,7 @@ class Agreed(NamedTuple):
 
 
 def before_step(
-    count: int, stop: bool, outdated: bool, optimizer: torch.optim.Optimizer, **others: Any
+    count: int, stop: bool, outdated: int, optimizer: torch.optim.Optimizer, **others: Any
 ) -> Agreed:
     """Raises `DistributedError` on every rank where options of the optimizer's groups or `others`
     differ: replicas would drift apart, and no error would ever say so. Not where a rank's gradients
@@ -41,7 +42,7 @@ def before_step(
     every = [others, *optimizer.param_groups]
     values = [[_rounded(group[key]) for key in _compared(group)] for group in every]
     mark = zlib.crc32(repr(values).encode()) % _MARKS
-    mine = torch.tensor([count, int(stop), int(outdated), mark, mark * mark])
+    mine = torch.tensor([count, int(stop), outdated, mark, mark * mark])
     *sums, marks, squares = groups.all_reduce_sum(mine, "counts").tolist()
     found = Agreed(*sums)
     # Equal numbers, and no others, have a mean square that is the square of their mean.

@@ -29,8 +29,9 @@ class Losses(nn.Module):
         return compute()
 
 
-def around(model: nn.Module) -> DistributedDataParallel:
-    """DDP for `model`; it is called with what computes the loss, as `Losses` are.
+def around(model: nn.Module, sync: bool = True) -> DistributedDataParallel:
+    """DDP for `model`; it is called with what computes the loss, as `Losses` are. sync: gives every
+    rank the values of rank 0; else they are equal already.
 
     `find_unused_parameters` keeps it from re-ordering its buckets after the first step, which would
     make a resumed run sum in another order than one that was never interrupted.
@@ -42,7 +43,7 @@ def around(model: nn.Module) -> DistributedDataParallel:
         losses, [f"model.{name}" for name in spared]
     )
     return DistributedDataParallel(
-        losses, find_unused_parameters=True, gradient_as_bucket_view=True
+        losses, find_unused_parameters=True, gradient_as_bucket_view=True, init_sync=sync
     )
 
 

@@ -292,7 +292,7 @@ class Engine:
         outdated = self.gradients.outdated()
         found = before_step(count, stop, outdated, self.optimizer, clip=self.clip)
         if found.outdated:
-            self.gradients.renew()
+            self.gradients.renew(found.outdated)
         return found.counted, bool(found.stops)
 
     def _set_lr(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ class Gradients:
         """Before the first micro-batch of a step: drops what a caller or a failed step has left."""
         drop_gradients(self.model)
 
-    def outdated(self) -> bool:
-        """Whether other parameters are trained now than those whose gradients meet, or something
-        else than a step has gone backward through them."""
-        return False
+    def outdated(self) -> int:
+        """More than 0 where something else than a step has gone backward through the parameters
+        whose gradients meet, or, from `OTHERS` on, others are trained now."""
+        return 0
 
-    def renew(self) -> None:
-        """When that is so on any rank; every rank calls it together."""
+    def renew(self, outdated: int) -> None:
+        """When that is so on any rank; every rank calls it together, with the sum over all."""
 
     def micros(self, counts: list[int]) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
@@ -97,39 +97,30 @@ class Replicated(Gradients):
         self._silent = False
         self._meeting = 0  # buckets on their way that the watch knows of
         self._met = False  # whether there was any
-        self._handles = list[Any]()
-        self._wrap()
+        self._passes = _Passes()
+        weakref.finalize(self, self._passes.watch, ()).atexit = False  # the model may live on
+        self._wrap(sync=True)
 
-    def outdated(self) -> bool:
-        return not self._settled or _trained(self.model) != self._trained
+    def outdated(self) -> int:
+        if _trained(self.model) != self._trained:
+            return OTHERS
+        return int(not self._passes.settled)
 
-    def renew(self) -> None:
-        trained = {n: "trained" for n, p in self.model.named_parameters() if p.requires_grad}
-        agree("the parameters that are trained", trained)
-        self._wrap()
+    def renew(self, outdated: int) -> None:
+        if outdated >= OTHERS:
+            trained = {n: "trained" for n, p in self.model.named_parameters() if p.requires_grad}
+            agree("the parameters that are trained", trained)
+        self._wrap(sync=outdated >= OTHERS)
 
-    def _wrap(self) -> None:
+    def _wrap(self, sync: bool) -> None:
         """DDP knows for ever which parameters were trained when it was built, and until the end of
         its next backward pass what any other one reached, which it then takes for reached."""
         from lezero.train import ddp
 
-        self._settled, self._inside = True, False
-        for handle in self._handles:
-            handle.remove()
-        mine = weakref.ref(self)
-
-        def reached(_: torch.Tensor) -> None:
-            if (me := mine()) is not None:
-                me._settled &= me._inside  # a step's own backward pass, or a caller's
-
-        self._handles = [
-            p.register_post_accumulate_grad_hook(reached)
-            for p in self.model.parameters()
-            if p.requires_grad
-        ]
+        self._passes.watch(p for p in self.model.parameters() if p.requires_grad)
         self._trained = _trained(self.model)
         self._names = {id(p): name for name, p in self.model.named_parameters()}
-        self._wrapped = ddp.around(self.model)
+        self._wrapped = ddp.around(self.model, sync=sync)
         meet = weakref.WeakMethod(self._meet)  # torch never lets go of a cycle through its hook
         self._wrapped.register_comm_hook(None, lambda _, bucket: meet()(bucket))  # type: ignore[misc]
 
@@ -145,20 +136,20 @@ class Replicated(Gradients):
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        self._silent, self._met, self._settled, self._inside = not counts, False, False, True
+        self._silent, self._met = not counts, False
+        self._passes.inside, self._passes.settled = True, False
         try:
             with contextlib.nullcontext() if last else self._wrapped.no_sync():
                 yield
         except RuntimeError as error:
-            if "ready only once" not in str(error):
+            why = next((why for said, why in _DDP_SAYS.items() if said in str(error)), "")
+            if not why:
                 raise
             raise OrderError(
-                "a gradient came twice, or after its turn, as behind torch.utils.checkpoint with "
-                "use_reentrant=True: checkpoint with use_reentrant=False, or shard the model with "
-                "lz.shard_(model, lz.Zero(stage=0)), which takes both"
+                f"{why}; or shard the model with lz.shard_(model, lz.Zero(stage=0)), which takes it"
             ) from error
         finally:
-            self._inside = False
+            self._passes.inside = False
         watcher = watch.current()  # a backward pass returns when all its buckets have met
         for _ in range(self._meeting):
             if watcher is not None:
@@ -170,7 +161,7 @@ class Replicated(Gradients):
                 "gradient could meet those of the other ranks: compute it from the model that the "
                 "Engine trains"
             )
-        self._settled = last
+        self._passes.settled = last
 
     def _meet(self, bucket: Any) -> Any:
         """Averages a bucket of gradients over the ranks, as DDP does without being told."""
@@ -185,6 +176,39 @@ class Replicated(Gradients):
         if self._silent:  # a loss that is 0 / 0 where nothing counts has gradients of NaN
             bucket.buffer().zero_()
         return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+
+class _Passes:
+    """Hears of backward passes that come to parameters, those `inside` of a step and others.
+
+    settled: whether DDP knows of none but those of steps that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.inside, self.settled = False, True
+        self._handles = list[Any]()
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These from now on, and no others."""
+        for handle in self._handles:
+            handle.remove()
+        self.settled = True
+        self._handles = [p.register_post_accumulate_grad_hook(self._reached) for p in parameters]
+
+    def _reached(self, _: torch.Tensor) -> None:
+        if not self.inside:
+            self.settled = False
+
+
+OTHERS = 1 << 20
+"""More than there are ranks."""
+_DDP_SAYS = {
+    "ready only once": "a gradient came twice, or after its turn, as behind torch.utils.checkpoint "
+    "with use_reentrant=True: checkpoint with use_reentrant=False",
+    "undefined, but still allreduced": "the loss went backward through the model by itself, and "
+    "then left out a part of it: let it ask torch.autograd.grad for gradients",
+}
+"""Why torch's DDP ends a step, by its words."""
 
 
 def _trained(model: nn.Module) -> list[int]:

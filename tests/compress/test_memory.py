@@ -96,3 +96,11 @@ def test_layers_outside_of_blocks_have_few_hessians_at_a_time(
         assert len(lz.quantization_report(made).layers) == 5
         errors.append(float((made(x) - wanted).norm() / wanted.norm()))
     assert max(errors) < 1.2 * errors[0] < 0.3
+
+
+def test_parts_without_a_hessian_are_no_parts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "_HESSIANS", 1)
+    model = nn.Sequential(nn.Embedding(30, 64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    x = [torch.randint(0, 30, (64,)) for _ in range(3)]
+    lz.quantize_(model, lz.Int4Weight(group=32, method="gptq"), data=x, objective="size")
+    assert not [note for note in lz.quantization_report(model).notes if "batches ran" in note]

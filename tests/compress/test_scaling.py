@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import Scheme, scaling
+from lezero.compress.quantize import Scheme, layer, scaling
 from lezero.compress.quantize.inputs import as_known
 from lezero.compress.quantize.methods import GPTQ
 from tests.compress.method_conformance import inputs_of
@@ -200,3 +200,25 @@ def test_channels_that_are_small_by_nature_count(scheme: Scheme, most: float) ->
     lz.quantize_(model, scheme, data=x, objective="size")
     with torch.no_grad():
         assert (model(x) - wanted).norm() / wanted.norm() < most
+
+
+@pytest.mark.parametrize("method", ["nearest", "gptq"])
+def test_rows_are_rounded_alike_however_many_at_a_time(
+    method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    gains = torch.ones(64)
+    gains[::16] = 1e-4
+    x = torch.randn(256, 64) * gains
+    weight = torch.randn(64, 64) * 0.1
+    weight[32:, ::16] = 2000.0
+    codes = []
+    for rows in (8, 64):
+        monkeypatch.setattr(layer, "at_once", lambda _, rows=rows: 64 * rows)
+        monkeypatch.setattr(layer, "_AT_ONCE_WITH_HESSIAN", 64 * rows)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        model[0].weight.data = weight.clone()
+        scheme = lz.Int4Weight(group=32, method=method, scales="mse")
+        lz.quantize_(model, scheme, data=x, objective="size")
+        codes.append(model[0].weight.unpacked()[0])
+    assert torch.equal(*codes)

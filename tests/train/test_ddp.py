@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -266,7 +267,7 @@ def wraps(engine):
     built = []
     with pytest.MonkeyPatch.context() as patch:
         around = ddp.around
-        patch.setattr(ddp, "around", lambda model: built.append(1) or around(model))
+        patch.setattr(ddp, "around", lambda *given, **how: built.append(1) or around(*given, **how))
         for batch in batches():
             for p in engine.model.parameters():
                 p.grad = torch.zeros_like(p)
@@ -297,4 +298,33 @@ def reentrant():
 
 def test_checkpoints_that_ddp_does_not_see_through_are_named(ranks):
     for told in ranks(2, reentrant):
-        assert "use_reentrant=False, or shard the model with lz.shard_" in told
+        assert "use_reentrant=False; or shard the model with lz.shard_" in told
+
+
+def backward_within():
+    """A loss that goes backward by itself, and then needs less."""
+
+    def loss(net):
+        def run(model, batch):
+            model(batch["x"]).sum().backward()
+            model.zero_grad()
+            return model.body(batch["x"]).mean()
+
+        return run
+
+    engine = make(loss)
+    try:
+        engine.train_step(next(batches()))
+    except LeZeroError as error:
+        told = str(error)
+    model = engine.model
+    hooks = len(model.head.weight._post_accumulate_grad_hooks or {})
+    del engine
+    gc.collect()
+    return told, hooks, len(model.head.weight._post_accumulate_grad_hooks or {})
+
+
+def test_a_backward_within_the_loss_is_named_and_engines_leave_no_hooks(ranks):
+    for told, hooks, left in ranks(2, backward_within):
+        assert "let it ask torch.autograd.grad for gradients" in told
+        assert (hooks, left) == (1, 0)

@@ -53,10 +53,20 @@ class Inputs:
         self.autocast: Autocast | None = None
         self.count = 0
         self.absmax = self.mean = self.mean_square = self.mean_size = torch.empty(0)
+        self._importance: Tensor | None = None
         self.observer = observer
         self._wants_hessian = hessian
         self.hessian: Tensor | None = None
         self.factor: Any = None
+
+    @property
+    def importance(self) -> Tensor:
+        """What errors of the channels of a weight count for, squares of what comes through them."""
+        return self.mean_square if self._importance is None else self._importance
+
+    def weigh(self, w_NK: Tensor) -> None:
+        """Before parts of a weight are rounded: with what is known of its channels (`as_known`)."""
+        self._importance = as_known(self.mean_square, w_NK.abs().amax(0), 2)
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:

@@ -80,6 +80,8 @@ def _too_few(site: Site, w_NK: Tensor, inputs: Inputs | None) -> bool:
 def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:
     """The method's codes for a weight of any float type, some rows at a time, since none depends on
     another: no fp32 copy of a whole vocabulary is made."""
+    if inputs is not None:
+        inputs.weigh(w_NK)
     if grid.group == "tensor":
         return method.codes(w_NK.to(torch.float32, copy=True), grid, rule, inputs)
     codes = torch.empty(w_NK.shape, dtype=grid.code_dtype, device=w_NK.device)

@@ -187,36 +187,34 @@ class Work:
         """What lies outside of the blocks, or in blocks that the walk did not come to."""
         done = {layer.name for layer in self.report.layers}
         left = [(site, target) for site, target in self.sites if site.name not in done]
-        for sites in self._at_once(left):
-            self._finish_some(batches, sites, alone=not done)
+        ran = max((self._finish_some(batches, sites) for sites in self._at_once(left)), default=0)
+        if 0 < ran < len(batches) and not done:
+            self.report.notes.append(
+                f"only {ran} of {len(batches)} batches ran: nothing asked for needs more"
+            )
 
     def _at_once(self, sites: list[tuple[Site, Target]]) -> list[list[tuple[Site, Target]]]:
         """Parts of them whose Hessians together are not much, and at least one layer each."""
-        parts, held = list[list[tuple[Site, Target]]](), math.inf
+        parts, held = [list[tuple[Site, Target]]()], 0
         for site, target in sites:
             has_one = self.method.needs_hessian and site.kind == "linear"
-            inputs = site.weight().shape[1] if has_one else 0
-            if held + 4 * inputs**2 > _HESSIANS:
+            hessian = 4 * site.weight().shape[1] ** 2 if has_one else 0
+            if hessian and held and held + hessian > _HESSIANS:
                 parts, held = [*parts, []], 0
             parts[-1].append((site, target))
-            held += 4 * inputs**2
-        return parts
+            held += hessian
+        return parts if sites else []
 
-    def _finish_some(
-        self, batches: list[Batch], sites: list[tuple[Site, Target]], alone: bool
-    ) -> None:
-        """alone: nothing was quantized in blocks."""
+    def _finish_some(self, batches: list[Batch], sites: list[tuple[Site, Target]]) -> int:
+        """Quantizes these; how many batches ran for it."""
         capture, ran = self._looked_at_all(batches, sites)
         while capture.parted:
             apart = capture.parted | capture.apart
             del capture
             capture, ran = self._looked_at_all(batches, sites, apart)
-        if ran < len(batches) and alone:
-            self.report.notes.append(
-                f"only {ran} of {len(batches)} batches ran: nothing asked for needs more"
-            )
         for site, target in sites:
             self._finish(site, target, capture.inputs)
+        return ran
 
     def _looked_at_all(
         self, batches: list[Batch], sites: list[tuple[Site, Target]], apart: Iterable[Layers] = ()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lezero.compress.quantize.inputs import Inputs, as_known
+from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.methods.method import Method, methods
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.core.errors import NumericsError
@@ -44,8 +44,7 @@ class GPTQ(Method):
     def codes(self, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:
         assert inputs is not None
         K = w_NK.shape[1]
-        importance = as_known(inputs.mean_square, w_NK.abs().amax(0), 2)
-        scale, zero = weight_scale(w_NK, grid, rule, importance)
+        scale, zero = weight_scale(w_NK, grid, rule, inputs.importance)
         # One scale for the whole weight is that of each row.
         each = (len(w_NK), scale.shape[1])
         scale_NG, zero_NG = scale.expand(each), None if zero is None else zero.expand(each)

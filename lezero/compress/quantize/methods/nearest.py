@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lezero.compress.quantize.inputs import Inputs, as_known
+from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.methods.method import Method, methods
 from lezero.compress.quantize.observers.scales import some_rows, weight_scale
 from lezero.ops.quantize import Grid, Quantized, quantize
@@ -17,8 +17,7 @@ class Nearest(Method):
     Paper on Neural Network Quantization", arXiv:2106.08295, equations 4 to 7)."""
 
     def codes(self, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs | None) -> Quantized:
-        most_w = w_NK.abs().amax(0)
-        importance = None if inputs is None else as_known(inputs.mean_square, most_w, 2)
+        importance = None if inputs is None else inputs.importance
         scale, zero = weight_scale(w_NK, grid, rule, importance)
         return rounded(w_NK, grid, scale, zero)
 
