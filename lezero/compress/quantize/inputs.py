@@ -66,7 +66,8 @@ class Inputs:
 
     def weigh(self, w_NK: Tensor) -> None:
         """Before parts of a weight are rounded: with what is known of its channels (`as_known`)."""
-        self._importance = as_known(self.mean_square, w_NK.abs().amax(0), 2)
+        low_K, high_K = w_NK.aminmax(dim=0)  # no copy of a whole vocabulary
+        self._importance = as_known(self.mean_square, torch.maximum(-low_K, high_K), 2)
 
     @torch.no_grad()
     def add(self, x: Tensor) -> None:
