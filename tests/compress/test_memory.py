@@ -68,7 +68,9 @@ def rounding(words: int) -> int:
 def test_no_copy_of_a_whole_vocabulary_is_made_in_fp32(ranks: RankPool) -> None:
     words = 1 << 17
     (above,) = ranks(1, rounding, words)
-    assert above < 3 * words * 512, above / MIB  # a byte each is the codes themselves
+    # A byte each is the codes themselves, so a copy would make five; of what each part frees glibc
+    # uses some again or none, by chance: 70 to 230 MiB.
+    assert above < 4 * words * 512, above / MIB
 
 
 def test_layers_outside_of_blocks_have_few_hessians_at_a_time(
