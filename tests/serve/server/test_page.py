@@ -6,6 +6,7 @@ import base64
 import hashlib
 import re
 import shutil
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -152,6 +153,8 @@ def test_it_tells_that_the_server_ends(tmp_path: Path) -> None:
     with serving(llm, name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
         browser.open(client.url, 1280, 800)
         browser.wait("at('state').textContent === 'ready'")
+        step = llm.engine.step  # slowly: a fast machine ends such an answer between two looks
+        llm.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]
         running = client.begin({"prompt": "abc", "max_tokens": 8000, "ignore_eos": True})
         browser.wait("at('state').textContent === 'answering'")
         client.server.stop()
