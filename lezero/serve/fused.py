@@ -175,12 +175,8 @@ class FusedProgram(Program):
             chunks.append([first, len(one.tokens), one.position])
             first += len(one.tokens)
         angles = (self._rope.cos_TP, self._rope.sin_TP)
-        return (
-            *angles,
-            torch.tensor(chunks, dtype=torch.int32, device="cpu"),
-            block_table(fed),
-            self._cache,
-        )
+        chunks_3 = torch.tensor(chunks, dtype=torch.int32, device="cpu")
+        return (*angles, chunks_3, block_table(fed), self._cache)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """fp32 (T, D); the engine has seen that they are tokens of the model."""

@@ -51,13 +51,8 @@ def merged(parts: Sequence[nn.Module], x_blocks: bool = False) -> Weight:
         return Weight(packed, bias, N, K, bits, group, x_bits, x_block)
     each = [_wide(part.weight) for part in parts]
     wide = each[0] if len(each) == 1 else torch.cat(each)
-    return Weight(
-        Packed(pack_bf16(wide), torch.empty(0, dtype=torch.float32, device="cpu"), None),
-        bias,
-        N,
-        K,
-        16,
-    )
+    no_scale = torch.empty(0, dtype=torch.float32, device="cpu")
+    return Weight(Packed(pack_bf16(wide), no_scale, None), bias, N, K, 16)
 
 
 def multiply(x: Tensor, weight: Weight, rounded: bool = False) -> Tensor:

@@ -92,13 +92,12 @@ class PlainProgram(Program):
         for one in fed:
             end = one.position + len(one.tokens)
             at_S = torch.arange(end, device="cpu")
-            place_S = (
-                torch.tensor(one.blocks, device="cpu")[at_S // _BLOCK] * _BLOCK + at_S % _BLOCK
+            blocks, tokens_T = (
+                torch.tensor(list(x), device="cpu") for x in (one.blocks, one.tokens)
             )
+            place_S = blocks[at_S // _BLOCK] * _BLOCK + at_S % _BLOCK
             new = slice(one.position, end)
-            fed_3T.append(
-                torch.stack([torch.tensor(list(one.tokens), device="cpu"), at_S[new], place_S[new]])
-            )
+            fed_3T.append(torch.stack([tokens_T, at_S[new], place_S[new]]))
             reach.append(end if one.position else 0)
             seen.append(place_S[: reach[-1]])
         whole = self._sent(torch.cat([torch.cat(fed_3T, 1).flatten(), *seen]))

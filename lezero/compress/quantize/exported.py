@@ -68,12 +68,7 @@ def export_compressed_tensors(
             "lezero.models; save it with layout='lezero'"
         )
     _check_biases(model)
-    layers = {n: x for n, x in quantized_layers(model).items() if n not in ("embed_tokens", _HEAD)}
-    if not layers:
-        raise ConfigError(
-            "layout 'compressed-tensors': no layer that it holds is quantized (embeddings and the "
-            "output head are floats in it); quantize others too, or save with layout='lezero'"
-        )
+    layers = _held_layers(model)
     dtype = model.norm.weight.dtype
     tensors: dict[str, Tensor] = {}
     groups: list[tuple[dict[str, Any], list[str]]] = []
@@ -124,6 +119,17 @@ def why_not_exported(scheme: Scheme) -> str:
     if getattr(scheme, "bias_correction", False):
         return f"bias_correction=True {_BIASES}"
     return ""
+
+
+def _held_layers(model: Transformer) -> dict[str, Any]:
+    """The quantized layers that the layout holds; `ConfigError` where there are none."""
+    layers = {n: x for n, x in quantized_layers(model).items() if n not in ("embed_tokens", _HEAD)}
+    if not layers:
+        raise ConfigError(
+            "layout 'compressed-tensors': no layer that it holds is quantized (embeddings and the "
+            "output head are floats in it); quantize others too, or save with layout='lezero'"
+        )
+    return layers
 
 
 def _check_biases(model: Transformer) -> None:

@@ -82,11 +82,8 @@ class BlockCache:
         dtype = torch.bfloat16 if bits == 16 else torch.int8
         last = block_bytes(shape.head_dim, bits) // dtype.itemsize
         sizes = (layers, blocks, shape.kv_heads, last)
-        return cls(
-            torch.empty(sizes, dtype=dtype, device="cpu"),
-            torch.empty(sizes, dtype=dtype, device="cpu"),
-            bits,
-        )
+        keys, values = (torch.empty(sizes, dtype=dtype, device="cpu") for _ in range(2))
+        return cls(keys, values, bits)
 
 
 def block_bytes(head_dim: int, bits: int) -> int:
@@ -206,24 +203,13 @@ class Decoder:
         T, V = len(tokens), self.ending.head.out_features
         x_TD = torch.empty(T, self.shape.dim, dtype=torch.float32, device="cpu")
         best = torch.empty(steps, T, dtype=torch.int64, device="cpu")
+        tokens_T, logits_TV = torch.tensor(tokens, device="cpu"), torch.empty(T, V, device="cpu")
+        rows_T = torch.arange(T, dtype=torch.int32, device="cpu")
         aside = -(-T * self.shape.dim * 2 // 64) * 64
         taken = NATIVE.ops.follow(
-            *(
-                torch.tensor(tokens, device="cpu"),
-                self._begin,
-                x_TD,
-                self._table,
-                cos,
-                sin,
-                chunks,
-                table,
-            ),
+            *(tokens_T, self._begin, x_TD, self._table, cos, sin, chunks, table),
             *(cache.keys, cache.values, self._room_for(T, T, V, aside), self._end),
-            *(
-                torch.arange(T, dtype=torch.int32, device="cpu"),
-                torch.empty(T, V, device="cpu"),
-                best,
-            ),
+            *(rows_T, logits_TV, best),
             *((_NOTHING_ASKED, 0) if asked is None else (asked.contiguous(), drawer())),
             *self._numbers(cache.bits),
             self.beginning.dtype == torch.bfloat16,

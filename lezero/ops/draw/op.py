@@ -55,11 +55,8 @@ def name_tokens(logits_RV: Tensor, token_R: Tensor, most: int) -> tuple[Tensor, 
         raise ConfigError(f"most: got {most}, allowed is 0 to {logits_RV.shape[1]}")
     if not native(logits_RV):
         return reference.name_tokens(logits_RV, token_R, most)
-    own_R, likeliest_RM = (
-        logits_RV.new_empty(R),
-        torch.empty(R, most, dtype=torch.int64, device="cpu"),
-    )
-    logprob_RM = logits_RV.new_empty(R, most)
+    own_R, logprob_RM = logits_RV.new_empty(R), logits_RV.new_empty(R, most)
+    likeliest_RM = torch.empty(R, most, dtype=torch.int64, device="cpu")
     given = (logits_RV.contiguous(), token_R.contiguous())
     NATIVE.ops.name_tokens(*given, own_R, likeliest_RM, logprob_RM)
     return own_R, likeliest_RM, logprob_RM
@@ -83,10 +80,7 @@ def penalized(
     for text, prompt in zip(texts, prompts, strict=True):
         spans.append((len(flat), len(flat) + max(0, min(prompt, len(text))), len(flat) + len(text)))
         flat.extend(text)
-    given = (
-        torch.tensor(flat, dtype=torch.int64, device="cpu"),
-        torch.tensor(spans, dtype=torch.int64, device="cpu"),
-    )
+    given = [torch.tensor(x, dtype=torch.int64, device="cpu") for x in (flat, spans)]
     out_RV = torch.empty_like(scores_RV, memory_format=torch.contiguous_format)
     NATIVE.ops.penalize(scores_RV.contiguous(), *given, penalties_R3.contiguous(), out_RV)
     return out_RV

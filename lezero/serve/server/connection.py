@@ -84,7 +84,7 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     # Connections with no whole question, and since when; those that are silent the longest first.
-    silent: dict[Connection, float] = {}
+    silent: dict[H11Protocol, float] = {}
 
     class Connection(_Limited, H11Protocol):
         """See `protocol`."""
@@ -99,14 +99,9 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
 
         def _give_way(self) -> None:
             now = self.loop.time()
-            idle = [one for one, since in silent.items() if now - since >= one.patience()]
+            idle = [x for x, since in silent.items() if now - since >= _patience(x, write_s)]
             for other in idle[: max(0, len(self.connections) - most)]:
                 other.transport.abort()
-
-        def patience(self) -> float:
-            """Seconds of silence after which it gives way."""
-            reads = self.transport.get_write_buffer_size() > 0
-            return max(write_s, _SILENT_S) if reads else _SILENT_S
 
         def data_received(self, data: bytes) -> None:
             if self._between() and self._reading is None:
@@ -142,6 +137,11 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
                 silent.pop(self, None)
 
     return Connection
+
+
+def _patience(connection: Any, write_s: float) -> float:
+    """Seconds of silence after which a connection gives way."""
+    return max(write_s, _SILENT_S) if unsent([connection]) else _SILENT_S
 
 
 def unsent(connections: Iterable[Any]) -> int:
