@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lezero as lz
+from lezero.compress.quantize.modules import quantized_layers
 from tests.compress.test_quantize import difference, small, tokens
 
 AWQ = lz.Int4Weight(group=32, method="awq", scales="minmax")
@@ -108,6 +109,23 @@ def test_layers_give_the_type_of_autocast(scheme: Any, dtype: torch.dtype) -> No
             inner, image = model.inner(x), model.image(x[:, None])
     assert found.dtype == inner.dtype == image.dtype == dtype
     assert difference(found.float(), wanted) < 0.2
+
+
+@SCHEMES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_in_fp32_take_16_bits_as_fp32(scheme: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = Routed().eval(), torch.randn(16, 64).to(dtype)
+    lz.quantize_(model, scheme, data=x.float(), objective="size")
+    uses: list[tuple[Any, Tensor]] = [(model.inner, x)]
+    uses.append((lambda x: F.linear(x, model.inner.weight), x))
+    if "image" in quantized_layers(model):
+        uses.append((model.image, x[:, None]))
+    with torch.no_grad():
+        for use, given in uses:
+            assert torch.equal(use(given), use(given.float()))
+        model.to(dtype)
+        assert all(use(given).dtype == dtype for use, given in uses)
 
 
 @SCHEMES

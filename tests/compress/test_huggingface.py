@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,3 +125,22 @@ def test_every_architecture_quantizes(name):
             assert report.bytes_after < report.bytes_before
             lz.dequantize_(made)
             made(**data[0])
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Fp8()], ids=["int8", "fp8"])
+def test_layers_that_stay_in_fp32_give_fp32(scheme: Any, tmp_path: Path) -> None:
+    """T5 casts to the type of `wo`, fp32 in a model in fp16, only where its weight is a tensor."""
+    torch.manual_seed(0)
+    build, batch = MODELS["t5"]
+    build().save_pretrained(tmp_path)
+    kind = transformers.T5ForConditionalGeneration
+    model, data = kind.from_pretrained(tmp_path, dtype=torch.float16).eval(), batch()
+    last = model.encoder.block[-1].layer[-1]
+    kinds = [last.DenseReluDense.wo.weight.dtype]
+    last.register_forward_hook(lambda *given: kinds.append(given[-1].dtype))
+    with torch.no_grad():
+        wanted = model(**data).logits
+        lz.quantize_(model, scheme, objective="size")
+        found = model(**data).logits
+    assert kinds == [torch.float32] * 3
+    assert output_difference([wanted.float()], [found.float()]) < 0.1

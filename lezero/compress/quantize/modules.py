@@ -125,9 +125,8 @@ class QuantizedLinear(QuantizedLayer):
         self.x_bits, self.x_block = x_bits, x_block
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.weight.linear(
-            cast(input), self.bias, self.x_bits, self.input_scale, self.x_block
-        )
+        x = cast(input, self.weight.dtype)
+        return self.weight.linear(x, self.bias, self.x_bits, self.input_scale, self.x_block)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -187,7 +186,7 @@ class QuantizedConv(QuantizedLayer):
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() == len(self.weight.full_shape) - 1:
             return self.forward(input[None])[0]
-        x = cast(input)
+        x = cast(input, self.weight.dtype)
         places: dict[str, Any] = {
             name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
         }
