@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezero.nn.attributes import AttributeSnapshot
 from lezero.nn.walk import modules_of
 
 Named = tuple[nn.Module, str]
@@ -39,6 +40,7 @@ class BufferSnapshot:
 
     A forward pass may write into a buffer, resize it, or put another tensor in its place; each is
     undone by `restore`. A buffer on the meta device, or without a size yet, has no values to keep.
+    Plain attributes go back too, in modules with buffers all of which are kept.
     """
 
     def __init__(
@@ -47,13 +49,19 @@ class BufferSnapshot:
         wanted: Callable[[nn.Module, str], bool] = lambda *_: True,
         frozen: Collection[Named] = (),
     ) -> None:
-        self.kept = [
-            _kept(name, buffer, module._buffers)
-            for module in modules_of(model)
-            for name, buffer in module._buffers.items()
-            if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
-            and wanted(module, name)
-        ]
+        self.kept: list[KeptBuffer] = []
+        whole = []
+        for module in modules_of(model):
+            own = [
+                _kept(name, buffer, module._buffers)
+                for name, buffer in module._buffers.items()
+                if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
+                and wanted(module, name)
+            ]
+            self.kept += own
+            if own and len(own) == len(module._buffers):
+                whole.append(module)
+        self._attributes = AttributeSnapshot(whole)
         self.kept += [
             _kept(name, module._parameters[name], module._parameters)
             for module, name in frozen
@@ -64,6 +72,7 @@ class BufferSnapshot:
     def restore(self) -> None:
         for each in self.kept:
             each.restore()
+        self._attributes.restore()
 
 
 def _kept(name: str, value: Tensor | None, table: dict[str, Any]) -> KeptBuffer:

@@ -66,3 +66,31 @@ def test_what_torch_does_not_let_write_is_no_trouble() -> None:
     model.mean = torch.zeros(3)
     kept.restore()
     assert all(model._buffers[name] is before[name] for name in before)
+
+
+class Grows(nn.Module):
+    """A table with its length beside it, and one that is not always kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0))
+        self.register_buffer("other", torch.zeros(0), persistent=False)
+        self.length: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.length is None:
+            self.length, self.table, self.made_of = len(x), torch.arange(len(x)), x
+        return x + self.table
+
+
+def test_what_a_module_notes_of_its_buffers_goes_back_with_all_of_them() -> None:
+    model, x = Grows().eval(), torch.zeros(3)
+    before = dict(vars(model))
+    kept, part = BufferSnapshot(model), BufferSnapshot(model, lambda _, name: name == "table")
+    model.train()(x)
+    part.restore()
+    assert model.length == 3
+    kept.restore()
+    assert {**vars(model), "training": False} == before
+    assert model.training
+    assert model(x).shape == x.shape
