@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import layer, speed, verb, work
+from lezero.compress.quantize import hessians, layer, speed, verb, work
+from lezero.compress.quantize.hessians import Room
 from lezero.compress.quantize.methods import Nearest
 from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.work import Work
@@ -54,6 +55,60 @@ def test_the_peak_stays_near_the_model(ranks: RankPool) -> None:
     assert found["above"] < found["whole"], found
 
 
+class Experts(nn.Module):
+    """A block of experts, each of which gets two of the tokens."""
+
+    def __init__(self, count: int, dim: int, hidden: int) -> None:
+        super().__init__()
+        make = (nn.Sequential(nn.Linear(dim, hidden), nn.Linear(hidden, dim)) for _ in range(count))
+        self.experts = nn.ModuleList(make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.chunk(len(self.experts))
+        return x + torch.cat([e(some) for e, some in zip(self.experts, tokens, strict=True)])
+
+
+def experts(blocks: int, count: int, dim: int) -> nn.Sequential:
+    return nn.Sequential(*(Experts(count, dim, 32) for _ in range(blocks)))
+
+
+GPTQ = lz.Int4Weight(group=32, method="gptq", scales="minmax")
+
+
+def peaks_of_experts(count: int) -> dict[str, int]:
+    """In a process of its own: bytes above the model, and what is allowed."""
+    torch.set_num_threads(1)
+    speed._SECONDS, speed._ROUNDS, verb._MOST_RUNS = 0.0, 1, 1
+    lz.quantize_(experts(2, 2, 64), GPTQ, data=torch.randn(4, 64), objective="size")
+    made, x = experts(2, count, 512).bfloat16(), torch.randn(2 * count, 512).bfloat16()
+    with torch.no_grad(), MemorySampler() as activations:
+        made(x)
+    block = sum(p.nbytes for p in made[0].parameters())
+    with MemorySampler() as memory:
+        lz.quantize_(made, GPTQ, data=x, objective="size")
+    return {"above": memory.above, "bound": 2 * block + 512 * 512 * 4 + activations.above}
+
+
+def test_hessians_of_experts_are_not_held_at_once(ranks: RankPool) -> None:
+    (found,) = ranks(1, peaks_of_experts, 64)
+    assert found["above"] <= found["bound"] + 12 * MIB < 64 * MIB, found
+
+
+def test_codes_do_not_depend_on_how_many_hessians_there_is_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    model, x = experts(2, 3, 64), torch.randn(96, 64)
+    states = []
+    for most in (float("inf"), 64 * 64 * 4):
+        monkeypatch.setattr(work, "room_of_block", lambda *_, most=most: Room(most))
+        made = copy.deepcopy(model)
+        lz.quantize_(made, GPTQ, data=x, objective="size")
+        states.append(made.state_dict())
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+
+
 def rounding(words: int) -> int:
     """In a process of its own: bytes that finding the codes of a bf16 vocabulary takes."""
     torch.set_num_threads(1)
@@ -83,14 +138,14 @@ def test_layers_outside_of_blocks_have_few_hessians_at_a_time(
     captured: list[int] = []
     real = Work._capture
 
-    def capture(self: Work, sites: Any, apart: Any) -> Any:
+    def capture(self: Work, sites: Any, *rest: Any) -> Any:
         captured.append(len(sites))
-        return real(self, sites, apart)
+        return real(self, sites, *rest)
 
     monkeypatch.setattr(Work, "_capture", capture)
     errors = []
     for most, parts in ((1 << 28, [5]), (2 * 4 * 64 * 64, [2, 2, 1]), (1, [1] * 5)):
-        monkeypatch.setattr(work, "_HESSIANS", most)
+        monkeypatch.setattr(hessians, "_OUTSIDE", most)
         made = copy.deepcopy(model)
         captured.clear()
         lz.quantize_(made, lz.Int4Weight(group=32, method="gptq"), data=x, objective="size")
@@ -101,7 +156,7 @@ def test_layers_outside_of_blocks_have_few_hessians_at_a_time(
 
 
 def test_parts_without_a_hessian_are_no_parts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "_HESSIANS", 1)
+    monkeypatch.setattr(hessians, "_OUTSIDE", 1)
     model = nn.Sequential(nn.Embedding(30, 64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     x = [torch.randint(0, 30, (64,)) for _ in range(3)]
     lz.quantize_(model, lz.Int4Weight(group=32, method="gptq"), data=x, objective="size")

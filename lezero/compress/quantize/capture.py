@@ -145,17 +145,18 @@ def _version(x: Tensor) -> int:
 
 
 def record_for(
-    targets: dict[str, tuple[Site, Target]], recipe: Recipe, hessian: bool
+    targets: dict[str, tuple[Site, Target]], recipe: Recipe, hessian: Callable[[Site], bool]
 ) -> Callable[[User], Inputs]:
-    """What `Capture` makes a record with: a Hessian and an observer where a layer of this kind
-    needs one, since any other of them may be given the same tensor and share the record."""
+    """What `Capture` makes a record with: a Hessian where `hessian` of the layer's weight says so,
+    and an observer where a layer of this kind needs one, since any other of them may be given the
+    same tensor and share the record."""
     static = {site.kind for site, target in targets.values() if target.activations == "tensor"}
 
     def make(user: User) -> Inputs:
         return Inputs(
             user.name,
             image=user.kind == "conv",
-            hessian=hessian and user.kind == "linear",
+            hessian=user.kind == "linear" and hessian(targets[user.name][0]),
             observer=observers.get(recipe.observer)() if user.kind in static else None,
         )
 

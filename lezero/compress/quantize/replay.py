@@ -49,6 +49,7 @@ from lezero.compress.quantize.batches import (
     plain,
     tensors_of,
 )
+from lezero.compress.quantize.capture import Capture
 from lezero.compress.quantize.leaks import Leaks
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.tensors import is_dense, raw
@@ -240,6 +241,29 @@ class Replay:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = before[index]
+
+
+class OneBlock:
+    """Block number `index` of a replay: `module`, run again and again on what it is given."""
+
+    def __init__(self, replay: Replay, index: int) -> None:
+        self.replay, self.index, self.module = replay, index, replay.blocks[index][1]
+
+    def run(self, visit: Run, *, store: bool = False) -> None:
+        """`visit` in the place of the block, with each batch."""
+        for batch in range(len(self.replay.batches)):
+            self.replay.run(batch, self.index, visit, store=store)
+
+    def watch(self, capture: Capture) -> Capture:
+        """Shows `capture` what its layers are given, which is returned."""
+        forward = self.module.forward
+
+        def look(*args: Any, **kwargs: Any) -> Any:
+            with capture.watching(self.module):
+                return forward(*args, **kwargs)
+
+        self.run(look)
+        return capture
 
 
 def _unlike(batches: list[Batch], *, shapes: bool) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,6 +22,14 @@ from lezero.compress.quantize.folds import (
     in_one_place,
     still_holding,
 )
+from lezero.compress.quantize.hessians import (
+    Room,
+    Sites,
+    as_they_come,
+    hessian_bytes,
+    outside_of_blocks,
+    room_of_block,
+)
 from lezero.compress.quantize.input_rounding import InputRounding
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import Journal
@@ -36,7 +44,7 @@ from lezero.compress.quantize.layer import (
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer
 from lezero.compress.quantize.outliers import Outliers
-from lezero.compress.quantize.replay import Replay
+from lezero.compress.quantize.replay import OneBlock, Replay
 from lezero.compress.quantize.report import LayerReport, named
 from lezero.compress.quantize.request import Request
 from lezero.compress.quantize.scaling import Scaling
@@ -51,8 +59,6 @@ from lezero.nn.blocks import blocks
 
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
-# Bytes of Hessians that layers outside of blocks may have at a time; more runs of the model beyond.
-_HESSIANS = 1 << 28
 
 
 class Work:
@@ -78,11 +84,13 @@ class Work:
         """Batch norms, by the ids of the convolutions that they are part of now."""
         self.scaling = Scaling(self.recipe, self.method, self.sites, self.journal)
         self._unreached: list[str] = []
+        self._taken: list[tuple[Site, list[QuantizedLayer]]] = []
 
     def run(self) -> None:
         if self.batches is None:
             for site, target in self.sites:
                 self._finish(site, target, {})
+                self._adopt()
             return
         if self.recipe.fold_batch_norm:
             folded = fold_batch_norms_(
@@ -122,56 +130,60 @@ class Work:
         self.scaling.state = replay.state if replay.blocks else ""
         self.private -= replay.read_elsewhere
         last = max((k for k, (n, _) in enumerate(replay.blocks) if self._sites_in(n)), default=-1)
-        for index, (name, block) in enumerate(replay.blocks[: last + 1]):
-            self._block(replay, index, block, self._sites_in(name), index < last)
+        for index, (name, _) in enumerate(replay.blocks[: last + 1]):
+            self._block(OneBlock(replay, index), self._sites_in(name), index < last)
 
-    def _block(
-        self,
-        replay: Replay,
-        index: int,
-        block: nn.Module,
-        sites: list[tuple[Site, Target]],
-        hand_on: bool,
-    ) -> None:
-        """Looks at what block `index` is given, quantizes it, and runs it for the next one."""
+    def _block(self, block: OneBlock, sites: Sites, hand_on: bool) -> None:
+        """Looks at what a block is given, quantizes it, and runs it for the next one."""
         if sites:
-            capture, folds = self._looked(replay, index, block, sites)
+            capture, folds = self._looked(block, sites)
             while capture.parted:
                 apart = capture.parted | capture.apart
                 del capture, folds  # their memory first
-                capture, folds = self._looked(replay, index, block, sites, apart)
+                capture, folds = self._looked(block, sites, apart)
             scaled = self.scaling.scale(folds)
-            self._observe_again(scaled, replay, index, block, capture.apart)
-            for site, target in sites:
-                self._finish(site, target, capture.inputs)
+            self._observe_again(scaled, block, capture.apart)
+            self._finish_block(block, sites, capture)
             self.scaling.take_back(scaled)
             del capture
-        if hand_on and replay.is_chain:
-            for batch in range(len(replay.batches)):
-                replay.run(batch, index, block.forward)
+        if hand_on and block.replay.is_chain:
+            block.run(block.module.forward, store=True)
+
+    def _finish_block(self, block: OneBlock, sites: Sites, capture: Capture) -> None:
+        """Quantizes the layers of a block, see [Note: Hessians of a block]."""
+
+        def again(left: Sites) -> Capture:
+            make = self._record(room_of_block(block.module, left))
+            return block.watch(
+                Capture([linear_user(site) for site, _ in left], make, capture.apart)
+            )
+
+        needed = self.method.needs_hessian
+        for some, last in as_they_come(sites, capture.inputs, needed, again):
+            for site, target in some:
+                self._finish(site, target, capture.inputs)
+                if last:
+                    self._adopt()
+        self._adopt()
 
     def _looked(
-        self,
-        replay: Replay,
-        index: int,
-        block: nn.Module,
-        sites: list[tuple[Site, Target]],
-        apart: Iterable[Layers] = (),
+        self, block: OneBlock, sites: Sites, apart: Iterable[Layers] = ()
     ) -> tuple[Capture, list[Fold]]:
-        """What the layers of block `index` are given, and what can be scaled in front of them."""
-        forward, capture = block.forward, self._capture(sites, apart)
+        """What the layers of a block are given, and what can be scaled in front of them."""
+        forward, replay = block.module.forward, block.replay
+        capture = self._capture(sites, apart, room_of_block(block.module, sites))
         folds: list[Fold] = []
 
         def look(*args: Any, **kwargs: Any) -> Any:
             nonlocal folds
             first = not capture.calls
-            with capture.watching(block), noting(capture.calls if folds else ()) as given:
+            with capture.watching(block.module), noting(capture.calls if folds else ()) as given:
                 output = forward(*args, **kwargs)
 
             def again() -> list[Tensor]:
                 return comparable(forward(*args, **kwargs))
 
-            if first and not replay.state and block not in replay.open:
+            if first and not replay.state and block.module not in replay.open:
                 groups = self.scaling.groups(capture.inputs, sites)
                 folds = find_folds(groups, capture.calls, self.private, self.chosen, again)
             elif folds:
@@ -179,33 +191,21 @@ class Work:
                 folds = still_holding(folds, seen, again)
             return output
 
-        for batch in range(len(replay.batches)):
-            replay.run(batch, index, look, store=False)
+        block.run(look)
         return capture, folds
 
     def _in_the_rest(self, batches: list[Batch]) -> None:
         """What lies outside of the blocks, or in blocks that the walk did not come to."""
         done = {layer.name for layer in self.report.layers}
         left = [(site, target) for site, target in self.sites if site.name not in done]
-        ran = max((self._finish_some(batches, sites) for sites in self._at_once(left)), default=0)
+        parts = outside_of_blocks(left, self.method.needs_hessian)
+        ran = max((self._finish_some(batches, sites) for sites in parts), default=0)
         if 0 < ran < len(batches) and not done:
             self.report.notes.append(
                 f"only {ran} of {len(batches)} batches ran: nothing asked for needs more"
             )
 
-    def _at_once(self, sites: list[tuple[Site, Target]]) -> list[list[tuple[Site, Target]]]:
-        """Parts of them whose Hessians together are not much, and at least one layer each."""
-        parts, held = [list[tuple[Site, Target]]()], 0
-        for site, target in sites:
-            has_one = self.method.needs_hessian and site.kind == "linear"
-            hessian = 4 * site.weight().shape[1] ** 2 if has_one else 0
-            if hessian and held and held + hessian > _HESSIANS:
-                parts, held = [*parts, []], 0
-            parts[-1].append((site, target))
-            held += hessian
-        return parts if sites else []
-
-    def _finish_some(self, batches: list[Batch], sites: list[tuple[Site, Target]]) -> int:
+    def _finish_some(self, batches: list[Batch], sites: Sites) -> int:
         """Quantizes these; how many batches ran for it."""
         capture, ran = self._looked_at_all(batches, sites)
         while capture.parted:
@@ -214,13 +214,14 @@ class Work:
             capture, ran = self._looked_at_all(batches, sites, apart)
         for site, target in sites:
             self._finish(site, target, capture.inputs)
+            self._adopt()
         return ran
 
     def _looked_at_all(
-        self, batches: list[Batch], sites: list[tuple[Site, Target]], apart: Iterable[Layers] = ()
+        self, batches: list[Batch], sites: Sites, apart: Iterable[Layers] = ()
     ) -> tuple[Capture, int]:
         """What layers are given by the whole model, and how many batches it took to see it."""
-        capture = self._capture(sites, apart)
+        capture = self._capture(sites, apart, Room(math.inf))
         counted = any(self._needs_statistics(site, target) for site, target in sites)
         for index, batch in enumerate(batches):
             if index and not counted and self._have_inputs(sites, capture):
@@ -229,7 +230,7 @@ class Work:
                 first_call(self.model, batch, index)
         return capture, len(batches)
 
-    def _have_inputs(self, sites: list[tuple[Site, Target]], capture: Capture) -> bool:
+    def _have_inputs(self, sites: Sites, capture: Capture) -> bool:
         seen = (capture.inputs.get(user.name) for site, _ in sites for user in site.users)
         return all(one is not None and one.first is not None for one in seen)
 
@@ -242,12 +243,17 @@ class Work:
             target.activations != "float" or self.method.needs_data or by_error
         )
 
-    def _capture(self, sites: list[tuple[Site, Target]], apart: Iterable[Layers]) -> Capture:
+    def _capture(self, sites: Sites, apart: Iterable[Layers], room: Room) -> Capture:
         users = [user for site, _ in sites for user in site.users]
-        make = record_for(self.targets, self.recipe, self.method.needs_hessian)
-        return Capture(users, make, apart)
+        return Capture(users, self._record(room), apart)
 
-    def _sites_in(self, block: str) -> list[tuple[Site, Target]]:
+    def _record(self, room: Room) -> Callable[[User], Inputs]:
+        def hessian(site: Site) -> bool:
+            return self.method.needs_hessian and room.take(hessian_bytes(site))
+
+        return record_for(self.targets, self.recipe, hessian)
+
+    def _sites_in(self, block: str) -> Sites:
         inside = f"{block}."
         return [
             (site, target)
@@ -255,28 +261,14 @@ class Work:
             if all(user.name.startswith(inside) for user in site.users)
         ]
 
-    def _observe_again(
-        self,
-        scaled: list[Fold],
-        replay: Replay,
-        index: int,
-        block: nn.Module,
-        apart: Iterable[Layers],
-    ) -> None:
+    def _observe_again(self, scaled: list[Fold], block: OneBlock, apart: Iterable[Layers]) -> None:
         """Static activations have the ranges of the inputs as they are once they were scaled."""
         static = [f for f in scaled if self.targets[f.sites[0].name][1].activations == "tensor"]
         if not static:
             return
         users = [user for fold in static for site in fold.sites for user in site.users]
-        capture = Capture(users, record_for(self.targets, self.recipe, False), apart)
-        forward = block.forward
-
-        def look(*args: Any, **kwargs: Any) -> Any:
-            with capture.watching(block):
-                return forward(*args, **kwargs)
-
-        for batch in range(len(replay.batches)):
-            replay.run(batch, index, look, store=False)
+        make = record_for(self.targets, self.recipe, lambda _: False)
+        capture = block.watch(Capture(users, make, apart))
         for fold in static:
             fold.inputs.observer = capture.inputs[fold.sites[0].name].observer
 
@@ -333,12 +325,18 @@ class Work:
             self.rounding.look(site, target, seen, inputs)
         for user, layer, x in seen:
             self.outliers.look(user.name, layer, x)
-        adopt(site, layers, self.journal)
-        if site.nbytes > _LARGE:
-            give_back_free_blocks()
+        self._taken.append((site, layers))
         if self.batches is not None and not seen:
             self._unreached.append(site.name)
         self._add(site, target.label, size, **figures)
+
+    def _adopt(self) -> None:
+        """Puts the quantized layers that were taken in the place of the float ones."""
+        while self._taken:
+            site, layers = self._taken.pop(0)
+            adopt(site, layers, self.journal)
+            if site.nbytes > _LARGE:
+                give_back_free_blocks()
 
     def _measure(
         self, site: Site, target: Target, layers: list[QuantizedLayer], inputs: dict[str, Inputs]
