@@ -152,3 +152,17 @@ def test_parts_of_another_type_are_refused_with_what_they_should_hold() -> None:
     cut = {**parts, "scales": parts["scales"][:1]}
     with pytest.raises(ValueError, match=r"should be \(2, 32\) .*; correct these in the quantiza"):
         read_layer(cut, (N, K), Foreign(**GPTQ))
+
+
+class Masked(OneLayer):
+    _keys_to_ignore_on_load_unexpected = (r"attention.bias",)
+
+
+def test_masks_in_older_files_are_passed_over(tmp_path: Path) -> None:
+    zeros = torch.full((32, 1), 8)
+    one_layer(tmp_path, {**GPTQ, "group_size": -1}, zeros, words(zeros.T - 1, 4))
+    mask = {"h.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool)}
+    rewrite(tmp_path, **mask, **{"h.0.attention.masked_bias": torch.tensor(-1e9)})
+    assert "up" in quantized_layers(load_quantized(tmp_path, Masked()))
+    with pytest.raises(lz.FileError, match=r"model: unexpected h\.0\.attention\.bias$"):
+        load_quantized(tmp_path, OneLayer())

@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ _BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 Their first versions do not name the method."""
 _AWQ_VERSIONS = ("gemm", "gemv", "gemv_fast", "llm-awq")
 _USUAL = ("model.safetensors", "model.safetensors.index.json")
+_NEEDLESS = (r"rotary_emb\.inv_freq$", r"\.masked_bias$")
+"""What older files hold beside weights, and no model reads any more."""
 _SHOWN = 5
 # Bytes from which the heap is worth trimming: what is freed there otherwise stays resident.
 _LARGE = 1 << 20
@@ -241,13 +243,15 @@ def _floats(
     skipped = {f"{name}.weight" for name in quantized}
     wanted = {name: value for name, value in state.items() if name not in skipped}
     used = {f"{name}.{part}" for name in quantized for part in _PARTS}
+    ignored = [*_NEEDLESS, *_ignored(model)]
     found: dict[str, Tensor] = {}
     problems: dict[str, str] = {}
     for name, (shape, read) in stored.items():
-        if name in used or name.endswith("rotary_emb.inv_freq"):
+        if name in used:
             continue
         if name not in wanted:
-            if not _needless(name, read, stored, quantized):
+            known = any(re.search(pattern, name) for pattern in ignored)
+            if not known and not _needless(name, read, stored, quantized):
                 problems[name] = f"unexpected {name}"
         elif shape != tuple(wanted[name].shape):
             problems[name] = f"{name} is {shape}, it should be {tuple(wanted[name].shape)}"
@@ -269,6 +273,12 @@ def _floats(
     if told:
         raise FileError(f"{root}: the tensors do not fit the model: {several(told)}")
     return found
+
+
+def _ignored(model: nn.Module) -> Iterable[str]:
+    """Patterns of other such names, which a model of transformers has (the masks of GPT-2)."""
+    found: Iterable[str] | None = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    return found or ()
 
 
 def _misfit(name: str, value: Tensor, wanted: Tensor) -> str:
