@@ -102,3 +102,12 @@ def test_it_can_be_quantized_again_as_at_first() -> None:
         states.append(state(model))
         lz.dequantize_(model)
     assert states[0] == states[1]
+
+
+def test_what_was_noted_of_a_part_does_not_stay() -> None:
+    model = nn.Sequential(words(), words())
+    lz.quantize_(model[0], lz.Int8Weight(), objective="size")
+    lz.dequantize_(model)
+    assert ledger.applied(model[0]) == ()
+    with pytest.raises(lz.OrderError, match="has no quantization report"):
+        lz.quantization_report(model[0])

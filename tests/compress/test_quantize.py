@@ -274,11 +274,11 @@ def test_smoothing_moves_outliers_into_the_weights(activations):
     assert error("auto") < 0.5 * error(None)
 
 
-@pytest.mark.parametrize("method", ["nearest", "awq"])
-def test_static_scales_are_those_of_the_scaled_inputs(method):
+@pytest.mark.parametrize(("method", "smooth"), [("nearest", 0.5), ("awq", "auto")])
+def test_static_scales_are_those_of_the_scaled_inputs(method, smooth):
     torch.manual_seed(0)
     model, data = normed_blocks(64, outlier(64, 60.0)), [torch.randn(64, 64) for _ in range(2)]
-    scheme = lz.Int8WeightActivation(activations="tensor", smooth=0.5, method=method)
+    scheme = lz.Int8WeightActivation(activations="tensor", smooth=smooth, method=method)
     lz.quantize_(model, scheme, data=data, objective="size")
     most = {}
 

@@ -38,6 +38,13 @@ def test_smoothing_takes_equation_4(alpha: float) -> None:
     torch.testing.assert_close(s, wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_awq_takes_no_alpha() -> None:
+    with pytest.raises(lz.ConfigError, match=r"smooth: got 0\.5, which method='awq' does not take"):
+        lz.Int8WeightActivation(method="awq", smooth=0.5)
+    for smooth in ("auto", None):
+        assert lz.Int8WeightActivation(method="awq", smooth=smooth).method == "awq"
+
+
 def test_awq_takes_powers_of_the_mean_size_of_the_inputs() -> None:
     torch.manual_seed(0)
     scheme = lz.Int4Weight(group=32, method="awq", scales="minmax")

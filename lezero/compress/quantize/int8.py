@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from lezero.compress.quantize.methods import check_method
+from lezero.compress.quantize.methods import check_method, methods
 from lezero.compress.quantize.scheme import Scheme, Target, check_group, check_rule, group_for
 from lezero.compress.quantize.sites import Site
 from lezero.ops.quantize import Grid
@@ -72,7 +72,7 @@ class Int8WeightActivation(Scheme):
     """Which range of activations one scale covers: "minmax", "percentile", "kl" or "mse"."""
     smooth: float | Literal["auto"] | None = Field(default="auto")
     """SmoothQuant's α, between 0 and 1; "auto": for each group of layers the best of six; None:
-    without. Needs data."""
+    without. Needs data. A method that scales channels by itself, "awq", takes its place: no α."""
     exact_above: float | None = Field(default=2.0, gt=0)
     """A linear layer whose outputs lose more than this many times what they lose in the middle one
     of all layers, by the rounding of its inputs, takes these with a scale for each 32 of them (a
@@ -102,6 +102,15 @@ class Int8WeightActivation(Scheme):
         if isinstance(value, float) and not 0 <= value <= 1:
             raise ValueError("allowed is a number from 0 to 1, 'auto' or null")
         return value
+
+    @model_validator(mode="after")
+    def _one_scaling(self) -> Self:
+        if isinstance(self.smooth, float) and methods.get(self.method).scales_channels:
+            raise ValueError(
+                f"smooth: got {self.smooth}, which method={self.method!r} does not take, since it "
+                "finds the scales of channels by itself; leave it out, or take another method"
+            )
+        return self
 
     def target(self, site: Site) -> Target | None:
         if site.is_vocabulary and self.vocabulary == "keep":

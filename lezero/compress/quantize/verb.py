@@ -130,8 +130,9 @@ def dequantize_(model: Model) -> Model:
             if key not in made:
                 made[key] = _parameter(layer)
             layer.give_back(made[key])
-        ledger.forget(model, "quantize_")
-        model.__dict__.pop(REPORT, None)
+        for module in model.modules():  # a part may have been quantized by itself
+            ledger.forget(module, "quantize_")
+            module.__dict__.pop(REPORT, None)
     return model
 
 
