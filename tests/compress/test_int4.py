@@ -21,14 +21,16 @@ def model() -> nn.Sequential:
     ("activations", "vocabulary", "bits", "forms"),
     [
         ("float", "int8", (16, 16), ("int8", "int4 g32", "int8")),
-        ("token", "int8", (8, 8), ("int8", "int4 g32 × int8", "int8 × int8")),
-        ("token", "int4", (8, 8), ("int4 g32", "int4 g32 × int8", "int4 g32 × int8")),
+        ("token", "int8", (8, 16), ("int8", "int4 g32 × int8", "int8")),
+        ("token", "int8_activations", (8, 8), ("int8", "int4 g32 × int8", "int8 × int8")),
+        ("float", "int8_activations", (16, 8), ("int8", "int4 g32", "int8 × int8")),
+        ("token", "int4", (8, 16), ("int4 g32", "int4 g32 × int8", "int4 g32")),
     ],
 )
 @pytest.mark.parametrize("with_data", [True, False])
 def test_tokens_are_rounded_to_8_bits_where_asked_to(
     activations: Literal["float", "token"],
-    vocabulary: Literal["int8", "int4"],
+    vocabulary: Literal["int8", "int8_activations", "int4"],
     bits: tuple[int, int],
     forms: tuple[str, ...],
     with_data: bool,

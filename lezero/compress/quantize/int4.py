@@ -23,7 +23,7 @@ class Int4Weight(Scheme):
     group of 64."""
     activations: Literal["float", "token"] = "float"
     """"float": taken in 16-bit fixed point, as `Int8Weight` does; "token": each token is rounded to
-    int8, for prompts and batches (W4A8)."""
+    int8, for prompts and batches (W4A8). Those of an output head stay."""
     method: str = "nearest"
     """How codes are found: "nearest", "hqq" (no data), "gptq" or "awq" (with data)."""
     scales: str = "mse"
@@ -31,8 +31,10 @@ class Int4Weight(Scheme):
     "kl"."""
     bias_correction: bool = False
     """Take the mean error of the outputs out of the bias (needs data)."""
-    vocabulary: Literal["int8", "int4", "keep"] = "int8"
-    """Token embeddings and output head, which lose more at 4 bits than other layers."""
+    vocabulary: Literal["int8", "int8_activations", "int4", "keep"] = "int8"
+    """Token embeddings and output head, which lose more at 4 bits than other layers:
+    "int8_activations" rounds the head's inputs too, each token to int8, whose error no later layer
+    evens out; "keep" leaves both as they are."""
 
     _group = field_validator("group")(lambda cls, value: check_group(value))
     _method = field_validator("method")(lambda cls, value: check_method(value))
@@ -40,10 +42,11 @@ class Int4Weight(Scheme):
 
     def target(self, site: Site) -> Target | None:
         if site.is_vocabulary and self.vocabulary != "int4":
-            eight = Target(Grid("int8"), self.activations if site.kind == "linear" else "float")
+            rounds = self.vocabulary == "int8_activations" and site.kind == "linear"
+            eight = Target(Grid("int8"), "token" if rounds else "float")
             return None if self.vocabulary == "keep" else eight
         if site.kind != "linear" and not site.is_vocabulary:
             return None
         group = group_for(site, self.group)
         grid = Grid("int4", group=group, zero_point=self.zero_point, scale_dtype="fp16")
-        return Target(grid, "float" if site.kind == "embedding" else self.activations)
+        return Target(grid, "float" if site.is_vocabulary else self.activations)
