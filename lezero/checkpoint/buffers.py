@@ -41,8 +41,7 @@ class HostBuffers:
         with torch.no_grad():
             for name, tensor in plain.items():
                 self._views[name].copy_(tensor, non_blocking=True)
-        if any(tensor.device.type != "cpu" for tensor in plain.values()):
-            device.synchronize()
+        device.synchronize(tensor.device for tensor in plain.values())
         return {name: self._views[same.get(name, name)] for name in tensors}
 
     def _prepare(self, plain: Mapping[str, Tensor]) -> None:

@@ -143,7 +143,7 @@ def _exchange(
         def run() -> None:
             call = Call("all_gather", (), torch.float32, "probe")
             queue.launch(route.all_gather(shard, out, "probe"), call, shard, out).wait()
-            device.synchronize()
+            device.synchronize([out.device])
 
         run()
         return run

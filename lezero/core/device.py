@@ -7,7 +7,7 @@ answer: memory figures are 0 and `synchronize` does nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -78,12 +78,21 @@ def using(place: torch.device) -> AbstractContextManager[None]:
     return torch.accelerator.device_index(place.index)
 
 
-def synchronize() -> None:
-    """Waits for all work queued on the accelerator."""
+def synchronize(places: Iterable[torch.device] | None = None) -> None:
+    """Waits for all work queued on accelerators among these devices, or on the current one."""
     import torch
 
-    if accelerator() is not None:
-        torch.accelerator.synchronize()
+    kind = accelerator()
+    if kind is None:
+        return
+    for place in {torch.device(kind)} if places is None else set(places):
+        if place.type == kind:
+            torch.accelerator.synchronize(place)
+
+
+def places(module: torch.nn.Module) -> set[torch.device]:
+    """Where the parameters and buffers of a module are."""
+    return {x.device for x in (*module.parameters(), *module.buffers())}
 
 
 def memory_allocated() -> int:

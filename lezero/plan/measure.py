@@ -194,7 +194,7 @@ def time_call(call: Call, neighbours: int = 1, place: str = "cpu") -> Timed | No
             if scratch:
                 run()  # memory that was given back comes in again
             with _company(smaller, others):
-                seconds, quiet = _time(run, place != "cpu")
+                seconds, quiet = _time(run, torch.device(place))
             return Timed(seconds * scale, quiet, scratch)
     except Exception:
         return None
@@ -206,13 +206,13 @@ def _is_opaque(call: Call) -> bool:
     return "_rnn" in call.key and "_backward" in call.key
 
 
-def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
+def _time(run: Callable[[], Any], place: torch.device) -> tuple[float, bool]:
     """Median of a few runs after one that warms up; fewer of slow ones, more of quick ones, and of
     one that takes longer than `_SLOW_SECONDS` the first. In a run before, kernels may be made.
 
     What other programs add is no property of this machine: a run during which one of our threads
     waited for a processor does not count. When there is no other, the best of them is given, and
-    the second value is False. `queued`: on an accelerator, whose work is waited for.
+    the second value is False. `place`: where it computes, which is waited for.
     """
     quiet: list[float] = []
     disturbed: list[float] = []
@@ -221,8 +221,7 @@ def _time(run: Callable[[], Any], queued: bool = False) -> tuple[float, bool]:
         waited, begin = _waiting(), time.perf_counter()
         for _ in range(inner):
             run()
-        if queued:
-            device.synchronize()
+        device.synchronize([place])
         wall = time.perf_counter() - begin
         longest = max((after - waited.get(t, after) for t, after in _waiting().items()), default=0)
         (quiet if longest < 0.02 * wall else disturbed).append(wall / inner)

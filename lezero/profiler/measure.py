@@ -91,7 +91,7 @@ class _Bench:
         began = time.perf_counter()
         for _ in range(repeats):
             call()
-        devices.synchronize()
+        devices.synchronize([self.place])
         return time.perf_counter() - began
 
     @contextlib.contextmanager

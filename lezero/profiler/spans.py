@@ -9,7 +9,7 @@
 What a span costs is known: `span_overhead()` measures it on the spot, and the figure of this module
 on a 2.6 GHz EPYC is 0.8 µs a span, of which 0.14 µs falls inside the span itself and the rest into
 the one around it. A span is time of the host: work queued on an accelerator has not run when it
-ends, unless `synchronize=True`, which waits for it and costs what waiting costs.
+ends, unless `synchronize=True`, which waits for the current one and costs what waiting costs.
 """
 
 from __future__ import annotations

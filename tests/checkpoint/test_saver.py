@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lezero.checkpoint import Saver, load, read_mark
+from lezero.core import device
 from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.files import list_generations, read_generation
 
@@ -52,6 +53,14 @@ def test_buffers_are_reused_and_follow_a_new_shape(tmp_path):
     assert read_generation(tmp_path / "step-00000003").tensors["e"].dtype == torch.int8
     last = load(tmp_path).tensors["w"]  # the same shape in another type
     assert (last.dtype, last.tolist()) == (torch.float64, [[0.5, 0.5]] * 2)
+
+
+def test_the_devices_of_what_is_saved_are_waited_for_before_it_is_written(tmp_path, monkeypatch):
+    waited = []
+    monkeypatch.setattr(device, "synchronize", lambda places: waited.append(set(places)))
+    with Saver(tmp_path) as saver:
+        saver.save(1, {"w": torch.zeros(3)}, {})
+    assert waited == [{torch.device("cpu")}]
 
 
 def test_retention_keeps_newest_and_marked(tmp_path):

@@ -278,7 +278,7 @@ def test_a_metric_is_compared_with_what_it_was():
 
 
 def test_layers_that_lose_stay_and_the_decision_says_so(monkeypatch):
-    def timed(one, two, clock=None):
+    def timed(one, two, *_):
         one(), two()
         return (1.0, 0.5) if "up_proj" in str(current) else (1.0, 2.0)
 
@@ -306,7 +306,7 @@ def test_layers_that_lose_stay_and_the_decision_says_so(monkeypatch):
 
 def test_a_model_that_gets_slower_is_left(monkeypatch):
     times = iter([1.0, 2.0, 2.0])
-    monkeypatch.setattr(speed, "in_turns", lambda one, two, clock=None: (1.0, 0.5))
+    monkeypatch.setattr(speed, "in_turns", lambda *_: (1.0, 0.5))
     monkeypatch.setattr("lezero.compress.quantize.verb._seconds", lambda *_: next(times))
     model = small()
     with unchanged(model):

@@ -12,6 +12,7 @@ from torch import nn
 import lezero as lz
 from lezero.compress.quantize import LayerReport, QuantizationReport, speed, verb
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.core import device
 
 SECONDS = {64: (0.004, 0.001), 32: (0.020, 0.005)}
 """Of a layer before and after, by its outputs."""
@@ -169,3 +170,12 @@ def test_a_whole_that_is_slower_by_more_than_the_margin_twice_is_undone(
     assert bool(quantized_layers(model)) is kept
     assert report.seconds_after == (min(after) if kept else 1.0)
     assert ("the model as a whole was not faster" in str(report)) is not kept
+
+
+def test_times_end_when_the_devices_of_the_layers_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[set[torch.device]] = []
+    monkeypatch.setattr(device, "synchronize", lambda places: waited.append(set(places)))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+    lz.quantize_(model, lz.Int8Weight(), data=torch.randn(2, 64), objective="speed")
+    assert waited
+    assert set().union(*waited) == {torch.device("cpu")}

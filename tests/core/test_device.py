@@ -96,6 +96,17 @@ def test_doubles_are_computed_where_they_are() -> None:
     assert device.with_doubles(there) is here
 
 
+def test_each_device_that_is_named_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda place: waited.append(str(place)))
+    device.synchronize(map(torch.device, ["cuda:1", "cpu", "cuda:0", "cuda:1", "meta"]))
+    assert sorted(waited) == ["cuda:0", "cuda:1"]
+    device.synchronize([torch.device("cpu")])
+    device.synchronize()
+    assert waited[2:] == ["cuda"]
+
+
 def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     for name, by_index in {

@@ -97,12 +97,11 @@ def test_a_slow_call_runs_once_after_the_one_that_makes_its_kernels(
 
 
 def test_the_work_of_an_accelerator_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited = []
-    monkeypatch.setattr(measure.device, "synchronize", lambda: waited.append(1))
-    measure._time(lambda: None)
-    assert not waited
-    measure._time(lambda: None, queued=True)
-    assert waited
+    waited = set[torch.device]()
+    monkeypatch.setattr(measure.device, "synchronize", waited.update)
+    place = torch.device("cuda", 1)
+    measure._time(lambda: None, place)
+    assert waited == {place}
 
 
 def test_operations_are_timed_where_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:

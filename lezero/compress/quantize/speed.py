@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.autocast import Autocast
@@ -48,6 +49,7 @@ class LayerSpeed:
             self._known[key] = in_turns(
                 lambda: [module.forward(x) for module, x in zip(before, xs, strict=True)],
                 lambda: [module.forward(x) for module, x in zip(after, xs, strict=True)],
+                {x.device for x in xs},
                 self.clock,
             )
         return self._known[key]
@@ -70,9 +72,13 @@ class LayerSpeed:
 
 
 def in_turns(
-    one: Callable[[], Any], two: Callable[[], Any], clock: Callable[[], float] = time.perf_counter
+    one: Callable[[], Any],
+    two: Callable[[], Any],
+    places: Collection[torch.device],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, float]:
-    """The best time of each, called in turns so that a drifting machine touches both alike."""
+    """The best time of each, called in turns so that a drifting machine touches both alike.
+    places: where they compute."""
     best = [float("inf"), float("inf")]
     for call in (one, two):
         call()
@@ -81,10 +87,10 @@ def in_turns(
         let_in()
         order = ((0, one), (1, two)) if turn % 2 == 0 else ((1, two), (0, one))
         for place, call in order:
-            device.synchronize()
+            device.synchronize(places)
             start = clock()
             call()
-            device.synchronize()
+            device.synchronize(places)
             best[place] = min(best[place], clock() - start)
         if turn + 1 >= _ROUNDS and clock() - began > _SECONDS:
             break

@@ -358,13 +358,13 @@ def _bytes(model: nn.Module) -> int:
 
 def _seconds(model: nn.Module, batch: Batch) -> float:
     """The best of some runs on one batch."""
-    best, spent = float("inf"), 0.0
+    best, spent, places = float("inf"), 0.0, device.places(model)
     for turn in range(_MOST_RUNS):
         own = copied(batch)
-        device.synchronize()
+        device.synchronize(places)
         began = time.perf_counter()
         given(model, own)
-        device.synchronize()
+        device.synchronize(places)
         took = time.perf_counter() - began
         best, spent = min(best, took), spent + took
         enough = turn + 1 >= _RUNS and spent > _ENOUGH_S
