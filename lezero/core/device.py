@@ -189,6 +189,12 @@ def seed(number: int) -> None:
         getattr(module, "manual_seed_all", module.manual_seed)(number)
 
 
+def sent(x: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """What the host made, at `place`: without waiting for what an accelerator computes, where it
+    takes a copy of `x` first."""
+    return x.to(place, non_blocking=place.type == "cuda")
+
+
 def mark(place: torch.device) -> Callable[[], None]:
     """Marks what was queued on `place` so far: what is returned waits for it."""
     import torch

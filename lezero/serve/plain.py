@@ -73,7 +73,7 @@ class PlainProgram(Program):
             return self._states(fed).float()
 
     def _states(self, fed: Sequence[Fed]) -> Tensor:
-        model, rows_R = self._model, self._sent(wanted_rows(fed))
+        model, rows_R = self._model, device.sent(wanted_rows(fed), self.place)
         passages, (token_T, position_T, place_T) = self._passages(fed)
         model.rope.ready(max(one.position + len(one.tokens) for one in fed), self.place)
         cos, sin = model.rope.gather(position_T[None])
@@ -100,7 +100,7 @@ class PlainProgram(Program):
             fed_3T.append(torch.stack([tokens_T, at_S[new], place_S[new]]))
             reach.append(end if one.position else 0)
             seen.append(place_S[: reach[-1]])
-        whole = self._sent(torch.cat([torch.cat(fed_3T, 1).flatten(), *seen]))
+        whole = device.sent(torch.cat([torch.cat(fed_3T, 1).flatten(), *seen]), self.place)
         T = sum(len(one.tokens) for one in fed)
         passages, first = [], 0
         for one, seen_S in zip(fed, whole[3 * T :].split(reach), strict=True):
@@ -108,10 +108,6 @@ class PlainProgram(Program):
             passages.append(_Passage.of(one, rows, seen_S, self.config.sliding_window))
             first = rows.stop
         return passages, whole[: 3 * T].view(3, T)
-
-    def _sent(self, x: Tensor) -> Tensor:
-        """Without waiting for what the accelerator computes, where it takes a copy of `x` first."""
-        return x.to(self.place, non_blocking=self.place.type == "cuda")
 
     def _attend(
         self,

@@ -149,7 +149,7 @@ def _tried(logits_RV: Tensor, rows: Sequence[Row], count: int) -> list[Drawn | N
         if len(by_chance) == R:
             token_R = token_S
         else:
-            token_R[by_chance] = token_S
+            token_R.index_copy_(0, _index(by_chance, token_R.device), token_S)
         parts.append(certain_S)
     wanted = [number for number, row in enumerate(rows) if row.params.logprobs is not None]
     most = min(max((rows[n].params.logprobs or 0 for n in wanted), default=0), logits_RV.shape[1])
@@ -186,7 +186,14 @@ def no_token(row: Row) -> str:
 
 
 def _rows(x_RV: Tensor, numbers: list[int]) -> Tensor:
-    return x_RV if len(numbers) == x_RV.shape[0] else x_RV[numbers]
+    if len(numbers) == x_RV.shape[0]:
+        return x_RV
+    return x_RV.index_select(0, _index(numbers, x_RV.device))
+
+
+def _index(numbers: list[int], place: torch.device) -> Tensor:
+    """In place of a list, which torch sends by itself and waits for the device."""
+    return device.sent(torch.tensor(numbers, dtype=torch.int64, device="cpu"), place)
 
 
 def _penalized(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -215,9 +222,8 @@ def _draw_by_chance(
     if len(everything) == len(rows):
         total_S1 = _total(scores_SV, highest_S1, asked.temperature)
     elif everything:
-        total_S1[everything] = _total(
-            scores_SV[everything], highest_S1[everything], asked.temperature[everything]
-        )
+        chosen = (_rows(x, everything) for x in (scores_SV, highest_S1, asked.temperature))
+        total_S1.index_copy_(0, _index(everything, total_S1.device), _total(*chosen))
     token_SK, sure_S1 = _ranked(scores_SV, count)
     score_SK = scores_SV.gather(1, token_SK).double()
     weight_SK = ((score_SK - highest_S1) / asked.temperature).exp()
@@ -239,8 +245,8 @@ class _Asked:
     @classmethod
     def of(cls, rows: Sequence[Row], vocabulary: int, place: torch.device) -> _Asked:
         table = [_numbers(row, vocabulary) for row in rows]
-        columns = torch.tensor(table, dtype=torch.float64, device=place).split(1, dim=1)
-        return cls(*columns)
+        asked_S5 = torch.tensor(table, dtype=torch.float64, device="cpu")
+        return cls(*device.sent(asked_S5, place).split(1, dim=1))
 
 
 def _top_p(params: SamplingParams) -> float:

@@ -107,6 +107,14 @@ def test_each_device_that_is_named_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert waited[2:] == ["cuda"]
 
 
+@pytest.mark.parametrize(("kind", "waits"), [("cuda", False), ("mps", True)])
+def test_only_cuda_copies_what_is_sent_before_it_goes_on(kind: str, waits: bool) -> None:
+    sent: list[tuple[str, bool]] = []
+    numbers: Any = SimpleNamespace(to=lambda at, non_blocking: sent.append((at.type, non_blocking)))
+    device.sent(numbers, torch.device(kind))
+    assert sent == [(kind, not waits)]
+
+
 def test_free_memory_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
     for name, by_index in {

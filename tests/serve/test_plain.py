@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,19 +73,10 @@ def test_a_prompt_from_its_beginning_needs_neither_mask_nor_cache(
 def test_what_a_step_needs_is_sent_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     for layers in (1, 4):
         program, sent = ready(layers=layers), list[Tensor]()
-        monkeypatch.setattr(program, "_sent", lambda x, sent=sent: sent.append(x) or x)
+        monkeypatch.setattr(device, "sent", lambda x, place, sent=sent: sent.append(x) or x)
         program.run([Fed(range(20), 0, [3, 1], [19]), Fed([4], 0, [2], [0])])
         program.run([Fed([1], 20, [3, 1], [0]), Fed([4, 2, 1], 1, [2], [0])])
         assert len(sent) == 4
-
-
-@pytest.mark.parametrize(("kind", "waits"), [("cuda", False), ("mps", True)])
-def test_only_cuda_copies_what_is_sent_before_it_goes_on(kind: str, waits: bool) -> None:
-    program, sent = ready(), list[tuple[str, bool]]()
-    program.place = torch.device(kind)
-    numbers: Any = SimpleNamespace(to=lambda at, non_blocking: sent.append((at.type, non_blocking)))
-    program._sent(numbers)
-    assert sent == [(kind, not waits)]
 
 
 def test_tokens_and_embeddings_are_computed_where_doubles_are(

@@ -1,8 +1,10 @@
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lezero.models import Sampling
 from lezero.models.sampling import choose
@@ -257,3 +259,35 @@ def test_the_device_is_asked_once(
     found = draw(rows_RV, [Row(params, 1, number) for number in range(8)])
     assert asked == ["tolist"]
     assert all((one.logprob is None) == (logprobs is None) for one in found)
+
+
+class Sends(TorchFunctionMode):
+    """Notes what torch itself sends to a device, and waits for it: lists, and tensors made there
+    of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = function is torch.tensor and torch.device(kwargs["device"]).type != "cpu"
+        indexes = getattr(function, "__name__", "") in ("__getitem__", "__setitem__")
+        if made or (indexes and isinstance(args[1], list)):
+            self.noted.append((function, args))
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["torch"], indirect=True)
+def test_nothing_is_sent_that_waits_for_the_device() -> None:
+    plain, some = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, top_k=5)
+    every = SamplingParams(temperature=0.7, logprobs=2, repetition_penalty=1.5)
+    rows = [
+        Row(params, 1, number, history=(1, 2, 2), prompt=1)
+        for number, params in enumerate((plain, some, every))
+    ]
+    with Sends() as sends, pytest.raises(NotImplementedError, match="no data"):
+        draw(torch.zeros(3, 3000, device="meta"), rows)  # ends where the device is asked
+    assert not sends.noted

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lezero.core.device import sent
+
 
 def draw_tokens(scores_RV: Tensor, asked_R5: Tensor) -> tuple[Tensor, Tensor]:
     """By inversion: of the tokens that are kept, the likeliest first, the first one whose share and
@@ -46,13 +48,14 @@ def penalized(
     found_RV = scores_RV.clone()
     rows = zip(found_RV, texts, prompts, penalties_R3.tolist(), strict=True)
     for scores_V, text, prompt, (repetition, presence, frequency) in rows:
-        place = scores_V.device
         if len(text):
-            seen = torch.tensor(text, device=place).unique()
+            seen = torch.tensor(text, device="cpu").unique()  # what is unique has to be waited for
+            seen = sent(seen, scores_V.device)
             score = scores_V[seen]
             scores_V[seen] = torch.where(score < 0, score * repetition, score / repetition)
         if len(text) > prompt:
-            answer = torch.tensor(text[max(0, prompt) :], device=place)
-            given, times = answer.unique(return_counts=True)
+            answer = torch.tensor(text[max(0, prompt) :], device="cpu")
+            found = answer.unique(return_counts=True)
+            given, times = (sent(x, scores_V.device) for x in found)
             scores_V[given] -= presence + frequency * times
     return found_RV
