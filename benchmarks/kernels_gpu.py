@@ -125,7 +125,7 @@ def repeated(way: Way) -> Callable[[], object]:
             way.work(i)
         return way.work(way.copies - 1)
 
-    return device.capture(turn)[0] if device.accelerator() == "cuda" else turn
+    return device.Graphs()(turn)[0] if device.accelerator() == "cuda" else turn
 
 
 def seconds(turn: Callable[[], object]) -> float:

@@ -6,9 +6,8 @@ answer: memory figures are 0 and `synchronize` does nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from lezero.core.errors import ConfigError
@@ -231,42 +230,56 @@ def stream(place: torch.device) -> int:
     return int(torch.accelerator.current_stream(place).stream_id)
 
 
-def capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Captures `run` in a graph of the current NVIDIA device, where it computes: what repeats it,
-    and its output, which each repetition overwrites, and others that were captured may.
+class Graphs:
+    """Captures on one NVIDIA device, the current one of each call, where `run` computes.
 
-    `run` reads and writes tensors that stay where they are, and never waits for the host. It runs
-    twice before, so that kernels are built and workspaces made.
+    What it captures replays in order, on one stream, and shares memory and what kernels keep for a
+    stream: workspaces, counters. Another one's shares neither, and may run meanwhile.
     """
-    import torch
 
-    index = torch.cuda.current_device()
-    place, aside = torch.cuda.current_stream(), _aside(index)
-    aside.wait_stream(place)
-    with torch.cuda.stream(aside):
-        for _ in range(2):
-            run()
-    place.wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    # On the stream of the runs before: what kernels keep for a stream is made outside of graphs.
-    with torch.cuda.graph(graph, pool=_graph_pool(index), stream=aside):
-        output = run()
-    return graph.replay, output
+    def __init__(self) -> None:
+        self._aside: Any = None
+        self._pool: Any = None
 
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What repeats `run`, and its output, which each repetition overwrites, and others may.
 
-@functools.cache
-def _aside(index: int) -> Any:
-    import torch
+        `run` reads and writes tensors that stay where they are, and never waits for the host. It
+        runs twice before, so that kernels are built and workspaces made.
+        """
+        import torch
 
-    return torch.cuda.Stream(index)
+        if self._aside is None:
+            self._aside, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._aside.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._aside):
+                for _ in range(2):
+                    run()
+        finally:
+            here.wait_stream(self._aside)
+        # On the stream of the runs before: what kernels keep for it is made outside of graphs.
+        how = {"pool": self._pool, "stream": self._aside, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **how):
+                output = run()
+        except BaseException:
+            self._recover(here)
+            raise
+        return graph.replay, output
 
+    def _recover(self, here: Any) -> None:
+        """Ends what torch leaves open where the end of a capture fails: its stream is the current
+        one, its pool takes what is allocated, and no capture may begin with that pool."""
+        import torch
 
-@functools.cache
-def _graph_pool(index: int) -> Any:
-    """One for each device."""
-    import torch
-
-    return torch.cuda.graph_pool_handle()
+        torch.cuda.set_stream(here)
+        index, pool = torch.cuda.current_device(), self._pool
+        with suppress(RuntimeError):  # it was ended
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def backend_for(kind: str | None) -> str:

@@ -3,8 +3,8 @@
 A step of so little work waits for the host, which launches hundreds of kernels. A graph launches
 all of them at once, but always with the same shapes and addresses: so there is one for each number
 of sequences and of blocks a sequence, both rounded up to a power of two, made when first needed.
-Where one cannot be made, for want of memory or because another thread used the device meanwhile,
-steps of its size run as the plain program runs them.
+Where one cannot be made, for want of memory or because another thread waits for the device
+meanwhile, steps of its size run as the plain program runs them.
 Rows and blocks that are too many point at a block that belongs to nobody. Where kernels of
 `decoding.py` suit the model, they are what is captured, unless Triton cannot build them here (no
 compiler, no headers of Python, too little shared memory), or NVRTC. Where both have attention, the
@@ -49,10 +49,10 @@ class CapturedProgram(PlainProgram):
 
     flies = True
 
-    def __init__(self, model: Transformer, capture: Capture = device.capture) -> None:
+    def __init__(self, model: Transformer, capture: Capture | None = None) -> None:
         super().__init__(model)
         self.description += ", single tokens from captured graphs"
-        self._capture, self._nobody = capture, 0
+        self._capture, self._nobody = capture or device.Graphs(), 0
         self._decoder = Decoder(model) if Decoder.suits(model) else None
         self._best_B = torch.zeros(_MOST, dtype=torch.int64, device=self.place)
         self._steps: dict[tuple[int, int], _Step | None] = {}
@@ -116,7 +116,7 @@ class CapturedProgram(PlainProgram):
             self._capture_into(step)
         except Exception as error:  # Triton's own are of many types
             # Kernels that ran before were built: then the capture failed, as it does where another
-            # thread uses the device meanwhile, and the next one may not.
+            # thread waits for the device meanwhile, and the next one may not.
             of_cuda = isinstance(error, torch.AcceleratorError) or "out of memory" in str(error)
             built = step is None or step.ran or of_cuda
             if self._attends(sizes) and not built:

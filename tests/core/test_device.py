@@ -14,45 +14,97 @@ from lezero.core import device
 
 
 class Cuda:
-    """torch.cuda of a machine with several devices, one of them the current one."""
+    """torch.cuda whose captures are noted, and end as torch's do: where the end fails, nothing is
+    put back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.captured = 0, list[tuple[Any, Any]]()
-        waits = SimpleNamespace(wait_stream=lambda other: None)
+        self.current: Any = "the caller's"
+        self.captured = list[tuple[Any, Any]]()
+        self.recording, self.held = set[Any](), list[Any]()
+        self.fails = False
         for name, stub in {
-            "current_device": lambda: self.current,
-            "current_stream": lambda: waits,
-            "Stream": lambda index: SimpleNamespace(index=index, wait_stream=lambda other: None),
+            "current_device": lambda: 1,
+            "current_stream": lambda: SimpleNamespace(name=self.current, wait_stream=id),
+            "Stream": lambda: SimpleNamespace(name=object(), wait_stream=id),
             "stream": lambda stream: nullcontext(),
+            "set_stream": lambda stream: setattr(self, "current", stream.name),
             "graph_pool_handle": lambda: object(),
             "CUDAGraph": lambda: SimpleNamespace(replay=None),
             "graph": self._graph,
         }.items():
             monkeypatch.setattr(torch.cuda, name, stub)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self._release)
 
-    def _graph(self, graph: Any, *, pool: Any, stream: Any) -> Any:
-        self.captured.append((pool, stream))
-        return nullcontext()
+    @contextmanager
+    def _graph(
+        self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str
+    ) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        before, self.current = self.current, stream.name
+        assert pool not in self.recording, "already recording to mempool_id"
+        self.recording.add(pool)
+        self.held.append(pool)
+        try:
+            yield
+        finally:
+            if self.fails:
+                raise torch.AcceleratorError("operation failed due to a previous error", 901)
+            self._end(1, pool)
+            self.captured.append((pool, stream.name))
+            self.current = before
+
+    def _end(self, index: int, pool: Any) -> None:
+        if pool not in self.recording:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.recording.remove(pool)
+
+    def _release(self, index: int, pool: Any) -> None:
+        self.held.remove(pool)
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
-    kept = (device._aside, device._graph_pool)
-    for one in kept:
-        one.cache_clear()
-    yield Cuda(monkeypatch)
-    for one in kept:
-        one.cache_clear()
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    return Cuda(monkeypatch)
 
 
-def test_graphs_are_captured_on_the_current_device(cuda: Cuda) -> None:
-    for index in (0, 1, 1):
-        cuda.current = index
-        device.capture(lambda: torch.zeros(1))
-    (first, second, third) = cuda.captured
-    assert [stream.index for _, stream in cuda.captured] == [0, 1, 1]
-    assert second == third
-    assert first[0] is not second[0], "graphs of two devices in one pool"
+def test_graphs_share_a_stream_and_memory_with_those_of_the_same_program_only(cuda: Cuda) -> None:
+    one, other = device.Graphs(), device.Graphs()
+    for graphs in (one, other, one):
+        graphs(lambda: torch.zeros(1))
+    first, second, third = cuda.captured
+    assert first == third
+    assert all(mine is not theirs for mine, theirs in zip(first, second, strict=True))
+
+
+def test_captures_go_on_after_one_that_failed(cuda: Cuda) -> None:
+    graphs = device.Graphs()
+    graphs(lambda: torch.zeros(1))
+    cuda.fails = True
+    with pytest.raises(torch.AcceleratorError):
+        graphs(lambda: torch.zeros(1))
+    assert cuda.current == "the caller's"
+    assert (cuda.recording, cuda.held) == (set(), [cuda.captured[0][0]])
+    cuda.fails = False
+    graphs(lambda: torch.zeros(1))
+    first, second = cuda.captured
+    assert first[1] is second[1]
+    assert first[0] is not second[0]
+
+
+def test_a_run_that_fails_within_a_capture_leaves_nothing_open(cuda: Cuda) -> None:
+    runs = iter(range(9))
+
+    def third() -> torch.Tensor:
+        if next(runs) == 2:
+            raise ZeroDivisionError
+        return torch.zeros(1)
+
+    graphs = device.Graphs()
+    with pytest.raises(ZeroDivisionError):
+        graphs(third)
+    graphs(third)
+    assert (cuda.current, cuda.recording) == ("the caller's", set())
 
 
 def test_a_device_is_the_current_one_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
