@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lezero.core.device import accelerator
+from lezero.core.device import accelerator, count
 from lezero.core.errors import FileError
 
 
-def pack_random(prefix: str = "random/") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State of torch's (CPU and current accelerator), Python's and numpy's global generators."""
+def pack_random(
+    prefix: str = "random/", places: Iterable[torch.device] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State of torch's (CPU, current accelerator and those of `places`), Python's and numpy's
+    global generators."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors = {
@@ -25,7 +28,10 @@ def pack_random(prefix: str = "random/") -> tuple[dict[str, Tensor], dict[str, A
     }
     device = accelerator()
     if device is not None:
-        tensors[f"{prefix}{device}"] = torch.get_device_module(device).get_rng_state()
+        module, current = torch.get_device_module(device), torch.accelerator.current_device_index()
+        tensors[f"{prefix}{device}"] = module.get_rng_state()
+        for index in {place.index for place in places if place.type == device} - {None, current}:
+            tensors[f"{prefix}{device}:{index}"] = module.get_rng_state(index)
     document = {
         "python": {"version": version, "gauss": gauss},
         "numpy": {
@@ -57,7 +63,11 @@ def unpack_random(
         torch.set_rng_state(state)
         device = accelerator()
         if device is not None and document["accelerator"] == device:
-            torch.get_device_module(device).set_rng_state(tensors[f"{prefix}{device}"])
+            module = torch.get_device_module(device)
+            module.set_rng_state(tensors[f"{prefix}{device}"])
+            for index in range(count()):
+                if (other := tensors.get(f"{prefix}{device}:{index}")) is not None:
+                    module.set_rng_state(other, index)
     except KeyError as error:
         raise FileError(f"the state of a random generator is missing: {error}") from None
     except (TypeError, ValueError, RuntimeError) as error:

@@ -188,6 +188,16 @@ def seed(number: int) -> None:
         getattr(module, "manual_seed_all", module.manual_seed)(number)
 
 
+def kept_generators(place: torch.device) -> AbstractContextManager[None]:
+    """Puts the random state of the processor back on leaving, and of all accelerators of the kind
+    of `place`: seeding sets them all."""
+    import torch
+
+    if place.type == "cpu":
+        return torch.random.fork_rng(())
+    return torch.random.fork_rng(range(count()), device_type=place.type)
+
+
 def sent(x: torch.Tensor, place: torch.device) -> torch.Tensor:
     """What the host made, at `place`: without waiting for what an accelerator computes, where it
     takes a copy of `x` first."""

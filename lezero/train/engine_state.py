@@ -21,7 +21,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as _EXTRA_STATE
 
 from lezero import checkpoint
-from lezero.core import groups
+from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, CorruptError, FileError, LeZeroError
 from lezero.core.log import logger
@@ -63,7 +63,7 @@ def pack(engine: Engine) -> Packed:
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
     tensors |= found
     # A step draws from (seed, step) and needs no generator; they are for the caller's own code.
-    own, random = checkpoint.pack_random(prefix=_random_prefix())
+    own, random = checkpoint.pack_random(_random_prefix(), device.places(engine.model))
     pending, lines = feedback.pack(engine.model)
     buffers, differ = checkpoint.pack_own_buffers(_buffers(engine, state))
     documents = {

@@ -19,8 +19,6 @@ from lezero.core import device
 def seeded(seed: int, step: int, micro: int) -> Iterator[None]:
     """Seeds torch's generators for one micro-batch; restores them on leaving."""
     digest = hashlib.blake2b(f"{seed}/{step}/{micro}".encode(), digest_size=8).digest()
-    kind = device.accelerator()
-    devices = [torch.accelerator.current_device_index()] if kind else []
-    with torch.random.fork_rng(devices, device_type=kind or "cuda"):
+    with device.kept_generators(torch.device(device.accelerator() or "cpu")):
         device.seed(int.from_bytes(digest, "little") >> 1)
         yield

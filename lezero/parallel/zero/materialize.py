@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from lezero.core import device
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero.held import Held
 from lezero.parallel.zero.sharding import Sharding, sharding_of
@@ -49,7 +50,7 @@ def materialize_(model: Model, init: Init | None = None, *, seed: int = 0) -> Mo
     if not on_meta or not isinstance(sharding, Sharding):
         raise OrderError("materialize_: the model has its memory already; it is not on meta")
     paths = {id(module): path for path, module in model.named_modules()}
-    with kept_generators(sharding.lines.place):
+    with device.kept_generators(sharding.lines.place):
         for unit in sharding.units:
             unit.depth += 1  # an initialiser may call its modules, or read parametrized weights
             try:
@@ -236,13 +237,6 @@ def _reset(module: nn.Module) -> None:
         if callable(reset):
             reset()
             return
-
-
-def kept_generators(place: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Puts the caller's random state back on leaving."""
-    kind = None if place.type == "cpu" else place.type
-    devices = [torch.accelerator.current_device_index()] if kind else []
-    return torch.random.fork_rng(devices, device_type=kind or "cuda")
 
 
 def _seed(seed: int, path: str) -> None:

@@ -17,12 +17,11 @@ from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from lezero.core import groups
+from lezero.core import device, groups
 from lezero.core.errors import ConfigError
 from lezero.parallel.zero.fsdp import OWNED, Owned
 from lezero.parallel.zero.held import HELD, Held, distributed, local
 from lezero.parallel.zero.layout import Rows
-from lezero.parallel.zero.materialize import kept_generators
 
 _WIDTH = 8
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -95,7 +94,7 @@ def _differs(optimizer: torch.optim.Optimizer, index: int, like: DTensor) -> str
     def sharded_as(tensor: torch.Tensor) -> torch.Tensor:
         return distributed(tensor[first:last].clone(), rows, mesh)
 
-    with kept_generators(place):
+    with device.kept_generators(place):
         try:
             plain = [_stepped(optimizer, index, value, gradient, seed) for seed in (0, 0, 1)]
         except Exception:
