@@ -76,13 +76,22 @@ class CapturedProgram(PlainProgram):
 
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
+        """Single tokens by their graph, also beside prompts and drafts, which run after it: no
+        sequence of a step reads what another writes. Then weights are read twice, but nothing is
+        launched for each single token."""
+        single = [one for one in fed if _is_single(one)]
         with device.using(self.place):
-            step = self._step(fed)
+            step = self._step(single)
             if step is None:
                 return super().run(fed)
-            step.fill(fed, self._nobody)
+            step.fill(single, self._nobody)
             step.replay()
-            return step.logits_BV[: len(fed)].to(torch.float32, copy=True)
+            logits_BV = step.logits_BV[: len(single)].to(torch.float32, copy=True)
+            if len(single) == len(fed):
+                return logits_BV
+            rest_RV = super().run([one for one in fed if not _is_single(one)])
+            row_R = device.sent(_rows_of_both(fed, len(single)), self.place)
+            return torch.cat([logits_BV, rest_RV]).index_select(0, row_R)
 
     @torch.no_grad()
     def launch(
@@ -98,8 +107,7 @@ class CapturedProgram(PlainProgram):
 
     def _step(self, fed: Sequence[Fed]) -> _Step | None:
         """The graph for these sequences, where there is one."""
-        single = all(len(one.tokens) == 1 and len(one.rows) == 1 for one in fed)
-        if not single or len(fed) > _MOST:
+        if not 0 < len(fed) <= _MOST or not all(map(_is_single, fed)):
             return None
         width = max(one.position for one in fed) // self.block_size + 1
         sizes = _up(len(fed)), _up(width)
@@ -333,6 +341,24 @@ class _Flight(Flight):
     def tokens(self) -> list[int]:
         self._passed()
         return self._found[: self._count].tolist()
+
+
+def _is_single(one: Fed) -> bool:
+    return len(one.tokens) == 1 and len(one.rows) == 1
+
+
+def _rows_of_both(fed: Sequence[Fed], singles: int) -> Tensor:
+    """Where each wanted row is, behind each other the rows of single tokens and of the rest."""
+    found: list[int] = []
+    single, rest = 0, singles
+    for one in fed:
+        if _is_single(one):
+            found.append(single)
+            single += 1
+        else:
+            found += range(rest, rest + len(one.rows))
+            rest += len(one.rows)
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def seconds_of(steps: Sequence[_Step], fed: Sequence[Fed], nobody: int) -> list[float]:

@@ -104,6 +104,26 @@ def test_logits_are_those_of_the_plain_program() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+def test_single_tokens_stay_in_their_graph_beside_prompts_and_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small().double()
+    prompt, part = Fed(range(7), 0, [4], [6]), Fed(range(9), 0, [6])
+    drafts = Fed([5, 6, 7], 5, [7], [0, 1, 2])
+    fed = [Fed([8], 20, [3, 1], [0]), prompt, part, Fed([4], 0, [5], [0]), drafts]
+    found, plainly = [], list[list[Fed]]()
+    for program in (PlainProgram(model), CapturedProgram(model, again)):
+        program.reserve(12)
+        program.run([Fed(range(20), 0, [3, 1], [19]), Fed(range(5), 0, [7], [4])])
+        ran = program._states
+        monkeypatch.setattr(program, "_states", lambda x, ran=ran: (plainly.append(x), ran(x))[1])
+        found.append(program.run(fed))
+        found.append(program.run([part, prompt]))
+    assert plainly == [fed, [part, prompt], [prompt, part, drafts], [part, prompt]]
+    assert found[0].shape[0] == 6
+    torch.testing.assert_close(found[2:], found[:2])
+
+
 @pytest.mark.parametrize("width", [1, 97, 4 * _PIECES])
 def test_the_best_token_is_the_first_of_the_largest(width: int) -> None:
     draw = torch.Generator().manual_seed(width)
