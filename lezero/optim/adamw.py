@@ -91,15 +91,7 @@ def _torch_step(optimizer: AdamW) -> None:
 
 
 def _fusable(params: list[Any]) -> bool:
-    flat = [p for item in params for p in _tensors(item)]
+    inner = [item["params"] if isinstance(item, dict) else [item] for item in params]
+    flat = [item[1] if isinstance(item, tuple) else item for items in inner for item in items]
     kinds = {"cpu", "cuda", "xpu", "mps"}
     return all(p.is_floating_point() and p.device.type in kinds for p in flat)
-
-
-def _tensors(item: Any) -> list[torch.Tensor]:
-    if isinstance(item, dict):
-        inner = item["params"]
-        return [inner] if isinstance(inner, torch.Tensor) else list(inner)
-    if isinstance(item, tuple):
-        return [item[1]]
-    return [item]

@@ -256,13 +256,23 @@ class WeightOptimizer(Optimizer):
 
 
 def listed(params: nn.Module | Iterable[Any], weight_decay: float, what: str) -> list[Any]:
-    """Parameters or groups as a list; `ConfigError` when there is none."""
+    """Parameters or groups as a list, and those of a group, which may be a generator, too;
+    `ConfigError` when there is none. As in torch some groups may be empty."""
     if isinstance(params, nn.Module):
         params = parameter_groups(params, weight_decay)
-    found = list(params)
-    if not found:
+    found = [_group(item) if isinstance(item, dict) else item for item in params]
+    if all(isinstance(item, dict) and not item["params"] for item in found):
         raise ConfigError(f"{what}: the model has no trainable parameter (all are frozen?)")
     return found
+
+
+def _group(group: dict[str, Any]) -> dict[str, Any]:
+    inner = group["params"]
+    if isinstance(inner, Tensor):
+        inner = [inner]
+    elif not isinstance(inner, set):  # which torch refuses
+        inner = list(inner)
+    return {**group, "params": inner}
 
 
 def checked_masters(masters: str) -> Masters:

@@ -93,6 +93,30 @@ def test_nothing_to_train():
         AdamW(model)
 
 
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("given", ["parameters", "named_parameters"])
+def test_parameters_of_a_group_may_be_a_generator(make, given):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 2))
+    body, head, later = (getattr(part, given) for part in model)
+    optimizer = make([{"params": body(), "lr": 0.1}, {"params": head()}])
+    optimizer.add_param_group({"params": later()})
+    before = [p.clone() for p in model.parameters()]
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("make", [AdamW, AdamW8bit])
+def test_a_group_may_be_empty_but_not_all_of_them(make):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = make([{"params": iter(())}, {"params": weight}])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        make([{"params": iter(())}, {"params": []}])
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
 def test_schedules_warm_up_stay_in_range_and_end_at_final(kind):
     schedule = Schedule(kind=kind, warmup=10, final=0.05)
