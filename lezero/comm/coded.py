@@ -9,16 +9,20 @@ all-reduce       a reduce-scatter; the sum is encoded again, gathered and decode
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
 from lezero.comm.account import Account
 from lezero.comm.buffers import Buffers
 from lezero.comm.codec import Codec
-from lezero.comm.feedback import SERVER, WORKER, Feedback, cut
+from lezero.comm.feedback import SERVER, WORKER, Feedback
 from lezero.comm.flat import Flat, chunks
 from lezero.comm.pending import Steps
 from lezero.comm.route import Spans
+from lezero.comm.spans import cut
 
 
 class Coded(Flat):
@@ -44,6 +48,15 @@ class Coded(Flat):
     def use(self, codec: Codec | None, feedback: Feedback | None, server: bool) -> None:
         """Encodes gradients otherwise from the next collective on. Nothing is in flight."""
         self._codec, self._feedback, self._server = codec, feedback, server
+
+    @contextlib.contextmanager
+    def without_feedback(self) -> Iterator[None]:
+        """Errors are neither added nor kept inside. Nothing is in flight."""
+        before, self._feedback = self._feedback, None
+        try:
+            yield
+        finally:
+            self._feedback = before
 
     def reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, key: str, spans: Spans

@@ -30,7 +30,7 @@ was its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -39,6 +39,7 @@ import torch
 from lezero.comm.codec import Codec, codec
 from lezero.comm.dither import Dither
 from lezero.comm.route import Span, Spans
+from lezero.comm.spans import cut, gaps, joined, overlap, scattered
 
 WORKER, SERVER = "worker", "server"
 _SPARE = ":spare"
@@ -199,16 +200,17 @@ class Feedback:
         return self.holds()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """This rank's errors, fp32, flat: `side:share:size/name/start` → elements from `start`;
-        `side:share:size:spare/name/start` what is spare (see the note).
+        """This rank's errors, flat: `side:share:size/name/start` → elements from `start`, as few
+        tensors as can be; `side:share:size:spare/name/start` what is spare (see the note).
 
-        With "int8" storage these are the decoded values.
+        Nothing is copied on an accelerator: most are views of what is kept, in its type, which the
+        next collective changes. "int8" storage comes decoded, in fp32 on the CPU.
         """
         state = {}
         for mark, held in (("", self._gathered()), (_SPARE, self._spare)):
-            for (side, name), pieces in held.items():
+            for side, name in sorted(held):
                 share = self.share if side == WORKER else 1
-                for piece in pieces:
+                for piece in _joined(held[side, name]):
                     state[f"{side}:{share}:{self._size}{mark}/{name}/{piece.start}"] = piece.data
         return state
 
@@ -247,7 +249,7 @@ class Feedback:
         """Lays the errors of a buffer out: what was loaded, or lay in buffers laid out before."""
         error = torch.zeros(numel, dtype=torch.float32, device=self._device)
         for (other_side, other), kept in list(self._kept.items()):
-            if other_side == side and (other == key or _overlap(kept.spans, spans)):
+            if other_side == side and (other == key or overlap(kept.spans, spans)):
                 self._unload(side, other, kept)
         for span in spans:
             self._claim(side, span, error)
@@ -258,7 +260,7 @@ class Feedback:
             self._packed.encode(error, data)
         else:
             data = error.to(self._dtype)
-        self._kept[side, key] = _Kept(spans, numel, data, _gaps(spans, numel))
+        self._kept[side, key] = _Kept(spans, numel, data, gaps(spans, numel))
         return self._kept[side, key]
 
     def _leave_to_others(self, key: str) -> None:
@@ -292,53 +294,42 @@ class Feedback:
         return wide
 
     def _gathered(self) -> _Pieces:
-        """All errors that this rank has claimed, by side and name, in order of their start."""
+        """All errors that this rank has claimed, by side and name."""
         found: _Pieces = {}
         for held in (self._loaded, self._host):
             for place, pieces in held.items():
                 if own := [piece for piece in pieces if piece.mine]:
                     found.setdefault(place, []).extend(own)
         for (side, _), kept in self._kept.items():
-            wide = self._wide(kept)
-            for span in kept.spans:
-                data = wide[span.at : span.at + span.stop - span.start].clone()
-                found.setdefault((side, span.name), []).append(_Piece(span.start, data))
-        return {place: sorted(found[place], key=lambda p: p.start) for place in sorted(found)}
+            spans = joined(kept.spans)
+            data = self._readable(kept, scattered(spans))
+            for span in spans:
+                part = data[span.at : span.at + span.stop - span.start]
+                found.setdefault((side, span.name), []).append(_Piece(span.start, part))
+        return found
+
+    def _readable(self, kept: _Kept, scattered: Spans) -> torch.Tensor:
+        """The errors of a buffer: itself, or on the CPU what is packed or to be joined."""
+        if self._packed is None:
+            return kept.data.cpu() if scattered else kept.data
+        wide = torch.empty(kept.numel, dtype=torch.float32, device="cpu")
+        self._packed.decode(kept.data.cpu(), wide)
+        return wide
 
 
-def cut(spans: Spans, begin: int, end: int, to: int) -> Spans:
-    """The spans of positions `begin` … `end` of a buffer, which lie at `to` of another one."""
-    found = []
-    for span in spans:
-        low, high = max(span.at, begin), min(span.at + span.stop - span.start, end)
-        if low < high:
-            start = span.start + low - span.at
-            found.append(Span(span.name, start, start + high - low, to + low - begin))
-    return tuple(found)
-
-
-def _gaps(spans: Spans, numel: int) -> tuple[tuple[int, int], ...]:
-    """What of a buffer no span covers."""
-    found, at = [], 0
-    for span in sorted(spans, key=lambda span: span.at):
-        if at < span.at:
-            found.append((at, span.at))
-        at = max(at, span.at + span.stop - span.start)
-    if at < numel:
-        found.append((at, numel))
-    return tuple(found)
-
-
-def _overlap(some: Spans, others: Spans) -> bool:
-    """Whether an element of a parameter is in both."""
-    named: dict[str, list[Span]] = {}
-    for span in some:
-        named.setdefault(span.name, []).append(span)
-    return any(
-        span.start < other.stop and other.start < span.stop
-        for other in others
-        for span in named.get(other.name, ())
-    )
+def _joined(pieces: Sequence[_Piece]) -> Iterator[_Piece]:
+    """In order of their start, neighbours as one: a checkpoint lists every tensor of every rank."""
+    runs: list[list[_Piece]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        if runs and runs[-1][-1].stop == piece.start:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    for first, *others in runs:
+        if others:
+            data = torch.cat([piece.data.cpu() for piece in (first, *others)])
+            first = replace(first, data=data)
+        yield first
 
 
 def _take(held: _Pieces, place: tuple[str, str], span: Span) -> list[_Piece]:

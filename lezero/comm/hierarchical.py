@@ -12,11 +12,11 @@ from __future__ import annotations
 import torch
 
 from lezero.comm.buffers import Buffers
-from lezero.comm.feedback import cut
 from lezero.comm.flat import Flat, chunks
 from lezero.comm.pending import Steps
 from lezero.comm.route import Route, Span, Spans
 from lezero.comm.shared import Shared
+from lezero.comm.spans import cut
 
 
 class Hierarchical(Route):

@@ -12,7 +12,8 @@ an all-reduce is bit for bit a reduce-scatter followed by an all-gather.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -104,6 +105,18 @@ class Link:
     def feedback(self) -> Feedback | None:
         """The kept errors, to save and to load; None without feedback or with one rank."""
         return self._routing.feedback if self._routing is not None else None
+
+    @contextlib.contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Inside, the kept errors stay as they are, and codec auto does not look. Nothing is in
+        flight."""
+        coded = self._routing.coded if self._routing is not None else None
+        chooser, self.chooser = self.chooser, None
+        try:
+            with coded.without_feedback() if coded is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self.chooser = chooser
 
     def sent_bytes(self, operation: str, numel: int, dtype: torch.dtype) -> int:
         """The documented formula: bytes this rank sends for one collective on `numel` elements."""

@@ -104,7 +104,8 @@ def owed(model: nn.Module) -> dict[str, Tensor]:
     for feedback in kept:
         for key, data in feedback.state_dict().items():
             name, start = key.split("/", 1)[1].rsplit("/", 1)
-            found[name][int(start) : int(start) + data.numel()] += data.double().cpu()
+            part = found[name][int(start) : int(start) + data.numel()]
+            part += data[: part.numel()].double().cpu()  # each rank has one without dims
     for name, total in found.items():
         found[name] = groups.all_reduce_sum(total, f"errors of {name}") / groups.world_size()
     return found

@@ -25,6 +25,7 @@ from lezero.comm.codec import Codec, codec
 from lezero.comm.link import TYPES, Link
 from lezero.comm.pending import Pending
 from lezero.comm.route import Span
+from lezero.comm.spans import joined, scattered
 from lezero.comm.wire import AUTO
 from lezero.core.errors import ConfigError
 from lezero.parallel.zero import Zero, guard
@@ -95,7 +96,7 @@ class StillLink(Link):
         self._buffers, self._count = Buffers(torch.device(spec.device)), count
         self._errors: dict[tuple[str, str], torch.Tensor] = {}
         self.saved_bytes = 0
-        """Of errors as checkpoints hold them, in fp32."""
+        """Of errors, what a save takes in host memory: its copy, and what is decoded or joined."""
         self._scratch: torch.Tensor | None = None
 
     def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,13 +113,13 @@ class StillLink(Link):
         key: str,
         spans: Sequence[Span] | None = None,
     ) -> Pending:
-        return self._reduce("reduce_scatter", flat, out, key)
+        return self._reduce("reduce_scatter", flat, out, key, spans)
 
     def all_reduce(
         self, flat: torch.Tensor, *, key: str, spans: Sequence[Span] | None = None
     ) -> Pending:
         self._keep_error("server", key, flat.numel() // self.size)
-        return self._reduce("all_reduce", flat, flat[: flat.numel() // self.size], key)
+        return self._reduce("all_reduce", flat, flat[: flat.numel() // self.size], key, spans)
 
     def all_gather(self, shard: torch.Tensor, out: torch.Tensor, *, key: str) -> Pending:
         self.traffic[Exchange("all_gather", out.numel(), out.element_size())] += 1
@@ -130,7 +131,14 @@ class StillLink(Link):
             out[: shard.numel()].copy_(shard)  # its own part, which is not in its place
         return Done(lambda: self._buffers.give(*taken))
 
-    def _reduce(self, what: str, flat: torch.Tensor, out: torch.Tensor, key: str) -> Pending:
+    def _reduce(
+        self,
+        what: str,
+        flat: torch.Tensor,
+        out: torch.Tensor,
+        key: str,
+        spans: Sequence[Span] | None,
+    ) -> Pending:
         self.traffic[Exchange(what, flat.numel(), flat.element_size())] += 1
         chunk, taken = flat.numel() // self.size, []
         if self._encoder is not None:
@@ -138,7 +146,7 @@ class StillLink(Link):
             taken = [self._take(size), self._take(size)]
             if out.dtype != torch.float32 or what == "all_reduce":
                 taken.append(self._take(chunk, torch.float32))
-            self._keep_error("worker", key, flat.numel())
+            self._keep_error("worker", key, flat.numel(), spans)
         elif self.topology != "shared":
             taken = [self._take(flat.numel(), flat.dtype)]
         return Done(lambda: self._buffers.give(*taken))
@@ -146,7 +154,9 @@ class StillLink(Link):
     def _take(self, numel: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
         return self._buffers.take(numel, dtype)
 
-    def _keep_error(self, side: str, key: str, numel: int) -> None:
+    def _keep_error(
+        self, side: str, key: str, numel: int, spans: Sequence[Span] | None = None
+    ) -> None:
         """What feedback keeps of a buffer, from its first use on."""
         wire = self.wire
         wanted = ("worker", "server") if wire.feedback == "both" else (wire.feedback,)
@@ -161,7 +171,12 @@ class StillLink(Link):
         else:
             error = torch.empty(numel, dtype=dtype)
         self._errors[side, key] = error
-        self.saved_bytes += 4 * numel
+        if dtype is None:  # decoded, then copied
+            self.saved_bytes += 2 * 4 * numel
+        else:
+            apart = scattered(joined(tuple(spans or ())))
+            copied = sum(span.stop - span.start for span in apart)
+            self.saved_bytes += dtype.itemsize * (numel + copied)
         self._count(error, "feedback")
 
 

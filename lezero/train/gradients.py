@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -312,20 +312,8 @@ def wires(model: nn.Module) -> dict[str, Link]:
 
 @contextlib.contextmanager
 def wires_untouched(model: nn.Module) -> Iterator[None]:
-    """Inside, wires keep what they have: errors are put back, and codec auto does not look."""
-    links = list(wires(model).values())
-    kept: list[Mapping[str, torch.Tensor] | None] = [
-        link.feedback.state_dict() if link.feedback is not None else None for link in links
-    ]
-    choosers = [link.chooser for link in links]
-    for link in links:
-        link.chooser = None
-    try:
+    """Inside, wires keep what they have: errors stay as they are, and codec auto does not look."""
+    with contextlib.ExitStack() as stack:
+        for link in wires(model).values():
+            stack.enter_context(link.untouched())
         yield
-    finally:
-        for link, errors, chooser in zip(links, kept, choosers, strict=True):
-            link.chooser = chooser
-            if link.feedback is not None and errors is not None:
-                states: list[Mapping[str, torch.Tensor]] = [{} for _ in range(link.size)]
-                states[link.rank] = errors
-                link.feedback.load_state_dict(states)

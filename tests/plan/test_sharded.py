@@ -93,10 +93,18 @@ def test_feedback_keeps_a_value_a_parameter(kept: str, dtype: str, bytes_each: f
     assert found == pytest.approx(bytes_each, rel=0.02)
     assert not trace.mapped, "encoded gradients go through sockets"
     _, parts = memory_of(trace, spec(stage, wire=wire).with_(saves=True), {})
-    saved = trace.state_bytes
-    errors = parts["checkpoint"] - saved[kinds.PARAMETER] - saved[kinds.OPTIMIZER]
-    wide = 6 if kept == "both" else 4  # in fp32, however they are kept
-    assert errors / trace.parameters == pytest.approx(wide, rel=0.02)
+    whole = trace.state_bytes
+    errors = parts["checkpoint"] - whole[kinds.PARAMETER] - whole[kinds.OPTIMIZER]
+    saved = 8 if dtype == "int8" else bytes_each  # decoded to fp32 before they are copied
+    assert errors / trace.parameters == pytest.approx(saved, rel=0.02)
+
+
+def test_a_save_joins_errors_of_small_parameters_before_it_copies_them() -> None:
+    def small() -> torch.nn.Module:
+        return Transformer(TransformerConfig(vocab=512, dim=64, layers=1, heads=4, context=64))
+
+    trace = trace_step(small, spec(2, wire=Wire(codec="int4", feedback="worker")))
+    assert trace.state_bytes[kinds.FEEDBACK] == pytest.approx(8 * trace.parameters, rel=0.02)
 
 
 def test_traffic_is_that_of_the_stage() -> None:
