@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from lezero import __version__
@@ -54,6 +55,16 @@ def read_marks(root: Path) -> tuple[dict[int, str], list[Path]]:
         if step is not None:
             names.setdefault(step, path.stem)
     return names, damaged
+
+
+def remove_marks(root: Path, left: Callable[[int], bool]) -> None:
+    """Removes the marks of steps whose generations are of a history that was `left`, so that they
+    do not come to mean others of the same number. Those that are damaged stay."""
+    for path in Path(root).glob("*.json"):
+        with contextlib.suppress(FileError):
+            step = read_mark(root, path.stem)
+            if step is not None and left(step):
+                path.unlink(missing_ok=True)
 
 
 def _speaks_of_a_mark(path: Path) -> bool:

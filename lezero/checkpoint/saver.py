@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lezero.checkpoint.buffers import HostBuffers
 from lezero.checkpoint.crew import Crew
-from lezero.checkpoint.marks import read_marks, write_mark
+from lezero.checkpoint.marks import read_marks, remove_marks, write_mark
 from lezero.checkpoint.rows import slices
 from lezero.core import groups
 from lezero.core.errors import ConfigError, FileError, LeZeroError
@@ -143,6 +143,7 @@ class Saver:
 
     def rewind(self, step: int) -> list[Path]:
         """Moves generations newer than `step` out of the way, as `superseded-…`; returns them.
+        Their marks are removed.
 
         Call it when training goes on from an earlier generation than the newest one; otherwise a
         load before the next save would pick a newer one of the history that was left. Of ranks that
@@ -152,7 +153,7 @@ class Saver:
         return self._set_aside(step) if self.leads else []
 
     def _set_aside(self, step: int) -> list[Path]:
-        """The generations after `step`."""
+        """The generations after `step`; their marks are removed."""
         moved: list[Path] = []
         names, _ = read_marks(self.root)
         for path in list_generations(self.root):
@@ -160,6 +161,7 @@ class Saver:
                 target = _place_aside(path, names)
                 path.rename(target)
                 moved.append(target)
+        remove_marks(self.root, lambda marked: marked > step)
         if moved:
             _log.warning(f"{self.root}: moved aside {', '.join(path.name for path in moved)}")
         return moved
@@ -216,6 +218,8 @@ class Saver:
             if supersede and self.leads:
                 spared = _place_aside(step_path(self.root, step), read_marks(self.root)[0])
             self._crew.write(self.root, step, tensors, places, documents, told, spared)
+            if spared is not None and spared.exists():
+                remove_marks(self.root, lambda marked: marked == step)
             self.error = self._lost = None
         except Exception as error:  # whatever it is, training goes on
             self._failed(step, error)

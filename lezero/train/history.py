@@ -73,13 +73,10 @@ def leave_history(saver: checkpoint.Saver, step: int) -> list[tuple[str, str]]:
     notes = []
     for name in ("best", "last"):
         try:
-            stale = (checkpoint.read_mark(saver.root, name) or 0) > step
+            checkpoint.read_mark(saver.root, name)
         except FileError as error:
             text = f"the mark '{name}' is damaged, no checkpoint that it may mean is deleted: "
             notes.append((f"{text}{error}", "warning"))
-            continue
-        if stale:
-            (saver.root / f"{name}.json").unlink()
     if moved:
         many = "1 checkpoint" if len(moved) == 1 else f"{len(moved)} checkpoints"
         notes.append((f"moved aside: {many} after step {step}, as superseded-…", "info"))

@@ -262,6 +262,25 @@ def test_the_best_of_a_left_history_outlives_its_newer_ones(tmp_path, keep):
     assert aside == ["superseded-best-step-00000001", *newest[-keep:]]
 
 
+@pytest.mark.parametrize("rewound", [True, False])
+def test_a_mark_goes_with_the_generation_that_it_named(tmp_path, rewound):
+    with Saver(tmp_path) as saver:
+        for step in (30, 50):
+            saver.save(step, {}, {})
+            saver.mark("best", step)
+            saver.mark("second", step)
+        if rewound:
+            saver.rewind(30)
+        for step in (40, 50):
+            saver.save(step, {}, {})
+        saver.wait()
+        assert list(tmp_path.glob("superseded-best-step-00000050-*"))
+        assert (read_mark(tmp_path, "best"), read_mark(tmp_path, "second")) == (None, None)
+        saver.mark("best", 40)
+        saver.save(40, {}, {}, supersede=True)
+    assert (steps(tmp_path), read_mark(tmp_path, "best")) == ([30, 40], None)
+
+
 # Starts one writer process for each line "ROOT STEP" that comes in, and waits for it to be killed.
 WRITERS = """
 import os, sys, torch
