@@ -32,6 +32,8 @@ _OF_LEZERO = ("AdamW", "AdamW8bit")
 """Classes that keep them; torch has one of the first name, which does not."""
 _DAMAGES = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a damaged document ends in."""
+_OF_THE_CODE = ("fused", "foreach", "capturable")
+"""Options that say how a step is computed, not what has been trained."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
 
@@ -82,7 +84,8 @@ def unpack_optimizer(
     document: Mapping[str, Any],
     prefix: str = "optimizer/",
 ) -> None:
-    """Gives `optimizer` the state that `pack_optimizer` took, bit for bit, options included.
+    """Gives `optimizer` the state that `pack_optimizer` took, bit for bit, options included, but
+    for which of torch's kernels compute a step (`fused`, `foreach`, `capturable`).
 
     Everything is checked first: on an error the optimizer is as it was. Raises `FileError` when the
     class, the parameters, their shapes or groups differ, or a state tensor is missing or left over.
@@ -109,6 +112,8 @@ def unpack_optimizer(
         raise FileError(f"the optimizer's record is damaged: {error!r}") from None
     for group, options in groups:
         for key, value in options.items():
+            if key in _OF_THE_CODE:
+                continue
             if (
                 key == "lr"
                 and isinstance(group.get(key), int | float)

@@ -200,8 +200,9 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     model.load_state_dict(saved)
     if (take_exact := getattr(engine.optimizer, "take_exact", None)) is not None:
         for name, parameter in names_of(engine).items():
-            if saved[name].dtype == torch.float32 != parameter.dtype:
-                take_exact(parameter, saved[name])  # which loading has rounded
+            value = saved.get(name)  # None where the model's own hooks leave it out
+            if value is not None and value.dtype == torch.float32 != parameter.dtype:
+                take_exact(parameter, value)  # which loading has rounded
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
     engine.tuner.forget(list(state["tried"]), state["ahead"], int(state["size"]))

@@ -9,6 +9,7 @@ from torch import nn
 from lezero.checkpoint import pack_optimizer, unpack_optimizer
 from lezero.core.errors import FileError, OrderError
 from lezero.files import read_generation, write_generation
+from lezero.optim import AdamW
 
 
 def model(seed=0, dtype=torch.float32):
@@ -58,7 +59,8 @@ def test_state_comes_back_bit_for_bit(tmp_path, kind, options, dtype):
     second.load_state_dict(first.state_dict())
     train(first, optimizer, 3, seed=2)
 
-    again = grouped(second, kind, turned=True)
+    kernels = {key: options[key] for key in ("fused", "foreach") if key in options}
+    again = grouped(second, kind, turned=True, **kernels)
     train(copy.deepcopy(second), again, 0, seed=0)
     read = read_generation(path)
     unpack_optimizer(
@@ -70,6 +72,18 @@ def test_state_comes_back_bit_for_bit(tmp_path, kind, options, dtype):
     train(second, again, 3, seed=2)
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_how_a_step_is_computed_is_the_optimizers_own():
+    first, second = model(), model()
+    saved = grouped(first, torch.optim.AdamW, betas=(0.8, 0.95))
+    train(first, saved, 2, seed=1)
+    optimizer = grouped(second, AdamW)
+    packed = pack_optimizer(saved, dict(first.named_parameters()))
+    unpack_optimizer(optimizer, dict(second.named_parameters()), *packed)
+    for group in optimizer.param_groups:
+        assert (group["fused"], group["betas"]) == (True, (0.8, 0.95))
+    train(second, optimizer, 1, seed=2)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])

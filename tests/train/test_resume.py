@@ -229,6 +229,34 @@ def test_a_generation_that_no_engine_wrote_is_refused(tmp_path):
     assert engine.step == 0
 
 
+class Distilled(nn.Module):
+    """Whose teacher no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.student = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.register_state_dict_post_hook(self._leave_out)
+        self.register_load_state_dict_post_hook(lambda m, keys: keys.missing_keys.clear())
+
+    @staticmethod
+    def _leave_out(_model, state, *_):
+        del state["teacher.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_that_the_model_leaves_out_stay(dtype, tmp_path):
+    model = Distilled().to(dtype)
+    engine = Engine(model, AdamW(model.student.parameters()), precision="fp32")
+    engine.step = 3
+    engine.save(tmp_path)
+    with torch.no_grad():
+        model.teacher.weight.fill_(7)
+    engine.step = 0
+    engine.load(tmp_path)
+    assert engine.step == 3
+    assert model.teacher.weight.tolist() == [[7, 7], [7, 7]]
+
+
 class Keeping(nn.Linear):
     """A linear layer with a state of its own."""
 
