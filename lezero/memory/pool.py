@@ -20,6 +20,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ a process that sets one of them keeps the others where they are, and there is no
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
 _enabled = 0  # pools of this process that are on
+_switching = threading.RLock()  # the collector may end an engine's pool while another one begins
 
 
 class _MallInfo2(ctypes.Structure):
@@ -146,11 +148,14 @@ class HostPool:
             return False
         if self.enabled:
             return True
-        self._other = max(0, _resident() - _in_use(libc))
-        self.enabled = _set(libc, *_KEEPING)
-        if self.enabled:
-            _enabled += 1
-            tensors_from_malloc(True)
+        with _switching:
+            self._other = max(0, _resident() - _in_use(libc))
+            _enabled += 1  # first, so that no other pool that ends meanwhile is the last
+            self.enabled = _set(libc, *_KEEPING)
+            if self.enabled:
+                tensors_from_malloc(True)
+            else:
+                _enabled -= 1
         return self.enabled
 
     def disable(self) -> None:
@@ -158,14 +163,15 @@ class HostPool:
         return to the kernel."""
         global _enabled
         libc = _libc()
-        if libc is None or not self.enabled:
-            return
-        self.enabled = False
-        _enabled -= 1
-        if _enabled:
-            return
-        _set(libc, *_USUAL)
-        tensors_from_malloc(False)
+        with _switching:
+            if libc is None or not self.enabled:
+                return
+            self.enabled = False
+            _enabled -= 1
+            if _enabled:
+                return
+            _set(libc, *_USUAL)
+            tensors_from_malloc(False)
         libc.malloc_trim(0)
 
     def after_step(self) -> None:

@@ -117,11 +117,11 @@ class Engine:
         self.accumulate, self.clip, self.max_skipped = accumulate, clip, max_skipped
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()
-        self.place = next(model.parameters()).device
-        self.asked_precision = precision
+        self.place, self.asked_precision = next(model.parameters()).device, precision
         self.gradients = gradients_of(model, self.decisions, lambda: self.step)
         self.precision = self._precision(precision)
-        self.pool = speed.host_pool(self.decisions) if pool and self.place.type == "cpu" else None
+        pool = pool and self.place.type == "cpu"
+        self.pool = speed.host_pool(self.decisions, self) if pool else None
         self.step = self.skipped_in_a_row = 0
         self.logs_skipped = True
         """Whether a step that is not finite goes to the log, besides `StepResult.skipped`."""

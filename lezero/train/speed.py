@@ -6,6 +6,7 @@ Which form a run takes is found by `tuning.py`.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
@@ -166,10 +167,12 @@ def _one_more(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def host_pool(decisions: Decisions) -> HostPool | None:
-    """The host memory pool, switched on where the platform has it; a recorded decision."""
+def host_pool(decisions: Decisions, owner: object) -> HostPool | None:
+    """The host memory pool, switched on where the platform has it, until `owner` is freed; a
+    recorded decision."""
     pool = HostPool(memory_limit() // groups.ranks_here())
     on = pool.enable()
+    weakref.finalize(owner, pool.disable).atexit = False  # a process that ends gives all back
     decisions.record(
         "host memory pool",
         "on" if on else "off",

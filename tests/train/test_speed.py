@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lezero.core import groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
+from lezero.memory import pool as memory_pool
 from lezero.ops.attention import available
 from lezero.optim import AdamW
 from lezero.train import speed
@@ -75,8 +77,28 @@ def test_the_pool_is_a_fact_of_this_machine_and_not_replayed(monkeypatch):
     then.record("host memory pool", "on", reason="freed blocks are kept")
     now = Decisions.from_json(then.to_json())
     monkeypatch.setenv("LEZERO_POOL", "0")
-    assert speed.host_pool(now) is None
+    assert speed.host_pool(now, now) is None
     assert now.records["host memory pool"].chosen == "off"
+
+
+def test_the_pool_ends_with_its_engine():
+    def engine():
+        model = Model()
+        return Engine(model, AdamW(model), loss=next_token_loss, precision="fp32", compile="off")
+
+    gc.collect()
+    first, others = engine(), memory_pool._enabled - 1
+    second = engine()
+    pool = second.pool
+    second.train_step(batch())
+    del second
+    gc.collect()
+    assert (pool.enabled, memory_pool._enabled) == (False, others + 1)
+    pool.disable()
+    assert first.pool.enabled
+    del first
+    gc.collect()
+    assert memory_pool._enabled == others
 
 
 def test_blocks_that_the_user_compiled_stay_compiled():
@@ -168,12 +190,12 @@ def test_repeated_blocks_are_the_longest_list_of_one_class():
 
 def test_ranks_of_one_machine_share_the_memory_that_is_kept_free(monkeypatch):
     def pool(limit):
-        return SimpleNamespace(enable=lambda: True, bound=limit)
+        return SimpleNamespace(enable=lambda: True, disable=lambda: None, bound=limit)
 
     monkeypatch.setattr(speed, "HostPool", pool)
     monkeypatch.setattr(speed, "memory_limit", lambda: 8 << 30)
     monkeypatch.setattr(groups, "ranks_here", lambda: 4)
-    made = speed.host_pool(decisions := Decisions())
+    made = speed.host_pool(decisions := Decisions(), decisions)
     assert made is not None
     assert made.bound == 2 << 30
     assert "up to 2.0 GiB" in decisions.records["host memory pool"].reason
