@@ -12,6 +12,9 @@ from lezero.core.paths import expand_home
 
 EOS = "<|endoftext|>"
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+END_ID = "eos_token_id"
+"""In tokenizer_config.json: the end-of-text token where it is plain vocabulary. Named as
+`eos_token` it would be encoded as a special token from there on."""
 GENERATION = "generation_config.json"
 CHOOSING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
@@ -35,7 +38,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     As there special_tokens_map.json counts before tokenizer_config.json, unless that lists all
     added tokens, and then not at all.
     """
-    named, settings = _both_settings(folder)
+    named, settings = both_settings(folder)
     return special_texts(settings if "added_tokens_decoder" in settings else settings | named)
 
 
@@ -49,8 +52,14 @@ def special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def all_settings(folder: Path) -> dict[str, Any]:
     """Both files as one; tokenizer_config.json, which people edit, counts first."""
-    named, settings = _both_settings(folder)
+    named, settings = both_settings(folder)
     return named | settings
+
+
+def both_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What special_tokens_map.json says, and tokenizer_config.json."""
+    named, settings = (read_object(folder / name) for name in SETTINGS)
+    return named, settings
 
 
 def stop_tokens(folder: str | Path) -> tuple[int, ...]:
@@ -81,9 +90,12 @@ def named_end(inner: Any, settings: Mapping[str, Any]) -> int | None:
 
 
 def end_of_model(inner: Any, folder: Path, settings: Mapping[str, Any]) -> int:
-    """The first token of the tokenizer's that ends a text by what the files of the model beside it
-    say, or else the one that separates texts (BERT's). Raises `FileError` where there is none."""
-    for token in stop_tokens(folder):
+    """The token that ends a text where the tokenizer's files name none: the one with which it was
+    saved, the first of the model's beside it, or else the one that separates texts (BERT's).
+    Raises `FileError` where there is none."""
+    saved = settings.get(END_ID)
+    own = (saved,) if isinstance(saved, int) and saved >= 0 else ()
+    for token in (*own, *stop_tokens(folder)):
         if token < 1 << 32 and inner.id_to_token(token) is not None:
             return token
     separator = _text_of(settings.get("sep_token"))
@@ -116,8 +128,3 @@ def read_object(path: Path) -> dict[str, Any]:
 def _text_of(token: Any) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def _both_settings(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    named, settings = (read_object(folder / name) for name in SETTINGS)
-    return named, settings

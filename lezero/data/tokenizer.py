@@ -17,12 +17,15 @@ from typing import Any
 
 from lezero.core.errors import FileError, LeZeroError, need_extra
 from lezero.core.paths import expand_home
+from lezero.data.added import OLD_LIST, with_declared
 from lezero.data.config import TokenizerConfig
 from lezero.data.pieces import Pieces, byte_letters, splits_words
 from lezero.data.special import (
+    END_ID,
     EOS,
     SETTINGS,
     all_settings,
+    both_settings,
     end_of_model,
     named_end,
     special_texts,
@@ -167,7 +170,7 @@ class _Backed(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         root = Path(expand_home(folder))
-        settings = self._settings | {"eos_token": self._inner.id_to_token(self.eos)}
+        settings = self._settings | self._end()
         if self._files is None:
             _save(root, self._inner.to_str(), settings)
             return
@@ -176,6 +179,12 @@ class _Backed(Tokenizer):
             shutil.copyfile(path, root / name)
         if self._settings:
             _write(root, {"tokenizer_config.json": json.dumps(settings, indent=1) + "\n"})
+
+    def _end(self) -> dict[str, Any]:
+        added = self._inner.get_added_tokens_decoder()
+        if self.eos in added:
+            return {"eos_token": added[self.eos].content}
+        return {"eos_token": None, END_ID: self.eos}
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -205,10 +214,11 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 def load_tokenizer(place: str | Path) -> Tokenizer:
     """Opens a Hugging Face tokenizer folder, or a tokenizer.json.
 
-    A folder without tokenizer.json is opened by transformers (extra `hf`). Where the tokenizer's
-    files name no end-of-text token, it is the first `eos_token_id` of the model beside them, or
-    else their `sep_token`. Raises `FileError` when there is none, it cannot be read, or nothing
-    names an end-of-text token.
+    Tokens that the settings beside it declare are added (`with_declared`). A folder without
+    tokenizer.json is opened by transformers (extra `hf`). Where the tokenizer's files name no
+    end-of-text token, it is the first `eos_token_id` of the model beside them, or else their
+    `sep_token`. Raises `FileError` when there is none, it cannot be read, or nothing names an
+    end-of-text token.
     """
     path = Path(expand_home(place))
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)
@@ -230,11 +240,13 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     except Exception as error:  # the package raises plain Exception
         raise FileError(f"{file}: not a tokenizer file ({error})") from None
     files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
+    inner = with_declared(inner, folder, old_list=OLD_LIST in files)
     eos = named_end(inner, settings)
     if eos is not None:
         return _Backed(inner, eos, _start(inner), files)
-    settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-    return _Backed(inner, end_of_model(inner, folder, settings), _start(inner), files, settings)
+    eos = end_of_model(inner, folder, settings)
+    kept = {"tokenizer_class": "PreTrainedTokenizerFast", **both_settings(folder)[1]}
+    return _Backed(inner, eos, _start(inner), files, kept)
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -1,0 +1,115 @@
+"""Tokens that the settings beside a tokenizer.json declare, which transformers adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lezero.core.errors import FileError
+from lezero.data.special import SETTINGS, both_settings, read_object
+
+OLD_LIST = "added_tokens.json"
+_LISTED = "added_tokens_decoder"
+_EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def with_declared(inner: Any, folder: Path, *, old_list: bool) -> Any:
+    """A tokenizer of the package `tokenizers` with the added tokens that its folder declares.
+
+    As in transformers `added_tokens_decoder` of tokenizer_config.json lists them, and its flags
+    count before those in tokenizer.json. Where it is missing, special_tokens_map.json counts, and
+    added_tokens.json (if `old_list`) for what tokenizer.json does not add. Special tokens that
+    settings name without an id are added if they are in the vocabulary; what it lacks no model has
+    learned, so that, other than in transformers, it stays text.
+
+    Raises `FileError` where a listed token would get another id than the listed one.
+    """
+    known = inner.get_added_tokens_decoder()
+    named, settings = both_settings(folder)
+    is_listed = _LISTED in settings
+    path = folder / (SETTINGS[1] if is_listed else OLD_LIST)
+    by_name, others = _specials(folder, settings, {} if is_listed else named)
+    special = by_name | others
+    if is_listed:
+        listed = dict(_listed(settings[_LISTED], path))
+    else:
+        old = dict(_old_list(path, special)) if old_list else {}
+        listed = {number: token for number, token in old.items() if number not in known}
+    flags = {repr(token) for token in known.values()}
+    listed = {number: x for number, x in sorted(listed.items()) if repr(x) not in flags}
+    for token in listed.values():
+        token.special = token.special or token.content in by_name
+    there = {token.content for token in (*known.values(), *listed.values())}
+    missing = {text: token for text, token in special.items() if text not in there}
+    plain = [token for text, token in missing.items() if inner.token_to_id(text) is not None]
+    inner.add_tokens([*listed.values(), *plain])
+    for number, token in listed.items():
+        found = inner.token_to_id(token.content)
+        if found != number:
+            raise FileError(
+                f"{path}: lists {token.content!r:.80} as token {number}, but with this "
+                f"tokenizer.json it is token {found}; copy both files of the model again"
+            )
+    hidden = {token.content for token in known.values() if token.special}
+    if any(token.content in hidden and not token.special for token in listed.values()):
+        return type(inner).from_str(inner.to_str())  # else the package goes on to hide them
+    return inner
+
+
+def _specials(
+    folder: Path, settings: Mapping[str, Any], named: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Special tokens by text: those that have a name, and those of lists. named: what
+    special_tokens_map.json says, if it counts."""
+    every = {**settings, **named}
+    values = [value for name, value in every.items() if name.endswith("_token")]
+    extra = settings.get(_EXTRA) or settings.get(_OLD_EXTRA) or named.get(_OLD_EXTRA)
+    others: list[Any] = []
+    for some in (extra, named.get(_EXTRA)):
+        if isinstance(some, dict):
+            values += some.values()
+        elif isinstance(some, list):
+            others += some
+    return dict(_tokens(values, folder)), dict(_tokens(others, folder))
+
+
+def _tokens(values: Iterable[Any], folder: Path) -> Iterator[tuple[str, Any]]:
+    for value in values:
+        fields = {"content": value} if isinstance(value, str) else value
+        if isinstance(fields, dict) and isinstance(fields.get("content"), str):
+            token = _token({**fields, "special": True}, f"{folder}: {fields['content']!r:.80}")
+            yield token.content, token
+
+
+def _listed(content: Any, path: Path) -> Iterator[tuple[int, Any]]:
+    if not isinstance(content, dict):
+        raise FileError(f"{path}: {_LISTED}: is no JSON object; copy the file of the model again")
+    for number, fields in content.items():
+        name = f"{path}: {_LISTED}[{number!r:.40}]"
+        if not (number.isascii() and number.isdigit() and len(number) < 10):
+            raise FileError(f"{name}: is no token's number; copy the file of the model again")
+        yield int(number), _token(fields, name)
+
+
+def _old_list(path: Path, special: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    for text, number in read_object(path).items():
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise FileError(
+                f"{path}: {text!r:.80}: got {number!r:.40}, allowed is a token's number"
+            )
+        fields = {"normalized": text not in special, "special": text in special}
+        yield number, _token({"content": text, **fields}, str(path))
+
+
+def _token(fields: Any, name: str) -> Any:
+    from tokenizers import AddedToken
+
+    if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
+        raise FileError(f"{name}: got {fields!r:.80}, allowed is a token with its content")
+    flags = {flag: fields[flag] for flag in _FLAGS if flag in fields}
+    wrong = [flag for flag, value in flags.items() if not isinstance(value, bool)]
+    if wrong:
+        raise FileError(f"{name}: {wrong[0]}: got {flags[wrong[0]]!r:.40}, allowed are true, false")
+    return AddedToken(fields["content"], **flags)

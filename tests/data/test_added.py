@@ -1,0 +1,164 @@
+"""Tokens that settings declare beside tokenizer.json are read as transformers reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lezero.core.errors import FileError
+from lezero.data.tokenizer import load_tokenizer, train_tokenizer
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+START, END, NEW = "<|im_start|>", "<|im_end|>", "<Tool>"
+TEXTS = [
+    f"{START}user\nhi{END}\n",
+    f"a  {START}  b {END}\n {NEW} <tool> x<s>",
+    f"{NEW}{NEW.lower()} {START.upper()} in<unk> a word <s>",
+]
+_PLAIN = {"single_word": False, "lstrip": False, "rstrip": False}
+PLAIN = {**_PLAIN, "normalized": False, "special": True}
+
+
+def folder_of(place: Path, files: dict[str, Any]) -> Path:
+    """START is 300, END 301 (plain vocabulary), "<s>" 302 (added and special)."""
+    train_tokenizer(["a few words, a few more words"] * 9, 300).save(place)
+    file = place / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    count = max(vocab.values()) + 1
+    vocab |= {f"<unused {number}>": number for number in range(count, 300)}
+    vocab |= {START: 300, END: 301}
+    content["added_tokens"] += [{"id": 302, "content": "<s>", **PLAIN}]
+    content["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(content))
+    (place / "special_tokens_map.json").unlink()
+    for name, settings in files.items():
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        more = config if name == "tokenizer_config.json" else {}
+        (place / name).write_text(json.dumps({**more, **settings}))
+    return place
+
+
+def listed(**changes: Any) -> dict[str, Any]:
+    tokens = {"300": START, "301": END, "303": NEW}
+    every = {i: {**PLAIN, **changes, "content": text} for i, text in tokens.items()}
+    return {"tokenizer_config.json": {"added_tokens_decoder": every}}
+
+
+def named(**settings: Any) -> dict[str, Any]:
+    return {"tokenizer_config.json": settings}
+
+
+START_S = {"302": {**PLAIN, "content": "<s>", "rstrip": True}}
+SPECIAL_OF_MAP = {"pad_token": {"content": START, **_PLAIN, "rstrip": True, "normalized": True}}
+SHOWN = {"300": {**PLAIN, "content": START, "special": False}}
+FOLDERS = {
+    "listed": listed(),
+    "not special": listed(special=False),
+    "normalized": listed(normalized=True, special=False),
+    "lstrip": listed(lstrip=True),
+    "rstrip": listed(rstrip=True),
+    "single word": listed(single_word=True),
+    "flagged otherwise": {"tokenizer_config.json": {"added_tokens_decoder": START_S}},
+    "listed and named": named(added_tokens_decoder=SHOWN, pad_token=START),
+    "listed and another": named(added_tokens_decoder=SHOWN, additional_special_tokens=[START]),
+    "none listed": named(added_tokens_decoder={}),
+    "named": named(pad_token=START, image_token=END),
+    "named with flags": named(pad_token={"__type": "AddedToken", "content": START, "lstrip": True}),
+    "others": named(additional_special_tokens=[START, END]),
+    "extra": named(extra_special_tokens=[START], additional_special_tokens=[END]),
+    "extra by name": named(extra_special_tokens={"voice_token": START}),
+    "map": {**named(), "special_tokens_map.json": SPECIAL_OF_MAP},
+    "others of the map": {
+        **named(),
+        "special_tokens_map.json": {"additional_special_tokens": [START]},
+    },
+    "map that does not count": {
+        **named(added_tokens_decoder={}),
+        "special_tokens_map.json": {"pad_token": START},
+    },
+    "old list": {
+        **named(),
+        "added_tokens.json": {START: 300, END: 301, NEW: 303, "<s>": 302},
+        "special_tokens_map.json": {"pad_token": START},
+    },
+}
+
+
+@pytest.mark.parametrize("files", FOLDERS.values(), ids=FOLDERS)
+def test_declared_tokens_are_read_as_by_transformers(tmp_path: Path, files: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path / "made", files)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder)
+    for text in TEXTS:
+        tokens = ours.encode(text)
+        assert tokens == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
+    special = {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.special.keys() == special
+    assert ours.vocab_size == len(theirs)
+    ours.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    assert (again.digest, again.special) == (ours.digest, ours.special)
+
+
+def test_flags_decide_the_digest(tmp_path: Path) -> None:
+    made = {name: folder_of(tmp_path / name, files) for name, files in FOLDERS.items()}
+    digest = {name: load_tokenizer(place).digest for name, place in made.items()}
+    assert digest["none listed"] == digest["map that does not count"]
+    assert len({digest[x] for x in ("none listed", "listed", "lstrip", "flagged otherwise")}) == 4
+
+
+def test_a_token_that_is_special_no_more_is_shown(tmp_path: Path) -> None:
+    shown = {"302": {**PLAIN, "content": "<s>", "special": False}}
+    found = load_tokenizer(folder_of(tmp_path, named(added_tokens_decoder=shown)))
+    assert found.encode("a<s>")[-1] == 302
+    assert found.decode([302]) == "<s>"
+    assert 302 not in found.special
+
+
+def test_a_named_token_that_no_vocabulary_has_stays_text(tmp_path: Path) -> None:
+    found = load_tokenizer(folder_of(tmp_path, named(pad_token="<pad>")))
+    assert found.vocab_size == 303
+    assert found.decode(found.encode("<pad>")) == "<pad>"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (named(added_tokens_decoder={"7": {"content": NEW}}), "as token 7, .* it is token 303"),
+        (named(added_tokens_decoder={"310": {"content": NEW}}), "'<Tool>' as token 310"),
+        ({"added_tokens.json": {NEW: 7}}, r"added_tokens\.json: lists '<Tool>' as token 7"),
+        ({"added_tokens.json": {NEW: "7"}}, r"added_tokens\.json: '<Tool>': got '7'"),
+        (named(added_tokens_decoder=[]), "added_tokens_decoder: is no JSON object"),
+        (named(added_tokens_decoder={"x": {}}), r"\['x'\]: is no token's number"),
+        (named(added_tokens_decoder={"1": "a"}), r"\['1'\]: got 'a'"),
+        (named(added_tokens_decoder={"1": {"content": NEW, "lstrip": 3}}), "lstrip: got 3"),
+        (named(pad_token={"content": "a", "lstrip": 3}), "'a': lstrip: got 3"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(
+    tmp_path: Path, files: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(FileError, match=says):
+        load_tokenizer(folder_of(tmp_path, files))
+
+
+def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "made", {})
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|endoftext|>", "<odd>"))
+    for name, content in (("config.json", {"eos_token_id": 301}), ("tokenizer_config.json", {})):
+        (folder / name).write_text(json.dumps(content))
+    found = load_tokenizer(folder)
+    found.save(tmp_path / "saved")
+    again = load_tokenizer(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert (found.eos, found.digest) == (again.eos, again.digest) == (301, again.digest)
+    for text in TEXTS:
+        tokens = theirs(text, add_special_tokens=False)["input_ids"]
+        assert found.encode(text) == again.encode(text) == tokens
