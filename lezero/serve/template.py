@@ -4,21 +4,38 @@ Templates come with models, so they run in Jinja's sandbox. They see `messages`,
 `add_generation_prompt`, the special tokens, `tools` and `documents` (none), `raise_exception`,
 `strftime_now`, the filter `tojson` and the tag `generation`, as in transformers' documentation of
 chat templates.
+
+[Note: what a template may touch] The sandbox judges an object by its class and its attributes. It
+does not know what methods of a caller's objects do, so messages reach a template as plain copies.
+It keeps a template from changing a list or a dict that it holds, but not from calling
+`dict.update` of the class with it, and takes what a namespace answers for attributes of that
+object, underscored ones too; so `dict` is no class here, and a namespace holds no such names.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from importlib import metadata
 from typing import Any, NoReturn
 
-from lezero.core.errors import ConfigError
+import numpy as np
+from pydantic import BaseModel
+
+from lezero.core.errors import ConfigError, LeZeroError
+
+_OLDEST = (3, 1, 6)
+"""Known ways out of the sandbox of older ones are public."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) -> str:
-    """The text that the model continues. Raises `ConfigError` where the template fails."""
+    """The text that the model continues. Templates read what a message says as its reasoning under
+    each of the names that models use. Raises `ConfigError` where the template fails."""
     from jinja2 import TemplateError
 
     broken = (
@@ -28,7 +45,7 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
     try:
         return str(
             _compiled(template).render(
-                messages=list(messages),
+                messages=[_with_reasoning(_plain(message)) for message in messages],
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
@@ -53,6 +70,8 @@ def _environment() -> Any:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    _need_sound_sandbox()
+
     class Generation(Extension):
         """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training."""
 
@@ -70,9 +89,86 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _json
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _namespaces()
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def _need_sound_sandbox() -> None:
+    found = metadata.version("jinja2")
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        raise LeZeroError(
+            f"chat templates need jinja2 {oldest} or newer, since they come with models and older "
+            f"ones let them run any code; {found} is installed. Install it with: "
+            f"pip install 'jinja2>={oldest}'"
+        )
+
+
+class _Dict:
+    """What `dict` does in templates; see [Note: what a template may touch]."""
+
+    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*args, **items)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+def _namespaces() -> Callable[..., Any]:
+    """What `namespace` does in templates; see [Note: what a template may touch]."""
+    from jinja2.exceptions import SecurityError
+    from jinja2.utils import Namespace
+
+    class Named(Namespace):
+        def __setitem__(self, name: str, value: Any) -> None:
+            if isinstance(name, str) and name.startswith("_"):
+                raise SecurityError(f"a namespace takes no name that begins with _, as {name!r}")
+            Namespace.__setitem__(self, name, value)
+
+    def namespace(*args: Any, **attributes: Any) -> Named:
+        made = Named()
+        for name, value in dict(*args, **attributes).items():
+            made[name] = value
+        return made
+
+    return namespace
+
+
+def _plain(value: Any) -> Any:
+    """A copy in JSON's types, of subclasses too (`str(x)` of an enumeration is another text). What
+    has no such form leaves the name of its type, as in transformers."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_plain(item) for item in value)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: _plain(getattr(value, name)) for name in names}
+    if isinstance(value, BaseModel):
+        return _plain(value.model_dump())
+    return f"<{type(value).__name__}>"
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    found = [message[name] for name in _REASONING if message.get(name) is not None]
+    if not found:
+        return message
+    return {"thinking": found[0], **message, "reasoning_content": found[0]}
 
 
 def _json(
