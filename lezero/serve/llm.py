@@ -205,7 +205,13 @@ class LLM:
             finally:
                 for answer in answers:
                     self._leave(answer)
-        return [answer.completion() for answer in answers]
+        return [self._completion(answer) for answer in answers]
+
+    def _completion(self, answer: Answer) -> Completion:
+        """Of a request that has ended, perhaps in a step of another thread, which takes the step's
+        text under the same lock."""
+        with self._lock:
+            return answer.completion()
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -137,6 +138,37 @@ def test_a_stream_does_not_look_between_anothers_step_and_its_text(
     assert "".join(piece.text for piece in pieces) == expected.text
     assert tokens_of(pieces) == expected.tokens
     assert pieces[-1].reason == expected.reason
+
+
+@pytest.mark.parametrize("count", [1, 9])
+def test_an_answer_is_not_taken_between_anothers_last_step_and_its_text(
+    monkeypatch: pytest.MonkeyPatch, count: int
+):
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    llm = engine()
+    expected = llm.generate("one", params)[0]
+    advance, step, stepped = llm.advance, llm.engine.step, threading.Event()
+    others: list[threading.Thread] = []
+
+    def paused() -> Any:
+        progress = step()
+        stepped.set()
+        if progress.ended:
+            time.sleep(0.2)  # for the answer to be taken, or not
+        return progress
+
+    def by_another() -> None:
+        stepped.clear()
+        others.append(threading.Thread(target=advance))
+        others[-1].start()
+        assert stepped.wait(30)
+
+    monkeypatch.setattr(llm.engine, "step", paused)
+    monkeypatch.setattr(llm, "advance", by_another)
+    found = llm.generate("one", params)[0]
+    for other in others:
+        other.join()
+    assert (found.text, found.tokens, found.reason) == (expected.text, expected.tokens, "length")
 
 
 def test_a_seed_gives_the_same_answer_wherever_a_prompt_stands():
