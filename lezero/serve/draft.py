@@ -82,7 +82,8 @@ class DraftModel(Speculator):
         """What is known of the request, up to its last token."""
         follower = self._followers.get(request)
         if follower is None:
-            own = Request(request.id, request.tokens, salt=request.salt)
+            own = Request(request.id, request.prompt, salt=request.salt)
+            own.tokens = list(request.tokens)
             own.blocks = self.pool.match(own)
             self.pool.share(own.blocks)
             own.computed = len(own.blocks) * self.pool.block_size

@@ -14,6 +14,7 @@ from lezero.serve.answer import Completion
 from lezero.serve.draft import DraftModel, best_count
 from lezero.serve.llm import LLM
 from lezero.serve.paying import WhilePaying
+from lezero.serve.program import Fed
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.speculate import Speculator
@@ -88,6 +89,26 @@ def test_a_perfect_draft_is_always_right(kind: str) -> None:
     totals = llm.engine.totals
     assert totals.drafted > 80
     assert totals.accepted == totals.drafted
+
+
+def test_what_a_draft_reads_of_an_answer_is_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs may round prompts otherwise (`prompts_apart`)."""
+    llm, given, seen = always(drafted(similar())), prompts(1)[0], list[tuple[int, int, int]]()
+    draft = inner(llm)
+    run = draft.program.run
+
+    def noted(fed: Sequence[Fed]) -> torch.Tensor:
+        seen.extend((one.position, len(one.tokens), one.prompt) for one in fed)
+        return run(fed)
+
+    monkeypatch.setattr(draft.program, "run", noted)
+    stream = llm.stream(given, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True))
+    for number, _ in enumerate(stream):
+        if number == 3:
+            draft.close()  # so that it follows anew, from the middle of the answer
+    assert max(count for position, count, _ in seen if position > 0) > 2
+    for position, count, prompt in seen:
+        assert min(prompt, count) == min(max(0, len(given) - position), count)
 
 
 def test_preempted_requests_are_drafted_again() -> None:
