@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from lezero.serve.request import Request
+from lezero.serve.request import Request, State
 
 
 class Speculator(ABC):
@@ -35,7 +35,9 @@ class PromptLookup(Speculator):
     """Guesses that what followed the last few tokens before follows them again.
 
     Saxena, 2023, "Prompt Lookup Decoding". drafts: how many tokens a guess has at most. longest,
-    shortest: how many of the last tokens must have come before, tried from the longest.
+    shortest: how many of the last tokens must have come before, tried from the longest. Where
+    tokens were seen is kept until the request ends, also while it is not asked for: to read a long
+    text anew would take longer than many steps.
     """
 
     def __init__(self, drafts: int = 6, longest: int = 4, shortest: int = 2) -> None:
@@ -43,8 +45,7 @@ class PromptLookup(Speculator):
         self._places: dict[Request, _Places] = {}
 
     def guess(self, requests: Sequence[Request]) -> None:
-        alive = set(requests)
-        for gone in [request for request in self._places if request not in alive]:
+        for gone in [one for one in self._places if one.state is State.FINISHED]:
             del self._places[gone]
         for request in requests:
             places = self._places.setdefault(request, _Places(self._longest, self._shortest))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
+from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Request, State
 from lezero.serve.speculate import PromptLookup
 from tests.serve.test_scheduler import fed, request, run, scheduler
@@ -22,8 +26,49 @@ def test_the_longest_run_counts_and_of_equals_the_last() -> None:
 def test_requests_that_left_are_forgotten() -> None:
     lookup = PromptLookup()
     for number in range(20):
-        lookup.guess([Request(str(number), [1, 2, 3, 1, 2])])
+        asked = Request(str(number), [1, 2, 3, 1, 2])
+        lookup.guess([asked])
+        asked.state = State.FINISHED
     assert len(lookup._places) == 1
+    lookup.guess(())
+    assert not lookup._places
+
+
+class _Read(list[int]):
+    """Tokens that count how often they are asked for."""
+
+    times = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.times += 1
+        return super().__getitem__(place)
+
+
+def test_a_text_is_read_once_where_guessing_pauses() -> None:
+    now = [0.0]
+    gate = WhilePaying(PromptLookup(), lambda: now[0])
+    asked = Request("a", list(range(500)) * 2)
+    asked.tokens = read = _Read(asked.tokens)
+    guessed = []
+    for step in range(300):
+        gate.guess([asked])
+        guessed.append(bool(asked.drafts))
+        now[0] += 9.0 if asked.drafts else 1.0  # it does not pay
+        gate.checked(1, False)
+        read.append(step % 500)
+        read.times *= step > 0
+    again = sum(not a and b for a, b in pairwise(guessed))
+    assert again > 0
+    assert read.times < 4 * len(guessed)
+
+
+def test_what_became_of_a_text_in_a_pause_is_found() -> None:
+    lookup, asked = PromptLookup(drafts=2), Request("a", [1, 2, 3, 4])
+    lookup.guess([asked])
+    lookup.guess(())
+    asked.tokens += [5, 6, 7, 8, 5, 6]
+    lookup.guess([asked])
+    assert asked.drafts == (7, 8)
 
 
 def test_guesses_leave_prompts_most_of_a_step() -> None:
