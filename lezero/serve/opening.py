@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lezero.compress.quantize import Int4Weight, Int8Weight, Scheme, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
@@ -24,10 +25,11 @@ from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model, require_model
 from lezero.memory.allocator import can_come_from_malloc
 from lezero.memory.pool import blocks_kept
-from lezero.models import Transformer
+from lezero.models import Transformer, TransformerConfig
 from lezero.models.gguf_blocks import bytes_read
 from lezero.models.gguf_header import read_gguf_header
 from lezero.models.huggingface import INDEX, SINGLE, weight_files
+from lezero.models.transformer import SelfAttention, sdpa
 from lezero.ops import linear
 from lezero.ops.decoder import native
 from lezero.ops.draw.native import NATIVE as DRAW
@@ -54,6 +56,10 @@ _SMALLER = {"auto": "weights='int8' or 'int4', ", "int8": "weights='int4', "}
 _SMALLER |= {"bf16": _SMALLER["auto"], "int4": "", "fp32": "weights='bf16', "}
 _TYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """That weights have before they go to an accelerator; none of what is rounded there."""
+_READ = (nn.Linear.forward, nn.Embedding.forward, nn.RMSNorm.forward, nn.Module.forward)
+"""Of classes of torch whose weights programs read; the last is that of containers."""
+_OURS = ("lezero.", "torch.nn.utils.")
+"""Where more such classes are, and what makes a weight out of others."""
 _LOG = logger("serve")
 
 
@@ -231,6 +237,9 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
             "open it again"
         )
     _refuse_own_code(model)
+    if len(model.layers) != model.config.layers:  # by which caches are made
+        shape = {**model.config.model_dump(), "layers": len(model.layers)}
+        model.config = TransformerConfig.parse(shape, "the model's blocks")
     place = model.norm.weight.device.type
     if quantized_layers(model) and weights in ("int8", "int4"):
         raise ConfigError(
@@ -267,14 +276,31 @@ def _in_modules(model: Transformer, weights: Weights) -> Program:
 def _refuse_own_code(model: Transformer) -> None:
     """Kernels read weights and call no module, so what a module does beside would be lost."""
     for name, module in model.named_modules():
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        known = type(module).forward.__module__.startswith(("torch.nn.", "lezero."))
-        if hooked or "forward" in vars(module) or not known:
-            what = "a hook" if hooked else "a forward of its own"
+        what = _own_code(module, model.config)
+        if what:
             raise ConfigError(
-                f"model: {name or 'it'} has {what}, which the engine would not call; take it off, "
-                "or merge what it adds into the weights"
+                f"model: {name or 'it'} has {what}, which the engine would leave out; take it off, "
+                "or merge what it adds into the weights; generate of lezero.models runs the model "
+                "as it is"
             )
+
+
+def _own_code(module: nn.Module, config: TransformerConfig) -> str:
+    """What a module does that programs do not know of it; "" where that is nothing."""
+    forward = type(module).forward
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "a hook"
+    if "forward" in vars(module):
+        return "a forward of its own"
+    if forward not in _READ and not forward.__module__.startswith(_OURS):
+        return f"the forward of {type(module).__name__}"
+    if isinstance(module, SelfAttention) and module.attention is not sdpa:
+        return "an attention of its own"
+    if isinstance(module, nn.RMSNorm) and module.eps != config.norm_eps:
+        return f"an eps of {module.eps} beside norm_eps={config.norm_eps} of its config"
+    if isinstance(module, nn.Embedding) and module.max_norm is not None:
+        return "a max_norm"
+    return ""
 
 
 def _unread(model: Transformer) -> str:
