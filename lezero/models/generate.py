@@ -155,7 +155,7 @@ def _steps(
         if any(pads):
             positions = torch.arange(fed, end, device=device)[None] - pads_B1
         with torch.no_grad():
-            logits_BV = model(tokens_BT[:, fed:], cache, positions)[:, -1]
+            logits_BV = model(tokens_BT[:, fed:], cache, positions, last=True)[:, 0]
             next_B = choose(logits_BV, sampling, [end - pad for pad in pads], list(prompts))
         if cache is not None:
             fed = end

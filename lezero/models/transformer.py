@@ -183,9 +183,13 @@ class Transformer(nn.Module):
         return drawn.normal_(0.0, 0.02 * scale, generator=generator)
 
     def forward(
-        self, tokens_BT: Tensor, cache: KVCache | None = None, positions: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        last: bool = False,
     ) -> Tensor:
-        """Logits `(B, T, V)` for the token after each one.
+        """Logits `(B, T, V)` for the token after each one; last: `(B, 1, V)`, after the last one.
 
         `cache` holds the tokens before these and takes these in. `positions`, `(T,)` or `(B, T)`
         and rising along T, places tokens elsewhere than in a row from 0; negative ones are
@@ -219,7 +223,7 @@ class Transformer(nn.Module):
         for index, block in enumerate(self.layers):
             layer = None if cache is None else cache.layers[index]
             x_BTD = block(x_BTD, cos, sin, mask, mask is None and T > 1, layer)
-        x_BTD = self.norm(x_BTD)
+        x_BTD = self.norm(x_BTD[:, -1:] if last else x_BTD)
         if self.lm_head is not None:
             return self.lm_head(x_BTD)
         return F.linear(x_BTD, self.embed_tokens.weight)

@@ -41,6 +41,14 @@ def test_a_prompt_gives_the_same_tokens_alone_and_in_a_ragged_batch() -> None:
     assert sampled[0] == generate(model, PROMPTS[0], 10, **SAMPLED)[0]
 
 
+def test_logits_are_made_of_the_last_token_of_a_prompt_alone() -> None:
+    model, rows = build(tied=False), list[int]()
+    model.lm_head.register_forward_pre_hook(lambda _, given: rows.append(given[0].shape[1]))
+    generate(model, PROMPTS[2], 3)
+    generate(model, PROMPTS, 2)
+    assert rows == [1] * 5
+
+
 def test_greedy_equals_the_definition() -> None:
     model, tokens = build(), list(PROMPTS[2])
     for _ in range(8):
