@@ -176,7 +176,8 @@ def flops(config: BertConfig, tokens: int) -> float:
 def load_bert(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> Bert:
     """The encoder in a Hugging Face folder, on the CPU; `dtype` casts its weights.
 
-    Heads and poolers in the file are passed over. Errors: `FileError` for a shape that is not
+    Heads and poolers in the file are passed over; norms may have the names of the first release
+    (`gamma`, `beta`). Errors: `FileError` for a shape that is not
     built, and for tensors that are missing or misshapen; `CorruptError` for a torn file.
     """
     root = Path(expand_home(folder))
@@ -187,6 +188,8 @@ def load_bert(folder: str | os.PathLike[str], dtype: torch.dtype | None = None) 
     loaded: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, shape, read in stored_tensors(weight_files(root), "bert."):
+        name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
+        name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         if name not in wanted:
             continue
         tensor = read()

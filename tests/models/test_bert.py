@@ -77,6 +77,20 @@ def test_a_folder_comes_back_equal(tmp_path: Path) -> None:
         assert torch.equal(x, made.state_dict()[name].bfloat16())
 
 
+def test_norms_are_read_by_their_first_names_too(tmp_path: Path) -> None:
+    """Those of google-bert/bert-base-uncased."""
+    state, old = model().state_dict(), {"weight": "gamma", "bias": "beta"}
+    renamed = {
+        ".".join([*path, old[last]] if path[-1] == "LayerNorm" else [*path, last]): x
+        for (*path, last), x in ((name.split("."), x) for name, x in state.items())
+    }
+    assert "embeddings.LayerNorm.gamma" in renamed
+    (tmp_path / "config.json").write_text(json.dumps(DATA))
+    save_file(renamed, tmp_path / "model.safetensors")
+    again = load_bert(tmp_path).state_dict()
+    assert all(torch.equal(again[name], x) for name, x in state.items())
+
+
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DATA))
     state = dict(model().state_dict())
