@@ -86,7 +86,14 @@ def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerCon
         fields["attention_bias"] = "qkv"
     fields["qk_norm"] = kind == "qwen3"
     fields["sliding_window"] = _window(kind, data, shape.layers, source)
-    return TransformerConfig.parse(fields, source)
+    config = TransformerConfig.parse(fields, source)
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.kind == "yarn" and scaling.original_context is not None:
+        # Who adds YaRN to a file, as Qwen's cards say, leaves max_position_embeddings as it is.
+        reach = min(scaling.original_context * scaling.factor, 1 << 62)  # of any size until checked
+        fields["context"] = max(config.context, int(reach))
+        config = TransformerConfig.parse(fields, source)
+    return config
 
 
 def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
@@ -168,9 +175,10 @@ def _window(kind: str, data: dict[str, Any], layers: int, source: str) -> Any:
 def to_hf(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     """The `config.json` that transformers (4 and 5) reads as this model.
 
-    The type is the plainest that can express it: llama, mistral (a sliding window), qwen2 (biases
-    on query, key and value alone) or qwen3 (norms on queries and keys). A combination that none of
-    them has is a `ConfigError`.
+    The type is the plainest that can express it: llama, mistral (a sliding window, or heads that do
+    not divide `dim`, which transformers refuses in a llama), qwen2 (biases on query, key and value
+    alone) or qwen3 (norms on queries and keys). A combination that none of them has is a
+    `ConfigError`.
     """
     kind = _kind(config)
     data: dict[str, Any] = {"architectures": [_ARCHITECTURES[kind]], "model_type": kind}
@@ -223,7 +231,7 @@ def _kind(config: TransformerConfig) -> str:
         kind, fits = "qwen3", config.attention_bias != "qkv" and not config.mlp_bias
     elif config.attention_bias == "qkv":
         kind, fits = "qwen2", not config.mlp_bias
-    elif config.sliding_window is not None:
+    elif config.sliding_window is not None or config.dim % config.heads:
         kind, fits = "mistral", config.attention_bias == "none" and not config.mlp_bias
     else:
         kind, fits = "llama", True
@@ -231,6 +239,7 @@ def _kind(config: TransformerConfig) -> str:
         raise ConfigError(
             "no Hugging Face model type has this combination: "
             f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
-            f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
+            f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}, "
+            f"heads={config.heads} of dim={config.dim}"
         )
     return kind

@@ -142,7 +142,13 @@ class Program(ABC):
 
     @property
     def why_longest(self) -> str:
-        """What errors add about `longest`, where it is less than the model's own limit."""
+        """What errors add about `longest`, where the model may reach further."""
+        scaling = self.config.rope_scaling
+        if scaling is not None and scaling.kind == "linear":
+            return (
+                f" (rope_scaling does not say whether its factor of {scaling.factor:g} is counted "
+                "there; where it is not, raise max_position_embeddings in config.json)"
+            )
         return ending(self.config)
 
     @property

@@ -24,6 +24,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "untied": {"tied": False},
     "grouped": {"kv_heads": 2, "tied": False, "rope_theta": 5e5, "norm_eps": 1e-6},
     "wide heads": {"head_dim": 16, "kv_heads": 1},
+    "heads that do not divide": {"dim": 40, "heads": 6, "head_dim": 8, "kv_heads": 3},
     "biases": {"attention_bias": "qkvo", "mlp_bias": True},
     "mistral": {"kv_heads": 2, "sliding_window": 7},
     "qwen2": {"attention_bias": "qkv", "kv_heads": 2},
@@ -241,6 +242,18 @@ def test_the_configs_own_original_context_counts_first_as_in_transformers() -> N
     torch.testing.assert_close(frequencies(from_hf(data))[0], theirs.inv_freq, rtol=1e-6, atol=0)
 
 
+def test_yarn_reaches_as_far_as_it_stretches() -> None:
+    """Qwen's cards add the scaling and leave `max_position_embeddings`."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    data = {**SMALL, "model_type": "llama", "rope_scaling": scaling}
+    config = from_hf({**data, "max_position_embeddings": 40960})
+    assert config.context == config.longest == 131072
+    assert from_hf(to_hf(config, "float32")) == config
+    assert from_hf({**data, "max_position_embeddings": 200_000}).context == 200_000
+    with pytest.raises(ConfigError, match="context: got"):
+        from_hf({**data, "rope_scaling": {**scaling, "factor": 1e308}})
+
+
 def test_the_first_28_layers_see_everything_where_nothing_is_said() -> None:
     data = {**SMALL, "use_sliding_window": True, "sliding_window": 8, "num_key_value_heads": 4}
     assert from_hf({**data, "model_type": "qwen2"}).sliding_window is None
@@ -298,9 +311,10 @@ def test_layers_of_different_attention_are_refused(change: dict[str, Any], says:
 
 
 def test_a_combination_no_type_has_is_refused() -> None:
-    config = TransformerConfig(**SHAPE, qk_norm=True, mlp_bias=True)
-    with pytest.raises(ConfigError, match="no Hugging Face model type"):
-        to_hf(config, "float32")
+    for change in ({"qk_norm": True}, {"heads": 3, "head_dim": 8}):
+        config = TransformerConfig(**{**SHAPE, "mlp_bias": True, **change})
+        with pytest.raises(ConfigError, match="no Hugging Face model type"):
+            to_hf(config, "float32")
 
 
 def test_pickled_weights_are_refused_with_the_remedy(tmp_path: Path) -> None:

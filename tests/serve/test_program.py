@@ -52,6 +52,12 @@ def test_sequences_end_where_all_angles_change(made: Made, weights: str) -> None
     assert LLM(small(), weights=weights).context == 512
 
 
+def test_linear_scaling_that_may_reach_further_names_the_way() -> None:
+    model = small(context=64, rope_scaling={"kind": "linear", "factor": 2.0})
+    with pytest.raises(ConfigError, match=r"model's 64 .*factor of 2.*raise max_position_embedd"):
+        LLM(model, context=128)
+
+
 @turning
 def test_up_to_there_tokens_are_those_of_plain_generation(made: Made) -> None:
     given = [*prompts(7), [5] * 40]
