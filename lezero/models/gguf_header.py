@@ -1,5 +1,8 @@
 """What a GGUF file says about itself: metadata and the table of its tensors.
 
+llama-gguf-split cuts large models into parts, NAME-00001-of-0000N.gguf and so on; the first is
+named and has the metadata, the others lie beside it.
+
 Specification: ggml's `docs/gguf.md`, versions 2 and 3. Every length is checked against the file
 first, so that a torn or hostile file ends in a clear error.
 """
@@ -8,8 +11,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +27,7 @@ _SCALARS[12] = "d"
 _STRING, _ARRAY = 8, 9
 _MOST_ITEMS = 1 << 16  # keys or tensors in one file
 _KEPT_ARRAY = 1 << 10  # longer arrays (vocabularies, merges) are skipped, only their length is kept
+_PART = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 
 
 @dataclass(frozen=True)
@@ -42,16 +49,83 @@ class GGUFHeader:
     data_start: int
 
 
-def read_gguf_header(path: str | os.PathLike[str]) -> GGUFHeader:
-    """Metadata and tensor table of a GGUF file, without reading weights."""
-    file = Path(expand_home(path))
-    with Mapped(file) as data:
-        return read_header(data, file)
+@dataclass(frozen=True)
+class Part:
+    """A mapped file of a model, with the metadata of the first one."""
+
+    path: Path
+    data: mmap.mmap
+    header: GGUFHeader
 
 
-def read_header(data: mmap.mmap, path: Path) -> GGUFHeader:
-    """The same of a file that is mapped already; `path` names it in errors."""
-    return _Reader(data, path).header()
+def read_gguf_header(path: str | os.PathLike[str], whole: Collection[str] = ()) -> GGUFHeader:
+    """Metadata and tensor table of a GGUF file, without reading weights; of a model in parts the
+    tensors of all. whole: keys whose arrays are kept, however long."""
+    with opened_parts(Path(expand_home(path)), whole) as (first, *rest):
+        tensors = [info for part in (first, *rest) for info in part.header.tensors]
+        return replace(first.header, tensors=tensors)
+
+
+@contextmanager
+def opened_parts(path: Path, whole: Collection[str] = ()) -> Iterator[list[Part]]:
+    """The files of a model, of which `path` is the first: itself alone where it was not split.
+
+    Raises `FileError` for another part than the first, and where one is missing or of another
+    model.
+    """
+    with ExitStack() as maps:
+        data = maps.enter_context(Mapped(path))
+        first = Part(path, data, _Reader(data, path, whole).header())
+        parts = [first]
+        for number, name in enumerate(_other_parts(first), 1):
+            data = maps.enter_context(Mapped(name))
+            header = _Reader(data, name).header()
+            _check_part(first, number, name, header)
+            parts.append(Part(name, data, replace(header, metadata=first.header.metadata)))
+        names = [info.name for part in parts for info in part.header.tensors]
+        wanted = first.header.metadata.get("split.tensors.count", len(names))
+        if len(parts) > 1 and not len(set(names)) == len(names) == wanted:
+            raise FileError(
+                f"{path}: its {len(parts)} parts hold {len(set(names))} tensors, not the {wanted} "
+                "that were split; copy all parts of one model again"
+            )
+        yield parts
+
+
+def _other_parts(first: Part) -> list[Path]:
+    path, metadata = first.path, first.header.metadata
+    count, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(count, int) or count < 2:
+        return []
+    found = _PART.fullmatch(path.name)
+    stem = found[1] if found else path.stem
+    names = [f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(1, min(count, 100_000) + 1)]
+    if number != 0:
+        raise FileError(
+            f"{path}: is a later one of {count} parts of a model; give the first, {names[0]}"
+        )
+    if path.name != names[0]:
+        raise FileError(
+            f"{path}: is the first of {count} parts of a model; call it {names[0]} as before, "
+            "beside the others, or join them with llama-gguf-split --merge"
+        )
+    missing = [name for name in names if not path.with_name(name).is_file()]
+    if missing:
+        raise FileError(
+            f"{path}: is the first of {count} parts of a model, and {missing[0]} is not beside it; "
+            "copy all of them there"
+        )
+    return [path.with_name(name) for name in names[1:]]
+
+
+def _check_part(first: Part, number: int, path: Path, header: GGUFHeader) -> None:
+    wanted = {**first.header.metadata, "split.no": number}
+    for key in ("split.no", "split.count", "split.tensors.count"):
+        if header.metadata.get(key) != wanted.get(key):
+            raise FileError(
+                f"{path}: {key} is {header.metadata.get(key)}, but {first.path.name} wants "
+                f"{wanted.get(key)}; copy all parts of one model again"
+            )
 
 
 class Mapped:
@@ -79,8 +153,8 @@ class Mapped:
 class _Reader:
     """Walks the header; no length is believed before the file is seen to hold that much."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.at = data, path, 0
+    def __init__(self, data: mmap.mmap, path: Path, whole: Collection[str] = ()) -> None:
+        self.data, self.path, self.at, self.whole = data, path, 0, whole
 
     def header(self) -> GGUFHeader:
         if self.data[:4] != b"GGUF":
@@ -95,7 +169,8 @@ class _Reader:
             key = self.string()
             if key in metadata:
                 raise self.corrupt(f"the key {key} for the second time")
-            metadata[key] = self.value(self.scalar("I"))
+            most = len(self.data) if key in self.whole else _KEPT_ARRAY
+            metadata[key] = self.value(self.scalar("I"), most)
         infos: dict[str, TensorInfo] = {}
         for _ in range(tensors):
             info = self.tensor()
@@ -137,7 +212,8 @@ class _Reader:
         except UnicodeDecodeError:
             raise self.corrupt("text that is not UTF-8") from None
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, most: int) -> Any:
+        """most: items of an array that is kept."""
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
@@ -148,15 +224,31 @@ class _Reader:
         if item in _SCALARS:
             code = _SCALARS[item]
             raw = self.take(length * struct.calcsize("<" + code))
-            return list(struct.unpack(f"<{length}{code}", raw)) if length <= _KEPT_ARRAY else length
+            return list(struct.unpack(f"<{length}{code}", raw)) if length <= most else length
         if item != _STRING:
             raise self.corrupt(f"an array of unknown type {item}")
         if length > (len(self.data) - self.at) // 8:
             raise self.corrupt(f"an array of {length} strings")
-        if length <= _KEPT_ARRAY:
-            return [self.string() for _ in range(length)]
+        if length <= most:
+            return self.strings(length)
         self.skip_strings(length)
         return length
+
+    def strings(self, count: int) -> list[str]:
+        """Without a call for each, as they may be a vocabulary."""
+        data, at, end, found = self.data, self.at, len(self.data), []
+        for _ in range(count):
+            size = int.from_bytes(data[at : at + 8], "little")
+            at += 8
+            if size > end - at:
+                raise self.corrupt("a text that reaches beyond the end")
+            found.append(data[at : at + size])
+            at += size
+        self.at = at
+        try:
+            return [text.decode("utf-8") for text in found]
+        except UnicodeDecodeError:
+            raise self.corrupt("text that is not UTF-8") from None
 
     def skip_strings(self, count: int) -> None:
         """A vocabulary has hundreds of thousands, so without a call for each."""

@@ -16,10 +16,15 @@ from lezero.core.paths import expand_home
 from lezero.models.gguf_header import read_gguf_header
 from lezero.ops.build import kept
 
-# The end of a text, of a turn, and of a message that waits for a tool.
 _FORM = "1"
 """Of what is kept of a vocabulary; another one is made again."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""The end of a text, of a turn, and of a message that waits for a tool."""
+_NAMED_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
+"""What llama.cpp takes for ends of a turn or a message too."""
+_NOT_WRITTEN = (3, 4)
+"""Types of tokens that no text is made of: control tokens, and those that a user added, as which
+early files have ends too."""
 
 
 def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> Any:
@@ -98,13 +103,26 @@ def gguf_end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
     """The tokens that end an answer by a GGUF file's metadata: of the text, the turn, the message.
 
     What no token of the vocabulary has, as the 2^32 - 1 that llama.cpp writes for none, is left
-    out. Raises `FileError` for a file that cannot be read.
+    out. Where no end of a turn is given, as by early conversions, the tokens with the usual names
+    of one are ends, as in llama.cpp. Raises `FileError` for a file that cannot be read.
     """
     metadata = read_gguf_header(path).metadata
     tokens = metadata.get("tokenizer.ggml.tokens")
     size = tokens if isinstance(tokens, int) else len(tokens or ())  # of a long list the length
-    every = [metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS]
-    return frozenset(x for x in every if type(x) is int and 0 <= x < size)
+    ids = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS}
+    known = {key: x for key, x in ids.items() if type(x) is int and 0 <= x < size}
+    named = () if "eot_token_id" in known else _ends_by_name(path)
+    return frozenset([*known.values(), *named])
+
+
+def _ends_by_name(path: str | os.PathLike[str]) -> list[int]:
+    keys = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+    metadata = read_gguf_header(path, whole=keys).metadata
+    tokens, types = (metadata.get(key) for key in keys)
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        return []
+    pairs = enumerate(zip(tokens, types, strict=False))
+    return [i for i, (name, kind) in pairs if name in _NAMED_ENDS and kind in _NOT_WRITTEN]
 
 
 def gguf_package() -> Any:
