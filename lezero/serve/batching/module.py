@@ -58,10 +58,11 @@ class InferModule(BatchedModel):
         self.largest = self.example if largest is None else _named(largest, "largest")
         _check_forms(self.example, self.largest)
         self._size = sum(x[0].numel() for x in self.example.values())
-        row = {name: x[0] for name, x in self.example.items()}
-        tensors = itertools.chain(row.values(), module.parameters(), module.buffers())
+        count = min(map(len, self.example.values()))
+        rows = [{name: x[i] for name, x in self.example.items()} for i in range(count)]
+        tensors = itertools.chain(rows[0].values(), module.parameters(), module.buffers())
         on_cpu = all(x.device.type == "cpu" for x in tensors)
-        check_rows(self.run, row, self._coarseness, on_cpu)
+        check_rows(self.run, rows, self._coarseness, on_cpu)
         shapes = ", ".join(f"{k} {self.shape_text(k)}" for k in self.example)
         self.description = f"{type(module).__name__} of {shapes}"
 
@@ -148,6 +149,12 @@ class InferModule(BatchedModel):
         }
         if not kept or any(x.layout is not torch.strided for x in kept.values()):
             raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
+        for name, x in kept.items():
+            if x.is_complex() and x.dtype != torch.complex64:  # safetensors has no other
+                kind = str(x.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"output {name}: got {kind}, allowed are real types and complex64"
+                )
         for name in outputs.keys() - kept.keys() - self._left_out:
             self._left_out.add(name)
             kind = type(outputs[name]).__name__
@@ -176,8 +183,9 @@ def module_of(words: str) -> InferModule:
         sys.path.append(here)
     try:
         factory = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(f"module: {words!r} cannot be imported ({error})") from None
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"module: {words!r} cannot be imported ({problem})") from error
     try:
         made = factory()
     except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError
-from lezero.serve.batching.independence import Row, check_rows
 from lezero.serve.batching.module import InferModule, module_of
 from tests.serve.server.batch_running import Net
 
@@ -265,31 +264,6 @@ def test_a_module_that_takes_only_its_example_is_told_of(
         InferModule(OnlyOnes(), torch.zeros(1, 4))
 
 
-class Device:
-    """Runs of rows as on an accelerator: after an index out of range nothing runs."""
-
-    def __init__(self, *sizes: int) -> None:
-        self.sizes, self.stopped = torch.tensor(sizes), False
-
-    def run(self, rows: Sequence[Row]) -> Sequence[Row]:
-        ids = torch.stack([row["ids"] for row in rows])
-        self.stopped |= bool((ids >= self.sizes).any())
-        if self.stopped:
-            raise RuntimeError("device-side assert triggered")
-        return [{"out": x} for x in ids - ids.float().mean(0)]
-
-
-def test_an_accelerator_is_asked_for_the_examples_numbers_only() -> None:
-    constant = Device(1, 1, 1)
-    check_rows(constant.run, {"ids": torch.tensor([0, 0, 0])}, 0.0, on_cpu=False)
-    assert not constant.stopped
-    ids = {"ids": torch.tensor([0, 4, 2])}
-    with pytest.raises(ConfigError, match="depend on each other"):
-        check_rows(Device(5, 5, 5).run, ids, 0.0, on_cpu=False)
-    with pytest.raises(ConfigError, match="its device stopped"):
-        check_rows(Device(3, 5, 3).run, {"ids": torch.tensor([2, 4, 2])}, 0.0, on_cpu=False)
-
-
 def test_inputs_of_clients_are_put_where_the_example_is() -> None:
     places = set()
 
@@ -336,14 +310,16 @@ def test_a_factory_lies_in_the_working_folder_and_its_errors_are_told(
         "def make(): return torch.nn.Linear(2, 1), torch.zeros(1, 2)\n"
         "def broken(): raise RuntimeError('no weights here')\n"
     )
-    (tmp_path / "a_users_typo.py").write_text("def make(:\n")
+    for name, text in (("typo", "def make(:"), ("slip", "no_such_name"), ("key", "{}['x']")):
+        (tmp_path / f"a_users_{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert "Linear" in module_of("a_users_model:make").description
     with pytest.raises(ConfigError, match="RuntimeError: no weights here"):
         module_of("a_users_model:broken")
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        module_of("a_users_typo:make")
+    for words in ("a_users_typo:make", "a_users_slip:make", "a_users_key:make", ".a:make"):
+        with pytest.raises(ConfigError, match="cannot be imported"):
+            module_of(words)
     sys.modules.pop("a_users_model")
 
 
@@ -383,6 +359,7 @@ def test_outputs_within_outputs_have_dotted_names(
         (lambda x: 3, "gives a int"),
         (lambda x: {"a": None}, "gives a dict"),
         (lambda x: {"a": {"b": x}, "a.b": x}, "two outputs that are called a.b"),
+        (lambda x: {"y": x.to(torch.complex128)}, "output y: got complex128, allowed are real"),
         (lambda x: {"a": [x, x.sum()]}, r"output a.1: dim 0 of \(\) is not the batch; give it one"),
     ],
 )

@@ -1,0 +1,114 @@
+"""Rows that see each other through a length or a mask, and what an accelerator bears."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from lezero.core.errors import ConfigError
+from lezero.serve.batching.independence import Row, check_rows
+from lezero.serve.batching.module import InferModule
+
+
+class Packed(nn.Module):
+    """The state at the last place, which is padding for all but the longest row; refuses lengths
+    of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0][:, -1]
+
+
+class Masked(nn.Module):
+    """The mean up to the longest row's end; refuses rows without a place."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        assert bool(mask.bool().any(1).all()), "an empty row"
+        return x[:, : int(mask.long().sum(1).max())].mean(1)
+
+
+def rows_of(count: int) -> torch.Tensor:
+    return torch.randn(count, 10, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("lengths", [[10, 3], [3, 10], [1, 10], [10], [7, 7]])
+def test_rows_that_are_padded_to_the_longest_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"depend on each other.*the longest row"):
+        InferModule(Packed(), (rows_of(len(lengths)), torch.tensor(lengths)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_rows_that_are_cut_to_the_longest_mask_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match="depend on each other"):
+        InferModule(Masked(), (rows_of(1), torch.ones(1, 10, dtype=dtype)))
+
+
+def test_on_an_accelerator_the_examples_own_rows_tell() -> None:
+    module = Packed()
+
+    def run(rows: Any) -> Any:
+        found = module(*(torch.stack([row[name] for row in rows]) for name in "xn"))
+        return [{"out": x} for x in found]
+
+    examples = [{"x": x, "n": torch.tensor(n)} for x, n in zip(rows_of(2), (10, 3), strict=True)]
+    check_rows(run, examples[:1], 0.0, on_cpu=False)
+    with pytest.raises(ConfigError, match="depend on each other"):
+        check_rows(run, examples, 0.0, on_cpu=False)
+
+
+def test_an_input_whose_numbers_could_not_be_changed_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    with caplog.at_level("WARNING", "lezero"):
+        InferModule(Packed(), {"x": rows_of(1)[:, :1], "n": torch.ones(1, dtype=torch.int64)})
+    assert "rows may depend on each other through n:" in caplog.text
+    assert "give an example whose rows differ" in caplog.text
+
+
+def test_rows_of_their_own_lengths_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    class Last(Packed):
+        """The state at each row's own end."""
+
+        def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            packed = pack_padded_sequence(x, n, batch_first=True, enforce_sorted=False)
+            return self.lstm(packed)[1][0][0]
+
+    InferModule(Last(), (rows_of(2), torch.tensor([10, 3])))
+    assert not caplog.messages
+
+
+class Device:
+    """Runs of rows as on an accelerator: after an index out of range nothing runs."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.stopped = torch.tensor(sizes), False
+
+    def run(self, rows: Sequence[Row]) -> Sequence[Row]:
+        ids = torch.stack([row["ids"] for row in rows])
+        self.stopped |= bool((ids >= self.sizes).any())
+        if self.stopped:
+            raise RuntimeError("device-side assert triggered")
+        return [{"out": x} for x in ids - ids.float().mean(0)]
+
+
+def test_an_accelerator_is_asked_for_the_examples_numbers_only() -> None:
+    constant = Device(1, 1, 1)
+    check_rows(constant.run, [{"ids": torch.tensor([0, 0, 0])}], 0.0, on_cpu=False)
+    assert not constant.stopped
+    ids = {"ids": torch.tensor([0, 4, 2])}
+    with pytest.raises(ConfigError, match="depend on each other"):
+        check_rows(Device(5, 5, 5).run, [ids], 0.0, on_cpu=False)
+    with pytest.raises(ConfigError, match="its device stopped"):
+        check_rows(Device(3, 5, 3).run, [{"ids": torch.tensor([2, 4, 2])}], 0.0, on_cpu=False)
