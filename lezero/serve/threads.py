@@ -63,7 +63,8 @@ def placement_lines(placement: Placement | None) -> list[str]:
 
 
 class ComputeThread(threading.Thread):
-    """A thread with as many helpers as the one that makes it, started by `begin`.
+    """A thread with as many helpers as the one that makes it, and its default device, started by
+    `begin`.
 
     placement: after that, where its threads lie; None where there was nothing to choose.
     """
@@ -72,6 +73,7 @@ class ComputeThread(threading.Thread):
         super().__init__(target=work, name=name, daemon=True)
         self.placement: Placement | None = None
         self._count, self._alone, self._ready = torch.get_num_threads(), False, threading.Event()
+        self._device = torch.get_default_device()
 
     def begin(self, alone: bool) -> None:
         """alone: the process does nothing else, so that its threads may have cores of their own;
@@ -83,6 +85,8 @@ class ComputeThread(threading.Thread):
 
     def run(self) -> None:
         torch.set_num_threads(self._count)  # a thread begins with as many as there are cores
+        if self._device.type != "cpu":  # which a thread begins with; asking for it slows every call
+            torch.set_default_device(self._device)
         try:
             if self._alone:
                 self.placement = place_threads()
