@@ -27,7 +27,7 @@ _SEARCHED = 0.02
 """Share of the time under load that may go into looking for a plan; idle time goes there anyway."""
 _PAUSE_S = 1e-4
 _CLOSING = "the server is shutting down"
-_ENDED = "the server's loop of batches has failed"
+_ENDED = "the server's loop of batches has failed, or its model for good"
 
 
 class FailedError(LeZeroError):
@@ -230,13 +230,23 @@ class Runner:
             return [self._checked(answer) for answer in found]
         except BaseException as error:  # whatever a module does, SystemExit too
             self.counts.failed_steps += 1
-            if len(items) == 1:
-                return [self._failed(error)]
-            found = [self._alone(item) for item in items]
+            alone = len(items) == 1
+            found = [self._failed(error)] if alone else [self._alone(item) for item in items]
+            if all(isinstance(x, FailedError) and x.cause for x in found):
+                self._break_if_dead()
             if not any(isinstance(x, FailedError) for x in found):
                 said = self._said(error)
                 _LOG.error("a step of %d items failed, but none alone: %s", len(items), said)
             return found
+
+    def _break_if_dead(self) -> None:
+        """Ends all requests where the model does not even run what it was measured with: on an
+        accelerator an index out of range ends all work of the process."""
+        try:
+            self.model.run(next(self.model.samples()))
+        except BaseException as error:
+            _LOG.error("the model runs nothing any more: %s", self._said(error))
+            self._break(error)
 
     def _alone(self, item: Any) -> Any:
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.batcher import Batcher, FullError
 from lezero.serve.batching.encoder import TOPIC, SentenceEncoder
-from lezero.serve.batching.model import BatchedModel, measured
+from lezero.serve.batching.model import measured
 from lezero.serve.batching.module import InferModule
 from lezero.serve.batching.plan import Plan
 from lezero.serve.batching.runner import FailedError, Runner, StoppedError
@@ -27,18 +27,27 @@ from lezero.serve.server.problem import ClientGoneError, Problem, refused
 from lezero.serve.server.record import Record
 from lezero.serve.threads import placement_lines
 
+Served = SentenceEncoder | InferModule
+
 
 class BatchFace(Face):
-    """One `BatchedModel` behind a queue that holds a target of latency."""
+    """An encoder or a module behind a queue that holds a target of latency.
+
+    Raises `ConfigError` for another `BatchedModel`: HTTP has no questions for it.
+    """
 
     def __init__(
         self,
-        model: BatchedModel,
+        model: Served,
         config: ServeConfig,
         name: str,
         plan: Plan | None = None,
         record: Record | None = None,
     ) -> None:
+        if not isinstance(model, SentenceEncoder | InferModule):
+            kind = type(model).__name__
+            problem = f"model: got a {kind}, allowed are SentenceEncoder and InferModule"
+            raise ConfigError(f"{problem}; Runner in lezero.serve.batching runs any in a thread")
         self.model, self.name, self._config = model, name, config
         self._plan, self._record = plan, record
         self.answered: Counter[tuple[str, int]] = Counter()
@@ -97,9 +106,7 @@ class BatchFace(Face):
         model = self.model
         if isinstance(model, SentenceEncoder):
             return {"max_model_len": model.longest, "dimensions": model.dim}
-        if isinstance(model, InferModule):
-            return {"inputs": {name: model.shape_text(name) for name in model.example}}
-        return {}
+        return {"inputs": {name: model.shape_text(name) for name in model.example}}
 
     def metrics_text(self) -> str:
         return self.metrics.text(self.runner)
@@ -200,7 +207,7 @@ class BatchServer(Host):
 
     def __init__(
         self,
-        model: BatchedModel,
+        model: Served,
         config: ServeConfig | None = None,
         name: str = "model",
         plan: Plan | None = None,

@@ -73,6 +73,18 @@ class Unsure(Doubling):
         return super().is_sound(answer)
 
 
+class Dying(Doubling):
+    """Runs nothing any more after 15, as an accelerator after an index out of range."""
+
+    dead = False
+
+    def run(self, items: Sequence[Any]) -> Sequence[Any]:
+        self.dead |= 15 in items
+        if self.dead:
+            raise RuntimeError("device-side assert triggered")
+        return super().run(items)
+
+
 class Asked:
     """What one request was told."""
 
@@ -155,6 +167,20 @@ def test_a_loop_that_fails_tells_those_who_wait(runner, model, monkeypatch, capl
     assert runner.active == 0
     with pytest.raises(FailedError, match="has failed"):
         Asked(runner, 1)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_model_that_breaks_for_good_is_not_healthy(count: int) -> None:
+    for runner in running(Dying()):
+        assert isinstance(Asked(runner, 13).wait(), FailedError)
+        assert runner.broken is None
+        asked = Asked(runner, *[15, 1, 2][:count])
+        assert isinstance(asked.wait(), FailedError)
+        runner.stop()
+        assert runner.broken == "RuntimeError: device-side assert triggered"
+        assert runner.active == 0
+        with pytest.raises(FailedError, match="for good"):
+            Asked(runner, 1)
 
 
 def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:

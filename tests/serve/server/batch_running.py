@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lezero.models.bert import Bert, BertConfig
-from lezero.serve.batching.model import BatchedModel
 from lezero.serve.batching.plan import Plan
-from lezero.serve.server.batched import BatchServer
+from lezero.serve.server.batched import BatchServer, Served
 from lezero.serve.server.config import ServeConfig
 from tests.serve.server.running import Client
 
@@ -86,9 +85,7 @@ def factory() -> tuple[nn.Module, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def serving_batches(
-    model: BatchedModel, plan: Plan | None = None, **changes: Any
-) -> Iterator[Client]:
+def serving_batches(model: Served, plan: Plan | None = None, **changes: Any) -> Iterator[Client]:
     """A server on a free port, which must end by itself when it is stopped. The target is long,
     since a busy machine must not refuse what a test asks."""
     given = {"port": 0, "drain_s": 5.0, "p99_ms": 20_000.0, **changes}

@@ -11,9 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from lezero.core.errors import ConfigError
 from lezero.serve.batching.module import InferModule
 from lezero.serve.batching.plan import Plan
+from lezero.serve.server.batched import BatchServer
+from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.inference import TENSORS
+from tests.serve.batching.test_runner import Doubling
 from tests.serve.server.batch_running import Net, serving_batches
 from tests.serve.server.running import head, read_all, until
 
@@ -178,3 +182,8 @@ def test_what_does_not_end_is_told_so(slow: Slow) -> None:
             slow.gate.set()
             assert b" 503 " in told
             assert b"shutting down" in told + read_all(connection)
+
+
+def test_a_model_that_http_has_no_questions_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got a Doubling, allowed are SentenceEncoder and"):
+        BatchServer(Doubling(), ServeConfig(port=0))  # type: ignore[arg-type]
