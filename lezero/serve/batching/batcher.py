@@ -11,6 +11,7 @@ at most.
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class Batcher:
         """Plans so far."""
         self._basis = copy.deepcopy(curve), list(self._mix)
         """The curve and the mix that the plan, or the one that is looked for, goes by."""
-        self._take_plan(plan or finished(tune(*self._basis, target_s, most)))
+        self._take_plan(plan or finished(tune(*self._basis, target_s, most, waiting=waiting)))
 
     @property
     def waiting(self) -> int:
@@ -260,22 +261,23 @@ class Batcher:
         """Seconds until this request, behind those that wait, would be answered; without one, until
         all that wait would be."""
         running = 0.0 if self._busy_until is None else max(0.0, self._busy_until - now)
-        before, full = running + self.plan.delay_s, self._full_work
-        steps = self._steps_to(ask)
-        for kind, work in steps[:-1]:
-            coming = self._came.work_in(before, now, kind) if work < full else 0.0
-            before += self.curve.seconds(min(work + coming, full))
-        kind, work = steps[-1]
-        # Those that come in the meantime fill the last step up.
-        last = work + self._came.work_in(before, now, kind)
-        return before + self.curve.seconds(max(min(last, full), 1e-9))
+        before, full = running, self._full_work
+        for kind, work, arrived_s in self._steps_to(ask):
+            coming = 0.0
+            if work < full * (1 - 1e-9):  # so it waits for others, and those that come fill it up
+                before = max(before, arrived_s + self.plan.delay_s - now)
+                coming = self._came.work_in(before, now, kind)
+            before += self.curve.seconds(max(min(work + coming, full), 1e-9))
+        return before
 
-    def _steps_to(self, ask: Ask | None) -> list[tuple[Hashable, float]]:
-        """(kind, work) of the steps to come, up to the one that ends with this request.
+    def _steps_to(self, ask: Ask | None) -> list[tuple[Hashable, float, float]]:
+        """(kind, work, arrival of the first) of the steps to come, up to the one that ends with
+        this request.
 
         Each begins with the request that has waited longest, and takes others of its kind along.
         """
         full, kinds, works = self._full_work, list[Hashable](), list[float]()
+        arrivals: list[float] = []
         latest: dict[Hashable, int] = {}
         for one in (*self._front, *(() if ask is None else (ask,))):
             left = sum(one.works[one.begun :]) if one.begun else one.work
@@ -285,14 +287,15 @@ class Batcher:
                     at = latest[one.kind] = len(works)
                     kinds.append(one.kind)
                     works.append(0.0)
+                    arrivals.append(one.arrived_s)
                 taken = min(left, full - works[at])
                 works[at] += taken
                 left -= taken
         if not works:
-            return [(None, 0.0)]
+            return [(None, 0.0, -math.inf)]
         last = len(works) - 1
         end = 1 + (last if ask is None else latest.get(ask.kind, last))
-        return list(zip(kinds[:end], works[:end], strict=True))
+        return list(zip(kinds[:end], works[:end], arrivals[:end], strict=True))
 
     def _take_plan(self, plan: Plan) -> None:
         curve, mix = self._basis  # what has changed since a search began, the next one is for
@@ -310,4 +313,5 @@ class Batcher:
         if self._seen < _ENOUGH or all(1 / _SHIFT < x < _SHIFT for x in changed):
             return None
         self._basis = copy.deepcopy(self.curve), list(self._mix)
-        return tune(*self._basis, self.target_s, self.most, self.plan)
+        basis, waiting = self._basis, self.most_waiting
+        return tune(*basis, self.target_s, self.most, self.plan, waiting=waiting)

@@ -134,27 +134,35 @@ def held_rate(
 
 
 def tune(
-    curve: Curve, mix: Sequence[float], target_s: float, most: int, now: Plan | None = None
+    curve: Curve,
+    mix: Sequence[float],
+    target_s: float,
+    most: int,
+    now: Plan | None = None,
+    *,
+    waiting: int = 256,
 ) -> Search[Plan]:
     """Looks for the plan that holds the highest rate, in pieces of about half a millisecond.
 
     mix: work of requests as they came of late. most: items of a step. now: the plan in force, which
-    stays unless another one holds 2% more. Where no plan holds the target, its rate is 0, and up to
-    8 usual requests run together as soon as they can.
+    stays unless another one holds 2% more. waiting: requests that may wait while a step runs, and
+    so may be in the next one. Where no plan holds the target, its rate is 0, and up to 8 usual
+    requests run together as soon as they can.
     """
     mix = [work for work in mix if curve.seconds(work) <= target_s] or mix  # no plan helps others
     noise = list(curve.ratios) or [1.0]
     arrivals = Arrivals(poisson(_ARRIVALS), random.Random(1).choices(mix, k=_ARRIVALS))
     yield
-    mean = sum(mix) / len(mix)
+    mean, together = sum(mix) / len(mix), max(1, waiting)
 
     def late(plan: Plan, rate: float) -> Search[float]:
-        return arrivals.share_late(rate, plan, curve.seconds, target_s, noise)
+        taken = replace(plan, most=min(plan.most, together))
+        return arrivals.share_late(rate, taken, curve.seconds, target_s, noise)
 
     tried: list[Tried] = []
 
     def better(plan: Plan, best: Plan, worth: float) -> Search[Plan]:
-        full = min(plan.work, plan.most * mean)
+        full = min(plan.work, min(plan.most, together) * mean)
         at_most = full / mean / curve.seconds(full)  # a short rehearsal does not see that it lags
         known = (best.rate or 0.0) * worth * _CLOSE
         one = Tried(max(1, round(full / mean)), plan.delay_s, None, best.rate or 0.0)
@@ -169,17 +177,17 @@ def tune(
     if now is not None:
         best = yield from better(replace(now, tried=()), best, 1.0)
     before = best if best.rate else None
-    for plan in _steps(curve, mean, target_s, most):
+    for plan in _steps(curve, mean, target_s, most, together):
         best = yield from better(plan, best, _WORTH if best is before else 1.0)
     for delay in _DELAYS:
         best = yield from better(replace(best, delay_s=delay * target_s), best, _WORTH)
     return replace(best, tried=tuple(tried))
 
 
-def _steps(curve: Curve, mean: float, target_s: float, most: int) -> Iterable[Plan]:
+def _steps(curve: Curve, mean: float, target_s: float, most: int, together: int) -> Iterable[Plan]:
     for count in _COUNTS:
         work = count * mean
-        if count > most or (count > 1 and curve.seconds(work) > target_s):
+        if count > min(most, together) or (count > 1 and curve.seconds(work) > target_s):
             return
         yield Plan(most, work * (1 + 1e-9))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,10 +121,11 @@ def serve_any(
     model = expand_home(model)
     if module:
         _refuse("--module", {"model": model, **engine})
-        return serve_module(module, config, plan=_plan(batching))
+        return serve_module(module, config, plan=_plan(batching, config.p99_ms))
     if model and is_encoder(model):
         _refuse("an encoder", {name: x for name, x in engine.items() if name != "weights"})
-        return serve_encoder(model, config, weights=engine["weights"], plan=_plan(batching))
+        plan = _plan(batching, config.p99_ms)
+        return serve_encoder(model, config, weights=engine["weights"], plan=plan)
     _refuse("a language model", batching)
     return serve_model(model, config, **engine)
 
@@ -156,7 +156,7 @@ def _refuse(what: str, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{name}: got {value}, which has no meaning for {what}; leave it out")
 
 
-def _plan(batching: Mapping[str, Any]) -> Plan | None:
+def _plan(batching: Mapping[str, Any], p99_ms: float) -> Plan | None:
     """The plan of --batch and --delay-ms; None where neither is given, so that one is found."""
     from lezero.serve.batching.batcher import MOST
     from lezero.serve.batching.plan import Plan
@@ -166,6 +166,9 @@ def _plan(batching: Mapping[str, Any]) -> Plan | None:
         return None
     if batch is not None and not 1 <= batch <= MOST:
         raise ConfigError(f"batch: got {batch}, allowed is 1 to {MOST}")
-    if delay_ms is not None and not (0 <= delay_ms < math.inf):
-        raise ConfigError(f"delay_ms: got {delay_ms}, allowed is 0 or more")
+    if delay_ms is not None and not 0 <= delay_ms < p99_ms:
+        raise ConfigError(
+            f"delay_ms: got {delay_ms:g}, allowed is 0 to less than the {p99_ms:g} of p99_ms, in "
+            "which requests are to be answered"
+        )
     return Plan(batch or MOST, delay_s=(delay_ms or 0.0) / 1000)

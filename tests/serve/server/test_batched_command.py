@@ -118,6 +118,8 @@ def test_a_step_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
         (["FOLDER", "--weights", "int4"], "int4"),
         (["FOLDER", "--batch", "0"], "batch"),
         (["FOLDER", "--delay-ms", "-1"], "delay_ms"),
+        (["FOLDER", "--delay-ms", "50"], "delay_ms: got 50, allowed is 0 to less than the 50 of"),
+        (["--module", "a:b", "--delay-ms", "9", "--p99-ms", "8"], "less than the 8 of p99_ms"),
         (["FOLDER", "--p99-ms", "0"], "p99_ms"),
         (["FOLDER", "--host", "0.0.0.0"], "--public-without-keys"),
         (["x", "--batch", "3"], "batch"),
