@@ -38,7 +38,7 @@ def embed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[list[float]]
             let_in()
     finally:
         going.close()
-    return going.embeddings()
+    return [vector.tolist() for vector in going.embeddings()]
 
 
 class Passages:
@@ -78,8 +78,11 @@ class Passages:
             self._engine.pool.release(passage.blocks)
         self._running = []
 
-    def embeddings(self) -> list[list[float]]:
-        """After the last step. Raises `NumericsError` for states that are no numbers."""
+    def embeddings(self) -> list[Tensor]:
+        """After the last step: fp32 (D,) each, on the CPU.
+
+        Raises `NumericsError` for states that are no numbers.
+        """
         return [passage.embedding() for passage in self._all]
 
 
@@ -93,7 +96,7 @@ class _Passage:
     blocks: list[int] = field(default_factory=list)
     sum: Tensor | float = 0.0
 
-    def embedding(self) -> list[float]:
+    def embedding(self) -> Tensor:
         assert isinstance(self.sum, Tensor)
         mean = self.sum / len(self.tokens)
         if not bool(mean.isfinite().all()):
@@ -101,8 +104,7 @@ class _Passage:
                 f"prompts[{self.number}]: the model's hidden states hold NaN or infinite numbers; "
                 "there is no embedding of it"
             )
-        found: list[float] = (mean / mean.norm().clamp(min=1e-12)).float().tolist()
-        return found
+        return (mean / mean.norm().clamp(min=1e-12)).float().cpu()
 
 
 def longest_prompt(engine: Engine) -> int:

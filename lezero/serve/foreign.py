@@ -77,7 +77,7 @@ class TransformersProgram(Program):
         config = model.config.get_text_config()
         self._vocab = int(config.vocab_size)
         self._longest = _longest(config)
-        self._width = int(config.hidden_size)
+        self._dim = int(config.hidden_size)
         self._token_bytes = 0
         name = type(model).__name__
         dtype = str(model.dtype).removeprefix("torch.")
@@ -172,6 +172,10 @@ class TransformersProgram(Program):
         self._caches.pop(block, None)
 
     @property
+    def dim(self) -> int:
+        return self._dim
+
+    @property
     def vocab(self) -> int:
         return self._vocab
 
@@ -201,7 +205,7 @@ class TransformersProgram(Program):
 
     @property
     def workspace_bytes(self) -> int:
-        return 4 * _MOST_TOKENS * (self._vocab + 16 * self._width)
+        return 4 * _MOST_TOKENS * (self._vocab + 16 * self._dim)
 
     @property
     def products(self) -> int:

@@ -135,6 +135,11 @@ class Program(ABC):
         return self.config.vocab
 
     @property
+    def dim(self) -> int:
+        """Numbers of a hidden state."""
+        return self.config.dim
+
+    @property
     def longest(self) -> int:
         """Tokens of a sequence at most. Where RoPE scaling depends on the length, all keys would be
         turned anew beyond some, so that those that are kept would be wrong."""

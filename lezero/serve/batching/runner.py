@@ -157,6 +157,7 @@ class Runner:
         try:
             while (batch := self._next()) is not None:
                 self._step(batch)
+                del batch  # or the answers would stay until the next one
         except BaseException as error:  # not of the model: nobody may wait for ever
             _LOG.error("the loop of batches failed", exc_info=error)
             self._break(error)

@@ -37,6 +37,12 @@ class Answerer:
 
     async def answer(self, exchange: Exchange, asked: Asked) -> None:
         """Answers, or raises `Problem` before the answer began, or `ClientGoneError`."""
+        told = await self._told(exchange, asked)
+        if told is not None:  # to read it takes the client's time
+            await exchange.reply(200, told, JSON)
+
+    async def _told(self, exchange: Exchange, asked: Asked) -> bytes | None:
+        """A whole answer, which is still to be sent; None where it was streamed, or failed."""
         if asked.count > self._worker.room:
             field = "n" if asked.n > 1 else "prompt"
             problem = (
@@ -49,17 +55,15 @@ class Answerer:
             raise self._busy() from None
         requests: list[Request] = []
         events: Events = asyncio.Queue()
-        told = None
         try:
             async with asyncio.timeout(self._seconds):
                 requests = await self._begin(exchange, asked, events)
-                told = await self._tell(exchange, asked, requests, events)
+                return await self._tell(exchange, asked, requests, events)
         except TimeoutError:
             await _fail(exchange, Problem(504, f"not ended within {self._seconds:g} s"))
+            return None
         finally:
             self._worker.cancel(requests)
-        if told is not None:  # to read it takes the client's time
-            await exchange.reply(200, told, JSON)
 
     async def _begin(self, exchange: Exchange, asked: Asked, events: Events) -> list[Request]:
         """Encodes the prompts and submits their requests, or gives their places back."""

@@ -19,6 +19,7 @@ from lezero.core.log import logger
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.exchange import Exchange, Receive, Scope, Send
 from lezero.serve.server.face import Face, Handler
+from lezero.serve.server.held import Held
 from lezero.serve.server.keys import Keys, RateLimit
 from lezero.serve.server.page import page
 from lezero.serve.server.problem import ClientGoneError, Problem
@@ -43,6 +44,7 @@ class App:
         """How many are open, that of the client who asks included."""
         self.unsent: Callable[[], int] = lambda: 0
         """Bytes of answers that wait for their clients to read."""
+        self.held = Held(config.answers_bytes, config.write_s)
         self._keys, self._created = keys, int(time.time())
         self._rate = None if config.rate is None else RateLimit(config.rate)
         self._open: dict[tuple[str, str], Handler] = {
@@ -59,7 +61,7 @@ class App:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self.held)
         try:
             await self._answer(exchange)
         except ClientGoneError:
@@ -71,6 +73,7 @@ class App:
             if exchange.status is None:
                 await exchange.fail(Problem(500, "a bug in LeZero; its log tells more"))
         finally:
+            exchange.end()
             self.face.answered[self._route(exchange.path), exchange.status or 499] += 1
 
     def _route(self, path: str) -> str:
@@ -129,6 +132,7 @@ class App:
                 problem = f"content-encoding: got {coding[:80]!r}; send the body as it is"
                 raise Problem(415, problem)
             self._check_open()
+            self.held.refuse_beyond(0)
         return self._guarded[asked]
 
     def _check_host(self, exchange: Exchange) -> None:

@@ -21,7 +21,13 @@ from lezero.serve.server.embedding import Embeddings, read_embeddings, told_embe
 from lezero.serve.server.exchange import JSON, Exchange, Value, parse, within
 from lezero.serve.server.face import Face, Handler, settle
 from lezero.serve.server.host import Host
-from lezero.serve.server.inference import TENSORS, answer_kind, read_inputs, told_outputs
+from lezero.serve.server.inference import (
+    TENSORS,
+    answer_bytes,
+    answer_kind,
+    read_inputs,
+    told_outputs,
+)
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
 from lezero.serve.server.record import Record
@@ -120,6 +126,9 @@ class BatchFace(Face):
         }
 
     async def _embed(self, exchange: Exchange) -> None:
+        await exchange.reply(200, await self._embedded(exchange), JSON)
+
+    async def _embedded(self, exchange: Exchange) -> bytes:
         model = self.model
         assert isinstance(model, SentenceEncoder)
         body = await exchange.read(self._config.body_bytes, self._config.read_s)
@@ -135,14 +144,19 @@ class BatchFace(Face):
 
         async with within(self._config.request_s):
             asked, items = await self._items(exchange, len(body), read)
+            exchange.expect(asked.answer_bytes(model.dim))
             vectors = await self._answers(exchange, items)
             used = sum(map(len, items))
-            told = await self._lanes.write(
+            return await self._lanes.write(
                 len(vectors) * model.dim, lambda: told_embeddings(vectors, asked, self.name, used)
             )
-        await exchange.reply(200, told, JSON)
 
     async def _infer(self, exchange: Exchange) -> None:
+        told, kind = await self._inferred(exchange)
+        await exchange.reply(200, told, kind)
+
+    async def _inferred(self, exchange: Exchange) -> tuple[bytes, str]:
+        """The body of an answer, and its type."""
         model = self.model
         assert isinstance(model, InferModule)
         kind = exchange.header("content-type").partition(";")[0].strip().lower()
@@ -152,10 +166,11 @@ class BatchFace(Face):
             rows, is_single = await self._items(
                 exchange, len(body), lambda: read_inputs(body, kind, model, self.name)
             )
+            exchange.expect(answer_bytes(rows, model, wanted))
             answers = await self._answers(exchange, rows)
             count = sum(x.numel() for row in answers for x in row.values())
             told = await self._lanes.write(count, lambda: told_outputs(answers, is_single, wanted))
-        await exchange.reply(200, told, wanted)
+        return told, wanted
 
     async def _items(self, exchange: Exchange, length: int, work: Callable[[], Value]) -> Value:
         """What `work` makes of a body of so many bytes; as many bodies wait for it as requests."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.serve.server.coded import Encoder
@@ -25,6 +25,21 @@ async def answer_embeddings(
     seconds: float,
 ) -> None:
     """Answers, or raises `Problem`, or `ClientGoneError`, which gives the place up."""
+    told = await _told(exchange, asked, worker, encoder, lanes, model, seconds)
+    await exchange.reply(200, told, JSON)  # to read it takes the client's time
+
+
+async def _told(
+    exchange: Exchange,
+    asked: Embeddings,
+    worker: Worker,
+    encoder: Encoder,
+    lanes: Lanes,
+    model: str,
+    seconds: float,
+) -> bytes:
+    """The answer's body. The place is kept until it counts among what is sent."""
+    exchange.expect(asked.answer_bytes(worker.engine.program.dim))
     try:
         worker.reserve(1)
     except BusyError:
@@ -33,18 +48,15 @@ async def answer_embeddings(
     try:
         async with within(seconds):
             found, used = await exchange.unless_gone(_embedded(asked, worker, encoder))
+        length = sum(map(len, found))
+        return await lanes.write(length, lambda: told_embeddings(found, asked, model, used))
     finally:
         worker.release(1)
-
-    def told() -> bytes:
-        return told_embeddings([torch.tensor(x, device="cpu") for x in found], asked, model, used)
-
-    await exchange.reply(200, await lanes.write(sum(map(len, found)), told), JSON)
 
 
 async def _embedded(
     asked: Embeddings, worker: Worker, encoder: Encoder
-) -> tuple[list[list[float]], int]:
+) -> tuple[list[Tensor], int]:
     """The vectors, and how many tokens they are of."""
     try:
         prompts = await encoder.prompts(asked.inputs, asked.truncate)

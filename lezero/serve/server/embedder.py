@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from lezero.serve.embed import Passages
 from lezero.serve.engine import Engine
 from lezero.serve.server.metrics import Metrics
 
-Outcome = list[list[float]] | Exception
+Outcome = list[Tensor] | Exception
 
 
 class EngineError(Exception):
@@ -27,7 +29,7 @@ class Embedding:
 
     prompts: Sequence[Sequence[int]]
     told: Callable[[Outcome], None]
-    vectors: list[list[float]] = field(default_factory=list)
+    vectors: list[Tensor] = field(default_factory=list)
     going: Passages | None = None
     """The next few of them, on their way."""
     begun: bool = False

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import unquote
 
+from lezero.serve.server.held import Held
 from lezero.serve.server.problem import ClientGoneError, Problem
 
 Scope = MutableMapping[str, Any]
@@ -33,10 +34,11 @@ _ALWAYS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
 
 
 class Exchange:
-    """What the client sent, and a way to answer it once."""
+    """What the client sent, and a way to answer it once. held: what counts the answer's bytes."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         self._receive, self._send = receive, send
+        self._held, self._bytes = held, 0
         authority, self.path = _target(scope)
         self.method = str(scope["method"])
         self.headers: Mapping[str, str] = {
@@ -86,6 +88,20 @@ class Exchange:
             413, f"the body is too long: at most {limit} bytes are taken", code="body_too_long"
         )
 
+    def expect(self, length: int) -> None:
+        """Counts an answer of about so many bytes, vectors and body, before it is made. Raises
+        `Problem` (503) where that is too much beside others."""
+        self._held.refuse_beyond(length)
+        self._hold(length)
+
+    def end(self) -> None:
+        """The answer takes no memory any more."""
+        self._hold(0)
+
+    def _hold(self, length: int) -> None:
+        self._held.bytes += length - self._bytes
+        self._bytes = length
+
     async def gone(self) -> None:
         """Returns when the client has closed its connection."""
         while (await self._receive())["type"] != "http.disconnect":
@@ -106,12 +122,14 @@ class Exchange:
     async def reply(self, status: int, body: bytes, kind: str, headers: Headers = ()) -> None:
         """Answers, and closes the connection where the client still sends its body."""
         self._closes |= self._unread
+        self._hold(len(body))
         await self._start(status, kind, [*headers, ("content-length", str(len(body)))])
         lingers = self._unread and not self._late
-        for first in range(0, max(1, len(body)), _PIECE):
-            more = lingers or first + _PIECE < len(body)
-            piece = body[first : first + _PIECE]
-            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        with self._held.sending():
+            for first in range(0, max(1, len(body)), _PIECE):
+                more = lingers or first + _PIECE < len(body)
+                piece = body[first : first + _PIECE]
+                await self._send({"type": "http.response.body", "body": piece, "more_body": more})
         if lingers:
             # Closing now would reset the connection, and the client might not read the answer.
             with suppress(TimeoutError):

@@ -24,6 +24,8 @@ from lezero.serve.server.problem import Problem
 
 TENSORS = "application/vnd.safetensors"
 _WEIGHT = re.compile(r"q\s*=\s*([01](?:\.\d{0,3})?)")
+_LETTERS = 22
+"""Of a number in JSON, with its comma."""
 _WHOLE = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -62,6 +64,14 @@ def answer_kind(accept: str, asked: str) -> str:
     if weight(best) == 0:
         raise Problem(406, f"accept: got {accept[:80]!r}, this server gives {JSON} and {TENSORS}")
     return best
+
+
+def answer_bytes(rows: Sequence[Row], model: InferModule, kind: str) -> int:
+    """About what the answers to rows take, and the body that holds them, by the example's."""
+    outputs = model.outputs.values()
+    own = sum(x.nbytes for x in outputs)
+    body = own if kind == TENSORS else _LETTERS * sum(x.numel() for x in outputs)
+    return round(sum(map(model.work, rows)) * (own + body))
 
 
 def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:

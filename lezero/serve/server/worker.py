@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from lezero.core.errors import ConfigError, NumericsError
 from lezero.core.log import logger
 from lezero.serve.answer import Answer, Named
@@ -132,12 +134,12 @@ class Worker:
         ]
         self._order(lambda: self._add(jobs))
 
-    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Embeddings, made between steps, in a place that stays the caller's.
 
         Raises `NumericsError`, and `EngineError` for what is not the prompts' fault.
         """
-        future: asyncio.Future[list[list[float]]] = self._loop.create_future()
+        future: asyncio.Future[list[Tensor]] = self._loop.create_future()
 
         def told(outcome: Outcome) -> None:
             with suppress(RuntimeError):  # the loop has ended
@@ -372,7 +374,7 @@ class Worker:
                 self._loop.call_soon_threadsafe(_put, out)
 
 
-def _settle(future: asyncio.Future[list[list[float]]], outcome: Outcome) -> None:
+def _settle(future: asyncio.Future[list[Tensor]], outcome: Outcome) -> None:
     if future.done():
         return
     if isinstance(outcome, list):

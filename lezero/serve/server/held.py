@@ -1,0 +1,54 @@
+"""The memory of answers that are made or on their way, over all clients.
+
+A request gives its place back before its answer is read, so that a client that reads slowly keeps
+nobody from the model; its answer stays in memory as long. [Note: slow readers give way] Where
+answers hold as much as they may, new requests are refused. A few clients could keep that up for
+hours, so each refusal cuts off the one that has read for the longest, if that is longer than a
+client may leave an answer unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lezero.serve.server.problem import Problem
+
+
+class Held:
+    """most: bytes of all answers beyond which none is begun. patience_s: see
+    [Note: slow readers give way]."""
+
+    def __init__(self, most: int, patience_s: float) -> None:
+        self._most, self._patience_s = most, patience_s
+        self.bytes = 0
+        self._sending: dict[asyncio.Task[Any], float] = {}
+
+    def refuse_beyond(self, more: int) -> None:
+        """Raises `Problem` (503) where an answer of so many bytes is too much beside others; one of
+        any size is taken alone."""
+        if not self.bytes or self.bytes + more <= self._most:
+            return
+        self._cut_off()
+        problem = f"answers of {self.bytes >> 10} KiB wait for their clients to read them, as many"
+        raise Problem(503, f"{problem} as may; try again later", code="overloaded", retry_s=1)
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Around the sending of an answer, which may take the client's time."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._sending[task] = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            del self._sending[task]
+
+    def _cut_off(self) -> None:
+        before = asyncio.get_running_loop().time() - self._patience_s
+        for task, since in self._sending.items():  # the oldest comes first
+            if since < before and not task.cancelling():
+                task.cancel()
+                return

@@ -1,0 +1,130 @@
+"""How much memory answers take, all together, while their clients read them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from lezero.serve.batching.module import InferModule
+from lezero.serve.server import batched, embedded, inference
+from lezero.serve.server.embedding import Embeddings, told_embeddings
+from lezero.serve.server.exchange import JSON, Exchange
+from tests.serve.server.batch_running import Net, serving_batches
+from tests.serve.server.running import serving, small_llm, until
+from tests.serve.server.test_slow_readers import BODY, asked, with_long_answer
+
+MIB = 1 << 20
+
+
+def read_a_little(made: socket.socket, seconds: float) -> None:
+    """Reads so slowly that the answer would take minutes."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        made.recv(1 << 16)
+        time.sleep(0.02)
+
+
+def test_where_answers_that_wait_take_too_much_nothing_is_begun() -> None:
+    with serving(small_llm(), answers_bytes=MIB) as client:
+        with_long_answer(client)
+        with asked(client) as made:
+            until(lambda: client.server.app.held.bytes == len(BODY))
+            for path, body in (
+                ("/v1/completions", {"prompt": "abc", "max_tokens": 2}),
+                ("/v1/embeddings", {"input": "abc"}),
+            ):
+                refused = client.ask(path, body)
+                assert (refused.status, refused.error["code"]) == (503, "overloaded")
+                assert "answers of 16384 KiB" in refused.error["message"]
+                assert refused.headers["retry-after"] == "1"
+            assert client.ask("/health").status == 200
+            while made.recv(1 << 20):
+                pass
+        until(lambda: client.server.app.held.bytes == 0)
+        assert client.complete("abc", max_tokens=2).status == 200
+
+
+def test_who_has_read_for_long_gives_way_to_others() -> None:
+    with serving(small_llm(), answers_bytes=MIB) as client:
+        with_long_answer(client)
+        held = client.server.app.held
+        with asked(client) as made:
+            read_a_little(made, 0.1)
+            for _ in range(2):
+                assert client.complete("abc", max_tokens=2).status == 503
+            held._patience_s = 0.05
+            assert client.complete("abc", max_tokens=2).status == 503
+            until(lambda: held.bytes == 0)
+            assert client.complete("abc", max_tokens=2).status == 200
+
+
+def test_embeddings_count_before_they_are_made() -> None:
+    with serving(small_llm(), answers_bytes=MIB) as client:
+        held = client.server.app.held
+        held.bytes += MIB - (100 << 10)
+        many = {"input": ["a"] * 64}  # of 64 numbers: 104 KiB as JSON, 40 as bytes
+        assert client.ask("/v1/embeddings", many).status == 503
+        assert client.ask("/v1/embeddings", {**many, "encoding_format": "base64"}).status == 200
+        until(lambda: held.bytes == MIB - (100 << 10))
+        held.bytes = 0
+        assert client.ask("/v1/embeddings", {"input": ["a"] * 1024}).status == 200, "alone"
+        until(lambda: held.bytes == 0)
+
+
+def test_what_a_module_gives_is_foretold_by_its_example() -> None:
+    model = InferModule(Net(), torch.zeros(1, 4))
+    rows, _ = model.rows({"input": torch.zeros(100, 4)})
+    assert inference.answer_bytes(rows, model, inference.TENSORS) == 100 * 2 * 12
+    found = inference.told_outputs(model.run(rows), False, JSON)
+    assert len(found) <= inference.answer_bytes(rows, model, JSON) <= 2 * len(found)
+
+
+@pytest.mark.parametrize("which", ["llm", "module"])
+def test_only_the_body_is_left_while_it_is_read(which: str, monkeypatch: Any) -> None:
+    module, name = {
+        "llm": (embedded, "told_embeddings"),
+        "module": (batched, "told_outputs"),
+    }[which]
+    real, reply = getattr(module, name), Exchange.reply
+    made, alive = list[Any](), list[int]()
+
+    def told(given: Any, *others: Any) -> bytes:
+        tensors = [x for row in given for x in (row.values() if which == "module" else [row])]
+        assert all(isinstance(x, torch.Tensor) for x in tensors)
+        made.extend(weakref.ref(x) for x in tensors)
+        return real(given, *others)
+
+    async def replies(self: Exchange, *given: Any) -> None:
+        for _ in range(100):
+            if left := sum(x() is not None for x in made):
+                await asyncio.sleep(0.005)  # for other threads to let go
+        alive.append(left)
+        await reply(self, *given)
+
+    monkeypatch.setattr(module, name, told)
+    monkeypatch.setattr(Exchange, "reply", replies)
+    if which == "llm":
+        with serving(small_llm()) as client:
+            assert client.ask("/v1/embeddings", {"input": ["a"] * 99}).status == 200
+    else:
+        with serving_batches(InferModule(Net(), torch.zeros(1, 4))) as client:
+            assert client.ask("/v1/infer", {"inputs": [[0] * 4] * 99}).status == 200
+    assert len(made) == 99
+    assert alive == [0]
+
+
+def test_an_answer_is_written_as_json() -> None:
+    vectors = [torch.tensor([0.1, -2.0]), torch.tensor([1e-30, 3.0])]
+    asked_for = Embeddings(["a", "b"], base64=False, truncate=False, dimensions=None)
+    found = json.loads(told_embeddings(vectors, asked_for, 'm"', 7))
+    assert [x["embedding"] for x in found["data"]] == [x.tolist() for x in vectors]
+    assert [x["index"] for x in found["data"]] == [0, 1]
+    assert (found["object"], found["model"]) == ("list", 'm"')
+    assert found["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
