@@ -102,11 +102,11 @@ def build(name: str, sources: Sequence[Source], folder: Path | None = None) -> P
             key = _named(made_from, tools)
             starts = True
             return _built(name, sources, tools, made_from, folder / f"{name}-{key}.so")
-        except BuildError as error:  # no compiler, or none that works
+        except (BuildError, OSError) as error:  # no compiler that works, or a folder only to read
             path = _built_before(name, made_from, folder)
             if path is None:
                 raise
-            if starts:
+            if starts and isinstance(error, BuildError):
                 logger("ops").warning("%s; what was built before, of the same, serves", error)
             return path
     except OSError as error:
@@ -348,4 +348,7 @@ def _lock(path: Path) -> Iterator[None]:
         return
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # closing would leave it with a process that was forked meanwhile
+            fcntl.flock(file, fcntl.LOCK_UN)

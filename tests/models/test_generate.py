@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from lezero.compress.quantize import Int8Weight, quantize_
 from lezero.core.errors import ConfigError
 from lezero.models import Transformer, TransformerConfig, generate, generate_stream, save_hf
 
@@ -47,6 +48,13 @@ def test_logits_are_made_of_the_last_token_of_a_prompt_alone() -> None:
     generate(model, PROMPTS[2], 3)
     generate(model, PROMPTS, 2)
     assert rows == [1] * 5
+
+
+def test_prompts_of_a_quantized_model_give_what_each_gives_alone() -> None:
+    model = build()
+    quantize_(model, Int8Weight(), objective="size")
+    together = generate(model, PROMPTS, 10)
+    assert together == [generate(model, prompt, 10)[0] for prompt in PROMPTS]
 
 
 def test_greedy_equals_the_definition() -> None:

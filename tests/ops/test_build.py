@@ -1,6 +1,7 @@
 """The builder of native libraries: once, whole, and with a clear message when it cannot."""
 
 import ctypes
+import errno
 import json
 import multiprocessing
 import os
@@ -168,6 +169,22 @@ def test_what_was_built_serves_where_the_compilers_have_gone(source, tmp_path, m
     path.write_bytes(b"")
     with pytest.raises(BuildError, match="no C compiler found"):
         build("answer", [source], cache)
+
+
+@needs_compiler
+def test_what_was_built_serves_from_a_folder_that_is_only_read(
+    source, tmp_path, tools, monkeypatch
+):
+    path = build("answer", [source], tmp_path / "cache")
+    tools(f'#!/bin/sh\nexec {shutil.which("cc")} "$@"\n')  # another compiler, by its place
+
+    def locked(place):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(place))
+
+    monkeypatch.setattr(builder, "_lock", locked)
+    assert build("answer", [source], tmp_path / "cache") == path
+    with pytest.raises(BuildError, match=r"cannot keep .* \(Read-only file system"):
+        build("answer", [Source(source.path, ("-DX=1",))], tmp_path / "cache")
 
 
 @needs_compiler

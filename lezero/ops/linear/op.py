@@ -172,6 +172,12 @@ def embedding_int(
     held = packed.weight.shape[:1].numel() * (1 if in_rows(packed) else PANEL)
     rows = held if rows is None else rows
     check_packed("embedding_int", packed, in_features, rows, bits, group)
+    padded = padded_inputs(packed, bits)
+    if not in_rows(packed) and not padded - 64 < in_features <= padded:
+        raise ConfigError(
+            f"embedding_int: {in_features} inputs in {bits} bits, where the weight is "
+            f"{tuple(packed.weight.shape)}; allowed is what it was packed with"
+        )
     return torch.ops.lezero.embedding_int(ids, *packed, in_features, bits, group, dtype, rows)
 
 
@@ -254,7 +260,7 @@ def embedding_rows(
     checked, which takes ten times as long as one row."""
     if _on_kernel(ids) and not in_rows(packed):
         found = torch.empty((len(ids), in_features), dtype=dtype, device="cpu")
-        native.NATIVE.ops.embedding(ids, *packed, found, bits, group)
+        native.NATIVE.ops.embedding(ids.contiguous(), *packed, found, bits, group)
         return found
     work = (reference if ids.device.type == "cpu" else accelerator).embedding
     return work(ids, packed, in_features, bits, group, dtype)
