@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import conv, conv_int8
 from lezero.ops.quantize import Grid, quantize
+from tests.ranks import RankPool
 
 CASES = [
     ((2, 8, 10, 9), (16, 8, 3, 3), {"padding": (1, 1)}),
@@ -81,6 +83,19 @@ def test_only_a_sample_that_is_not_finite_becomes_nan(bad: float) -> None:
     assert found[1].isnan().all()
     assert found[0].isfinite().all()
     torch.testing.assert_close(found, formula(given, {}), equal_nan=True, rtol=1e-5, atol=1e-4)
+
+
+def held_back() -> Tensor:
+    """In a process whose oneDNN adds pairs in 16 bits: each product is the largest there is."""
+    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
+    weight = torch.full((4, 8, 3, 3), 127, dtype=torch.int8)
+    scales = {"x_scale": torch.tensor([1 / 255]), "x_zero": torch.tensor([0])}
+    return conv_int8(torch.ones(1, 8, 3, 3), weight, torch.ones(4), **scales)
+
+
+def test_a_processor_that_is_held_back_gives_the_same(ranks: RankPool) -> None:
+    (found,) = ranks(1, held_back)
+    torch.testing.assert_close(found, torch.full((1, 4, 1, 1), 8.0 * 9 * 127))
 
 
 def test_weights_are_packed_again_when_they_change() -> None:

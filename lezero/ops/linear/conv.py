@@ -7,7 +7,8 @@ Elsewhere, and for what oneDNN does not take, the formula runs in fp32.
 
 [Note: only with VNNI]
 On x86 processors without it, oneDNN adds pairs of products in 16 bits and cuts off what does not
-fit: 255 · 127 · 2 is twice too large. Its result would be wrong without a word, so it is not asked.
+fit: 255 · 127 · 2 is twice too large. Its result would be wrong without a word, so it is not asked;
+nor where `ONEDNN_MAX_CPU_ISA` keeps it from using what the processor has.
 
 [Note: what it gets wrong]
 Drawn shapes against the formula (torch 2.13, AVX512-VNNI) found three kinds that it gives garbage
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -154,7 +156,9 @@ def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Ten
 
 @functools.cache
 def _exact() -> bool:
-    return bool({"avx512_vnni", "avx_vnni", "i8mm"} & set(instruction_sets()))
+    asked = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
+    held_back = asked in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
+    return not held_back and bool({"avx512_vnni", "avx_vnni", "i8mm"} & set(instruction_sets()))
 
 
 def _suits(x: Tensor, weight: Tensor, groups: int) -> bool:
