@@ -7,6 +7,7 @@ never data. With several ranks, rank 0 builds and the others wait for as long as
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from lezero.files.folder import aside, commit
 _NEWS_S = 20.0
 _BUILD = 9
 """Form of the findings, the split and what is read: a folder of another form is made again."""
+_LARGEST = 64 << 20
 _log = logger("data")
 
 
@@ -188,16 +190,30 @@ def _held_names(config: DataConfig) -> tuple[str, ...]:
 
 
 def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
-    """Digest of all that the token files depend on; files count by path, length and time."""
+    """Digest of all that the token files depend on; texts count by path, length and time, what a
+    tokenizer is read from by what it holds, since that of a GGUF is written anew each time."""
     settings = config.model_dump(mode="json", exclude={"train", "sequence", "on_bad_file"})
+    settings["tokenizer"].pop("folder")
     if isinstance(config.validation, tuple):
         settings["validation"] = "files"
     parts: list[object] = [store.FORMAT, _BUILD, sorted(settings.items()), config.on_bad_file]
-    for paths in (train, held, _tokenizer_files(config)):
+    for paths in (train, held):
         parts.append(len(paths))
         for path in paths:
             parts.append(corpus.identity() if path == corpus.NAME else _stamp(path))
+    parts += map(_held_in, _tokenizer_files(config))
     return store.digest_of(parts)
+
+
+def _held_in(path: str) -> tuple[object, ...]:
+    """A file's name and digest; of one too large for a tokenizer, its stamp."""
+    try:
+        if os.path.getsize(path) <= _LARGEST:
+            with open(path, "rb") as file:
+                return (os.path.basename(path), hashlib.file_digest(file, "sha256").hexdigest())
+    except OSError:  # reading the tokenizer will say so
+        pass
+    return _stamp(path)
 
 
 def _tokenizer_files(config: DataConfig) -> list[str]:

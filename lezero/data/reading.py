@@ -56,11 +56,21 @@ class Findings:
     places: dict[str, dict[str, Place]] = field(default_factory=dict)
     """Reason → file → what is wrong there; at most `_KEPT` files a reason are named."""
 
-    def bad(self, where: str, reason: str, detail: str = "", *, refuse: bool, file: str) -> None:
-        """Counts one thing of `file` that cannot be used; `FileError` when it is to be refused."""
+    def bad(
+        self,
+        where: str,
+        reason: str,
+        detail: str = "",
+        *,
+        refuse: bool,
+        file: str,
+        option: str = "on_bad_file",
+    ) -> None:
+        """Counts one thing of `file` that cannot be used; `FileError` when it is to be refused,
+        as the `option` of the data says."""
         line = f"{where}: {detail or reason}"
         if refuse:
-            raise FileError(f"{line}. Repair or remove it, or set data.on_bad_file: skip")
+            raise FileError(f"{line}. Repair or remove it, or set data.{option}: skip")
         self.reasons[reason] += 1
         files = self.places.setdefault(reason, {})
         if file in files:
@@ -207,7 +217,8 @@ def _text(path: str, config: DataConfig, findings: Findings) -> Iterator[Documen
         findings.bad(path, "file too large", detail, refuse=refuse, file=path)
         return
     text = _decode(data, path, path, findings, refuse=refuse)
-    if text is not None and not text.strip():
+    del data  # who asked works on the text for long
+    if text is not None and (not text or text.isspace()):
         findings.bad(path, "empty file", refuse=refuse, file=path)
     elif text is not None:
         yield Document(text, path, file=path)

@@ -21,6 +21,7 @@ from lezero.data.config import DataConfig
 from lezero.data.reading import Document, Findings, read
 
 TRAIN, HELD, DROPPED = 0, 1, 2
+_PART = 1 << 20
 
 
 class Split:
@@ -40,8 +41,7 @@ class Split:
         for document in read(paths, self.config, findings):
             prompt = document.prompt or ""
             kind = "text" if document.prompt is None else len(prompt)
-            words = f"{self.config.seed}\0{kind}\0{prompt}{document.text}"
-            number = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
+            number = _number(f"{self.config.seed}\0{kind}\0{prompt}", document.text)
             held = part is None and number in self._held
             again = number in self._seen and self.config.duplicates != "keep"
             self._seen.add(number)
@@ -55,7 +55,9 @@ class Split:
                 refuse = self.config.duplicates == "refuse"
                 said = "is in the validation files" if held else "occurred before"
                 where = document.source
-                findings.bad(where, "duplicate", said, refuse=refuse, file=document.file)
+                findings.bad(
+                    where, "duplicate", said, refuse=refuse, file=document.file, option="duplicates"
+                )
                 yield DROPPED
                 continue
             if part is None and document.prompt is not None:
@@ -126,6 +128,13 @@ class Split:
                 parts |= dict.fromkeys(together, HELD)
                 held = after
         return parts
+
+
+def _number(before: str, text: str) -> int:
+    digest = hashlib.blake2b(before.encode(), digest_size=8)
+    for start in range(0, len(text), _PART):  # a text may take a third of the memory
+        digest.update(text[start : start + _PART].encode())
+    return int.from_bytes(digest.digest(), "big")
 
 
 def select(

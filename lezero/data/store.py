@@ -61,9 +61,12 @@ class Writer:
             file.close()
 
     def add_text(self, text: str) -> None:
-        self._append(
-            "tokens", np.array([*self.tokenizer.encode(text), self.tokenizer.eos], self.dtype)
-        )
+        last: list[int] = []
+        for part in self.tokenizer.encode_parts(text):
+            if last:
+                self._append("tokens", np.array(last, self.dtype))
+            last = part
+        self._append("tokens", np.array([*last, self.tokenizer.eos], self.dtype))
 
     def add_pair(self, prompt: str, response: str) -> None:
         asked = self.tokenizer.encode(prompt) if prompt else []

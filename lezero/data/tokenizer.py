@@ -69,9 +69,14 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. A text above 1 MiB is encoded in pieces that end with a line, where
         that makes no difference."""
+        return [token for part in self.encode_parts(text) for token in part]
+
+    def encode_parts(self, text: str) -> Iterator[list[int]]:
+        """The same, piece by piece: a token in a list takes twenty times its text."""
         if len(text) <= _PIECE or not self._apart:
-            return self._encode(text)
-        return [token for piece in _pieces(text) for token in self._encode(piece)]
+            yield self._encode(text)
+        else:
+            yield from map(self._encode, _pieces(text))
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`; end-of-text and other special tokens leave nothing behind."""

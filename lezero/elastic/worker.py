@@ -75,7 +75,7 @@ def _run_script(path: str) -> None:
     place = sys.modules["__main__"]
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+        code = compile(file.read(), path, "exec", dont_inherit=True)
     for name in [name for name in vars(place) if not name.startswith("__")]:
         delattr(place, name)
     place.__file__ = path

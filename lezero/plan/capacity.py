@@ -40,8 +40,9 @@ def suggest(
 
 
 def can_shard_more(spec: StepSpec) -> bool:
-    """Whether there is a higher stage of ZeRO than the step has."""
-    return spec.ranks > 1 and (spec.zero is None or spec.zero.stage < 3)
+    """Whether there is a higher stage of ZeRO than the step has; fp16 goes with none."""
+    more = spec.zero is None or spec.zero.stage < 3
+    return spec.ranks > 1 and more and spec.precision != "fp16"
 
 
 def _one_change_each(spec: StepSpec) -> Iterator[tuple[StepSpec, str]]:

@@ -11,12 +11,13 @@ from lezero.train.run_documents import real
 
 
 def event_rows(events: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
-    """One row an event; many of a kind in a row become one."""
+    """One row an event; many of a kind in a row become one, but notes stay: each says its own."""
     rows: list[tuple[object, ...]] = []
     i = 0
     while i < len(events):
         end = i
-        while end + 1 < len(events) and events[end + 1].get("event") == events[i].get("event"):
+        kind = events[i].get("event")
+        while kind != "note" and end + 1 < len(events) and events[end + 1].get("event") == kind:
             end += 1
         group = [events[end]] if end - i >= 4 else events[i : end + 1]
         for event in group:

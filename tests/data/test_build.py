@@ -168,7 +168,7 @@ def test_text_that_gives_no_token_is_named(tmp_path, monkeypatch):
 
     path = tmp_path / "a.txt"
     path.write_text("x")
-    monkeypatch.setattr(_Bytes, "encode", lambda self, text: [])
+    monkeypatch.setattr(_Bytes, "_encode", lambda self, text: [])
     with pytest.raises(ConfigError, match=r"data\.train: .*a\.txt: too little text.*1 token"):
         prepare(config(path), tmp_path / "cache")
 
@@ -212,7 +212,7 @@ def test_duplicates_are_skipped_kept_or_refused(tmp_path):
         for mode in ("skip", "keep")
     }
     assert tokens == {"skip": 5, "keep": 10}
-    with pytest.raises(FileError, match=r"line 2.*before"):
+    with pytest.raises(FileError, match=r"line 2.*before.*data\.duplicates: skip"):
         prepare(config(tmp_path, duplicates="refuse"), tmp_path / "cache")
 
 

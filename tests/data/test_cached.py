@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.data import DataConfig, prepare, store
+from lezero.data.tokenizer import bytes_tokenizer
 from tests.data.test_build import config, text_of
 
 
@@ -34,6 +35,20 @@ def test_a_file_that_is_held_out_from_now_on_is_no_longer_trained_on(tmp_path: P
     for count, text in ((2, b"text a\0text b\0"), (1, b"text a\0")):
         settings = {"train": files[:count], "validation": files[count:]}
         assert trained_on(tmp_path / "cache", **settings) == text
+
+
+def test_a_tokenizer_counts_by_what_it_holds(tmp_path: Path) -> None:
+    """That of a GGUF is written anew for each `lz compress`: its texts were tokenized each time."""
+    (tmp_path / "a.txt").write_text("some text")
+    made = bytes_tokenizer()
+    folders = []
+    for name in "one", "two", "other":
+        made.save(tmp_path / name)
+        if name == "other":
+            (tmp_path / name / "special_tokens_map.json").write_text("{}")
+        asked = config(tmp_path / "a.txt", tokenizer={"folder": str(tmp_path / name)})
+        folders.append(prepare(asked, tmp_path / "cache").folder)
+    assert folders[0] == folders[1] != folders[2]
 
 
 def test_a_checkpoint_knows_rows_of_another_tokenizer(tmp_path: Path) -> None:

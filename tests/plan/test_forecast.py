@@ -229,6 +229,8 @@ def test_what_is_suggested_comes_with_what_costs_least_first() -> None:
         *("", "zero.stage=1", "zero.stage=2", "zero.stage=3", "train.precision=bf16"),
         *("train.pool=false", "data.sequence=128", "data.sequence=64"),
     ]
+    half = capacity._one_change_each(spec.with_(precision="fp16"))  # which goes with no stage
+    assert not any(text.startswith("zero") for _, text in half)
 
 
 def test_a_model_too_large_for_any_batch_says_so() -> None:

@@ -7,6 +7,7 @@ import pytest
 from lezero.core.errors import FileError
 from lezero.train.metrics import MetricsWriter, StepRecord
 from lezero.train.run_documents import RunDocuments
+from lezero.train.run_events import event_rows
 from lezero.train.run_facts import RunFacts
 from lezero.train.run_report import write_report
 
@@ -145,6 +146,15 @@ def test_documents_are_shown(run):
     assert "the loss is nan" in words(found["What happened"])
     assert "the last of 5" in words(found["What happened"])
     assert "run: a" in words(found["Config"])
+
+
+def test_notes_are_shown_each():
+    """Five configs that a resume changed are five things to know."""
+    notes = [{"event": "note", "text": f"changed {key}"} for key in "abcde"]
+    other = [{"event": "skipped", "step": step} for step in range(5)]
+    rows = event_rows(notes + other)
+    assert [row[3] for row in rows] == [f"changed {key}" for key in "abcde"] + [""]
+    assert rows[-1][2] == "skipped, the last of 5"
 
 
 def test_hostile_content_stays_text(run):
