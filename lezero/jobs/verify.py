@@ -181,8 +181,11 @@ class _Journey:
         documents = engine_state.load(engine, self.root)
         loader.seek(documents["cursor"])
         self._judge_state(engine)
+        note = engine.tuner.note
         for step in range(self.half, self.steps):
             batch, was = next(loader), self.recorded[step]
+            # Forms of the step are still tried: by the times there were, the same one is chosen.
+            vars(engine.tuner)["note"] = lambda _, micros, was=was: note(was.result.seconds, micros)
             self._part(self._moved_samples(step, batch), "resume: data order", step)
             result = engine.train_step(batch)
             if result.lr != was.result.lr or abs(result.lr - self._lr(step)) > 1e-9 * result.lr:

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from lezero.data import Loader
 from lezero.jobs.plain_loop import global_batch, learning_rate
 from lezero.jobs.verification import Largest
 from lezero.jobs.verify import verify
+from lezero.ops.attention import available
 from lezero.optim import AdamW, Schedule
-from lezero.train import recipe
+from lezero.train import engine, recipe
 from lezero.train.config import TrainConfig
 from tests.jobs.verify_runs import STEPS, rank_verifies
 
@@ -55,6 +57,19 @@ def test_compiled_blocks_are_within_tolerance(ranks, text, tmp_path):
     )
     assert (verdict, first, form) == ("within tolerance", "None", "blocks")
     assert "bit for bit as uninterrupted" in resume
+
+
+@pytest.mark.skipif(not available(), reason="no attention kernel of ours for this processor")
+def test_a_trial_that_the_resumed_run_would_decide_otherwise_is_no_fault(run, monkeypatch):
+    """Step 10 is the first in the form that won; the kernels differ by rounding."""
+    seconds = [2, 1] * 5 + [9, 1, 9, 1, 9]  # LeZero's kernel is in steps 2, 4, 6 and 8
+    moments = [moment for took in seconds for moment in (0, took)]
+    clock = iter(moments)
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    config = run(precision="bf16", attention="auto", steps=1000)
+    wide = config.model.model_copy(update={"head_dim": 32})
+    found = verify(config.model_copy(update={"model": wide}), 10).require()
+    assert "bit for bit as uninterrupted" in found.resume
 
 
 def test_an_engine_of_the_same_operations_is_equal(run, monkeypatch):
