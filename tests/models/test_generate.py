@@ -1,3 +1,4 @@
+import copy
 from typing import Any
 
 import pytest
@@ -57,8 +58,10 @@ def test_prompts_of_a_quantized_model_give_what_each_gives_alone() -> None:
     assert together == [generate(model, prompt, 10)[0] for prompt in PROMPTS]
 
 
-def test_greedy_equals_the_definition() -> None:
+@pytest.mark.parametrize("added", [0, 1])
+def test_greedy_equals_the_definition(added: int) -> None:
     model, tokens = build(), list(PROMPTS[2])
+    model.layers.extend(copy.deepcopy(block) for block in model.layers[:added])
     for _ in range(8):
         with torch.no_grad():
             tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
