@@ -38,8 +38,8 @@ from lezero.serve.program import Fed
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 _LOG = logger("serve")
-_MOST = 64
-"""Sequences of a replayed step at most."""
+_SOME, _MOST = 4, 64
+"""Sequences of a replayed step: at least beside others (by arithmetic, not measured), at most."""
 _PIECES = 64
 _ROUNDS, _REPLAYS = 5, 10
 
@@ -77,11 +77,12 @@ class CapturedProgram(PlainProgram):
     @torch.no_grad()
     def run(self, fed: Sequence[Fed]) -> Tensor:
         """Single tokens by their graph, also beside prompts and drafts, which run after it: no
-        sequence of a step reads what another writes. Then weights are read twice, but nothing is
-        launched for each single token."""
+        sequence of a step reads what another writes. Then weights are read twice, and nothing is
+        launched for each single token, which pays where there are some."""
         single = [one for one in fed if _is_single(one)]
+        worth = len(single) == len(fed) or len(single) >= _SOME
         with device.using(self.place):
-            step = self._step(single)
+            step = self._step(single) if worth else None
             if step is None:
                 return super().run(fed)
             step.fill(single, self._nobody)

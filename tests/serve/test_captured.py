@@ -110,7 +110,8 @@ def test_single_tokens_stay_in_their_graph_beside_prompts_and_drafts(
     model = small().double()
     prompt, part = Fed(range(7), 0, [4], [6]), Fed(range(9), 0, [6])
     drafts = Fed([5, 6, 7], 5, [7], [0, 1, 2])
-    fed = [Fed([8], 20, [3, 1], [0]), prompt, part, Fed([4], 0, [5], [0]), drafts]
+    ones = [Fed([8], 20, [3, 1], [0]), *(Fed([n], 0, [n], [0]) for n in (5, 8, 9))]
+    fed = [ones[0], prompt, part, *ones[1:], drafts]
     found, plainly = [], list[list[Fed]]()
     for program in (PlainProgram(model), CapturedProgram(model, again)):
         program.reserve(12)
@@ -118,9 +119,9 @@ def test_single_tokens_stay_in_their_graph_beside_prompts_and_drafts(
         ran = program._states
         monkeypatch.setattr(program, "_states", lambda x, ran=ran: (plainly.append(x), ran(x))[1])
         found.append(program.run(fed))
-        found.append(program.run([part, prompt]))
-    assert plainly == [fed, [part, prompt], [prompt, part, drafts], [part, prompt]]
-    assert found[0].shape[0] == 6
+        found.append(program.run(few := [part, prompt, *ones[:3]]))
+    assert plainly == [fed, few, [prompt, part, drafts], few]
+    assert found[0].shape[0] == 8
     torch.testing.assert_close(found[2:], found[:2])
 
 
