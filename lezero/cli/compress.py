@@ -17,8 +17,9 @@ def compress(
     """Quantize a model: folder in, folder out, with size, perplexity and speed before and after.
 
     The model is a causal language model: a Hugging Face folder, a run of the trainer or a .gguf
-    file; lz.quantize_ takes any other module. Layers that are not faster on this machine stay as
-    they were, unless the config says objective: size.
+    file; lz.quantize_ takes any other module. Layers that are not faster on this machine's
+    processor stay as they were, unless the config says objective: size; for a GPU, give
+    lz.quantize_ the model there.
     """
     from lezero.jobs.compress import compress as run
     from lezero.jobs.compress_config import CompressConfig

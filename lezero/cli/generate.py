@@ -35,7 +35,11 @@ def generate(
         Path | None, typer.Option(help="Where the answers go, a line each; stdout without it.")
     ] = None,
     weights: Annotated[
-        str, typer.Option(help="auto, fp32, bf16, int8 or int4; auto is fp32 for one prompt.")
+        str,
+        typer.Option(
+            help="auto, fp32, bf16, int8 or int4; auto is fp32 for a prompt to a Llama-like model "
+            "on a CPU without --kv and --draft."
+        ),
     ] = "auto",
     kv: Annotated[str, typer.Option(help="Keys and values in bf16 or int8, or auto.")] = "auto",
     draft: Annotated[

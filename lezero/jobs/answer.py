@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from lezero.core import device
 from lezero.core.errors import ConfigError, FileError, NumericsError
 from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
@@ -37,12 +38,14 @@ def continued(
 ) -> Iterator[str]:
     """The prompt, then pieces of its continuation as they come.
 
-    Plain generation in fp32; the engine where weights, kv or a draft are given, and for models that
-    transformers' code runs, or whose folder names a repetition penalty, which plain generation
-    lacks (then in fp32 too). tokens: most new ones; without it 128, or what there is room for.
+    Plain generation in fp32; the engine on an accelerator, where weights, kv or a draft are given,
+    and for models that transformers' code runs, or whose folder names a repetition penalty, which
+    plain generation lacks (then in fp32 too). tokens: most new ones; without it 128, or what there
+    is room for.
     """
     model, draft = expand_home(model), draft and expand_home(draft)
-    if (weights, kv, draft) == ("auto", "auto", None) and not is_foreign(model):
+    asked = (weights, kv, draft) != ("auto", "auto", None)
+    if not (asked or is_foreign(model)) and device.device().type == "cpu":
         own = read_generation(model)
         if own.repetition_penalty == 1:
             own.tell()

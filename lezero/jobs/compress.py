@@ -68,8 +68,8 @@ def compress(config: CompressConfig) -> Compressed:
         if not quantized_layers(model):
             print(report, flush=True)
             raise LeZeroError(
-                f"none of {len(report.layers)} layers became faster on this machine, so nothing "
-                "was written; objective: size makes the model smaller all the same"
+                f"none of {len(report.layers)} layers became faster on this machine's processor, "
+                "so nothing was written; objective: size makes the model smaller all the same"
             )
         before, after = report.quality_before, report.quality_after
         assert before is not None

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from lezero import checkpoint
 from lezero.compress.quantize import Int4Weight, Int8Weight, Scheme, dequantize_, quantize_
 from lezero.compress.quantize.gguf import kept_share, load_gguf_blocks
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import device, room
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data.tokenizer import holds_tokenizer
+from lezero.files import reading
+from lezero.files.generation import list_generations
 from lezero.hub.foreign import is_foreign
 from lezero.hub.opened import open_model, require_model
 from lezero.memory.allocator import can_come_from_malloc
@@ -136,13 +140,25 @@ def _require_room(place: Path, weights: Weights, kept: bool) -> None:
         matrix = 4 if wide is None else wide.itemsize
         needed = bytes_read(read_gguf_header(place).tensors, matrix, kept)
     else:
-        named = any((place / name).is_file() for name in (SINGLE, INDEX))
-        files = weight_files(place) if named else []  # none of a run
-        needed = sum(file.stat().st_size for file in files)
+        needed = _bytes_stored(place)
         if weights == "fp32" and _kept_in_16_bits(place / "config.json"):
             needed *= 2
     smaller = _SMALLER["fp32"] if weights == "fp32" else ""
     _need(needed, place, weights, "are read", smaller)
+
+
+def _bytes_stored(place: Path) -> int:
+    """Of the weights in a folder: a model's, a quantized one, or the newest of a run."""
+    if any((place / name).is_file() for name in (SINGLE, INDEX)):
+        return sum(file.stat().st_size for file in weight_files(place))
+    newest = list_generations(checkpoint.checkpoint_root(place))[-1:]
+    at = place if checkpoint.is_generation(place) or not newest else newest[0]
+    with suppress(LeZeroError):  # who opens the model says what is wrong
+        found = reading.read_generation(at, select=lambda _: False)
+        own = [name for name in found.forms if name not in found.ties]
+        of_model = [name for name in own if name.startswith("model/")] or own
+        return sum(found.forms[name].nbytes for name in of_model)
+    return 0
 
 
 def _need(needed: int, place: Path, weights: Weights, how: str, smaller: str) -> None:

@@ -88,7 +88,8 @@ def open_writer(place: str) -> Writer:
     tokenizer = load_tokenizer(folder)
     if folder != Path(place):  # of a run, which was trained without start tokens
         return Writer(model, tokenizer, (tokenizer.eos,))
-    return Writer(model, tokenizer, stop_tokens(folder), tokenizer.start)
+    ends = dict.fromkeys((tokenizer.eos, *stop_tokens(folder)))
+    return Writer(model, tokenizer, tuple(ends), tokenizer.start)
 
 
 def _is_text(prompt: str) -> bool:

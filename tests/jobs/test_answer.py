@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lezero.cli.main import main
 from lezero.core import device
@@ -186,6 +187,21 @@ def test_one_prompt_is_continued_by_the_engine_where_its_options_are_given(
     assert len(capsys.readouterr().out) > 400
     assert main(["generate", str(folder), "-p", "abc", "-n", "0", *given]) == 2
     assert "-n: got '0', allowed is greater than or equal to 1" in capsys.readouterr().err
+
+
+def test_one_prompt_is_continued_by_the_engine_on_an_accelerator(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain generation runs where the model is read, on the processor."""
+    module = importlib.import_module("lezero.jobs.answer")
+
+    def opened(place: str, *, weights: str, **_: Any) -> None:
+        raise LookupError(weights)
+
+    monkeypatch.setattr(device, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(module, "LLM", opened)
+    with pytest.raises(LookupError, match="auto"):
+        list(module.continued(str(folder), "abc", 3, {}))
 
 
 def test_one_prompt_is_continued_by_transformers_where_it_must(

@@ -19,9 +19,11 @@ from lezero.compress.quantize import (
     Nf4,
     dequantize_,
     quantize_,
+    save_quantized,
 )
 from lezero.core import device, facts
 from lezero.core.errors import ConfigError, FileError, OrderError
+from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import Transformer, load_gguf, save_hf
 from lezero.ops.decoder import native
 from lezero.serve import opening
@@ -31,6 +33,7 @@ from lezero.serve.opening import open_program, program_of
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Fed, Program
 from lezero.serve.sampling import SamplingParams
+from lezero.train import Engine
 from tests.serve.models import small
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
@@ -302,6 +305,26 @@ def test_a_given_coder_stands_in_for_a_tokenizer_that_cannot_be_read(tmp_path: P
     with pytest.raises(FileError, match="its tokenizer cannot be read"):
         LLM(path)
     assert len(LLM(path, coder=CODER).generate([1, 2, 3], GREEDY)[0].tokens) == 8
+
+
+@pytest.mark.parametrize("kind", ["run", "quantized"])
+def test_room_for_what_has_no_files_of_hugging_face(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(device, "device", lambda: torch.device("cpu"))
+    if kind == "run":
+        model = small(vocab=257)
+        engine = Engine(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+        engine.save(tmp_path, model=model.config.to_dict())
+        takes = sum(x.nbytes for x in model.state_dict().values())
+    else:
+        save_quantized(model := quantized(), tmp_path)
+        takes = sum(x.nbytes for x in model.state_dict().values())
+    bytes_tokenizer().save(tmp_path / ("tokenizer" if kind == "run" else ""))
+    asked: list[int] = []
+    monkeypatch.setattr(opening, "_need", lambda needed, *_: asked.append(needed))
+    open_program(tmp_path, "auto")
+    assert asked == [takes]
 
 
 def test_what_holds_no_model_is_told_what_was_looked_for(tmp_path: Path) -> None:

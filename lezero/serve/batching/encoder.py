@@ -74,7 +74,7 @@ class SentenceEncoder(BatchedModel):
         self.usual = [self._of_length(n) for n in _USUAL]
         self.description = (
             f"encoder of {config.layers} layers, {config.dim} wide, {self.weights} weights, "
-            f"{self.folder.pooling} of tokens, up to {self.longest} tokens"
+            f"{self.folder.pooling} of tokens, up to {self.longest} tokens, on the processor"
         )
 
     def tokens(self, text: str) -> list[int]:
