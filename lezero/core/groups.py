@@ -233,10 +233,9 @@ def abort() -> None:
 
     if not active():
         return
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(ValueError, RuntimeError):  # another thread may end it
-            if dist.get_backend(group) != "gloo":  # NCCL's own way; the sockets are Gloo's
-                group.abort()
+    # NCCL's own way; the sockets are Gloo's.
+    if dist.get_backend() != "gloo" and dist.group.WORLD is not None:
+        dist.group.WORLD.abort()
     sockets.shut()
 
 
@@ -311,7 +310,7 @@ def _exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     with watched("all_gather", (1,), torch.int64, "size of a document"):
         mine = torch.tensor([body.numel()], device=place)
         in_flight.wait(dist.all_gather(sizes, mine, group=group, async_op=True))
-        longest = int(max(size.item() for size in sizes))  # where the host waits for NCCL
+    longest = int(max(size.item() for size in sizes))
     padded = torch.zeros(longest, dtype=torch.uint8, device=place)
     padded[: body.numel()] = body
     bodies = [torch.empty_like(padded) for _ in sizes]
@@ -319,9 +318,8 @@ def _exchange(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     shape = padded.shape if group is None else ()
     with watched("all_gather", shape, padded.dtype, "document"):
         in_flight.wait(dist.all_gather(bodies, padded, group=group, async_op=True))
-        bodies = [body.cpu() for body in bodies]
     return [
-        json.loads(bytes(b[: int(size.item())].numpy().tobytes()))
+        json.loads(bytes(b[: int(size.item())].cpu().numpy().tobytes()))
         for b, size in zip(bodies, sizes, strict=True)
     ]
 

@@ -134,12 +134,6 @@ class Replicated(Gradients):
             with groups.watched("broadcast", (), None, "buffers of the model"):
                 self._wrapped._sync_buffers()
 
-    def norm(self, parameters: list[torch.Tensor]) -> float:
-        if groups.kind() == "cpu":
-            return super().norm(parameters)
-        with groups.watched("all_reduce", (), None, "gradients"):  # the host waits for them here
-            return super().norm(parameters)
-
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
         self._silent, self._met = not counts, False

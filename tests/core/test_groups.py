@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lezero as lz
-from lezero.core import device, groups, launched, meeting, sockets
+from lezero.core import device, groups, launched, meeting
 from lezero.core.errors import ConfigError, DistributedError, OrderError
 from tests.ranks import RankPool
 
@@ -107,28 +107,6 @@ def left_alone() -> str:
 
 def test_a_rank_that_left_is_told_of_where_documents_are_exchanged(ranks: RankPool) -> None:
     assert ranks(2, left_alone)[0] == "rank 0 lost contact with another rank, which died or left"
-
-
-def test_every_group_of_nccl_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[str] = []
-
-    class Group:
-        def __init__(self, name: str, backend: str) -> None:
-            self.name, self.backend = name, backend
-
-        def abort(self) -> None:
-            ended.append(self.name)
-            if self.name == "all":
-                raise RuntimeError("it was ended")
-
-    made = [Group("all", "nccl"), Group("wire", "nccl"), Group("crew", "gloo")]
-    monkeypatch.setattr(groups, "active", lambda: True)
-    monkeypatch.setattr(dist, "get_backend", lambda group=made[0]: group.backend)
-    monkeypatch.setattr(sockets, "shut", lambda: ended.append("sockets"))
-    world = SimpleNamespace(pg_map=dict.fromkeys(made))
-    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
-    groups.abort()
-    assert ended == ["all", "wire", "sockets"]
 
 
 def patience() -> tuple[float, float]:

@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lezero.core import device, groups, in_flight
+from lezero.core import groups, in_flight
+from lezero.core.device import with_doubles
 from lezero.core.errors import ConfigError
 from lezero.ops.square_sum import square_sums
 from lezero.parallel.zero.held import HELD, Held, local
@@ -114,7 +115,6 @@ def _summed(gradients: list[DTensor], norm_type: float) -> list[float]:
         for dim in cuts:
             with groups.watched("all_reduce", total.shape, total.dtype, _LABEL):
                 dist.all_reduce(total, op, group=mesh.get_group(dim))
-                device.mark(total.device)()
         found += (total.pow(1 / norm_type) if powers else total).tolist()
     return found
 
@@ -136,8 +136,7 @@ def _exchanged(helds: list[Held], lines: Lines, norm_type: float) -> list[float]
     every = [torch.empty_like(mine) for _ in range(ranks)]
     with groups.watched("all_gather", mine.shape, mine.dtype, _LABEL):
         in_flight.wait(dist.all_gather(every, mine, group=lines.group, async_op=True))
-        found: list[float] = torch.stack(every).flatten().tolist()  # where the host waits for NCCL
-    return found
+    return torch.stack(every).flatten().tolist()
 
 
 def chunk(held: Held, rank: int, ranks: int, split: bool) -> torch.Tensor | None:
@@ -188,7 +187,7 @@ def at_once(tensors: Sequence[torch.Tensor | None], place: torch.device) -> torc
     there = [x for x in mine if x.numel() and x is not nothing]
     norms = iter(torch._foreach_norm(there, 2, dtype=wide) if there else ())
     found = [next(norms) if x.numel() and x is not nothing else nothing for x in mine]
-    return device.with_doubles(torch.stack(found)).double().square()
+    return with_doubles(torch.stack(found)).double().square()
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:

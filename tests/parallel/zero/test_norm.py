@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lezero.core import groups, observer
+from lezero.core import groups
 from lezero.core.errors import ConfigError, DistributedError
 from lezero.parallel.zero import Zero, clip_grad_norm_, grad_norm, norm, shard_
-from lezero.train.gradients import Replicated
 from tests.parallel.zero.models import batches, loss_of, make
 from tests.ranks import RankPool
 
@@ -101,43 +100,3 @@ def test_complex_gradients_count_by_their_magnitude(norm_type: float) -> None:
     grads = [one.grad.conj() for one in made]  # type: ignore[union-attr]
     both = [norm.squares(grads, torch.device("cpu")), norm.at_once(grads, torch.device("cpu"))]
     torch.testing.assert_close(*both)
-
-
-class Noting:
-    """An observer that notes when a collective begins and ends."""
-
-    def __init__(self, noted: list[str]) -> None:
-        self.noted = noted
-
-    def enter(self, *call: Any) -> None:
-        self.noted.append("enter")
-
-    def leave(self) -> None:
-        self.noted.append("leave")
-
-
-def read_where() -> list[list[str]]:
-    found = []
-    listed = torch.Tensor.tolist
-    parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = torch.ones(3)
-    replicated = Replicated(nn.Linear(2, 2))
-    sharded = shard_(make(), Zero(stage=3))
-    (mine,) = batches(1, 2, groups.rank())
-    loss_of(sharded, mine).backward()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "kind", lambda: "cuda")
-        for read in (lambda: replicated.norm([parameter]), lambda: grad_norm(sharded)):
-            noted: list[str] = []
-            patch.setattr(observer, "current", lambda noted=noted: Noting(noted))
-            patch.setattr(
-                torch.Tensor, "tolist", lambda x, noted=noted: noted.append("read") or listed(x)
-            )
-            read()
-            found.append(noted)
-    return found
-
-
-def test_the_watch_sees_where_the_host_waits_for_gradients(ranks: RankPool) -> None:
-    """NCCL's collectives are over for the host when they are queued."""
-    assert ranks(2, read_where) == [[["enter", "read", "leave"]] * 2] * 2
