@@ -176,8 +176,6 @@ class RunConfig(Config):
                 if given:
                     raise ValueError(f"{name} needs the section zero; stage 0 splits nothing")
             return self
-        if zero.stage == 0 and self.wire.gather != "none":
-            raise ValueError("wire.gather needs zero.stage 1, 2 or 3; stage 0 gathers nothing")
         if train.precision == "fp16":
             raise ValueError("train.precision fp16 does not go with zero; use bf16")
         if train.precision != "auto" and zero.compute not in ("auto", train.precision):

@@ -63,8 +63,6 @@ def shard_(
     checks.agree_on_tensors(model)
     place = _place(model)
     arranged = arrange(config.stage, mesh, place.type)
-    if config.stage == 0 and wire.gather != "none":
-        raise ConfigError(f"wire.gather: got {wire.gather!r}, but stage 0 gathers nothing")
     share((*model.named_parameters(), *model.named_buffers()))
     if fsdp.fits(model, config, wire, arranged, place):
         model.__dict__[SHARDING] = fsdp.apply(model, config, arranged)
