@@ -27,6 +27,8 @@ class BatchedModel(ABC):
     description: str
     usual: Sequence[float] = (1.0,)
     """Work of usual requests, for the first plan; real ones take their place."""
+    on_cpu: bool = True
+    """Whether it runs on a CPU alone: an error on an accelerator may end all that follows."""
 
     @abstractmethod
     def run(self, items: Sequence[Any]) -> Sequence[Any]:

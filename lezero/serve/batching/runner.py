@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from lezero.core.errors import LeZeroError
 from lezero.core.log import logger
 from lezero.serve.batching.batcher import Ask, Batch, Batcher
@@ -233,7 +235,8 @@ class Runner:
             self.counts.failed_steps += 1
             alone = len(items) == 1
             found = [self._failed(error)] if alone else [self._alone(item) for item in items]
-            if all(isinstance(x, FailedError) and x.cause for x in found):
+            failed = all(isinstance(x, FailedError) and x.cause for x in found)
+            if failed and not self.model.on_cpu:
                 self._break_if_dead()
             if not any(isinstance(x, FailedError) for x in found):
                 said = self._said(error)
@@ -242,9 +245,11 @@ class Runner:
 
     def _break_if_dead(self) -> None:
         """Ends all requests where the model does not even run what it was measured with: on an
-        accelerator an index out of range ends all work of the process."""
+        accelerator an index out of range ends all work of the process. Memory comes back."""
         try:
             self.model.run(next(self.model.samples()))
+        except (MemoryError, torch.OutOfMemoryError):
+            return
         except BaseException as error:
             _LOG.error("the model runs nothing any more: %s", self._said(error))
             self._break(error)

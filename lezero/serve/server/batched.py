@@ -166,8 +166,8 @@ class BatchFace(Face):
             rows, is_single = await self._items(
                 exchange, len(body), lambda: read_inputs(body, kind, model, self.name)
             )
-            exchange.expect(answer_bytes(rows, model, wanted))
             answers = await self._answers(exchange, rows)
+            exchange.expect(answer_bytes(answers, wanted))
             count = sum(x.numel() for row in answers for x in row.values())
             told = await self._lanes.write(count, lambda: told_outputs(answers, is_single, wanted))
         return told, wanted

@@ -89,7 +89,7 @@ class Exchange:
         )
 
     def expect(self, length: int) -> None:
-        """Counts an answer of about so many bytes, vectors and body, before it is made. Raises
+        """Counts an answer of about so many bytes, numbers and body, before that is made. Raises
         `Problem` (503) where that is too much beside others."""
         self._held.refuse_beyond(length)
         self._hold(length)

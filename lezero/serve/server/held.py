@@ -32,8 +32,8 @@ class Held:
         if not self.bytes or self.bytes + more <= self._most:
             return
         self._cut_off()
-        problem = f"answers of {self.bytes >> 10} KiB wait for their clients to read them, as many"
-        raise Problem(503, f"{problem} as may; try again later", code="overloaded", retry_s=1)
+        problem = f"answers of {self.bytes >> 10} KiB are made or wait to be read, as many as may"
+        raise Problem(503, f"{problem}; try again later", code="overloaded", retry_s=1)
 
     @contextmanager
     def sending(self) -> Iterator[None]:

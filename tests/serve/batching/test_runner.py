@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from lezero.serve.batching.batcher import Batcher, FullError
 from lezero.serve.batching.curve import Curve
@@ -76,12 +77,12 @@ class Unsure(Doubling):
 class Dying(Doubling):
     """Runs nothing any more after 15, as an accelerator after an index out of range."""
 
-    dead = False
+    dead, on_cpu, error = False, False, RuntimeError("device-side assert triggered")
 
     def run(self, items: Sequence[Any]) -> Sequence[Any]:
         self.dead |= 15 in items
         if self.dead:
-            raise RuntimeError("device-side assert triggered")
+            raise self.error
         return super().run(items)
 
 
@@ -181,6 +182,21 @@ def test_a_model_that_breaks_for_good_is_not_healthy(count: int) -> None:
         assert runner.active == 0
         with pytest.raises(FailedError, match="for good"):
             Asked(runner, 1)
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "error"),
+    [(True, RuntimeError("busy")), (False, MemoryError()), (False, torch.OutOfMemoryError())],
+)
+def test_a_model_that_may_recover_breaks_nothing(on_cpu: bool, error: Exception) -> None:
+    model = Dying()
+    model.on_cpu, model.error = on_cpu, error
+    for runner in running(model):
+        assert isinstance(Asked(runner, 15).wait(), FailedError)
+        assert isinstance(Asked(runner, 1).wait(), FailedError)
+        model.dead = False
+        assert Asked(runner, 1).wait() == [2]
+        assert runner.broken is None
 
 
 def test_one_that_fails_harms_no_other(runner: Runner, model: Doubling) -> None:

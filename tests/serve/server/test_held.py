@@ -78,12 +78,38 @@ def test_embeddings_count_before_they_are_made() -> None:
         until(lambda: held.bytes == 0)
 
 
-def test_what_a_module_gives_is_foretold_by_its_example() -> None:
-    model = InferModule(Net(), torch.zeros(1, 4))
-    rows, _ = model.rows({"input": torch.zeros(100, 4)})
-    assert inference.answer_bytes(rows, model, inference.TENSORS) == 100 * 2 * 12
-    found = inference.told_outputs(model.run(rows), False, JSON)
-    assert len(found) <= inference.answer_bytes(rows, model, JSON) <= 2 * len(found)
+class Sized(torch.nn.Module):
+    """Outputs that grow faster than their input, or not at all."""
+
+    def __init__(self, grows: bool) -> None:
+        super().__init__()
+        self.grows = grows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, None] @ x[:, None] if self.grows else x.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_a_module_gives_counts_by_its_size(grows: bool) -> None:
+    model = InferModule(Sized(grows), torch.rand(2, 4), torch.rand(1, 256))
+    body = {"inputs": [[1] * 256] * (2 if grows else 200)}  # gives 131,072 numbers, or 200
+    with serving_batches(model, answers_bytes=MIB) as client:
+        held = client.server.app.held
+        held.bytes += MIB - (100 << 10)
+        found = client.ask("/v1/infer", body)
+        assert found.status == (503 if grows else 200)
+        assert not grows or "are made or wait to be read" in found.error["message"]
+        until(lambda: held.bytes == MIB - (100 << 10))
+        held.bytes = 0
+        assert client.ask("/v1/infer", body).status == 200, "alone"
+
+
+def test_what_a_module_gives_takes_its_outputs_and_a_body() -> None:
+    found = InferModule(Net(), torch.zeros(1, 4)).run([{"input": torch.rand(4)}] * 100)
+    for kind in (JSON, inference.TENSORS):
+        length = len(inference.told_outputs(found, False, kind))
+        own = 100 * 12
+        assert length + own <= inference.answer_bytes(found, kind) + 200 <= 2 * (length + own)
 
 
 @pytest.mark.parametrize("which", ["llm", "module"])
