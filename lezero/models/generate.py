@@ -146,6 +146,8 @@ def _steps(
     tokens_BT = torch.tensor(padded, device=device)
     pads_B1 = torch.tensor(pads, device=device)[:, None]
     cache = KVCache(config, width + max_new_tokens) if use_cache else None
+    own = type(model).forward is not Transformer.forward or "forward" in vars(model)
+    last = {} if own else {"last": True}  # a forward of the user's own may not know it
     alive = set(prompts)
     fed = 0
     for step in range(max_new_tokens):
@@ -156,7 +158,7 @@ def _steps(
         if any(pads):
             positions = torch.arange(fed, end, device=device)[None] - pads_B1
         with torch.no_grad():
-            logits_BV = model(tokens_BT[:, fed:], cache, positions, last=True)[:, 0]
+            logits_BV = model(tokens_BT[:, fed:], cache, positions, **last)[:, -1]
             next_B = choose(logits_BV, sampling, [end - pad for pad in pads], list(prompts))
         if cache is not None:
             fed = end

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.log import logger
 from lezero.models.config import SCALING_TAKES, RopeScaling, TransformerConfig
 from lezero.models.rope import attention_factor
 
+_LOG = logger("models")
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 _ARCHITECTURES = {
@@ -178,7 +180,8 @@ def to_hf(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     The type is the plainest that can express it: llama, mistral (a sliding window, or heads that do
     not divide `dim`, which transformers refuses in a llama), qwen2 (biases on query, key and value
     alone) or qwen3 (norms on queries and keys). A combination that none of them has is a
-    `ConfigError`.
+    `ConfigError`, but biases beside heads that do not divide `dim` are a llama, with a warning,
+    which only transformers before 5 opens.
     """
     kind = _kind(config)
     data: dict[str, Any] = {"architectures": [_ARCHITECTURES[kind]], "model_type": kind}
@@ -227,19 +230,27 @@ def _scaling_to_hf(scaling: RopeScaling, context: int) -> dict[str, Any]:
 
 
 def _kind(config: TransformerConfig) -> str:
+    has_biases = config.attention_bias != "none" or config.mlp_bias
     if config.qk_norm:
         kind, fits = "qwen3", config.attention_bias != "qkv" and not config.mlp_bias
     elif config.attention_bias == "qkv":
         kind, fits = "qwen2", not config.mlp_bias
-    elif config.sliding_window is not None or config.dim % config.heads:
-        kind, fits = "mistral", config.attention_bias == "none" and not config.mlp_bias
+    elif config.sliding_window is not None:
+        kind, fits = "mistral", not has_biases
+    elif config.dim % config.heads and not has_biases:
+        kind, fits = "mistral", True
     else:
         kind, fits = "llama", True
+        if config.dim % config.heads:
+            _LOG.warning(
+                "no Hugging Face model type has biases and %d heads of dim=%d; saved as a llama, "
+                "which LeZero opens, and transformers before 5",
+                *(config.heads, config.dim),
+            )
     if not fits:
         raise ConfigError(
             "no Hugging Face model type has this combination: "
             f"attention_bias={config.attention_bias}, mlp_bias={config.mlp_bias}, "
-            f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}, "
-            f"heads={config.heads} of dim={config.dim}"
+            f"qk_norm={config.qk_norm}, sliding_window={config.sliding_window}"
         )
     return kind

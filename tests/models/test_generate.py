@@ -51,6 +51,24 @@ def test_logits_are_made_of_the_last_token_of_a_prompt_alone() -> None:
     assert rows == [1] * 5
 
 
+class Scaled(Transformer):
+    """A forward of its own, with the arguments that it had when it was written."""
+
+    def forward(self, tokens_BT: Any, cache: Any = None, positions: Any = None) -> Any:  # type: ignore[override]
+        return 2 * super().forward(tokens_BT, cache, positions)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_forward_of_its_own_generates(where: str) -> None:
+    model = build()
+    wanted = generate(model, PROMPTS, 5)
+    if where == "class":
+        model.__class__ = Scaled
+    else:
+        model.forward = lambda *given: Transformer.forward(model, *given)  # type: ignore
+    assert generate(model, PROMPTS, 5) == wanted
+
+
 def test_prompts_of_a_quantized_model_give_what_each_gives_alone() -> None:
     model = build()
     quantize_(model, Int8Weight(), objective="size")

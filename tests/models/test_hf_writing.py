@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -40,6 +41,19 @@ def test_what_lies_beside_stays(tmp_path: Path, monkeypatch: Any) -> None:
     assert eps(tmp_path / "link") == 0.1
     assert (tmp_path / "m").stat().st_ino == number
     assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("biases", [{"attention_bias": "qkvo"}, {"mlp_bias": True}])
+def test_what_no_type_of_transformers_5_takes_is_saved_all_the_same(
+    biases: dict[str, Any], tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    model = build(heads=3, dim=40, head_dim=8, **biases)
+    save_hf(model, tmp_path)
+    assert "3 heads of dim=40; saved as a llama" in caplog.text
+    again = load_hf(tmp_path)
+    assert again.config == model.config
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
 
 
 def test_a_folder_that_is_half_replaced_does_not_open_but_is_saved_to(
