@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError
+from lezero.core.log import logger
 from lezero.data.special import SETTINGS, both_settings, read_object
 
 OLD_LIST = "added_tokens.json"
 _LISTED = "added_tokens_decoder"
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
+_LOG = logger("data")
+_SHOWN = 5
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -22,9 +25,8 @@ def with_declared(inner: Any, folder: Path, *, old_list: bool) -> Any:
     count before those in tokenizer.json. Where it is missing, special_tokens_map.json counts, and
     added_tokens.json (if `old_list`) for what tokenizer.json does not add. Special tokens that
     settings name without an id are added if they are in the vocabulary; what it lacks no model has
-    learned, so that, other than in transformers, it stays text.
-
-    Raises `FileError` where a listed token would get another id than the listed one.
+    learned, so that, other than in transformers, it stays text. So does, with a warning, a listed
+    token that the tokenizer cannot give the listed id; one of its vocabulary keeps the id there.
     """
     known = inner.get_added_tokens_decoder()
     named, settings = both_settings(folder)
@@ -36,26 +38,46 @@ def with_declared(inner: Any, folder: Path, *, old_list: bool) -> Any:
         listed = dict(_listed(settings[_LISTED], path))
     else:
         old = dict(_old_list(path, special)) if old_list else {}
-        listed = {number: token for number, token in old.items() if number not in known}
+        texts = {token.content for token in known.values()}
+        listed = {i: x for i, x in old.items() if i not in known and x.content not in texts}
     flags = {repr(token) for token in known.values()}
-    listed = {number: x for number, x in sorted(listed.items()) if repr(x) not in flags}
-    for token in listed.values():
+    changed = [(i, x) for i, x in sorted(listed.items()) if x.content and repr(x) not in flags]
+    fit = _that_fit(inner, known, changed, path)
+    for token in fit:
         token.special = token.special or token.content in by_name
-    there = {token.content for token in (*known.values(), *listed.values())}
+    there = {token.content for token in (*known.values(), *fit)}
     missing = {text: token for text, token in special.items() if text not in there}
     plain = [token for text, token in missing.items() if inner.token_to_id(text) is not None]
-    inner.add_tokens([*listed.values(), *plain])
-    for number, token in listed.items():
-        found = inner.token_to_id(token.content)
-        if found != number:
-            raise FileError(
-                f"{path}: lists {token.content!r:.80} as token {number}, but with this "
-                f"tokenizer.json it is token {found}; copy both files of the model again"
-            )
+    inner.add_tokens([*fit, *plain])
     hidden = {token.content for token in known.values() if token.special}
-    if any(token.content in hidden and not token.special for token in listed.values()):
+    if any(token.content in hidden and not token.special for token in fit):
         return type(inner).from_str(inner.to_str())  # else the package goes on to hide them
     return inner
+
+
+def _that_fit(
+    inner: Any, known: Mapping[int, Any], listed: Iterable[tuple[int, Any]], path: Path
+) -> list[Any]:
+    """Of listed tokens, by rising id, those that are in the vocabulary or come next behind it."""
+    following = max(inner.get_vocab_size(with_added_tokens=False), *(i + 1 for i in known), 0)
+    fit, new, others = list[Any](), set[str](), list[str]()
+    for number, token in listed:
+        if inner.token_to_id(token.content) is not None or token.content in new:
+            fit.append(token)
+        elif number == following:
+            fit.append(token)
+            new.add(token.content)
+            following += 1
+        else:
+            others.append(f"{token.content!r:.80} as {number}")
+    if others:
+        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+        _LOG.warning(
+            "%s lists tokens that do not fit tokenizer.json, %s%s: they stay text; if texts hold "
+            "them, copy both files of the model again",
+            *(path, ", ".join(others[:_SHOWN]), more),
+        )
+    return fit
 
 
 def _specials(
@@ -104,7 +126,7 @@ def _old_list(path: Path, special: Mapping[str, Any]) -> Iterator[tuple[int, Any
 
 
 def _token(fields: Any, name: str) -> Any:
-    from tokenizers import AddedToken
+    import tokenizers
 
     if not isinstance(fields, dict) or not isinstance(fields.get("content"), str):
         raise FileError(f"{name}: got {fields!r:.80}, allowed is a token with its content")
@@ -112,4 +134,4 @@ def _token(fields: Any, name: str) -> Any:
     wrong = [flag for flag, value in flags.items() if not isinstance(value, bool)]
     if wrong:
         raise FileError(f"{name}: {wrong[0]}: got {flags[wrong[0]]!r:.40}, allowed are true, false")
-    return AddedToken(fields["content"], **flags)
+    return tokenizers.AddedToken(fields["content"], **flags)

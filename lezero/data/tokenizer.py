@@ -69,7 +69,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. A text above 1 MiB is encoded in pieces that end with a line, where
         that makes no difference."""
-        return [token for part in self.encode_parts(text) for token in part]
+        parts = self.encode_parts(text)
+        found = next(parts)
+        for part in parts:
+            found += part
+        return found
 
     def encode_parts(self, text: str) -> Iterator[list[int]]:
         """The same, piece by piece: a token in a list takes twenty times its text."""

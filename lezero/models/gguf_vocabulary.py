@@ -106,23 +106,14 @@ def gguf_end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
     out. Where no end of a turn is given, as by early conversions, the tokens with the usual names
     of one are ends, as in llama.cpp. Raises `FileError` for a file that cannot be read.
     """
-    metadata = read_gguf_header(path).metadata
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    size = tokens if isinstance(tokens, int) else len(tokens or ())  # of a long list the length
-    ids = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS}
-    known = {key: x for key, x in ids.items() if type(x) is int and 0 <= x < size}
-    named = () if "eot_token_id" in known else _ends_by_name(path)
-    return frozenset([*known.values(), *named])
-
-
-def _ends_by_name(path: str | os.PathLike[str]) -> list[int]:
     keys = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     metadata = read_gguf_header(path, whole=keys).metadata
-    tokens, types = (metadata.get(key) for key in keys)
-    if not isinstance(tokens, list) or not isinstance(types, list):
-        return []
-    pairs = enumerate(zip(tokens, types, strict=False))
-    return [i for i, (name, kind) in pairs if name in _NAMED_ENDS and kind in _NOT_WRITTEN]
+    tokens, types = (x if isinstance(x, list) else [] for x in map(metadata.get, keys))
+    ids = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS}
+    known = {key: x for key, x in ids.items() if type(x) is int and 0 <= x < len(tokens)}
+    pairs = [] if "eot_token_id" in known else enumerate(zip(tokens, types, strict=False))
+    named = [i for i, (name, kind) in pairs if name in _NAMED_ENDS and kind in _NOT_WRITTEN]
+    return frozenset([*known.values(), *named])
 
 
 def gguf_package() -> Any:

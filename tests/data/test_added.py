@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,12 @@ FOLDERS = {
         **named(added_tokens_decoder={}),
         "special_tokens_map.json": {"pad_token": START},
     },
+    "listed elsewhere": named(added_tokens_decoder={"7": {**PLAIN, "content": START}}),
+    "listed twice": named(
+        added_tokens_decoder={str(i): {**PLAIN, "content": NEW} for i in (303, 4)}
+    ),
+    "empty": named(added_tokens_decoder={"5": {**PLAIN, "content": ""}}),
+    "old list elsewhere": {**named(), "added_tokens.json": {START: 7, "<s>": 9}},
     "old list": {
         **named(),
         "added_tokens.json": {START: 300, END: 301, NEW: 303, "<s>": 302},
@@ -130,9 +137,6 @@ def test_a_named_token_that_no_vocabulary_has_stays_text(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        (named(added_tokens_decoder={"7": {"content": NEW}}), "as token 7, .* it is token 303"),
-        (named(added_tokens_decoder={"310": {"content": NEW}}), "'<Tool>' as token 310"),
-        ({"added_tokens.json": {NEW: 7}}, r"added_tokens\.json: lists '<Tool>' as token 7"),
         ({"added_tokens.json": {NEW: "7"}}, r"added_tokens\.json: '<Tool>': got '7'"),
         (named(added_tokens_decoder=[]), "added_tokens_decoder: is no JSON object"),
         (named(added_tokens_decoder={"x": {}}), r"\['x'\]: is no token's number"),
@@ -146,6 +150,26 @@ def test_lists_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(FileError, match=says):
         load_tokenizer(folder_of(tmp_path, files))
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (named(added_tokens_decoder={"302": {**PLAIN, "content": NEW}}), "'<Tool>' as 302"),
+        (named(added_tokens_decoder={"310": {**PLAIN, "content": NEW}}), "'<Tool>' as 310"),
+        ({"added_tokens.json": {NEW: 7}}, "'<Tool>' as 7"),
+    ],
+)
+def test_a_listed_token_that_cannot_have_its_id_stays_text(
+    tmp_path: Path, files: dict[str, Any], says: str, monkeypatch: Any, caplog: Any
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    plain = load_tokenizer(folder_of(tmp_path / "plain", named()))
+    found = load_tokenizer(folder_of(tmp_path / "made", files))
+    assert [found.encode(text) for text in TEXTS] == [plain.encode(text) for text in TEXTS]
+    assert found.vocab_size == 303
+    (said,) = caplog.messages
+    assert f"do not fit tokenizer.json, {says}: they stay text" in said
 
 
 def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
