@@ -2,15 +2,15 @@
 
 [Note: drawn neighbours] An example is often all zeros or ones, and rows that are equal hide what
 they take from each other: attention over two equal keys gives what it gives over one. So rows are
-compared alone and beside others that differ: the example's further rows, and some that are made,
-in which floating numbers are drawn and whole ones trade places with each other, the least with the
-largest and so on. On a CPU whole ones are also mirrored between the least and the largest, with 0
-and 1, so that constant ones change too; mirrored in the second half alone, as a mask of padding;
-and halved to 1 or more, as lengths. A module may refuse such inputs, lengths of 0 or types of a
-vocabulary of 1 for example, so each kind, and each whole input, is also changed alone. On an
-accelerator an index out of range is no refusal: it ends all work of the process there, so nothing
-but numbers of the example is tried, and should a place not take another place's number, the server
-must not start.
+compared alone and beside others that differ, all in one step: the example's further rows, and some
+that are made, in which floating numbers are drawn and whole ones trade places with each other, the
+least with the largest and so on. On a CPU whole ones are also mirrored between the least and the
+largest, with 0 and 1, so that constant ones change too; mirrored in the second half alone, as a
+mask of padding; and halved to 1 or more, as lengths. A module may refuse such inputs, lengths of 0
+or types of a vocabulary of 1 for example, so each kind, and each whole input, is also changed
+alone. On an accelerator an index out of range is no refusal: it ends all work of the process there,
+so nothing but numbers of the example is tried, and should a place not take another place's number,
+the server must not start.
 """
 
 from __future__ import annotations
@@ -40,51 +40,96 @@ def check_rows(run: Run, examples: Sequence[Row], coarseness: float, on_cpu: boo
     """
     example, *others = examples[: 1 + _FURTHER]
     try:
-        for rows in ([example], [example, example]):
-            run(rows)
+        (found,) = run([example])
+        run([example, example])
     except ConfigError:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"module: fails on its example ({problem})") from error
     # All made while the device surely works.
-    pairs = [*_further(example, others), *_pairs(example, on_cpu)]
-    seen = [_check(run, row, other, coarseness) for row, other in pairs]
-    taken = [pair for pair, was_taken in zip(pairs, seen, strict=True) if was_taken]
-    same = [name for name in example if all(a[name] is b[name] for a, b in taken)]
+    further, drawn = list(_further(example, others)), _drawn(example)
+    wholes = list(_other_whole(example, on_cpu))
+    alone = _Alone(run, example, found)
+    for row in (*further, *drawn):
+        alone.takes(row)
+    base = drawn[0] if drawn and drawn[0] in alone else example
+    for whole in wholes:
+        if not alone.takes(base | whole) and base is not example:
+            alone.takes(example | whole)
+    compared = alone.compare(coarseness)
+    same = [name for name in example if all(row[name] is example[name] for row in compared)]
     if same:
+        why = "only the example's numbers are tried on an accelerator"
+        if on_cpu:
+            why = "the module refused all others that were tried; if it takes some all the same"
         _LOG.warning(
-            "rows may depend on each other through %s: the module takes no other numbers of it "
-            "that were tried, or it is on an accelerator, where only the example's are; give an "
-            "example whose rows differ",
-            ", ".join(same),
+            "rows may depend on each other through %s: %s, give an example whose rows differ",
+            *(", ".join(same), why),
         )
-    if not (on_cpu or all(seen)):
+    if not on_cpu and alone.refused:
         _check_survival(run, example)
 
 
-def _check(run: Run, row: Row, other: Row, coarseness: float) -> bool:
-    """False where the module refuses them.
+class _Alone:
+    """What a module gives for rows one by one. Rows that it refuses are left out."""
 
-    The row comes first and last: what takes dim 0 for time shows the first what it is alone.
-    """
-    try:
-        alone = run([row])[0]
-        placed = [run([row, other])[0], run([other, other, row])[2]]
-    except ConfigError:
-        raise
-    except Exception:
-        return False
-    if any(beside.keys() != alone.keys() for beside in placed):
+    def __init__(self, run: Run, first: Row, found: Row) -> None:
+        self._run = run
+        self._found = [(first, found)]
+        self.refused = False
+
+    def __contains__(self, row: Row) -> bool:
+        return any(taken is row for taken, _ in self._found)
+
+    def takes(self, row: Row) -> bool:
+        found = self._answers([row])
+        self._found += [(row, found[0])] if found else []
+        return bool(found)
+
+    def compare(self, coarseness: float) -> list[Row]:
+        """The rows that were compared with what they give beside others: all at once, or where the
+        module refuses that, each beside the first. Raises `ConfigError` where they differ.
+
+        Forwards and backwards: what takes dim 0 for time shows the first what it is alone.
+        """
+        first, *others = self._found
+        for batches in ([self._found], [[first, other] for other in others]):
+            sound = [rows for rows in batches if self._is_sound(rows, coarseness)]
+            if sound:
+                break
+        return [row for rows in sound for row, _ in rows]
+
+    def _is_sound(self, rows: list[tuple[Row, Row]], coarseness: float) -> bool:
+        """False where the module refuses them."""
+        for placed in (rows, rows[::-1]):
+            answers = self._answers([row for row, _ in placed])
+            if answers is None:
+                return False
+            for (_, alone), beside in zip(placed, answers, strict=True):
+                _compare(alone, beside, coarseness)
+        return True
+
+    def _answers(self, rows: Sequence[Row]) -> Sequence[Row] | None:
+        try:
+            return self._run(rows)
+        except ConfigError:
+            raise
+        except Exception:
+            self.refused = True
+            return None
+
+
+def _compare(alone: Row, beside: Row, coarseness: float) -> None:
+    if beside.keys() != alone.keys():
         raise ConfigError("module: gives other outputs for other rows, so they cannot share a step")
     for name, x in alone.items():
-        if not all(_same(x, beside[name], coarseness) for beside in placed):
+        if not _same(x, beside[name], coarseness):
             raise ConfigError(
                 f"module: the rows of {name} depend on each other (batch statistics, attention "
                 "over the batch, a length that follows the longest row, or dim 0 taken for time, "
                 "as by nn.LSTM without batch_first), so requests cannot share a step"
             )
-    return True
 
 
 def _check_survival(run: Run, example: Row) -> None:
@@ -98,32 +143,23 @@ def _check_survival(run: Run, example: Row) -> None:
         ) from error
 
 
-def _further(example: Row, others: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """The same of the example's own rows."""
+def _further(example: Row, others: Sequence[Row]) -> Iterator[Row]:
+    """The example's own rows; inputs that are equal to the first's are the same tensor."""
     for other in others:
         differs = {n: x for n, x in other.items() if not torch.equal(x, example[n])}
         if differs:
-            yield example, example | differs
-            yield example | differs, example
+            yield example | differs
 
 
-def _pairs(example: Row, on_cpu: bool) -> Iterator[tuple[Row, Row]]:
-    """A row, and what is put beside it; inputs that are equal are the same tensor."""
+def _drawn(example: Row) -> list[Row]:
+    """Rows of other floating numbers, if it has such."""
     draw = torch.Generator().manual_seed(0)
     floats = {name: x for name, x in example.items() if _floats(x)}
-    first, second = (
-        {n: torch.randn(x.shape, generator=draw, device="cpu").to(x) for n, x in floats.items()}
-        for _ in range(2)
-    )
-    if first:
-        yield example, example | first
-        yield example | first, example | second
-    for whole in _other_whole(example, on_cpu):
-        if first:
-            yield example, example | first | whole
-            yield example | first | whole, example | second
-        yield example, example | whole
-        yield example | whole, example
+    return [
+        example
+        | {n: torch.randn(x.shape, generator=draw, device="cpu").to(x) for n, x in floats.items()}
+        for _ in range(2 if floats else 0)
+    ]
 
 
 def _other_whole(example: Row, on_cpu: bool) -> Iterator[Row]:

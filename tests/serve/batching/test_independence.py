@@ -73,7 +73,7 @@ def test_an_input_whose_numbers_could_not_be_changed_is_told_of(
     monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
     with caplog.at_level("WARNING", "lezero"):
         InferModule(Packed(), {"x": rows_of(1)[:, :1], "n": torch.ones(1, dtype=torch.int64)})
-    assert "rows may depend on each other through n:" in caplog.text
+    assert "rows may depend on each other through n: the module refused all others" in caplog.text
     assert "give an example whose rows differ" in caplog.text
 
 
@@ -87,6 +87,35 @@ def test_rows_of_their_own_lengths_are_taken(caplog: pytest.LogCaptureFixture) -
 
     InferModule(Last(), (rows_of(2), torch.tensor([10, 3])))
     assert not caplog.messages
+
+
+def test_rows_are_compared_in_few_steps() -> None:
+    steps = list[int]()
+
+    def run(rows: Sequence[Row]) -> Sequence[Row]:
+        steps.append(len(rows))
+        return rows
+
+    check_rows(run, [{"x": x} for x in rows_of(16)], 0.0)
+    assert sum(steps) <= 3 + 3 * 11
+    steps.clear()
+    ids = torch.arange(8) % 3
+    check_rows(run, [dict.fromkeys(("ids", "mask", "types"), ids)], 0.0)
+    assert sum(steps) <= 45
+
+
+def test_where_no_step_takes_all_rows_each_is_compared_beside_the_first() -> None:
+    def run(rows: Sequence[Row]) -> Sequence[Row]:
+        found = torch.stack([row["x"] for row in rows])
+        if len(found) > 2:
+            raise MemoryError
+        return [{"out": x} for x in (found - found.mean(0) if len(found) == mean else found)]
+
+    mean = 3
+    check_rows(run, [{"x": rows_of(1)[0]}], 0.0)
+    mean = 2
+    with pytest.raises(ConfigError, match="depend on each other"):
+        check_rows(run, [{"x": rows_of(1)[0]}], 0.0)
 
 
 class Device:
