@@ -70,7 +70,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    _need_sound_sandbox()
+    need_sound_sandbox()
 
     class Generation(Extension):
         """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training."""
@@ -96,7 +96,8 @@ def _environment() -> Any:
     return environment
 
 
-def _need_sound_sandbox() -> None:
+def need_sound_sandbox() -> None:
+    """Raises `LeZeroError` where templates would run in a sandbox with known ways out."""
     found = metadata.version("jinja2")
     if tuple(map(int, re.findall(r"\d+", found)[:3])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))

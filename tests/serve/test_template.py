@@ -14,7 +14,10 @@ import pytest
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.serve import template as of_templates
+from lezero.serve.server.config import ServeConfig
+from lezero.serve.server.language import LanguageFace
 from lezero.serve.template import render
+from tests.serve.server.running import small_llm
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -159,7 +162,9 @@ def test_a_sandbox_with_known_ways_out_is_not_used(
     if is_sound:
         assert render("a", MESSAGES, {}) == "a"
         return
-    with pytest.raises(
-        LeZeroError, match=rf"need jinja2 3\.1\.6 or newer.* {version} is installed"
-    ):
+    says = rf"need jinja2 3\.1\.6 or newer.* {version} is installed"
+    with pytest.raises(LeZeroError, match=says):
         render("a", MESSAGES, {})
+    LanguageFace(small_llm(template=None), ServeConfig(), "m")
+    with pytest.raises(LeZeroError, match=says):
+        LanguageFace(small_llm(template="a"), ServeConfig(), "m")

@@ -19,15 +19,19 @@ from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.metrics import Metrics
 from lezero.serve.server.stats import gauges, stats
 from lezero.serve.server.worker import Worker
+from lezero.serve.template import need_sound_sandbox
 
 _LONG_BODY = 1 << 16
 """Bytes from which on reading it takes milliseconds."""
 
 
 class LanguageFace(Face):
-    """One `LLM`; see the routes in `questions`."""
+    """One `LLM`; see the routes in `questions`. Raises `LeZeroError` where its chat template cannot
+    run safely, before clients ask."""
 
     def __init__(self, llm: LLM, config: ServeConfig, name: str) -> None:
+        if llm.coder is not None and llm.coder.template is not None:
+            need_sound_sandbox()
         self.llm, self.name, self._config = llm, name, config
         self.metrics, self.tried = Metrics(), Paces()
         self.answered = self.metrics.answered
