@@ -4,6 +4,8 @@
 A writer works in `.tmp-…` beside the target, holds an advisory lock on that folder while it lives,
 makes every file and the folder durable (fsync), and renames it. A reader therefore sees a complete
 folder or none. A folder whose lock is free belongs to a dead writer and is removed by the next one.
+On a network file system a lock may be seen by the machine alone that holds it, so the name tells
+which one made the folder, and others remove it only when it is a day old.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import os
+import platform
+import re
 import secrets
 import shutil
 import stat
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +29,8 @@ from pathlib import Path
 from lezero.core.errors import CorruptError, FileError
 
 _TMP = ".tmp-"
+_OURS = re.compile(r"\.tmp-(?:.+-([0-9a-f]{8})-\d+|gone-.+)-[0-9a-f]{8}", re.DOTALL)
+"""Names that are given here; a writer's tells its machine."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _STALE_SECONDS = 24 * 3600.0
 _FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
@@ -74,10 +82,12 @@ def remove_stale(root: Path) -> list[Path]:
     """Removes what dead writers left in `root`; returns the folders removed."""
     removed = []
     for entry in os.scandir(root):
-        if not entry.name.startswith(_TMP):
+        name = _OURS.fullmatch(entry.name)
+        if name is None or not entry.is_dir(follow_symlinks=False):
             continue
         path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False) and _swept(path):
+        elsewhere = name[1] not in (None, _machine())
+        if (not elsewhere or _old(path)) and _swept(path):
             removed.append(path)
     return removed
 
@@ -169,7 +179,7 @@ def sync_folder(path: Path) -> None:
 def _locked(root: Path, label: str) -> tuple[Path, int]:
     """A new folder and its lock; tried again when another writer swept it away before the lock."""
     for _ in range(100):
-        path = root / f"{_TMP}{label}-{os.getpid()}-{secrets.token_hex(4)}"
+        path = root / f"{_TMP}{label}-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             path.mkdir()
         except OSError as error:
@@ -187,6 +197,16 @@ def _locked(root: Path, label: str) -> tuple[Path, int]:
                     return path, lock
             os.close(lock)
     raise FileError(f"{root}: no temporary folder could be kept there")
+
+
+@functools.cache
+def _machine() -> str:
+    """Eight digits of the running system, which knows all locks that its processes hold."""
+    try:  # the containers of a machine have names of their own, and share this and their locks
+        known = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
+    except OSError:
+        known = platform.node()
+    return f"{zlib.crc32(known.encode()):08x}"
 
 
 def _swept(path: Path) -> bool:

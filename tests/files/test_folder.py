@@ -11,11 +11,18 @@ from lezero.files import folder
 from lezero.files.folder import aside, remove_stale
 
 
+def left(root: Path, label: str, machine: str = "") -> Path:
+    """A folder that a writer of this machine, or another, left behind."""
+    made = root / f".tmp-{label}-{machine or folder._machine()}-1-0123abcd"
+    made.mkdir()
+    return made
+
+
 def test_a_sweeper_holds_the_lock_until_the_folder_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a writer between making its folder and locking it would lose it while it works there."""
-    (tmp_path / ".tmp-new-1").mkdir()
+    new = left(tmp_path, "new")
     refused = []
 
     def slowly(path: Path, ignore_errors: bool) -> None:
@@ -30,11 +37,11 @@ def test_a_sweeper_holds_the_lock_until_the_folder_is_gone(
     with monkeypatch.context() as patch:
         patch.setattr(folder.shutil, "rmtree", slowly)
         removed = remove_stale(tmp_path)
-    assert removed == refused == [tmp_path / ".tmp-new-1"]
+    assert removed == refused == [new]
 
 
 def test_what_a_living_writer_holds_stays(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-dead").mkdir()
+    left(tmp_path, "dead")
     with aside(tmp_path, "mine") as mine:
         (mine / "file").write_text("kept")
         remove_stale(tmp_path)
@@ -47,13 +54,32 @@ def test_without_locks_only_an_old_folder_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A young one may be that of a living writer, on a network file system as here."""
-    for name in (".tmp-young", ".tmp-old"):
-        (tmp_path / name).mkdir()
-    os.utime(tmp_path / ".tmp-old", (1, 1))
+    young, old = left(tmp_path, "young"), left(tmp_path, "old")
+    os.utime(old, (1, 1))
 
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    assert remove_stale(tmp_path) == [tmp_path / ".tmp-old"]
-    assert os.listdir(tmp_path) == [".tmp-young"]
+    assert remove_stale(tmp_path) == [old]
+    assert os.listdir(tmp_path) == [young.name]
+
+
+def test_only_names_that_are_given_here_are_swept(tmp_path: Path) -> None:
+    """The folder may be one of a user, who begins names as he likes."""
+    mine = {".tmp-data", ".tmp-", ".tmp-run-3", ".tmp-gone-x", ".tmp-a-0123abcd", ".tmp-a-1-0123"}
+    for name in mine:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".tmp-gone-step-00000001-0123abcd").mkdir()
+    left(tmp_path, "with\na line")
+    with aside(tmp_path, "new"):
+        pass
+    assert set(os.listdir(tmp_path)) == mine
+
+
+def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
+    """Whose lock is not seen here, on a network file system."""
+    living, dead = left(tmp_path, "x", "00000000"), left(tmp_path, "y", "00000000")
+    os.utime(dead, (1, 1))
+    assert remove_stale(tmp_path) == [dead]
+    assert os.listdir(tmp_path) == [living.name]

@@ -195,11 +195,11 @@ def test_list_ignores_everything_else(tmp_path):
 
 
 def test_leftovers_of_dead_writers_go_and_living_ones_stay(tmp_path):
-    dead = tmp_path / ".tmp-step-00000001-1-abcd"
-    dead.mkdir()
-    (dead / "part").write_text("x")
     from lezero.files import folder
 
+    dead = tmp_path / f".tmp-step-00000001-{folder._machine()}-1-0123abcd"
+    dead.mkdir()
+    (dead / "part").write_text("x")
     with folder.aside(tmp_path, "alive") as alive:
         write_generation(tmp_path, 2, tensors={}, documents={})
         assert alive.is_dir()
