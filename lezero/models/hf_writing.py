@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import UNFINISHED, to_hf
 from lezero.models.huggingface import INDEX, SINGLE, token_entries, tokenizer_files
 from lezero.models.transformer import Transformer
+
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def save_hf(
@@ -94,8 +97,8 @@ def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
     _write_json(made / UNFINISHED, {**about, UNFINISHED: True})
     root.mkdir(parents=True, exist_ok=True)
     os.replace(made / UNFINISHED, root / "config.json")
-    for path in root.glob("model*.safetensors*"):
-        if path.name not in fresh:
+    for path in root.iterdir():
+        if _WEIGHTS.fullmatch(path.name) and path.name not in fresh:
             path.unlink()
     for name in [*sorted(fresh - {"config.json"}), "config.json"]:
         os.replace(made / name, root / name)

@@ -149,3 +149,13 @@ def test_weights_that_a_full_disk_refuses(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert eps(tmp_path / "m") == 1e-5
+
+
+def test_weights_under_other_names_stay(tmp_path: Path) -> None:
+    save_hf(build(), tmp_path, shard_bytes=20_000)
+    mine = {"model.fp16.safetensors", "model_backup.safetensors", "model.safetensors.bak"}
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    save_hf(build(), tmp_path)
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"config.json", "model.safetensors", *mine}
