@@ -23,17 +23,22 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from lezero.core.errors import CorruptError, FileError
+from lezero.core.interrupts import held_interrupts
 
 _TMP = ".tmp-"
 _OURS = re.compile(r"\.tmp-(?:.+-([0-9a-f]{8})-\d+|gone-.+)-[0-9a-f]{8}", re.DOTALL)
 """Names that are given here; a writer's tells its machine."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _STALE_SECONDS = 24 * 3600.0
-_FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+_SAID = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EBUSY: "it is in use, as a mount point is, and cannot be replaced",
+}
 
 
 @contextmanager
@@ -47,6 +52,37 @@ def aside(root: Path, label: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+def aside_for(target: Path) -> AbstractContextManager[Path]:
+    """A fresh folder for what becomes `target`: beside it, or within it where it is there and holds
+    nothing. It may be a mount point then, which no other folder can take the place of."""
+    within = target.is_dir() and not contents(target)
+    return aside(target if within else target.parent, target.name)
+
+
+def contents(folder: Path) -> set[str]:
+    """The names in a folder, what writers have aside apart."""
+    return {name for name in os.listdir(folder) if not _OURS.fullmatch(name)}
+
+
+def move_in(made: Path, target: Path, last: str) -> None:
+    """Moves the files of `made` into `target`, which holds nothing else; `last` makes them seen."""
+    if there := contents(target):
+        raise FileError(f"{target}: {min(there)} was written to it meanwhile; name another folder")
+    moved: list[Path] = []
+    with held_interrupts():
+        try:
+            for name in sorted(os.listdir(made), key=lambda name: (name == last, name)):
+                if name == last:
+                    sync_folder(target)
+                os.rename(made / name, target / name)
+                moved.append(target / name)
+        except OSError:
+            for path in moved:
+                path.unlink(missing_ok=True)
+            raise
+        sync_folder(target)
 
 
 def commit(made: Path, target: Path, spared: Path | None = None) -> None:
@@ -148,7 +184,7 @@ def read_small(name: str, where: str, limit: int, folder: int | None = None) -> 
 
 def cannot_write(path: Path, error: OSError, needed: int = 0) -> FileError:
     """The message for a write that failed; `needed` is in bytes."""
-    reason = _FULL.get(error.errno or 0, error.strerror or str(error))
+    reason = _SAID.get(error.errno or 0, error.strerror or str(error))
     size = f" of {needed:,} bytes" if needed else ""
     return FileError(f"{path}: a write{size} failed: {reason}. What was there before is untouched.")
 
@@ -162,6 +198,13 @@ def make_folder(path: Path) -> None:
     except OSError as error:
         raise FileError(f"{path}: this folder cannot be made ({error.strerror})") from None
     sync_folder(path.parent)
+
+
+def sync_files(folder: Path) -> None:
+    """Makes what the files in a folder hold durable; a disk that is full may say so here only."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:

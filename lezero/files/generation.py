@@ -164,7 +164,8 @@ def commit_parts(
 ) -> None:
     """Writes the manifest of what `write_part` gave to every writer, and makes `target` visible.
 
-    `spared` is where a generation goes that it would replace, which is removed otherwise.
+    `made` lies beside `target`, or within it while that is empty. `spared` is where a generation
+    goes that it would replace, which is removed otherwise.
     Raises `CorruptError` when the writers together did not write every row of every tensor once.
     """
     files: dict[str, Any] = {}
@@ -188,7 +189,10 @@ def commit_parts(
     }
     manifest = Manifest.from_fields(fields, str(target / NAME))
     folder.write_durable(made / NAME, manifest.to_bytes())
-    folder.commit(made, target, spared)
+    if made.parent == target:
+        folder.move_in(made, target, NAME)
+    else:
+        folder.commit(made, target, spared)
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -21,7 +21,7 @@ from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.facts import cache_folder
 from lezero.data import EvalLoader, Rows, TokenizerConfig, prepare
-from lezero.files.folder import aside
+from lezero.files.folder import aside, contents
 from lezero.hub.foreign import is_foreign, load_foreign
 from lezero.hub.opened import open_model
 from lezero.jobs.compress_config import CompressConfig
@@ -115,9 +115,10 @@ def _check_out(config: CompressConfig) -> None:
         raise FileError(f"model: {model}: no such file or folder")
     if out.resolve() == model.resolve():
         raise ConfigError(f"out: got {out}, which is the model itself; name another folder")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or contents(out)):
         raise ConfigError(f"out: {out} is there already; name a new folder")
-    there = next(folder for folder in out.absolute().parents if folder.exists())
+    place = out.absolute()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written to" if there.is_dir() else "is a file"
         raise FileError(f"out: {out}: {there} {what}; name another folder")

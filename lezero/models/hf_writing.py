@@ -18,7 +18,7 @@ from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, FileError
 from lezero.core.interrupts import held_interrupts
 from lezero.core.paths import expand_home
-from lezero.files.folder import aside
+from lezero.files.folder import aside, sync_files
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import UNFINISHED, to_hf
 from lezero.models.huggingface import INDEX, SINGLE, token_entries, tokenizer_files
@@ -72,14 +72,12 @@ def write_hf(
     if tokenizer_folder is not None:
         data |= token_entries(Path(expand_home(tokenizer_folder)))
     try:
-        with aside(root.parent, root.name) as made:
+        with aside(root if root.is_dir() else root.parent, root.name) as made:
             for path in copies:
                 shutil.copyfile(path, made / path.name)
             write_weights(made)
             _write_json(made / "config.json", data)
-            for path in made.iterdir():  # a disk that is full may say so here only
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+            sync_files(made)
             with held_interrupts():
                 _move_in(made, root, data)
     except SafetensorError as error:

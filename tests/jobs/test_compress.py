@@ -153,6 +153,21 @@ def test_a_place_that_cannot_be_written_to_is_said_first(
         compress(config)
 
 
+def test_an_empty_folder_in_one_that_cannot_be_written_to_will_do(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr("lezero.jobs.compress.os.access", lambda path, _: path == out)
+    monkeypatch.setattr("lezero.jobs.compress._open", lambda *_: (_ for _ in ()).throw(Begun))
+    with pytest.raises(Begun):
+        compress(CompressConfig.parse(settings(place, tmp_path)))
+
+
+class Begun(Exception):
+    """The work has begun: nothing was refused."""
+
+
 @pytest.mark.parametrize("kind", ["GPT2", "Mixtral"])
 def test_models_of_transformers_are_compressed_too(kind: str, place: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")

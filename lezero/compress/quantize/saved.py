@@ -47,7 +47,7 @@ from lezero.files import (
     step_of,
     write_part,
 )
-from lezero.files.folder import aside, cannot_write
+from lezero.files.folder import aside_for, cannot_write, contents, sync_files
 from lezero.models import Transformer, TransformerConfig, token_entries, tokenizer_files
 from lezero.models.hf_config import to_hf
 from lezero.models.huggingface import read_json
@@ -109,7 +109,7 @@ def save_quantized(
         documents["decisions"] = report.decisions.to_json()
     tensors = {_PREFIX + name: value for name, value in state.items()}
     try:
-        with aside(root.parent, root.name) as made:
+        with aside_for(root) as made:
             for path in copies:
                 shutil.copyfile(path, made / path.name)
             if config:
@@ -118,6 +118,7 @@ def save_quantized(
             if "decisions" in documents:
                 text = json.dumps(documents["decisions"], indent=1) + "\n"
                 (made / "decisions.json").write_text(text, encoding="utf-8")
+            sync_files(made)
             part = write_part(made, "", tensors)
             commit_parts(made, root, step_of(root) or 0, [part], documents)
     except OSError as error:
@@ -196,7 +197,7 @@ def _check_target(root: Path, layout: str) -> None:
         return
     if not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
-    there = {path.name for path in root.iterdir()}
+    there = contents(root)
     if not there:
         return
     found = _layout_of(root)
