@@ -301,10 +301,16 @@ def _reaches(wanted: torch.dtype, given: torch.dtype) -> bool:
 def _count_beyond(value: Tensor, wanted: torch.dtype) -> int:
     """How many finite numbers of `value` are none of type `wanted`, rounding apart."""
     if not value.is_floating_point() and not value.is_complex():
-        return int((value.to(wanted).to(value.dtype) != value).sum())
+        cast = value.to(wanted)
+        lost = cast.to(value.dtype) != value
+        return int((lost | (_negative(cast) != _negative(value))).sum())
     if wanted.itemsize == 1:  # a cast to eight bits ends at the largest number
         return int((torch.isfinite(value) & (value.abs() > torch.finfo(wanted).max)).sum())
     return int((torch.isfinite(value) & ~torch.isfinite(value.to(wanted))).sum())
+
+
+def _negative(value: Tensor) -> Tensor:
+    return value < 0 if value.dtype.is_signed else torch.zeros_like(value, dtype=torch.bool)
 
 
 def _holds(wanted: torch.dtype, given: torch.dtype) -> bool:

@@ -140,3 +140,26 @@ def test_bool_and_unsigned_integers_become_each_other(tmp_path, kind):
     path = save(with_buffer(bits.to(kind)).state_dict(), tmp_path / "integers.pt")
     with pytest.warns(UserWarning, match="rounded"):
         assert from_pytorch(with_buffer(~bits), path).held.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("value", "there", "loads"),
+    [
+        (torch.tensor([-1, 1], dtype=torch.int8), torch.uint8, False),
+        (torch.tensor([255, 1], dtype=torch.uint8), torch.int8, False),
+        (torch.tensor([-1, 1]), torch.uint64, False),
+        (torch.tensor([2**64 - 1, 1], dtype=torch.uint64), torch.int64, False),
+        (torch.tensor([127, 1], dtype=torch.int8), torch.uint8, True),
+    ],
+)
+def test_integers_that_would_change_their_sign_are_refused(tmp_path, value, there, loads):
+    """Going there and back gives the same bits."""
+    path = save(with_buffer(value).state_dict(), tmp_path / "model.pt")
+    module = with_buffer(torch.zeros(2, dtype=there))
+    if loads:
+        with pytest.warns(UserWarning, match="rounded"):
+            assert from_pytorch(module, path).held.tolist() == value.tolist()
+        return
+    with pytest.raises(FileError, match=rf"'held' \(1 of 2, {value.dtype} into {there}\)"):
+        from_pytorch(module, path)
+    assert module.held.tolist() == [0, 0]
