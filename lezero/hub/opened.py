@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ def require_model(path: Path) -> None:
 
 
 def _from_run(path: Path) -> tuple[Transformer, Path]:
+    path = Path(os.path.abspath(path))  # what it lies in is looked for below
     loaded = checkpoint.load(path, select=lambda name: name.startswith("model/"))
     shape = loaded.documents.get("model")
     run = path if (path / "tokenizer").is_dir() else path.parent

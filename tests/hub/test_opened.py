@@ -42,6 +42,19 @@ def test_a_run_opens_whole_and_answers(tmp_path: Path) -> None:
     assert LLM(tmp_path, weights="fp32").generate([5, 6, 7], params)[0].tokens == right[0].tokens
 
 
+def test_a_generation_opens_by_a_name_from_where_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = bytes_tokenizer()
+    model = small(vocab=tokenizer.vocab_size)
+    engine = lz.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    made = engine.save(tmp_path / "checkpoints", model=model.config.to_dict())
+    tokenizer.save(tmp_path / "tokenizer")
+    for folder, name in ((made.parent, made.name), (made, "."), (made.parent, "."), (made, "..")):
+        monkeypatch.chdir(folder)
+        assert open_model(name)[1] == tmp_path / "tokenizer"
+
+
 def test_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save_hf(small(), "~/models/a")
