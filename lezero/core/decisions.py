@@ -60,7 +60,8 @@ class Decisions:
         failed and never chosen. `keep` names the candidate that means "do nothing"; another must
         beat it by the fraction `margin`. Raises `ConfigError` when `override` is no candidate or
         when every candidate fails; where doing nothing fails too, rank 0 raises that failure, since
-        it is no matter of the choice.
+        it is no matter of the choice. A rank of several that has not joined them measures nothing:
+        `OrderError`.
         """
         if override is not None:
             if override not in candidates:
@@ -72,6 +73,7 @@ class Decisions:
         old = self.replay.get(topic)
         if old is not None and old.chosen in candidates:
             return self._keep(Decision(**{**asdict(old), "replayed": True}))
+        groups.need_joined()
         made: Any = None
         failures: dict[str, Exception] = {}
         if groups.is_main():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lezero.core.decisions import FORMAT, Decisions
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, OrderError
 
 
 def fails() -> float:
@@ -70,3 +70,12 @@ def test_a_resumed_run_does_as_before_where_it_can_and_what_the_user_says_wins()
 def test_what_is_no_record_of_this_format_is_refused(data: Any, told: str) -> None:
     with pytest.raises(FileError, match=told):
         Decisions.from_json(data)
+
+
+def test_a_rank_that_has_not_joined_measures_nothing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for rank in ("0", "1"):
+        for key, value in {**place, "RANK": rank}.items():
+            monkeypatch.setenv(key, value)
+        with pytest.raises(OrderError, match=f"rank {rank} of 2 and has not joined"):
+            Decisions().choose("form", {"one": never})
