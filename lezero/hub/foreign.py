@@ -48,7 +48,9 @@ def load_foreign(place: str, dtype: torch.dtype | None = None) -> Any:
     safe: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
         config = transformers.AutoConfig.from_pretrained(place, **safe)
-    except (OSError, ValueError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # each type of model checks its values in a way of its own
         raise FileError(f"{path / 'config.json'}: transformers does not know it: {error}") from None
     _refuse_what_is_not_causal(config, place)
     try:
@@ -60,7 +62,9 @@ def load_foreign(place: str, dtype: torch.dtype | None = None) -> Any:
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         raise FileError(f"{place}: transformers cannot load it: {error}") from None
     model, info = loaded
     if info["missing_keys"]:
