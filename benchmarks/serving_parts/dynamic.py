@@ -162,6 +162,7 @@ def _drive(runner: Runner, items: Sequence[Any], rate: float, seed: int) -> int:
     """Submits items at Poisson times; how many are refused, or answered after the target."""
     done = threading.Semaphore(0)
     latencies: list[float] = []
+    failed: list[Exception] = []
     late = 0
     times = [x / rate for x in poisson(len(items), seed)]
     begin = time.monotonic()
@@ -173,6 +174,8 @@ def _drive(runner: Runner, items: Sequence[Any], rate: float, seed: int) -> int:
 
         def tell(outcome: Any, due: float = due) -> None:
             latencies.append(time.monotonic() - due)
+            if isinstance(outcome, Exception):
+                failed.append(outcome)
             done.release()
 
         try:
@@ -181,6 +184,8 @@ def _drive(runner: Runner, items: Sequence[Any], rate: float, seed: int) -> int:
             late += 1
     for _ in range(len(items) - late):
         assert done.acquire(timeout=_LONGEST_WAIT_S), "a request was never answered"
+    if failed:
+        raise RuntimeError(f"the model failed on {len(failed)} of {len(items)}") from failed[0]
     return late + sum(x > TARGET_S for x in latencies)
 
 
