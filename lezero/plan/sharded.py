@@ -171,11 +171,11 @@ class StillLink(Link):
         else:
             error = torch.empty(numel, dtype=dtype)
         self._errors[side, key] = error
-        if dtype is None:  # decoded, then copied
-            self.saved_bytes += 2 * 4 * numel
+        apart = scattered(joined(tuple(spans or ())))
+        copied = sum(span.stop - span.start for span in apart)
+        if dtype is None:  # decoded, joined and then copied
+            self.saved_bytes += 4 * (2 * numel + copied)
         else:
-            apart = scattered(joined(tuple(spans or ())))
-            copied = sum(span.stop - span.start for span in apart)
             self.saved_bytes += dtype.itemsize * (numel + copied)
         self._count(error, "feedback")
 
