@@ -60,7 +60,7 @@ def test_a_model_that_was_left_is_reported_as_it_is(monkeypatch: pytest.MonkeyPa
 def test_so_are_the_layers_of_one_that_was_slower_as_a_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(speed, "in_turns", lambda one, two, clock=None: (1.0, 0.5))
+    monkeypatch.setattr(speed, "in_turns", lambda *_: (1.0, 0.5))
     monkeypatch.setattr(verb, "_slower", lambda *args: "the model as a whole was not faster")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     lz.quantize_(model, lz.Int8Weight(), data=torch.randn(2, 64))

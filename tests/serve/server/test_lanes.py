@@ -175,9 +175,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return run
 
-    for place in (answers, embedding, inference):
-        told = heard(place.as_json_in_parts)
-        monkeypatch.setattr(place, "as_json_in_parts", told)
+    parts = "as_json_in_parts"
+    for place, name in ((answers, parts), (embedding, "as_json"), (inference, parts)):
+        monkeypatch.setattr(place, name, heard(getattr(place, name)))
     monkeypatch.setattr(language, "parse", heard(language.parse))
     return found
 
