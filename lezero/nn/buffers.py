@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.nn.attributes import AttributeSnapshot
+from lezero.nn.attributes import Notes
 from lezero.nn.walk import modules_of
 
 Named = tuple[nn.Module, str]
@@ -26,6 +26,16 @@ class KeptBuffer:
     value: Tensor | None
     table: dict[str, Any]
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another tensor is there now, or the same in another size."""
+        now = self.table.get(self.name)
+        return now is not self.buffer or (
+            self.buffer is not None
+            and self.value is not None
+            and self.buffer.shape != self.value.shape
+        )
+
     def restore(self) -> None:
         self.table[self.name] = self.buffer
         if self.buffer is not None and self.value is not None:
@@ -39,8 +49,8 @@ class BufferSnapshot:
     the parameters `frozen`.
 
     A forward pass may write into a buffer, resize it, or put another tensor in its place; each is
-    undone by `restore`. A buffer on the meta device, or without a size yet, has no values to keep.
-    Plain attributes go back too, in modules with buffers all of which are kept.
+    undone by `restore`, but for tables that were replaced or resized together with what the module
+    notes beside them. A buffer on the meta device, or without a size yet, has no values to keep.
     """
 
     def __init__(
@@ -49,30 +59,26 @@ class BufferSnapshot:
         wanted: Callable[[nn.Module, str], bool] = lambda *_: True,
         frozen: Collection[Named] = (),
     ) -> None:
-        self.kept: list[KeptBuffer] = []
-        whole = []
-        for module in modules_of(model):
-            own = [
-                _kept(name, buffer, module._buffers)
-                for name, buffer in module._buffers.items()
-                if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
-                and wanted(module, name)
-            ]
-            self.kept += own
-            if own and len(own) == len(module._buffers):
-                whole.append(module)
-        self._attributes = AttributeSnapshot(whole)
-        self.kept += [
-            _kept(name, module._parameters[name], module._parameters)
+        buffers = [
+            (module, _kept(name, buffer, module._buffers))
+            for module in modules_of(model)
+            for name, buffer in module._buffers.items()
+            if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
+            and wanted(module, name)
+        ]
+        self._notes = Notes(module for module, _ in buffers)
+        self._kept = buffers + [
+            (module, _kept(name, module._parameters[name], module._parameters))
             for module, name in frozen
             if name in module._parameters and module._parameters[name] is not None
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        for each in self.kept:
-            each.restore()
-        self._attributes.restore()
+        changed = self._notes.changed()
+        for module, each in self._kept:
+            if module not in changed or not each.is_replaced:
+                each.restore()
 
 
 def _kept(name: str, value: Tensor | None, table: dict[str, Any]) -> KeptBuffer:

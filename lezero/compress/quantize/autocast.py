@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -37,17 +38,22 @@ class Autocast:
         return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None)
 
 
-def cast(x: Tensor, own: torch.dtype) -> Tensor:
+class _Typed(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def cast(x: Tensor, weight: _Typed) -> Tensor:
     """`x` as torch's own linear layers and convolutions take it, so that outputs have their type:
-    in autocast's, where it is on. Elsewhere 16 bits become fp32 for a weight in it (`own`), where
+    in autocast's, where it is on. Elsewhere 16 bits become fp32 for a weight in it, where
     torch would refuse them: a model that keeps a layer in fp32 casts by its weight's type, and only
     where that is a tensor (T5's `wo`)."""
     kind = x.device.type
     # torch.compile of 2.11 cannot follow the first question, and compiles for no other devices.
     known = kind == "cpu" or torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
     if not (known and torch.is_autocast_enabled(kind)):
-        narrow = x.dtype in (torch.float16, torch.bfloat16)
-        return x.float() if narrow and own == torch.float32 else x
+        narrow = x.dtype is torch.float16 or x.dtype is torch.bfloat16
+        return x.float() if narrow and weight.dtype == torch.float32 else x
     if not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))

@@ -1,4 +1,4 @@
-"""What a model writes as it runs, buffers and attributes: what calibration did is taken back."""
+"""Buffers that a model writes to as it runs: what calibration did to them is taken back."""
 
 from __future__ import annotations
 
@@ -10,51 +10,45 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.journal import mode_of
 from lezero.compress.quantize.spill import Spill
-from lezero.compress.quantize.tensors import is_dense, overlaps, same_bits, sharing_memory
-from lezero.nn.attributes import AttributeSnapshot
+from lezero.compress.quantize.tensors import is_dense, same_bits
+from lezero.nn.attributes import Notes
 
 
 @contextmanager
 def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
-    """Counters, caches and the like are afterwards what they were, whatever happens inside."""
+    """Counters, caches and the like are afterwards what they were, whatever happens inside; but for
+    tables that were replaced together with what their module notes beside them (`Notes`)."""
     held = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None and _has_values(buffer)
     ]
-    attributes = AttributeSnapshot(model.modules())
-    written = {id(buffer): buffer for _, _, buffer in held}
-    written |= {id(x): x for x in _apart(attributes.tensors(), model)}
-    for key, tensor in written.items():
-        spill.put(("buffer", key), tensor)
+    for _, _, buffer in held:
+        if ("buffer", id(buffer)) not in spill:
+            spill.put(("buffer", id(buffer)), buffer)
+    notes = Notes({module for module, _, _ in held})
     try:
         yield
     finally:
-        for key, tensor in written.items():
-            with torch.no_grad(), mode_of(tensor):
-                _give_back(tensor, spill.get(("buffer", key)))
+        changed = notes.changed()
         for module, name, buffer in held:
-            if module._buffers.get(name) is not None:
+            now, before = module._buffers.get(name), spill.get(("buffer", id(buffer)))
+            if module in changed and (now is not buffer or now.shape != before.shape):
+                continue
+            with torch.no_grad(), mode_of(buffer):
+                _give_back(buffer, before)
+            if now is not None:
                 module._buffers[name] = buffer
-        attributes.restore()
 
 
-def _apart(tensors: list[Tensor], model: nn.Module) -> list[Tensor]:
-    """Those with values of their own: what is a weight, or a view of one, is changed on purpose."""
-    others = [*model.parameters(), *model.buffers()]
-    taken = {id(x) for x in others} | sharing_memory([*others, *tensors])
-    plain = (x for x in tensors if type(x) is Tensor and id(x) not in taken)
-    return [x for x in plain if _has_values(x) and not overlaps(x)]
+def _has_values(buffer: Tensor) -> bool:
+    return is_dense(buffer) and not buffer.is_meta
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return is_dense(tensor) and not tensor.is_meta
-
-
-def _give_back(tensor: Tensor, before: Tensor) -> None:
+def _give_back(buffer: Tensor, before: Tensor) -> None:
     """Values are compared, since torch does not count what is written through `.data`."""
-    if tensor.shape != before.shape:
-        tensor.data = before
-    elif not same_bits(tensor, before):
-        tensor.copy_(before)
+    if buffer.shape != before.shape:
+        buffer.data = before
+    elif not same_bits(buffer, before):
+        buffer.copy_(before)

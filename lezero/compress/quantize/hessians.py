@@ -5,7 +5,8 @@ K inputs have one of 4 K² bytes, so those of all experts in a block may take ma
 the block. As much is held at a time as memory is promised for: a block and the largest Hessian,
 which is all of them where layers are not very narrow. The rest come from further runs of the block,
 in which every layer is still as it was: each is calibrated on what the float layers before it in
-its block give, however many runs there are. What is quantized waits beside the block meanwhile.
+its block give, however many runs there are; but where channels are scaled, the Hessians of later
+runs are of scaled inputs, and equal up to rounding. What is quantized waits beside the block.
 """
 
 from __future__ import annotations

@@ -125,8 +125,9 @@ class QuantizedLinear(QuantizedLayer):
         self.x_bits, self.x_block = x_bits, x_block
 
     def forward(self, input: Tensor) -> Tensor:
-        x = cast(input, self.weight.dtype)
-        return self.weight.linear(x, self.bias, self.x_bits, self.input_scale, self.x_block)
+        weight = self.weight
+        x = cast(input, weight)
+        return weight.linear(x, self.bias, self.x_bits, self.input_scale, self.x_block)
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -186,7 +187,7 @@ class QuantizedConv(QuantizedLayer):
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() == len(self.weight.full_shape) - 1:
             return self.forward(input[None])[0]
-        x = cast(input, self.weight.dtype)
+        x = cast(input, self.weight)
         places: dict[str, Any] = {
             name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
         }

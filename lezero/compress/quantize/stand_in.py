@@ -100,7 +100,7 @@ class StandIn(nn.Module, ABC):
         if function is F.linear:  # first, as torch.compile cannot follow the check
             x, weight, bias = _linear(*args, **kwargs)
             if isinstance(weight, StandIn) and not isinstance(x, StandIn):
-                return weight.linear(cast(x, weight.dtype), _decode(bias), 16, None)
+                return weight.linear(cast(x, weight), _decode(bias), 16, None)
         _check_reads(function, args, kwargs)
         plain = {name: _plain(value) for name, value in kwargs.items()}
         return function(*map(_plain, args), **plain)
