@@ -23,6 +23,7 @@ class Rates:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._bases: list[Any] = []
+        self._initial: list[Any] = []  # of torch's schedulers, when groups were last looked at
         self._sizes: list[int] = []  # parameters of each group, when they were last checked
         self.take_new()
 
@@ -38,6 +39,7 @@ class Rates:
             if "engine_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
                 group["engine_lr"] = _copy(group["lr"])
             self._bases.append(_copy(group["engine_lr"]))
+        self._initial = [_copy(group.get("initial_lr")) for group in found]
 
     def begin_step(self, factor: float | None) -> None:
         """Sets the rate of each group to its base times the schedule's `factor`; None: no schedule,
@@ -52,11 +54,21 @@ class Rates:
     def settle(self) -> list[str]:
         """After a load has given each group the file's rates: the file's `lr` stays where the base
         is the same here as there; elsewhere this engine's base counts, as a sentence says that is
-        returned."""
+        returned.
+
+        A scheduler of torch's that was made before the engine has changed the rate that the engine
+        found; what the group was given is its `initial_lr` then.
+        """
         told = []
         for number, group in enumerate(self._optimizer.param_groups):
             base, saved = self._bases[number], float(group["engine_lr"])
-            if not math.isclose(base, saved, rel_tol=1e-6):  # a tensor has fewer digits
+            given, here = group.get("initial_lr"), self._initial[number]
+            by_torch = given is not None and "scheduled_lr" not in group
+            if not (
+                _same(base, saved)
+                or (by_torch and _same(given, base))
+                or (by_torch and here is not None and _same(given, here))
+            ):
                 told.append(
                     f"group {number} of the optimizer was trained with lr={saved:g} and is given "
                     f"lr={float(base):g} now, which counts from here on"
@@ -64,6 +76,10 @@ class Rates:
                 group["lr"] = _copy(base)
             group["engine_lr"] = _copy(base)
         return told
+
+
+def _same(rate: Any, other: Any) -> bool:
+    return math.isclose(rate, other, rel_tol=1e-6)  # a tensor has fewer digits
 
 
 def _copy(rate: Any) -> Any:

@@ -14,10 +14,11 @@ HALF = Schedule(kind="constant", warmup=2)
 LATE = Schedule(kind="linear", final=0.0)
 
 
-def make(lr, schedule=None):
+def make(lr, schedule=None, before=lambda optimizer: None):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=lr)
+    before(optimizer)
     return Engine(
         model, optimizer, loss=lambda model, x: model(x).mean(), schedule=schedule, total_steps=4,
         precision="fp32", compile="off",
@@ -147,6 +148,38 @@ def test_a_scheduler_of_torch_made_after_the_engine_goes_on_after_a_load(tmp_pat
     other.load(path)
     assert step(other) == rate != 0.1
     assert told() == []
+
+
+def begun(lr, order):
+    """An engine, and a scheduler of torch's that was made before or after it, or not at all."""
+    made = []
+
+    def add(optimizer, at):
+        if order == at:
+            made.append(lr_scheduler.LinearLR(optimizer, 0.1))
+
+    engine = make(lr, before=lambda optimizer: add(optimizer, "before"))
+    add(engine.optimizer, "after")
+    return engine, *made
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("again", ["before", "after", "never"])
+@pytest.mark.parametrize("given", [0.1, 0.2])
+def test_a_scheduler_of_torch_is_no_other_rate_whenever_it_is_made(
+    tmp_path, told, order, again, given
+):
+    engine, scheduler = begun(0.1, order)
+    for _ in range(3):
+        step(engine)
+        scheduler.step()
+    rate = scheduler.get_last_lr()[0]
+    path = engine.save(tmp_path)
+    other, *_ = begun(given, again)
+    base = other.optimizer.param_groups[0]["engine_lr"]
+    other.load(path)
+    assert step(other) == (rate if given == 0.1 else base)
+    assert len(told()) == (0 if given == 0.1 else 2)
 
 
 SCHEDULERS = {
