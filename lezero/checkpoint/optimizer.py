@@ -43,9 +43,10 @@ def pack_optimizer(
     """State tensors by name and a JSON document with groups, options and scalar state.
 
     `parameters` is `dict(model.named_parameters())`. The tensors are the optimizer's own, not
-    copies. Raises `OrderError` when the optimizer holds a parameter that the model does not have,
-    and `FileError` for an option or a parameter's state that is neither a tensor nor a plain value.
-    State of no parameter that cannot be saved is left out, with a warning.
+    copies, but for sparse ones, which are stored dense. Raises `OrderError` when the optimizer
+    holds a parameter that the model does not have, and `FileError` for an option or a parameter's
+    state that is neither a tensor nor a plain value. State of no parameter that cannot be saved is
+    left out, with a warning.
     """
     names = _names(optimizer, parameters)
     tensors, shared = pack_shared(optimizer, prefix)
@@ -53,7 +54,11 @@ def pack_optimizer(
     for name, parameter in names.items():
         kept: dict[str, Any] = {}
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.layout is torch.sparse_coo:
+                # Not its entries, of which momentum gets more with every step.
+                tensors[f"{prefix}{name}/{key}"] = value.to_dense()
+                kept[key] = {"tensor": True, "sparse": value.sparse_dim()}
+            elif isinstance(value, Tensor):
                 tensors[f"{prefix}{name}/{key}"] = value
                 kept[key] = {"tensor": True}
             else:
@@ -85,7 +90,8 @@ def unpack_optimizer(
     prefix: str = "optimizer/",
 ) -> None:
     """Gives `optimizer` the state that `pack_optimizer` took, bit for bit, options included, but
-    for which of torch's kernels compute a step (`fused`, `foreach`, `capturable`).
+    for which of torch's kernels compute a step (`fused`, `foreach`, `capturable`). What was sparse
+    is so again, coalesced: a row is the sum of its entries.
 
     Everything is checked first: on an error the optimizer is as it was. Raises `FileError` when the
     class, the parameters, their shapes or groups differ, or a state tensor is missing or left over.
@@ -131,7 +137,8 @@ def unpack_optimizer(
                 if in_file(value):
                     tensor = tensors[f"{prefix}{name}/{key}"]
                     stays = key == "step" and not on_device
-                    state[key] = _laid(tensor, parameter, "cpu" if stays else parameter.device, own)
+                    laid = _laid(tensor, parameter, "cpu" if stays else parameter.device, own)
+                    state[key] = laid.to_sparse(value["sparse"]) if "sparse" in value else laid
             if state:
                 optimizer.state[parameter] = state
             else:
@@ -278,6 +285,11 @@ def _plain_states(
     names: Mapping[str, Tensor], document: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """The saved state of each parameter, by its name; tensors of the file are still to come."""
+    for name, parameter in names.items():
+        for value in document["parameters"][name]["state"].values():
+            dims = range(1, parameter.dim() + 1)
+            if in_file(value) and "sparse" in value and value["sparse"] not in dims:
+                raise ValueError(f"{value} of '{name}'")
     return {
         name: {
             key: value if in_file(value) else from_json(value, parameter.device)

@@ -359,3 +359,36 @@ def test_what_cannot_be_saved_is_said_with_what_can(value, said):
     text = f"an item of state 'z' of '0.weight' of the optimizer is {said}"
     with pytest.raises(FileError, match=text):
         pack_optimizer(optimizer, dict(module.named_parameters()))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sparse_momentum_is_stored_dense_and_comes_back_sparse(tmp_path, nesterov):
+    torch.manual_seed(0)
+    batches = [torch.randint(0, 50, (4, 6)) for _ in range(6)]
+
+    def started():
+        module = nn.EmbeddingBag(50, 8, sparse=True)
+        return module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, nesterov=nesterov)
+
+    def go(module, optimizer, given):
+        for batch in given:
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+
+    first, optimizer = started()
+    go(first, optimizer, batches[:3])
+    tensors, document = pack_optimizer(optimizer, dict(first.named_parameters()))
+    read = read_generation(
+        write_generation(tmp_path, 1, tensors=tensors, documents={"optimizer": document})
+    )
+    second, again = started()
+    second.load_state_dict(first.state_dict())
+    names = dict(second.named_parameters())
+    unpack_optimizer(again, names, read.tensors, read.documents["optimizer"])
+    buffer = again.state[second.weight]["momentum_buffer"]
+    assert buffer.is_sparse
+    assert 0 < buffer._nnz() < 50
+    go(first, optimizer, batches[3:])
+    go(second, again, batches[3:])
+    torch.testing.assert_close(first.weight, second.weight)
