@@ -9,12 +9,19 @@ parameter is in `shared_state`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lezero.checkpoint.inner_optimizers import (
+    inner_optimizers,
+    inner_prefix,
+    is_inner,
+    tell_rates,
+    warn_of_more,
+)
 from lezero.checkpoint.plain_values import from_json, to_json
 from lezero.checkpoint.shared_state import (
     device_of,
@@ -25,8 +32,11 @@ from lezero.checkpoint.shared_state import (
     shared_names,
 )
 from lezero.core.errors import ConfigError, FileError, OrderError
+from lezero.core.groups import is_main
+from lezero.core.log import logger
 from lezero.ops.adamw import reference
 
+_log = logger("checkpoint")
 _MASTERS = ("master", "remainder")
 _OF_LEZERO = ("AdamW", "AdamW8bit")
 """Classes that keep them; torch has one of the first name, which does not."""
@@ -46,8 +56,20 @@ def pack_optimizer(
     copies, but for sparse ones, which are stored dense. Raises `OrderError` when the optimizer
     holds a parameter that the model does not have, and `FileError` for an option or a parameter's
     state that is neither a tensor nor a plain value. State of no parameter that cannot be saved is
-    left out, with a warning.
+    left out, with a warning. Optimizers inside of it (`inner_optimizers`) are packed with it.
     """
+    tensors, document = _packed(optimizer, parameters, prefix)
+    inner = inner_optimizers(optimizer, parameters.values())
+    if inner:
+        document["inner"] = {}
+    for where, each in inner.items():
+        found, document["inner"][where] = _packed(each, parameters, inner_prefix(prefix, where))
+        tensors |= found
+    warn_of_more(optimizer, (optimizer, *inner.values()), parameters.values())
+    return tensors, document
+
+
+def _packed(optimizer: Optimizer, parameters: Mapping[str, Tensor], prefix: str) -> Packed:
     names = _names(optimizer, parameters)
     tensors, shared = pack_shared(optimizer, prefix)
     states: dict[str, Any] = {}
@@ -97,6 +119,48 @@ def unpack_optimizer(
     class, the parameters, their shapes or groups differ, or a state tensor is missing or left over.
     State that the save left out stays as the optimizer has it.
     """
+    inner, records = inner_optimizers(optimizer, parameters.values()), document.get("inner")
+    if inner and records is None:
+        if is_main():
+            _log.warning(
+                "the checkpoint was written without the state of the optimizers inside of %s (%s), "
+                "which begin anew", type(optimizer).__name__, ", ".join(inner),
+            )  # fmt: skip
+        inner = {}
+    elif not isinstance(records or {}, dict) or (records or {}).keys() != inner.keys():
+        raise FileError(
+            f"the checkpoint holds optimizers inside of {document.get('class')} at "
+            f"{_listed(records)}, this {type(optimizer).__name__} has them at {_listed(inner)}; "
+            "build the one it was saved with, or begin in another folder"
+        )
+    put = [_read(optimizer, parameters, tensors, document, prefix)]
+    for where, each in inner.items():
+        begin = inner_prefix(prefix, where)
+        put.append(_read(each, parameters, tensors, document["inner"][where], begin))
+    for where, read in zip(inner, put[1:], strict=True):
+        tell_rates(where, read.optimizer, optimizer, read.groups)
+    for read in put:
+        _put(read, tensors)
+
+
+class _Read(NamedTuple):
+    """What a checkpoint has for an optimizer, checked."""
+
+    optimizer: Optimizer
+    names: dict[str, Tensor]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    states: dict[str, dict[str, Any]]
+    shared: dict[str, Any] | None
+    prefix: str
+
+
+def _read(
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    document: Mapping[str, Any],
+    prefix: str,
+) -> _Read:
     names = _names(optimizer, parameters)
     try:
         _check_fit(optimizer, names, document)
@@ -107,7 +171,8 @@ def unpack_optimizer(
             if in_file(value)
         }
         wanted.update(shared_names(document, prefix))
-        _same_names({n for n in tensors if n.startswith(prefix)}, wanted, "state tensors")
+        there = {n for n in tensors if n.startswith(prefix) and not is_inner(n, prefix)}
+        _same_names(there, wanted, "state tensors")
         groups = _matched(optimizer, names, document)
         states = _plain_states(names, document)
         _check_states(optimizer, names, tensors, document, prefix)
@@ -116,6 +181,11 @@ def unpack_optimizer(
         raise
     except _DAMAGES as error:
         raise FileError(f"the optimizer's record is damaged: {error!r}") from None
+    return _Read(optimizer, names, groups, states, shared, prefix)
+
+
+def _put(read: _Read, tensors: Mapping[str, Tensor]) -> None:
+    optimizer, names, groups, states, shared, prefix = read
     for group, options in groups:
         for key, value in options.items():
             if key in _OF_THE_CODE:
@@ -199,6 +269,10 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, 
                 )
             found[by_id[id(parameter)]] = parameter
     return found
+
+
+def _listed(inner: object) -> str:
+    return ", ".join(inner) if isinstance(inner, dict) and inner else "no place"
 
 
 def _check_fit(

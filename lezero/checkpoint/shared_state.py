@@ -50,11 +50,12 @@ def pack_shared(
                 f"state[{key!r}] of the optimizer has a key of type {type(key).__name__}, which "
                 "cannot be saved; allowed are parameters and text"
             )
-    _warn(optimizer, left)
+    warn_of(optimizer, left)
     return tensors, document
 
 
-def _warn(optimizer: Optimizer, left: Mapping[str, str]) -> None:
+def warn_of(optimizer: Optimizer, left: Mapping[str, str]) -> None:
+    """Warns of what is left out, once of each place."""
     said = _warned.setdefault(optimizer, set())
     new = [text for where, text in left.items() if where not in said]
     said.update(left)

@@ -158,7 +158,7 @@ def _like(
 ) -> Any:
     """What a stored tensor is split like; None for whole ones. State of as many rows as its
     parameter is split as that is; of one without dims what is no counter."""
-    parameter, _, key = name.rpartition("/")
+    parameter, _, key = checkpoint.outer_name(name).rpartition("/")
     like = likes.get(parameter if name.startswith(_OPTIMIZER) else name)
     if like is None or like.dim() == 0:
         return like if like is not None and not shape and key not in counters else None
@@ -168,7 +168,8 @@ def _like(
 def _counters(engine: Engine, loaded: checkpoint.Loaded) -> set[str]:
     """What the optimizer keeps as one number for each parameter, whatever the parameter's shape."""
     dims = {_OPTIMIZER + name: value.dim() for name, value in names_of(engine).items()}
-    state = (name.rpartition("/") for name, form in loaded.forms.items() if not form.shape)
+    names = (checkpoint.outer_name(n) for n, form in loaded.forms.items() if not form.shape)
+    state = (name.rpartition("/") for name in names)
     return {"step", *(key for parameter, _, key in state if dims.get(parameter, 0))}
 
 
@@ -179,7 +180,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     """
     state = loaded.documents["state"]
     model, likes, counters = unwrapped(engine.model), _likes(engine), _counters(engine, loaded)
-    stored, optimizer = _without_masters(engine, loaded)
+    stored, record = _without_masters(engine, loaded)
     tensors = {
         name: checkpoint.split_like(value, like, loaded.forms[name].shape)
         if (like := _like(likes, name, loaded.forms[name].shape, counters)) is not None
@@ -196,9 +197,12 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     _warn_of_differences(loaded)
     _warn_of_buffers(loaded)
     engine.rates.take_new()
-    checkpoint.unpack_optimizer(engine.optimizer, names_of(engine), tensors, optimizer)
+    checkpoint.unpack_optimizer(engine.optimizer, names_of(engine), tensors, record)
     model.load_state_dict(saved)
-    if (take_exact := getattr(engine.optimizer, "take_exact", None)) is not None:
+    inner = checkpoint.inner_optimizers(engine.optimizer, names_of(engine).values())
+    for optimizer in (engine.optimizer, *inner.values()):
+        if (take_exact := getattr(optimizer, "take_exact", None)) is None:
+            continue
         for name, parameter in names_of(engine).items():
             value = saved.get(name)  # None where the model's own hooks leave it out
             if value is not None and value.dtype == torch.float32 != parameter.dtype:
