@@ -303,7 +303,7 @@ class Engine:
     def _passes(
         self, form: Forms, micros: list[Batch], counts: list[int], total: int
     ) -> torch.Tensor:
-        """`_backward` in this form, or in another where it is on trial and fails."""
+        """`_backward` in this form, or in another where it fails and nobody asked for it."""
         try:
             with watch.busy("compiles") if form.compiles else contextlib.nullcontext():
                 return self._backward(form, micros, counts, total)
@@ -313,7 +313,9 @@ class Engine:
         self._buffers.put_back()
         self._buffers.keep()
         self.gradients.begin()
-        return self._backward(self.tuner.form, micros, counts, total)
+        return self.tuner.instead(
+            form, lambda other: self._backward(other, micros, counts, total), self.step + 1
+        )
 
     def _backward(
         self, form: Forms, micros: list[Batch], counts: list[int], total: int
@@ -384,7 +386,7 @@ class Engine:
     def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
         self.skipped_in_a_row += 1
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-        culprit = self._culprit(micros)
+        culprit = find_on_all(self, micros)
         step, text = self.step + 1, f"{what} is {value}; first at the {culprit}"
         if self.skipped_in_a_row >= self.max_skipped:
             raise NumericsError(
@@ -395,6 +397,3 @@ class Engine:
         if self.logs_skipped and groups.is_main():  # all ranks know the same
             log.warning("step %d: %s. The step is skipped.", step, text)
         return text
-
-    def _culprit(self, micros: list[Batch]) -> str:
-        return find_on_all(self, micros)

@@ -69,6 +69,12 @@ class Tuner:
     taken: the seconds of what the trial has timed so far; None stands for a step that failed. size:
     elements of the first step's tensors, which they are of; 0: there was none yet.
     ahead: how many steps the run still took when the trial began; None: there is none under way.
+
+    [Note: a chosen form that fails later]
+    A loss may do in its thousandth step what it has not done before, such as a gradient of a
+    gradient, which compiled code cannot take. Where nobody asked for the form, the step is then
+    taken plainly. If that works, it was the form's fault, which is left for good; if not, the error
+    is the user's own. On one rank alone: others would not know, and go on in the form.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Tuner:
         self._made: dict[tuple[str, str], Forms] = {}
         self._trial: Generator[Forms, float, Forms] | None = None
         self._suspect: Forms | None = None
+        self._failure = ""
 
     @property
     def begun(self) -> bool:
@@ -140,13 +147,49 @@ class Tuner:
             self._to(lambda trial: trial.send(seconds))
 
     def failed(self, error: Exception) -> bool:
-        """Whether an error of the passes may be the form's, so that they can be run in another,
-        which `form` is then: in one that is on trial alone."""
-        if self._form is not self._suspect or isinstance(error, LeZeroError):
+        """Whether an error of the passes may be the form's, so that they can be run `instead` in
+        another: of one on trial, or of one that was chosen and now fails."""
+        if isinstance(error, LeZeroError):
+            return False
+        self._failure = _said(error)
+        if self._trial is None:  # [Note: a chosen form that fails later]
+            compiled = self.form.name != "eager"
+            return compiled and self._asked == "auto" and groups.world_size() == 1
+        if self._form is not self._suspect:
             return False
         self.taken.append(None)
-        self._to(lambda trial: trial.throw(FormFailedError(_said(error))))
+        self._to(lambda trial: trial.throw(FormFailedError(self._failure)))
         return True
+
+    def instead(
+        self, failed: Forms, passes: Callable[[Forms], torch.Tensor], step: int
+    ) -> torch.Tensor:
+        """The passes of this step, whose form has `failed`, in another."""
+        if self.form is not failed:  # the trial went on
+            return passes(self.form)
+        eager = self._in("eager", failed.attention)
+        failed.off()
+        try:
+            found = passes(eager)
+        except BaseException:
+            failed.on()
+            raise
+        self._form, self._made = eager, {}
+        self._record_failure(failed.name, step)
+        return found
+
+    def _record_failure(self, name: str, step: int) -> None:
+        """That a chosen form is left for good, also after a resume."""
+        old = self.decisions.records["compile"]
+        figures = {**old.candidates, name: {old.unit: None, "failed": self._failure}}
+        reason = f"'{name}', which was chosen, failed in step {step}"
+        self.decisions.record(
+            "compile", "eager", figures, reason, unit=old.unit, fact=True, step=step - 1
+        )
+        log.warning(
+            "compile: '%s' failed in step %d, which was taken plainly, as all others will be: %s",
+            name, step, self._failure,
+        )  # fmt: skip
 
     def _to(self, step: Callable[[Generator[Forms, float, Forms]], Forms]) -> None:
         assert self._trial is not None

@@ -204,7 +204,7 @@ def skips_a_step(patch):
         return len(seen) != 2  # the norm of the first step
 
     patch.setattr(engine_module, "math", SimpleNamespace(isfinite=finite))
-    patch.setattr(Engine, "_culprit", lambda self, micros: "nowhere")
+    patch.setattr("lezero.train.engine.find_on_all", lambda engine, micros: "nowhere")
 
 
 MEANS = weighted(lambda count, total, parts: 1 / parts)
