@@ -30,7 +30,8 @@ ATTENTIONS = ("torch", "lezero")
 
 
 _DRAWS: dict[str, Any] = {"fallback_random": True}
-"""Compiled code draws as plain code does: by its own numbers, dropout would drop others."""
+"""Compiled code draws as plain code does (docs/training.md has the exceptions): by its own numbers,
+dropout would drop others."""
 
 
 class Forms:
