@@ -19,6 +19,7 @@ from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
 from lezero.compress.quantize.forms import several
 from lezero.compress.quantize.layout import assign_, missing_buffers
 from lezero.compress.quantize.modules import QuantizedLinear
+from lezero.compress.quantize.nested import leave_nested
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of, not_finite
 from lezero.compress.quantize.weights import PackedWeight
@@ -77,6 +78,7 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     ledger.record(model, "quantize_")
+    leave_nested(model)
     return model.eval()
 
 

@@ -20,6 +20,7 @@ from lezero.compress.quantize.modules import (
     QuantizedLayer,
     QuantizedLinear,
 )
+from lezero.compress.quantize.nested import leave_nested
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.tensors import arranged, same_bits, strides_of
@@ -105,6 +106,7 @@ def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> 
             _layer(module, about, weight).take_over(module)
     if weights:
         ledger.record(model, "quantize_")
+        leave_nested(model)
     return model
 
 

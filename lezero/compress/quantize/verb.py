@@ -25,6 +25,7 @@ from lezero.compress.quantize.buffers import kept_buffers
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer, check_module, quantized_layers
+from lezero.compress.quantize.nested import leave_nested, take_nested
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
@@ -133,6 +134,7 @@ def dequantize_(model: Model) -> Model:
         for module in model.modules():  # a part may have been quantized by itself
             ledger.forget(module, "quantize_")
             module.__dict__.pop(REPORT, None)
+        take_nested(model)
     return model
 
 
@@ -166,6 +168,7 @@ def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -
             bits = {name: 8 * site.nbytes / site.numel for name, site in sites.items()}
             request.report.undone(slower, bits)
         model.__dict__[REPORT] = request.report
+    leave_nested(model)
 
 
 def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
