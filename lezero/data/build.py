@@ -193,7 +193,7 @@ def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
     """Digest of all that the token files depend on; texts count by path, length and time, what a
     tokenizer is read from by what it holds, since that of a GGUF is written anew each time."""
     settings = config.model_dump(mode="json", exclude={"train", "sequence", "on_bad_file"})
-    settings["tokenizer"].pop("folder")
+    settings["tokenizer"]["folder"] = config.tokenizer.folder is not None
     if isinstance(config.validation, tuple):
         settings["validation"] = "files"
     parts: list[object] = [store.FORMAT, _BUILD, sorted(settings.items()), config.on_bad_file]

@@ -6,6 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lezero.core.errors import FileError
 from lezero.data import DataConfig, prepare, store
 from lezero.data.tokenizer import bytes_tokenizer
 from tests.data.test_build import config, text_of
@@ -49,6 +52,11 @@ def test_a_tokenizer_counts_by_what_it_holds(tmp_path: Path) -> None:
         asked = config(tmp_path / "a.txt", tokenizer={"folder": str(tmp_path / name)})
         folders.append(prepare(asked, tmp_path / "cache").folder)
     assert folders[0] == folders[1] != folders[2]
+    prepare(config(tmp_path / "a.txt"), tmp_path / "cache")
+    (tmp_path / "nothing").mkdir()
+    asked = config(tmp_path / "a.txt", tokenizer={"folder": str(tmp_path / "nothing")})
+    with pytest.raises(FileError, match="nothing"):
+        prepare(asked, tmp_path / "cache")
 
 
 def test_a_checkpoint_knows_rows_of_another_tokenizer(tmp_path: Path) -> None:

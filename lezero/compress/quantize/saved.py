@@ -110,20 +110,25 @@ def save_quantized(
     tensors = {_PREFIX + name: value for name, value in state.items()}
     try:
         with aside_for(root) as made:
-            for path in copies:
-                shutil.copyfile(path, made / path.name)
-            if config:
-                text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-                (made / "config.json").write_text(text, encoding="utf-8")
-            if "decisions" in documents:
-                text = json.dumps(documents["decisions"], indent=1) + "\n"
-                (made / "decisions.json").write_text(text, encoding="utf-8")
-            sync_files(made)
+            _write_beside(made, copies, config, documents.get("decisions"))
             part = write_part(made, "", tensors)
             commit_parts(made, root, step_of(root) or 0, [part], documents)
     except OSError as error:
         raise cannot_write(root, error) from error
     return root
+
+
+def _write_beside(made: Path, copies: Sequence[Path], config: Any, decisions: Any) -> None:
+    """What lies beside the tensors, durably."""
+    for path in copies:
+        shutil.copyfile(path, made / path.name)
+    if config:
+        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+        (made / "config.json").write_text(text, encoding="utf-8")
+    if decisions is not None:
+        text = json.dumps(decisions, indent=1) + "\n"
+        (made / "decisions.json").write_text(text, encoding="utf-8")
+    sync_files(made)
 
 
 @overload

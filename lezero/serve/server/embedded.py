@@ -8,13 +8,13 @@ from lezero.core.errors import ConfigError, NumericsError
 from lezero.serve.server.coded import Encoder
 from lezero.serve.server.embedder import EngineError
 from lezero.serve.server.embedding import Embeddings, told_embeddings
-from lezero.serve.server.exchange import JSON, Exchange, within
+from lezero.serve.server.exchange import Exchange, within
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import Problem, refused
 from lezero.serve.server.worker import BusyError, Worker
 
 
-async def answer_embeddings(
+async def embeddings_body(
     exchange: Exchange,
     asked: Embeddings,
     *,
@@ -23,22 +23,9 @@ async def answer_embeddings(
     lanes: Lanes,
     model: str,
     seconds: float,
-) -> None:
-    """Answers, or raises `Problem`, or `ClientGoneError`, which gives the place up."""
-    told = await _told(exchange, asked, worker, encoder, lanes, model, seconds)
-    await exchange.reply(200, told, JSON)  # to read it takes the client's time
-
-
-async def _told(
-    exchange: Exchange,
-    asked: Embeddings,
-    worker: Worker,
-    encoder: Encoder,
-    lanes: Lanes,
-    model: str,
-    seconds: float,
 ) -> bytes:
-    """The answer's body. The place is kept until it counts among what is sent."""
+    """The answer's body, for which the place is not needed any more: to read it takes the client's
+    time. Raises `Problem`, or `ClientGoneError`, which gives the place up."""
     exchange.expect(asked.answer_bytes(worker.engine.program.dim))
     try:
         worker.reserve(1)

@@ -11,9 +11,9 @@ from lezero.serve.server.answers import Answerer
 from lezero.serve.server.asked import Form, read_asked
 from lezero.serve.server.coded import Encoder, TokenText
 from lezero.serve.server.config import ServeConfig
-from lezero.serve.server.embedded import answer_embeddings
+from lezero.serve.server.embedded import embeddings_body
 from lezero.serve.server.embedding import read_embeddings
-from lezero.serve.server.exchange import Exchange, Value, parse, within
+from lezero.serve.server.exchange import JSON, Exchange, Value, parse, within
 from lezero.serve.server.face import Face, Handler
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.metrics import Metrics
@@ -86,7 +86,7 @@ class LanguageFace(Face):
 
     async def _embed(self, exchange: Exchange) -> None:
         asked = await self._read(exchange, lambda data: read_embeddings(data, self.name, None))
-        await answer_embeddings(
+        told = await embeddings_body(
             *(exchange, asked),
             worker=self.worker,
             encoder=self._encoder,
@@ -94,6 +94,7 @@ class LanguageFace(Face):
             model=self.name,
             seconds=self._config.request_s,
         )
+        await exchange.reply(200, told, JSON)
 
     async def _read(self, exchange: Exchange, read: Callable[[dict[str, Any]], Value]) -> Value:
         """What is asked in a body, which is read beside the event loop where it is long."""
