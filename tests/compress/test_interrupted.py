@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lezero as lz
-from lezero.compress.quantize import capture, folds, journal, replay, saved, verb
+from lezero.compress.quantize import capture, folds, journal, opened, replay, verb
 from tests.compress.test_bad_input import small, tokens, unchanged
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
@@ -124,14 +124,14 @@ def test_a_folder_is_loaded_into_a_model_whole(
     model, other, x = small(), small(), tokens()[0]
     lz.quantize_(model, lz.Int4Weight(group=32), objective="size")
     lz.save_quantized(model, tmp_path / "q")
-    real = getattr(saved, what)
+    real = getattr(opened, what)
 
     def pressing(*args: Any) -> None:
         if args[0] is other:  # not where it is tried
             press()
         real(*args)
 
-    monkeypatch.setattr(saved, what, pressing)
+    monkeypatch.setattr(opened, what, pressing)
     with pytest.raises(KeyboardInterrupt):
         lz.load_quantized(tmp_path / "q", other)
     with torch.no_grad():

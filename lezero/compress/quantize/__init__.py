@@ -13,12 +13,13 @@ reads them, `imported` (with `foreign` and `ordered`) reads GPTQ and AWQ, `gguf`
 from lezero.compress.quantize.floats import Fp8, Nf4
 from lezero.compress.quantize.int4 import Int4Weight
 from lezero.compress.quantize.int8 import Int8Weight, Int8WeightActivation
+from lezero.compress.quantize.opened import is_quantized_folder, load_quantized
 from lezero.compress.quantize.report import (
     LayerReport,
     QuantizationReport,
     quantization_report,
 )
-from lezero.compress.quantize.saved import is_quantized_folder, load_quantized, save_quantized
+from lezero.compress.quantize.saved import save_quantized
 from lezero.compress.quantize.scheme import Scheme
 from lezero.compress.quantize.verb import dequantize_, quantize_
 

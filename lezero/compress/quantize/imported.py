@@ -55,7 +55,7 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
     """The model in a folder of GPTQ or AWQ, its codes, scales and zero points taken as they are.
 
     Weights decode to the type of most of the model's floats, to that of their scales where there
-    are none. See `lezero.compress.quantize.saved.load_quantized`, which calls this.
+    are none. See `lezero.compress.quantize.opened.load_quantized`, which calls this.
     """
     data = read_json(root / "config.json")
     about = _about(data, root)

@@ -29,6 +29,9 @@ from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
 from lezero.ops.quantize import Grid
 
+FORMAT = 1  # of a folder: the manifest's document, and where in it the tensors are
+READABLE_FROM = "0.1.0"
+DOCUMENT, PREFIX, MANIFEST = "quantization", "model/", "manifest.json"
 _KINDS = {"linear": QuantizedLinear, "embedding": QuantizedEmbedding, "conv": QuantizedConv}
 _WEIGHTS: dict[str, type[PackedWeight] | type[CodedWeight]] = {
     "packed": PackedWeight,
