@@ -28,7 +28,7 @@ _KNOWN: Mapping[Form, set[str]] = {
 }
 _NO_MATTER = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
-    *("prompt_cache_retention", "parallel_tool_calls"),
+    *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "prediction"),
 }
 # Fields that are not built, with the values that ask for nothing.
 _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
@@ -40,7 +40,6 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "logit_bias": ({},),
     "audio": (),
-    "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
@@ -48,6 +47,16 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
 }
+# Keys of a message that the model should have read, or that say how it goes on. What else lies
+# beside role and content are a client's own notes, as `id`, `opts` or `provider_specific_fields`.
+_MEANT = {
+    *("tool_calls", "tool_call_id", "function_call", "tools", "documents"),
+    *("audio", "image", "images", "image_url", "video", "videos", "file", "files", "attachments"),
+    *("reasoning", "reasoning_content", "reasoning_details", "thinking", "thinking_blocks"),
+    *("prefix", "prefill", "partial"),
+}
+_LIKELIEST_ALONE = 1e-9
+"""A top_p that no likeliest token falls short of."""
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _MOST_PROMPTS = 256
 _LAST = 1000
@@ -117,6 +126,8 @@ def _check_names(form: Form, given: Mapping[str, Any]) -> None:
 
 def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {name: given[name] for name in _SAMPLING if name in given}
+    if not isinstance(values.get("top_p"), bool) and values.get("top_p") == 0:
+        values["top_p"] = _LIKELIEST_ALONE  # OpenAI's range begins with 0
     seed = _whole(given, "seed", -(1 << 63), (1 << 63) - 1)
     if seed is not None:
         values["seed"] = seed % (1 << 63)
@@ -124,7 +135,7 @@ def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
         values["logprobs"] = _whole(given, "logprobs", 0, 20)
     else:
         wanted, top = truth(given, "logprobs"), _whole(given, "top_logprobs", 0, 20)
-        if top is not None and not wanted:
+        if top and not wanted:
             raise wrong("top_logprobs", "needs logprobs: true")
         values["logprobs"] = (top or 0) if wanted else None
     try:
@@ -157,10 +168,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         where = f"messages[{number}]"
         if not isinstance(message, dict):
             raise wrong(where, "is no object with role and content")
-        for name in message:
-            asks = message[name] not in (None, [])
-            if asks and name not in ("role", "content", "name", "refusal"):
-                raise wrong(f"{where}.{name}", "not supported by this server")
+        for key in sorted(_MEANT & message.keys()):
+            if not _is_empty(message[key]):
+                raise wrong(f"{where}.{key}", "not supported by this server")
         role = message.get("role")
         if not isinstance(role, str) or role not in _ROLES:
             allowed = ", ".join(_ROLES)
@@ -172,6 +182,13 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         named = {} if name is None else {"name": name}
         found.append({"role": _ROLES[role], "content": content, **named})
     return found
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it asks for nothing: an object that holds only such does not either."""
+    if isinstance(value, dict):
+        return all(map(_is_empty, value.values()))
+    return value is None or value is False or value in ("", [])
 
 
 def _content(value: Any, where: str) -> str | list[dict[str, str]]:
@@ -198,7 +215,7 @@ def _stream_usage(given: Mapping[str, Any], stream: bool) -> bool:
     if not stream or not isinstance(options, dict):
         raise wrong("stream_options", "an object, and only with stream: true")
     for name in options:
-        if name not in ("include_usage", "include_obfuscation"):
+        if name not in ("include_usage", "include_obfuscation", "continuous_usage_stats"):
             raise wrong(f"stream_options.{name}", "this server does not know it")
     return truth(options, "include_usage")
 
