@@ -65,7 +65,7 @@ class SentenceEncoder(BatchedModel):
         self.decisions = decisions if decisions is not None else Decisions()
         self._tokenizer = _tokenizer(self.folder)
         self._nothing = self.tokens("")
-        self._closing = _closing(self._tokenizer.encode(_TEXT))
+        self._opening, self._closing = _frame(self._tokenizer.encode(_TEXT))
         self.longest = self.folder.longest
         self._model, self.weights = self._choose(weights)
         config = self._model.config
@@ -94,7 +94,9 @@ class SentenceEncoder(BatchedModel):
 
         sentence-transformers does answer one, with the vector of the tokens around it. But that is
         one vector for every text that holds nothing, which a search then finds beside real ones; so
-        it is refused, as OpenAI's API and language models here do.
+        it is refused, as OpenAI's API and language models here do. So are tokens without those that
+        the tokenizer puts around each text: clients that know no other send tokens of OpenAI's,
+        which would be read as other words.
         """
         if list(tokens) == self._nothing:
             raise ConfigError(f"{name}: got an empty text, which has no embedding; leave it out")
@@ -107,6 +109,16 @@ class SentenceEncoder(BatchedModel):
         vocab = self._model.config.vocab
         if not all(0 <= token < vocab for token in tokens):
             raise ConfigError(f"{name}: holds a token outside of 0 to {vocab - 1}")
+        if not self._is_framed(list(tokens)):
+            raise ConfigError(
+                f"{name}: got tokens without those that this model's own tokenizer puts around a "
+                "text; send text (LangChain: check_embedding_ctx_length=False)"
+            )
+
+    def _is_framed(self, tokens: list[int]) -> bool:
+        opening, inside = len(self._opening), len(tokens) - len(self._closing)
+        framed = tokens[:opening] == self._opening and tokens[inside:] == self._closing
+        return framed and opening <= inside
 
     def work(self, item: Any) -> float:
         return self._of_length(len(item))
@@ -206,10 +218,11 @@ def _seconds(model: Bert, items: Sequence[Sequence[int]], folder: EncoderFolder)
     return sorted(took[1:])[_TIMED // 4]
 
 
-def _closing(encoding: Any) -> list[int]:
-    """The tokens that the tokenizer puts behind each text."""
+def _frame(encoding: Any) -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer puts before and behind each text."""
     texts = [i for i, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
-    return list(encoding.ids[max(texts, default=-1) + 1 :])
+    ids = list(encoding.ids)
+    return ids[: min(texts, default=0)], ids[max(texts, default=-1) + 1 :]
 
 
 def _tokenizer(folder: EncoderFolder) -> Any:

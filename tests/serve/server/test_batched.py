@@ -125,6 +125,19 @@ def test_an_empty_text_is_refused_as_language_models_do(server, given, name) -> 
     assert (found.status, found.error) == (400, wanted)
 
 
+@pytest.mark.parametrize("fields", [{}, {"truncate": True}])
+def test_tokens_that_are_not_framed_as_the_encoders_own_are_refused(server, encoder, fields):
+    """As LangChain sends those of OpenAI's tokenizer."""
+    own = encoder.tokens("hello world")
+    assert server.ask("/v1/embeddings", {"input": [own], **fields}).status == 200
+    for given in ([4, 5], [4] * 100, own[1:], own[:-1], own[:1], own[-1:]):
+        found = server.ask("/v1/embeddings", {"input": [own, given], **fields})
+        assert found.status == 400
+        assert found.error["param"] == "input[1]"
+        if len(given) <= encoder.longest or fields:
+            assert "check_embedding_ctx_length=False" in found.error["message"]
+
+
 def test_other_paths_and_models(client, server, infer) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny"
