@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from lezero.serve.template import render
 
 Message = Mapping[str, Any]
 _LIMIT = 1 << 20
+_MARK = re.compile(r"lezero \d+ (?:text|key)")
 
 
 class Coder:
@@ -95,12 +97,13 @@ class Coder:
         keys = {i: f"lezero {i} key" for i in numbers}
         parts = {i: [{"type": "text", "text": texts[i], keys[i]: ""}] for i in numbers}
         as_parts, as_texts = self._tried(messages, parts), self._tried(messages, texts)
+        in_parts, in_texts = set(_MARK.findall(as_parts or "")), set(_MARK.findall(as_texts or ""))
         one_text = {
             i: joined(messages[i]["content"])
             for i in numbers
             if as_parts is None
-            or keys[i] in as_parts
-            or (texts[i] not in as_parts and texts[i] in (as_texts or ""))
+            or keys[i] in in_parts
+            or (texts[i] not in in_parts and texts[i] in in_texts)
         }
         return _with_contents(messages, one_text)
 

@@ -10,6 +10,7 @@ import transformers
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.data.tokenizer import bytes_tokenizer, train_tokenizer
+from lezero.serve import template
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
@@ -196,6 +197,24 @@ def test_no_text_of_parts_is_lost(template):
     found = coder(template).prompt(parts)
     assert all(text in found for text in texts.values())
     assert "'text'" not in found
+
+
+def test_marks_of_all_messages_are_found_at_once(monkeypatch):
+    """Looking for those of each message alone took 10 s for a body of a megabyte."""
+    sought = []
+
+    class Rendering(str):
+        def __contains__(self, mark):
+            sought.append(mark)
+            return super().__contains__(mark)
+
+    monkeypatch.setattr(
+        "lezero.serve.coder.render", lambda *given: Rendering(template.render(*given))
+    )
+    parts = [{"role": "user", "content": [{"type": "text", "text": str(i)}]} for i in range(200)]
+    found = coder(f"{SAYS}{PARTS}{{% endfor %}}").prompt(parts)
+    assert found == "".join(f"user: [text]{i}" for i in range(200))
+    assert len(sought) < 10
 
 
 def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):
