@@ -111,6 +111,8 @@ class App:
         if asked in self._open:
             return self._open[asked]
         if asked not in self._guarded:
+            if exchange.path.startswith("/v1/models/"):
+                self._check_client(exchange)  # whatever is said of these tells the model's name
             known = (*self._open, *self._guarded)
             takes = [taken for taken, path in known if path == exchange.path]
             if takes:

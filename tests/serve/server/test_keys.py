@@ -128,6 +128,12 @@ def test_only_those_with_a_key_are_answered(tmp_path: Path) -> None:
             assert client.ask(path, authorization=f"Bearer {key}").status == 200
         for path in ("/", "/health", "/ready"):
             assert client.ask(path).status == 200
+        for name in ("other", client.server.name):
+            for body in (None, {}):
+                found = client.ask(f"/v1/models/{name}", body)
+                assert found.error["code"] == "invalid_api_key"
+        other = client.ask("/v1/models/other", authorization=f"Bearer {key}")
+        assert (other.status, other.error["code"]) == (404, "model_not_found")
         body = {"prompt": "x", "max_tokens": 1}
         unknown = client.ask("/v1/completions", body)
         assert unknown.status == 401
