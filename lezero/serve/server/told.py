@@ -114,13 +114,15 @@ class Teller:
         return {
             "tokens": [self._text.of(one.token, one.lost) for one in named],
             "token_logprobs": [one.logprob.logprob for one in named],
-            "top_logprobs": [
-                # Of tokens with one name, as halves of letters, the likeliest comes last and stays.
-                {self._text.of(token): value for token, value in reversed(one.logprob.likeliest)}
-                for one in named
-            ],
+            "top_logprobs": [self._likeliest(one) for one in named],
             "text_offset": [one.place for one in named],
         }
+
+    def _likeliest(self, one: Named) -> dict[str, float]:
+        """By name, and always the token itself, as with OpenAI. Of tokens with one name, as halves
+        of letters, the likeliest stays, but for the token's own name."""
+        found = {self._text.of(token): value for token, value in reversed(one.logprob.likeliest)}
+        return {**found, self._text.of(one.token, one.lost): one.logprob.logprob}
 
     def _token(self, one: Named) -> dict[str, Any]:
         likeliest = [self._entry(*pair) for pair in one.logprob.likeliest]

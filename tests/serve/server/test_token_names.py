@@ -77,11 +77,34 @@ def test_names_together_are_the_text_and_the_likeliest_of_a_name_stays(coder: Co
     if "\ufffd" not in choice["text"]:
         assert "".join(told["tokens"]) == choice["text"]
     text = TokenText(coder)
-    for found, one in zip(told["top_logprobs"], likeliest, strict=True):
+    of_tokens = zip(told["tokens"], told["token_logprobs"], strict=True)
+    for found, one, (name, value_of_own) in zip(
+        told["top_logprobs"], likeliest, of_tokens, strict=True
+    ):
         best: dict[str, float] = {}
         for token, value in one.likeliest:
             best.setdefault(text.of(token), value)
+        own = found.pop(name)
+        assert own == value_of_own
+        best.pop(name, None)
         assert found == best
+
+
+@pytest.mark.parametrize("logprobs", [0, 2])
+def test_a_drawn_token_is_among_the_likeliest_that_are_told(coder: Coder, logprobs: int) -> None:
+    llm = LLM(small(vocab=266), coder=coder, weights="bf16")
+    asked = {"temperature": 5, "seed": 1, "max_tokens": 20, "logprobs": logprobs}
+    with serving(llm) as client:
+        (choice,) = client.complete([258, 260], **asked).json["choices"]
+    told = choice["logprobs"]
+    rare = 0
+    for name, value, best in zip(
+        told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
+    ):
+        assert best[name] == value
+        assert len(best) <= logprobs + 1
+        rare += len(best) == logprobs + 1
+    assert rare
 
 
 def test_tokens_have_their_place_in_the_text() -> None:
