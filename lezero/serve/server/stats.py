@@ -17,7 +17,7 @@ def gauges(worker: Worker) -> dict[str, tuple[str, str, float]]:
         "requests_running": ("gauge", "Requests that run.", running),
         "requests_waiting": ("gauge", "Requests that wait.", max(0, worker.active - running)),
         "cache_blocks_used": ("gauge", "Blocks of the cache in use.", pool.used_count),
-        "cache_blocks_total": ("gauge", "Blocks of the cache.", pool.count),
+        "cache_blocks": ("gauge", "Blocks of the cache.", pool.count),
         "steps_total": ("counter", "Passes through the model.", totals.steps),
         "preemptions_total": ("counter", "Steps that took a request's place.", totals.preempted),
         "drafted_tokens_total": ("counter", "Tokens that were guessed.", totals.drafted),
@@ -50,6 +50,7 @@ def stats(llm: LLM, worker: Worker, name: str) -> dict[str, Any]:
         "tokens_embedded": metrics.tokens_embedded,
         "tokens_cached": metrics.tokens_cached,
         "tokens_out": metrics.tokens_out,
+        "cache_blocks_total": worker.engine.pool.count,
         **{label: value for label, (_, _, value) in gauges(worker).items()},
         **latencies,
     }
