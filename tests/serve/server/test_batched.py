@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import shutil
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -309,6 +310,32 @@ def test_a_browser_asks(which, size, encoder, tmp_path: Path) -> None:
         root = "document.documentElement"
         assert browser.run(f"{root}.scrollWidth - {root}.clientWidth") == 0, "it scrolls sideways"
         assert browser.problems == []
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_the_page_gives_back_what_was_refused_and_can_stop(
+    encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, errors = "hello " * 100, "document.querySelectorAll('.turn.error').length"
+    may_go_on, run = threading.Event(), encoder.run
+    with serving_batches(encoder, Plan(4)) as client, Browser(str(CHROMIUM), tmp_path) as browser:
+        browser.open(client.url, 390, 844)
+        browser.wait("at('state').textContent === 'ready'")
+        browser.run(f"at('text').value = {text!r}")
+        browser.run("at('send').click()")
+        browser.wait(f"{errors} === 1 && !running")
+        assert browser.run("at('text').value") == text
+        monkeypatch.setattr(encoder, "run", lambda items: may_go_on.wait(60) and run(items))
+        try:
+            browser.run("at('text').value = 'hello'")
+            browser.run("at('send').click()")
+            browser.run("at('stop').click()")
+            browser.wait("!running")
+        finally:
+            may_go_on.set()
+        assert browser.run(errors) == 1
+        notes = browser.run("[...document.querySelectorAll('.turn small')].pop().textContent")
+        assert notes.startswith("stopped")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

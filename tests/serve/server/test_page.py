@@ -14,6 +14,7 @@ import pytest
 
 from lezero.serve.server.keys import new_key
 from lezero.serve.server.page import page
+from tests.serve.models import says
 from tests.serve.server.browser import Browser
 from tests.serve.server.running import serving, small_llm, until
 
@@ -105,8 +106,10 @@ def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_what_cannot_be_answered_is_told_and_kept(tmp_path: Path) -> None:
+    llm = small_llm()
+    assert llm.coder is not None
     with Browser(str(CHROMIUM), tmp_path) as browser:
-        with serving(small_llm(), name="tiny") as client:
+        with serving(llm, name="tiny") as client:
             browser.open(client.url, 360, 640)
             browser.wait("at('state').textContent === 'ready'")
             ask(browser, "one", tokens=1)
@@ -126,7 +129,12 @@ def test_what_cannot_be_answered_is_told_and_kept(tmp_path: Path) -> None:
                 ask(browser, "how so", tokens=tokens)
                 browser.wait(f"{told}.startsWith('max_tokens: got {tokens} ') && at('stop').hidden")
                 assert ("prompt. Clear begins" in browser.run(told)) is clears, tokens
-            browser.run("at('text').value = ''")
+            says(llm.program, 1, list(llm.coder.end_tokens))
+            ask(browser, "what has an empty answer", tokens=9)
+            browser.wait(f"{NOTES}.length === 2 && !running")
+            roles = browser.run("messages.map((message) => message.role)")
+            assert roles == ["user", "assistant"] * 2
+            assert browser.run("at('text').value") == ""
         ask(browser, "مرحبا", tokens=3)
         browser.wait("document.querySelectorAll('.turn.error').length === 4")
         last = "[...document.querySelectorAll('.turn p')].pop()"
