@@ -9,7 +9,7 @@ _NAMES = {
     "Engine": "lezero.train.engine",
     "RunConfig": "lezero.train.config",
     "StepResult": "lezero.train.engine",
-    "TrainResult": "lezero.train.trainer",
+    "TrainResult": "lezero.train.train_result",
     "Trainer": "lezero.train.trainer",
     "next_token_loss": "lezero.train.loss",
 }
@@ -22,5 +22,5 @@ if TYPE_CHECKING:
     from lezero.train.engine import Engine as Engine
     from lezero.train.engine import StepResult as StepResult
     from lezero.train.loss import next_token_loss as next_token_loss
+    from lezero.train.train_result import TrainResult as TrainResult
     from lezero.train.trainer import Trainer as Trainer
-    from lezero.train.trainer import TrainResult as TrainResult

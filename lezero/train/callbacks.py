@@ -6,7 +6,8 @@ The trainer calls, on every rank and in the order of its list:
     on_step(trainer, result)        after every optimizer step
     on_validation(trainer, loss)    after each validation
     on_checkpoint(trainer, step)    when a generation was handed to the writer
-    on_event(trainer, text, level)  something a person should see: resumed, skipped, stopped
+    on_event(trainer, text, level)  something a person should see: a resume, a skipped step, a stop,
+                                    a changed config, a file that was not written
     on_end(trainer)                 once, also when training ends with an error
 
 A callback overrides what it needs. It must not communicate between ranks unless it does so on all

@@ -94,8 +94,8 @@ class LiveView:
             self._print(self._state.title())
             if said := self._state.foreseen():
                 self._print(said)
-            if info.first_step:
-                self._print(f"goes on from step {info.first_step:,}")
+        if info.first_step:
+            self.event(f"goes on from step {info.first_step:,}")
 
     def step(self, record: StepRecord) -> None:
         """Takes one step; draws when it is time to."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +34,12 @@ from lezero.train.prospect import Prospect, foresee
 from lezero.train.run_folder import RunFolder, flat
 from lezero.train.run_log import RunLog
 from lezero.train.signals import StopRequest, graceful_stop
+from lezero.train.train_result import TrainResult
 
 _AGAIN = "trying once more"
 _OWN = {"run", "model.folder", "report.tensorboard", "data.train", "data.validation"}
 _OWN |= {"data.tokenizer.folder"}
 """What may differ between ranks: paths, of which rank 0's count, and what rank 0 alone does."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended. `exit_status` is 0, or 128 + the signal that asked it to stop.
-
-    The losses are the last ones, of an earlier start where this one had none; None where there are
-    none, or they were not finite.
-    """
-
-    run: Path
-    step: int
-    loss: float | None
-    validation_loss: float | None
-    exit_status: int
 
 
 class Trainer:
@@ -121,6 +106,8 @@ class Trainer:
                 self._prepare()
                 with graceful_stop(self.engine.request_stop) as request:
                     self._tell("on_start")
+                    if self.resumed_from is not None:
+                        self._tell_beside_log(f"resumed from step {self.resumed_from}")
                     for text, level in self._notes:
                         self.event(text, level)
                     result = self._steps(request)
@@ -254,6 +241,8 @@ class Trainer:
                 engine.step == config.train.steps or engine.step % config.validation.every == 0
             )  # before a callback saves this step
             self._tell("on_step", result)
+            if result.skipped:
+                self._tell_beside_log(f"step {result.step} skipped: {result.skipped}", "warning")
             if engine.decisions.records != self._written:
                 self._try_to_write("decisions.json", self._write_decisions)
             stopped = self._after(result)
@@ -394,6 +383,12 @@ class Trainer:
     def event(self, text: str, level: str = "info") -> None:
         """Tells every callback something that a person should see."""
         self._tell("on_event", text, level)
+
+    def _tell_beside_log(self, text: str, level: str = "info") -> None:
+        """An event that the built-in log has shown and written in a form of its own."""
+        for callback in self.callbacks:
+            if callback is not self.log:
+                callback.on_event(self, text, level)
 
     def _tell(self, what: str, *values: Any) -> None:
         for callback in self.callbacks:

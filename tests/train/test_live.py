@@ -163,11 +163,14 @@ def test_the_forecast_is_told_before_the_first_step():
     assert told in str(_State(info, Clock()).picture(80))
 
 
-def test_a_resumed_run_says_where_it_goes_on():
-    out, view = plain_view(Clock())
+@pytest.mark.parametrize("fixed", [True, False])
+def test_a_resumed_run_says_where_it_goes_on(fixed):
+    out = io.StringIO()
+    view = LiveView(Console(file=out, force_terminal=fixed, width=80, color_system=None))
     view.start(RunInfo("a", 10, first_step=5))
     view.step(record(6))
-    assert "goes on from step 5" in out.getvalue()
+    view.stop()
+    assert out.getvalue().count("goes on from step 5") == 1
     assert "step 6/" in out.getvalue()
 
 

@@ -169,7 +169,8 @@ def test_a_complete_run_says_so_and_trains_nothing(copied, finished):
         finished[1].validation_loss,
     )
     assert recorder.steps() == []
-    assert recorder.events() == ["the run is complete: step 20 of 20; raise train.steps to go on"]
+    complete = "the run is complete: step 20 of 20; raise train.steps to go on"
+    assert recorder.events() == ["resumed from step 20", complete]
     assert (copied / "run/checkpoints/step-00000020/manifest.json").read_bytes() == before
     assert (copied / "run/tokenizer/tokenizer.json").is_file()
 
@@ -251,9 +252,9 @@ def test_a_damaged_generation_is_named_and_the_newest_good_one_used(copied):
     _, trainer = train(copied, recorder := Recorder(), train__steps=17)
     assert recorder.steps() == [16, 17]
     assert trainer.loader.samples == 17 * 8, "no sample is left out, and none taken twice"
-    assert "step-00000020 is damaged and was not used" in recorder.events()[0]
-    assert "tensors-00000.safetensors" in recorder.events()[0]
-    assert "tensor 'random/0/torch' is damaged" in recorder.events()[0]
+    assert "step-00000020 is damaged and was not used" in recorder.events()[1]
+    assert "tensors-00000.safetensors" in recorder.events()[1]
+    assert "tensor 'random/0/torch' is damaged" in recorder.events()[1]
     assert steps_in(copied) == [10, 15, 17]
     assert checkpoint.read_mark(root, "best") == 17, "the mark of the lost generation stayed"
 
