@@ -39,12 +39,14 @@ def main():
         result = engine.train_step(batch)
         if result.step % 5 == 0:
             loss = engine.evaluate(validation)
+            if loss is None:  # a signal handler of yours, say, has called engine.request_stop()
+                break
             print(
                 f"step {result.step}: loss {result.loss:.3f}, validation {loss:.3f}, "
                 f"lr {result.lr:.2g}, gradient norm {result.grad_norm:.2f}, "
                 f"{result.tokens_per_s:,.0f} tokens/s"
             )
-        if result.step == STEPS:
+        if result.stop or result.step == STEPS:
             break
 
     with tempfile.TemporaryDirectory() as folder:
