@@ -36,7 +36,8 @@ class AdamW(WeightOptimizer, torch.optim.AdamW):
       and bit for bit the same training.
 
     With masters a step equals that of torch's fused CPU kernel on the fp32 master, bit for bit (but
-    see `ops/adamw/reference.py`), and state loads from each of the three into each other.
+    see `ops/adamw/reference.py`), and state loads from each of the three into the others, but
+    with masters not into "none", where they would be lost (`ConfigError`).
     `masters(model)` gives the fp32 values. Raises `ConfigError` when nothing is trainable, for
     values out of range, for options of torch that there are not with masters, and for "remainder"
     where no parameter is bf16.
