@@ -50,7 +50,6 @@ def stats(llm: LLM, worker: Worker, name: str) -> dict[str, Any]:
         "tokens_embedded": metrics.tokens_embedded,
         "tokens_cached": metrics.tokens_cached,
         "tokens_out": metrics.tokens_out,
-        "cache_blocks_total": worker.engine.pool.count,
         **{label: value for label, (_, _, value) in gauges(worker).items()},
         **latencies,
     }

@@ -115,7 +115,7 @@ def test_metrics() -> None:
     assert values['lezero_first_token_seconds_bucket{le="+Inf"}'] == 2
     assert values["lezero_between_tokens_seconds_count"] > 0
     assert values["lezero_cache_blocks_used"] == 0
-    assert values["lezero_cache_blocks"] == stats["cache_blocks_total"] > 0
+    assert values["lezero_cache_blocks"] == stats["cache_blocks"] > 0
     assert not re.search(r"# TYPE \S+_total gauge", found.body.decode())
     assert values["lezero_accepted_tokens_total"] <= values["lezero_drafted_tokens_total"]
     assert values['lezero_requests_ended_total{reason="length"}'] == 2
