@@ -57,6 +57,7 @@ def test_a_poisoned_request_harms_no_other(slow: Slow) -> None:
         slow.gate.set()
         for thread in threads:
             thread.join()
+    assert len(found) == 9
     for i, answer in found.items():
         if i % 4 in (1, 2):
             assert answer.status == 500
