@@ -137,6 +137,19 @@ def serving(llm: LLM, **changes: Any) -> Iterator[Client]:
     assert llm.engine.pool.used_count == 0
 
 
+@contextlib.contextmanager
+def slow_steps(llm: LLM, seconds: float = 0.05) -> Iterator[threading.Event]:
+    """Each step waits so long first, until the event is set: an answer of such a small model ends
+    in some milliseconds, before a test has seen that it runs."""
+    step, quick = llm.engine.step, threading.Event()
+    llm.engine.step = lambda: (quick.wait(seconds), step())[1]  # type: ignore[method-assign]
+    try:
+        yield quick
+    finally:
+        quick.set()
+        llm.engine.step = step  # type: ignore[method-assign]
+
+
 def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     end = time.monotonic() + seconds
     while not condition():

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from lezero.serve.llm import LLM
-from tests.serve.server.running import Client, head, read_all, serving, small_llm, until
+from tests.serve.server.running import Client, head, read_all, serving, slow_steps, small_llm, until
 
 READ_S = 1.0
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -217,19 +217,20 @@ def test_a_client_that_leaves_frees_its_blocks(client, llm, late) -> None:
     pool, ended = llm.engine.pool, client.server.metrics.ended
     for stream in (True, False):
         before = ended["cancelled"]
-        connection = client.begin({**LONG, "stream": stream})
-        until(lambda: pool.used_count > 0)
-        connection.sendall(late)
-        connection.close()
-        began = time.monotonic()
-        until(lambda: pool.used_count == 0 and client.server.worker.active == 0)
-        assert time.monotonic() - began < 5
+        with slow_steps(llm):
+            connection = client.begin({**LONG, "stream": stream})
+            until(lambda: pool.used_count > 0)
+            connection.sendall(late)
+            connection.close()
+            began = time.monotonic()
+            until(lambda: pool.used_count == 0 and client.server.worker.active == 0)
+            assert time.monotonic() - began < 5
         assert ended["cancelled"] == before + 1
 
 
 def test_much_behind_a_request_cuts_its_client_off(client, llm) -> None:
     before = client.server.metrics.ended["cancelled"]
-    with client.begin(LONG) as connection:
+    with slow_steps(llm), client.begin(LONG) as connection:
         until(lambda: llm.engine.pool.used_count > 0)  # earlier there is nothing to cancel
         with contextlib.suppress(OSError):  # a reset, or a broken pipe
             connection.sendall(b"x" * (1 << 20))
@@ -238,14 +239,15 @@ def test_much_behind_a_request_cuts_its_client_off(client, llm) -> None:
     assert client.server.metrics.ended["cancelled"] == before + 1
 
 
-def test_requests_may_be_sent_before_the_answer_to_the_first(client) -> None:
+def test_requests_may_be_sent_before_the_answer_to_the_first(client, llm) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 3}).encode()
     asked = head("/v1/completions", len(body)) + body
-    with client.begin(LONG) as connection:
+    with slow_steps(llm, 0.2) as quick, client.begin(LONG) as connection:
         until(lambda: client.server.worker.active == 1)
         connection.sendall(asked[:50])
         connection.sendall(asked[50:] + asked)
         connection.sendall(head("/v1/completions", len(body), "connection: close") + body)
+        quick.set()
         told = read_all(connection)
     assert told.count(b"HTTP/1.1 200 ") == told.count(b'"usage"') == 4
 
@@ -263,15 +265,21 @@ def test_nothing_is_read_behind_a_request_with_two_lengths(client) -> None:
 
 
 def test_a_client_that_resets_frees_its_blocks(client, llm) -> None:
-    connection = client.begin({**LONG, "stream": True})
-    until(lambda: llm.engine.pool.used_count > 0)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-    connection.close()
-    until(lambda: llm.engine.pool.used_count == 0)
+    before = client.server.metrics.ended["cancelled"]
+    with slow_steps(llm):
+        connection = client.begin({**LONG, "stream": True})
+        until(lambda: llm.engine.pool.used_count > 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        connection.close()
+        until(lambda: llm.engine.pool.used_count == 0)
+    assert client.server.metrics.ended["cancelled"] == before + 1
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:
-    with serving(small_llm(max_requests=1), queue=1) as client:
+    with (
+        serving(small_llm(max_requests=1), queue=1) as client,
+        slow_steps(client.server.llm),
+    ):
         first = [client.begin({**LONG, "stream": True}) for _ in range(2)]
         until(lambda: client.server.worker.active == 2)
         found = client.complete("x")
@@ -286,7 +294,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 
 
 def test_a_request_that_takes_too_long() -> None:
-    with serving(small_llm(longest=4096), request_s=0.1) as client:
+    with serving(small_llm(longest=4096), request_s=0.1) as client, slow_steps(client.server.llm):
         asked = {**LONG, "max_tokens": 4000}
         found = client.ask("/v1/completions", asked)
         assert found.status == 504
@@ -311,7 +319,7 @@ def test_a_reader_that_does_not_read_is_cut_off() -> None:
 def test_more_connections_than_are_taken_are_told_in_the_usual_shape() -> None:
     with serving(small_llm(longest=8192), connections=2) as client:
         asked = {**LONG, "max_tokens": 8000, "stream": True}
-        with client.begin(asked), client.begin(asked):
+        with slow_steps(client.server.llm), client.begin(asked), client.begin(asked):
             until(lambda: client.server.worker.active == 2)
             assert client.ask("/ready").status == 503
             found = client.complete("abc", max_tokens=2)
@@ -333,6 +341,7 @@ def test_silent_connections_give_way_to_those_who_ask(monkeypatch) -> None:
     limit = "lezero.serve.server.connection._SILENT_S"
     monkeypatch.setattr(limit, 60)
     with serving(small_llm(longest=8192), connections=4) as client, ExitStack() as stack:
+        stack.enter_context(slow_steps(client.server.llm))
         running = stack.enter_context(client.begin({**LONG, "max_tokens": 8000, "stream": True}))
         until(lambda: client.server.worker.active == 1)
         for sent in (b"", b"POST /v1", head("/v1/completions", 1000)):

@@ -6,7 +6,6 @@ import base64
 import hashlib
 import re
 import shutil
-import time
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from lezero.serve.server.keys import new_key
 from lezero.serve.server.page import page
 from tests.serve.models import says
 from tests.serve.server.browser import Browser
-from tests.serve.server.running import serving, small_llm, until
+from tests.serve.server.running import serving, slow_steps, small_llm, until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
@@ -86,11 +85,16 @@ def test_a_browser_chats_with_the_model(size: str, tmp_path: Path) -> None:
         assert browser.run("document.querySelectorAll('.turn b').length") == 0
         assert len(browser.run("document.querySelector('.turn.assistant p').textContent")) > 0
         assert " tokens" in browser.run(f"{NOTES}[0].textContent")
-        ask(browser, "more", tokens=400)
-        browser.wait("document.querySelectorAll('.turn').length === 4")
-        browser.run("at('stop').click()")
-        browser.wait(f"{NOTES}.length === 2 && at('stop').hidden")
-        until(lambda: client.server.worker.active == 0)
+        browser.wait("/^[0-9.]+ [a-zµ]+$/.test(at('first').textContent)")
+        room = client.ask("/stats").json["room"]
+        with slow_steps(client.server.llm, 0.2):
+            ask(browser, "more", tokens=400)
+            browser.wait("document.querySelectorAll('.turn').length === 4")
+            browser.wait("at('requests').textContent === '1 run'")
+            browser.wait(f"at('queue').textContent === '0 wait; room for {room}'")
+            browser.run("at('stop').click()")
+            browser.wait(f"{NOTES}.length === 2 && at('stop').hidden")
+            until(lambda: client.server.worker.active == 0)
         browser.wait("at('speed').textContent !== '–'")
         root = "document.documentElement"
         assert browser.run(f"{root}.scrollWidth - {root}.clientWidth") == 0, "it scrolls sideways"
@@ -161,13 +165,12 @@ def test_it_tells_that_the_server_ends(tmp_path: Path) -> None:
     with serving(llm, name="tiny") as client, Browser(str(CHROMIUM), tmp_path) as browser:
         browser.open(client.url, 1280, 800)
         browser.wait("at('state').textContent === 'ready'")
-        step = llm.engine.step  # slowly: a fast machine ends such an answer between two looks
-        llm.engine.step = lambda: (time.sleep(0.02), step())[1]  # type: ignore[method-assign]
-        running = client.begin({"prompt": "abc", "max_tokens": 8000, "ignore_eos": True})
-        browser.wait("at('state').textContent === 'answering'")
-        client.server.stop()
-        browser.wait("at('state').textContent === 'shutting down'")
-        running.close()
+        with slow_steps(llm):
+            running = client.begin({"prompt": "abc", "max_tokens": 8000, "ignore_eos": True})
+            browser.wait("at('state').textContent === 'answering'")
+            client.server.stop()
+            browser.wait("at('state').textContent === 'shutting down'")
+            running.close()
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from tests.serve.server.running import read_all, serving, small_llm, until
+from tests.serve.server.running import read_all, serving, slow_steps, small_llm, until
 
 LONG = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "stream": True}
 
@@ -12,6 +12,7 @@ LONG = {"prompt": "abc", "max_tokens": 60, "ignore_eos": True, "stream": True}
 def test_a_request_that_can_wait_lets_others_go_first() -> None:
     with ExitStack() as stack:
         client = stack.enter_context(serving(small_llm(max_requests=1)))
+        quick = stack.enter_context(slow_steps(client.server.llm, 0.2))
         scheduler = client.server.llm.engine.scheduler
         first = stack.enter_context(client.begin({**LONG, "max_tokens": 300}))
         until(lambda: scheduler.running)
@@ -20,6 +21,7 @@ def test_a_request_that_can_wait_lets_others_go_first() -> None:
         sooner = stack.enter_context(client.begin(LONG))
         until(lambda: len(scheduler.waiting) == 2)
         assert [request.priority for request in scheduler.waiting] == [0, 5]
+        quick.set()
         for connection in (first, sooner, later):
             assert b"[DONE]" in read_all(connection)
 
