@@ -24,7 +24,7 @@ from lezero.ops.decoder import native
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.run import Server
 from tests.serve.models import small
-from tests.serve.server.running import Client, read_all, serving, small_llm, until
+from tests.serve.server.running import Client, read_all, serving, slow_steps, small_llm, until
 from tests.train.runs import filled_cache, measured_machine
 
 __all__ = ["filled_cache", "measured_machine"]
@@ -35,7 +35,7 @@ LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True, "stream": True}
 
 
 def test_running_answers_end_first() -> None:
-    with serving(small_llm()) as client:
+    with serving(small_llm()) as client, slow_steps(client.server.llm, 0.2) as quick:
         running = client.begin(LONG)
         until(lambda: client.server.llm.engine.pool.used_count > 0)
         assert client.ask("/ready").status == 200
@@ -48,6 +48,7 @@ def test_running_answers_end_first() -> None:
         refused = client.complete("x")
         assert refused.status == 503
         assert refused.headers["retry-after"] == "5"
+        quick.set()
         with running:
             told = read_all(running)
     assert b"data: [DONE]" in told
@@ -56,7 +57,10 @@ def test_running_answers_end_first() -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["the time is over", "a second signal"])
 def test_what_does_not_end_is_told_so(again: bool) -> None:
-    with serving(small_llm(longest=8192), drain_s=60 if again else 0.1) as client:
+    with (
+        serving(small_llm(longest=8192), drain_s=60 if again else 0.1) as client,
+        slow_steps(client.server.llm),
+    ):
         running = client.begin({**LONG, "max_tokens": 8000})
         until(lambda: client.server.llm.engine.pool.used_count > 0)
         client.server.stop()
@@ -126,7 +130,7 @@ def test_metrics() -> None:
 def test_a_prompt_counts_once_its_answer_has_begun() -> None:
     asked = {"max_tokens": 4000, "ignore_eos": True, "stream": True}
     with serving(small_llm(longest=8192, max_requests=1)) as client:
-        with client.begin({"prompt": "abc" * 20, **asked}):
+        with slow_steps(client.server.llm), client.begin({"prompt": "abc" * 20, **asked}):
             until(lambda: client.ask("/stats").json["tokens_out"] > 0)
             with client.begin({"prompt": "xyz" * 900, **asked}):
                 until(lambda: len(client.server.worker.engine.scheduler.waiting) == 1)
@@ -177,11 +181,18 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
         answer = ask(url, {"prompt": "abc", "max_tokens": 40, "ignore_eos": True})
         assert answer["model"] == "tiny"
         assert answer["usage"]["completion_tokens"] == 40
-        process.send_signal(signal.SIGTERM)
+        client, many = client_of(url), {**LONG, "max_tokens": 250, "n": 8, "logprobs": 20}
+        with client.begin(many) as running:
+            told = running.recv(65536)
+            process.send_signal(signal.SIGTERM)
+            until(lambda: client.ask("/ready").json == {"status": "draining"})
+            told += read_all(running)
+        assert told.count(b'"finish_reason":"length"') == 8
+        assert b"data: [DONE]" in told
         rest = process.stdout.read()
     assert process.wait(20) == 0
     check_forecast(lines, rest)
-    assert "1 requests, 3 tokens in, 40 out" in rest
+    assert "9 requests, 27 tokens in, 2040 out" in rest
     assert re.search(
         r"drawn +[\d,]+ tokens/s for one alone where chance .* of what was tried", rest
     )
