@@ -54,6 +54,22 @@ def aside(root: Path, label: str) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def held_alone(folder: Path) -> Iterator[None]:
+    """Waits for other writers that hold `folder` so, and keeps them out; where the file system
+    knows no locks it keeps nobody out. Not for a folder that is `aside`, whose writer holds it."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(lock)
+
+
 def aside_for(target: Path) -> AbstractContextManager[Path]:
     """A fresh folder for what becomes `target`: beside it, or within it where it is there and holds
     nothing. It may be a mount point then, which no other folder can take the place of."""

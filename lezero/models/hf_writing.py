@@ -18,7 +18,7 @@ from lezero.comm.whole import whole
 from lezero.core.errors import ConfigError, FileError
 from lezero.core.interrupts import held_interrupts
 from lezero.core.paths import expand_home
-from lezero.files.folder import aside, sync_files
+from lezero.files.folder import aside, held_alone, sync_files
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import UNFINISHED, to_hf
 from lezero.models.huggingface import INDEX, SINGLE, token_entries, tokenizer_files
@@ -78,7 +78,9 @@ def write_hf(
             write_weights(made)
             _write_json(made / "config.json", data)
             sync_files(made)
-            with held_interrupts():
+            root.mkdir(parents=True, exist_ok=True)
+            # Two at once would leave the configuration of one over the other's weights.
+            with held_alone(root), held_interrupts():
                 _move_in(made, root, data)
     except SafetensorError as error:
         raise FileError(f"{root}: could not be written ({error})") from None
@@ -93,7 +95,6 @@ def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
     fresh = {path.name for path in made.iterdir()}
     about = {key: value for key, value in data.items() if key == "quantization_config"}
     _write_json(made / UNFINISHED, {**about, UNFINISHED: True})
-    root.mkdir(parents=True, exist_ok=True)
     os.replace(made / UNFINISHED, root / "config.json")
     for path in root.iterdir():
         if _WEIGHTS.fullmatch(path.name) and path.name not in fresh:
