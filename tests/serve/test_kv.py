@@ -136,9 +136,10 @@ def smollm2() -> LLM:
     pytest.importorskip("gguf")
     pytest.importorskip("tokenizers")
     try:
-        return LLM(packaged_gguf(), weights="bf16", context=256, max_requests=1)
+        path = packaged_gguf()
     except FileError as error:
         pytest.skip(str(error))
+    return LLM(path, weights="bf16", context=256, max_requests=1)
 
 
 def test_smollm2_reads_as_well_with_int8(smollm2: LLM) -> None:
