@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -130,11 +131,11 @@ class Result:
     def median(self, name: str, key: str) -> float:
         return statistics.median(float(row[key]) for row in self.figures[name])
 
-    def ratio(self, key: str, one: str, other: str) -> float:
-        """Median over the rounds of `key` on side `one` divided by that on side `other`: what moves
-        the machine's speed from round to round moves both."""
+    def ratio(self, key: str, one: str, other: str, by: str = "") -> float:
+        """Median over the rounds of `key` on side `one` divided by that, or `by`, on side `other`:
+        what moves the machine's speed from round to round moves both."""
         pairs = zip(self.figures[one], self.figures[other], strict=False)  # one may have failed
-        return statistics.median(float(a[key]) / float(b[key]) for a, b in pairs)
+        return statistics.median(float(a[key]) / float(b[by or key]) for a, b in pairs)
 
     def table(self, keys: Sequence[str], base: str | None = None) -> str:
         """A table for people: medians of `keys`, and the ratio of the first key to side `base`."""
@@ -200,18 +201,29 @@ def nothing_yet(sides: Sequence[Side]) -> Result:
 
 def run(one: Side, threads: int | None = None, timeout_s: float = 1200) -> dict[str, Any]:
     """Runs one side once; `RuntimeError` says why it gave no figures."""
+    process = subprocess.Popen(
+        one.command,
+        env=environment(one, threads),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            one.command,
-            env=environment(one, threads),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-        )
+        said, complained = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"not done in {timeout_s:g} s") from None
-    return figures_of(done.returncode, done.stdout, done.stderr)
+    finally:  # also at Ctrl-C, which another session does not see
+        kill_all(process)
+        process.communicate()
+    return figures_of(process.returncode, said, complained)
+
+
+def kill_all(process: subprocess.Popen[str]) -> None:
+    """Kills a side, in a session of its own, and what it started: ranks hold its pipes."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(one: Side, threads: int | None) -> dict[str, str]:

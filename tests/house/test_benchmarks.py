@@ -7,6 +7,7 @@ import importlib.util
 import json
 import mmap
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -69,6 +70,21 @@ def test_a_side_that_fails_or_is_missing_is_a_row_that_says_so(frame: ModuleType
     assert "failed: printed no JSON object as its last line" in table
     assert "missing: run `make peers` first" in table
     assert len(result.figures["good"]) == 2
+
+
+def test_a_side_that_takes_too_long_is_killed_with_all_it_started(frame: ModuleType) -> None:
+    hangs, began = frame.Side("ours", ("sh", "-c", "sleep 60; true")), time.monotonic()
+    result = frame.compare([hangs], rounds=1, timeout_s=0.5)
+    assert result.failed == {"ours": "failed: not done in 0.5 s"}
+    assert time.monotonic() - began < 20, "it waited for who holds the pipes"
+
+
+def test_a_ratio_is_the_median_of_the_rounds_ratios(frame: ModuleType) -> None:
+    rounds = {"a": [1.0, 4.0, 9.0], "b": [1.0, 8.0, 3.0]}
+    figures = {name: [{"s": s, "t": 2 * s} for s in found] for name, found in rounds.items()}
+    result = frame.Result(figures, {})
+    assert result.ratio("s", "a", "b") == 1.0  # of the medians it is 4/3
+    assert result.ratio("s", "a", "b", "t") == 0.5
 
 
 def test_a_failed_side_is_a_failed_benchmark_unless_it_is_a_peer(

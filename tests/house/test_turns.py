@@ -25,6 +25,9 @@ for _ in turns():
 emit(taken=taken)
 """
 
+RANK = "import subprocess; subprocess.run(['sleep', '60'])"
+"""Holds the pipes of the side that started it."""
+
 
 @pytest.fixture
 def turned(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -64,7 +67,7 @@ def test_a_side_that_dies_or_hangs_says_so_and_holds_up_nobody(
     sides = [
         player(turned, log, "a"),
         player(turned, log, "d", "if taken == 2: raise ValueError('no more')"),
-        player(turned, log, "h", "if taken == 2: import time; time.sleep(60)"),
+        player(turned, log, "h", f"if taken == 2: {RANK}"),
     ]
     result = turned.compare_in_turns(sides, rounds=2, steps=3, timeout_s=2)
     assert result.figures["a"] == [{"taken": 3}] * 2
