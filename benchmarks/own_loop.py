@@ -256,13 +256,14 @@ def main() -> None:
         if found.failed:
             raise SystemExit("; ".join(f"{network}, {k}: {v}" for k, v in found.failed.items()))
         ms = [found.median(name, "step_ms") for name in SIDES]
-        plain = min(ms[:2])
-        rows.append([network, *(f"{each:.2f}" for each in ms), f"{ms[2] / plain:.3f}"])
+        faster = min(SIDES[:2], key=lambda name: found.median(name, "step_ms"))
+        ratio = found.ratio("step_ms", SIDES[2], faster)
+        rows.append([network, *(f"{each:.2f}" for each in ms), f"{ratio:.3f}"])
         rows[-1].append(str(found.figures["engine"][-1]["form"]))
         if network == THIN:
             own_ms = ms[2] - ms[0]
         else:
-            ratios.append(ms[2] / plain)
+            ratios.append(ratio)
     finish(
         columns(rows),
         {

@@ -128,8 +128,8 @@ def _place(part: str, quick: bool) -> tuple[str, str]:
 
 def _ratio(result: Result, key: str, one: str, other: str) -> float | None:
     """None where a side is missing."""
-    top, bottom = _median(result, one, key), _median(result, other, key)
-    return None if top is None or bottom is None else top / bottom
+    missing = {one, other} & result.failed.keys() or {one, other} - result.figures.keys()
+    return None if missing else result.ratio(key, one, other)
 
 
 def _median(result: Result, side: str, key: str) -> float | None:

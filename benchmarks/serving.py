@@ -126,17 +126,16 @@ def _said(value: Any) -> str:
 
 def _figures(result: Result) -> dict[str, Any]:
     def ratio(key: str, one: str, other: str, by: str = "") -> float | None:
-        top, bottom = of(one, key), of(other, by or key)
-        return None if top is None or bottom is None else top / bottom
+        there = of(one, key) is not None and of(other, by or key) is not None
+        return result.ratio(key, one, other, by) if there else None
 
     def of(name: str, key: str) -> float | None:
         rows = [] if name in result.failed else result.figures.get(name, [])
         return result.median(name, key) if rows and key in rows[0] else None
 
     def over_peers(key: str) -> float | None:
-        theirs = [found for name in ran if (found := of(name, key)) is not None]
-        mine = of(best, key)
-        return None if mine is None or not theirs else mine / max(theirs)
+        theirs = {name: found for name in ran if (found := of(name, key)) is not None}
+        return ratio(key, best, max(theirs, key=lambda name: theirs[name])) if theirs else None
 
     quality = {name: ratio("perplexity", name, "bf16") for name in WORST}
     good = [name for name, found in quality.items() if found is not None and found <= WORST[name]]
@@ -150,6 +149,7 @@ def _figures(result: Result) -> dict[str, Any]:
         "weights": best or None,
         **{f"quality_{name}": found for name, found in quality.items()},
         "decode_bandwidth_share": share,
+        "ready_s": of(best, "ready_s"),
         "bf16_vs_transformers": ratio("decode", "bf16", "transformers"),
         "prefill_vs_transformers": ratio("prefill", best, "transformers"),
         "batch16_scaling": of(best, "scaling"),
