@@ -242,8 +242,8 @@ def _torchao() -> tuple[_Load, _Methods]:
         "asymmetric": (4.375, intx(mapping_type=MappingType.ASYMMETRIC)),
         "tinygemm": (4.5, plain(int4("tinygemm"))),
         "hqq": (4.5, plain(int4("hqq"))),
-        "awq tinygemm": (4.5, awq("tinygemm")),
-        "awq hqq": (4.5, awq("hqq")),
+        "awq tinygemm, on 1/4 of the sample": (4.5, awq("tinygemm")),
+        "awq hqq, on 1/4 of the sample": (4.5, awq("hqq")),
     }
 
 
