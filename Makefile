@@ -71,7 +71,7 @@ bench-quick: $(STAMP)
 peers: $(STAMP) $(PEERS_STAMP)
 
 $(PEERS_STAMP): peers/peers.txt peers/install.py peers/constraints.txt
-	@$(BIN)/python peers/install.py
+	@$(BIN)/python peers/install.py $(TORCH_INDEX)
 	@touch $@
 
 clean:

@@ -1,7 +1,10 @@
 """Sets up `.peers`, an environment apart from `.venv` with what the benchmarks compare with.
 
 Each peer is installed on its own. One that cannot be installed or imported is a row that says so,
-here and in the benchmarks, and the others go on. torch is the version of `.venv` for all of them.
+here and in the benchmarks, and the others go on; the status is 1 then, so that `make peers` tries
+again. torch is the version of `.venv` for all of them.
+
+Run: python peers/install.py [the package index that torch comes from]
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".peers"
 PYTHON = FOLDER / "bin" / "python"
 ISOLATED = ("llama-cpp-python",)  # built with tools that only its sources know
-FIRST = ("setuptools", "torch", "numpy", "psutil")
+FIRST = ("setuptools", "numpy", "psutil")
 
 
 def peers() -> list[tuple[str, str]]:
@@ -26,12 +29,13 @@ def peers() -> list[tuple[str, str]]:
     return [(package, module) for package, module in rows]
 
 
-def pip_install(*packages: str) -> str:
+def pip_install(*packages: str, index: str = "") -> str:
     """Installs packages in their tested versions; returns "" or the reason it failed."""
     constraints = ROOT / "peers" / "constraints.txt"
     command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "-qq"]
     if packages[0] not in ISOLATED:
         command.append("--no-build-isolation")
+    command += ["--index-url", index] if index else []
     command += ["-c", str(constraints), *packages]
     # DeepSpeed would otherwise look for a CUDA compiler while it is installed.
     return _run(command, {"DS_BUILD_OPS": "0", "CMAKE_ARGS": llama_cpp_build()})
@@ -66,21 +70,23 @@ def _run(command: list[str], env: dict[str, str] | None = None) -> str:
     return "" if done.returncode == 0 else errors[-1].strip()
 
 
-def main() -> int:
+def main(torch_index: str = "") -> int:
     if not PYTHON.exists():
         venv.create(FOLDER, with_pip=True)
     print("setting up .peers (a few minutes the first time)", flush=True)
-    failed = pip_install(*FIRST)
+    failed = pip_install(*FIRST) or pip_install("torch", index=torch_index)
     if failed:
         print(f"error: .peers cannot hold torch: {failed}", file=sys.stderr)
         return 1
+    status = 0
     for package, module in peers():
         reason = pip_install(package, "torch")
         if not reason:
             reason = _run([str(PYTHON), "-c", f"import {module}"])
         print(f"{package:<12} {'ready' if not reason else 'missing: ' + reason}", flush=True)
-    return 0
+        status |= bool(reason)
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
