@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -117,13 +118,24 @@ def start_session() -> str:
     os.environ[MARK] = str(os.getpid())
     kept = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", kept)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(kept, "torchinductor_tests"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled_code(Path(kept)))
     folder = tempfile.mkdtemp(prefix="lz-tests-")
     if NATIVE not in os.environ:  # else the session that started this worker has made it
         os.environ[NATIVE] = str(cache_folder() / "native")
         os.makedirs(os.environ[NATIVE], exist_ok=True)
     os.environ["LEZERO_CACHE"] = str(own_cache(Path(folder, ".cache")))
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    return folder
+
+
+def compiled_code(kept: Path) -> Path:
+    """This user's folder of code that torch compiled, which nobody else may write to."""
+    folder = kept / f"torchinductor_tests_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RuntimeError(f"{folder}: not a folder of this user alone; remove it")
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import leaks
 from tests.house.floors import ROOT
 from tests.leaks import Snapshot
 
@@ -55,6 +57,21 @@ def test_clean(tmp_path, monkeypatch):
 def test_nothing_of_the_others_is_left():
     assert "LEFT_BEHIND" not in os.environ and "HOME" in os.environ
 """
+
+
+def test_what_torch_compiled_is_kept_for_this_user_alone(tmp_path: Path) -> None:
+    folder = leaks.compiled_code(tmp_path)
+    assert folder == leaks.compiled_code(tmp_path)
+    assert str(os.getuid()) in folder.name
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(RuntimeError, match="not a folder of this user alone"):
+        leaks.compiled_code(tmp_path)
+    folder.rmdir()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    folder.symlink_to("theirs")
+    with pytest.raises(RuntimeError, match="not a folder of this user alone"):
+        leaks.compiled_code(tmp_path)
 
 
 def test_each_leak_fails_its_own_test_only(tmp_path: Path) -> None:
