@@ -126,7 +126,7 @@ def two() -> dict[float, Transformer]:
 def whose(folder: Path) -> tuple[float, float]:
     """By the configuration, and by the weights."""
     found = load_hf(folder)
-    return found.config.norm_eps, round(float(found.embed_tokens.weight[0, 0]), 3)
+    return found.config.norm_eps, round(found.embed_tokens.weight[0, 0].item(), 3)
 
 
 def test_who_moves_in_meanwhile_waits(tmp_path: Path, monkeypatch: Any) -> None:
