@@ -320,6 +320,7 @@ class Tuner:
                 bases.append((yield base))
         except FormFailedError as failure:
             self._suspect = None
+            yield base  # for the step that failed; its time has the failed passes in it
             return str(failure)
         first = others.pop(0)
         return _Duel(statistics.median(bases), statistics.median(others), first)

@@ -1,4 +1,4 @@
-"""A compiled form that `auto` chose and that fails later in the run."""
+"""Compiled forms that fail: when `auto` tries them, or later in the run."""
 
 from __future__ import annotations
 
@@ -108,3 +108,41 @@ def test_one_that_was_asked_for_or_that_other_ranks_have_stays(stub, monkeypatch
     assert not engine.tuner.failed(RuntimeError(WHY))
     assert engine.tuner.form.name == "step"
     assert groups.world_size() == ranks
+
+
+def test_every_form_may_fail_on_trial_and_each_step_is_taken_plainly(monkeypatch, tmp_path):
+    def compiled(compute, options):
+        def run(*given):
+            raise RuntimeError(WHY)
+
+        return run
+
+    monkeypatch.setattr(speed.torch, "compile", compiled)
+    monkeypatch.setattr(tuning, "compiler_problem", lambda place: "")
+    monkeypatch.setattr(tuning, "_TYPICAL_COMPILE_S", 0.0)
+
+    def of_blocks(compile):
+        torch.manual_seed(0)
+        model, loss = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Loss()
+        engine = Engine(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, counted="samples",
+            precision="fp32", compile=compile, attention="torch", accumulate=2,
+        )  # fmt: skip
+        return engine, loss
+
+    plain, ours = of_blocks("off"), of_blocks("auto")
+    data = torch.randn(8, 8, 2, generator=torch.Generator().manual_seed(1))
+    forms, kept = [], []
+    for x in data:
+        assert ours[0].train_step(x).loss == plain[0].train_step(x).loss
+        forms.append(ours[0].tuner.form.name)
+        kept.append(ours[0].save(tmp_path / str(len(forms))))
+    assert forms == ["eager"] * 3 + ["blocks", "step"] + ["eager"] * 3
+    record = ours[0].decisions.records["compile"]
+    assert record.chosen == "eager"
+    assert [record.candidates[name]["failed"] for name in ("blocks", "step")] == [WHY, WHY]
+    for step in (4, 5):  # a resume takes the step that the interrupted run would have taken
+        again, _ = of_blocks("auto")
+        again.load(kept[step - 1])
+        again.train_step(data[step])
+        assert again.tuner.form.name == forms[step]
