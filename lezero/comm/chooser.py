@@ -65,8 +65,9 @@ class Chooser:
         self.topic = f"wire.{axis}"
         self.codec = PLAIN
         """What is in use."""
-        self.steps_of_run: Callable[[], int] | None = None
-        """How many steps the run has ended, for the record; those seen here where nobody knows."""
+        self.steps_of_run: Callable[[], int | None] = lambda: None
+        """How many steps the run has ended, for the record; those seen here count where it is over
+        or there is none (None)."""
         self.choice: Choice | None = None
         self._mesh, self._axis, self._routing, self._queue = mesh, axis, routing, queue
         self._budget = budget
@@ -132,8 +133,9 @@ class Chooser:
 
     def _count(self) -> None:
         """Between two steps: how many the run had before the first one here."""
-        if self.steps_of_run is not None:
-            self._before = self.steps_of_run() - self._step
+        ended = self.steps_of_run()
+        if ended is not None:
+            self._before = ended - self._step
 
     @property
     def _taken(self) -> int:

@@ -118,7 +118,7 @@ class Engine:
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()
         self.place, self.asked_precision = next(model.parameters()).device, precision
-        self.gradients = gradients_of(model, self.decisions, lambda: self.step)
+        self.gradients = gradients_of(model, self.decisions, self)
         self.precision = self._precision(precision)
         pool = pool and self.place.type == "cpu"
         self.pool = speed.host_pool(self.decisions, self) if pool else None

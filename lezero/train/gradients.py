@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,13 @@ from lezero.parallel.zero.norm import root_of_sum, squares
 from lezero.parallel.zero.sharding import shardings_in
 from lezero.train.counting import Batch
 from lezero.train.loss import LossFunction, scalar
+
+
+class Run(Protocol):
+    """Whose gradients they are: the engine."""
+
+    step: int
+    """How many steps have ended."""
 
 
 class Gradients:
@@ -223,7 +230,7 @@ class Sharded(Gradients):
     exchange something.
     """
 
-    def __init__(self, model: nn.Module, decisions: Decisions, steps: Callable[[], int]) -> None:
+    def __init__(self, model: nn.Module, decisions: Decisions, run: Run) -> None:
         super().__init__(model)
         sharding = sharding_of(model)
         self.stage: int = sharding.stage
@@ -231,6 +238,8 @@ class Sharded(Gradients):
         self._muted: Any = sharding if self._backward is None else self._backward
         if groups.world_size() > 1:
             watch.Watch.start()
+        there = weakref.ref(run)  # the model, and with it its wires, may live on
+        steps = lambda: None if (alive := there()) is None else alive.step  # noqa: E731
         for link in wires(model).values():
             if link.chooser is not None:
                 link.chooser.decisions, link.chooser.steps_of_run = decisions, steps
@@ -282,11 +291,10 @@ class Sharded(Gradients):
                 link.feedback.forget()
 
 
-def gradients_of(model: nn.Module, decisions: Decisions, steps: Callable[[], int]) -> Gradients:
-    """The way for this model: `OrderError` for one of which only a part is sharded. `steps` tells
-    how many the run has ended."""
+def gradients_of(model: nn.Module, decisions: Decisions, run: Run) -> Gradients:
+    """The way for this model: `OrderError` for one of which only a part is sharded."""
     if sharding_of(model) is not None:
-        return Sharded(model, decisions, steps)
+        return Sharded(model, decisions, run)
     if next(shardings_in(model), None) is not None:
         raise OrderError(
             "only a part of the model is sharded; apply lz.shard_ to the whole model that the "

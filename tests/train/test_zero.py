@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -374,3 +376,22 @@ def decided(accumulate, folder):
 
 def test_codec_auto_counts_steps_not_backwards(ranks, tmp_path):
     assert ranks(2, decided, 2, tmp_path) == [[(4, 6), (10, 6)]] * 2
+
+
+def freed():
+    """Whether an engine is gone before its model, and what is counted in a step without one."""
+    engine = make(2, torch.float32, Wire(codec="auto", topology="flat"))
+    steps(engine, count=1)
+    model, gone = engine.model, weakref.ref(engine)
+    del engine
+    gc.collect()
+    next_token_loss(model, mine(next(iter(global_batches(1))))).backward()
+    AdamW(model, lr=1e-2).step()
+    chooser = wires(model)["shard"].chooser
+    found = gone() is None, chooser._taken
+    sharding_of(model).close()
+    return found
+
+
+def test_an_engine_with_codec_auto_is_freed_before_its_model(ranks):
+    assert ranks(2, freed) == [(True, 2)] * 2
