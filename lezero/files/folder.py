@@ -5,7 +5,8 @@ A writer works in `.tmp-…` beside the target, holds an advisory lock on that f
 makes every file and the folder durable (fsync), and renames it. A reader therefore sees a complete
 folder or none. A folder whose lock is free belongs to a dead writer and is removed by the next one.
 On a network file system a lock may be seen by the machine alone that holds it, so the name tells
-which one made the folder, and others remove it only when it is a day old.
+which one made the folder, and others remove it only when it is a day old. It tells the machine's
+boot too: one that has started anew, and would wait for a day, knows that its writer is dead.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from lezero.core.errors import CorruptError, FileError
 from lezero.core.interrupts import held_interrupts
 
 _TMP = ".tmp-"
-_OURS = re.compile(r"\.tmp-(?:.+-([0-9a-f]{8})-\d+|gone-.+)-[0-9a-f]{8}", re.DOTALL)
-"""Names that are given here; a writer's tells its machine."""
+_OURS = re.compile(r"\.tmp-(?:.+-([0-9a-f]{8})-([0-9a-f]{8})-\d+|gone-.+)-[0-9a-f]{8}", re.DOTALL)
+"""Names that are given here; a writer's tells its machine and its boot."""
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _STALE_SECONDS = 24 * 3600.0
 _SAID = {
@@ -138,7 +139,7 @@ def remove_stale(root: Path) -> list[Path]:
         if name is None or not entry.is_dir(follow_symlinks=False):
             continue
         path = Path(entry.path)
-        elsewhere = name[1] not in (None, _machine())
+        elsewhere = name[1] not in (None, _machine()) and name[2] != _boot()
         if (not elsewhere or _old(path)) and _swept(path):
             removed.append(path)
     return removed
@@ -238,7 +239,7 @@ def sync_folder(path: Path) -> None:
 def _locked(root: Path, label: str) -> tuple[Path, int]:
     """A new folder and its lock; tried again when another writer swept it away before the lock."""
     for _ in range(100):
-        path = root / f"{_TMP}{label}-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}"
+        path = root / f"{_TMP}{label}-{_machine()}-{_boot()}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             path.mkdir()
         except OSError as error:
@@ -260,12 +261,28 @@ def _locked(root: Path, label: str) -> tuple[Path, int]:
 
 @functools.cache
 def _machine() -> str:
+    """Eight digits that a machine keeps when it starts anew: of its id and its name, since clones
+    of one image may share the id, and others a name. Where one is unknown, those of the boot."""
+    known, name = "", platform.node()
+    with suppress(OSError, ValueError):
+        known = Path("/etc/machine-id").read_text("ascii").strip()
+    if len(known) != 32 or not name or name.startswith("localhost"):
+        return _boot()
+    return _digits(f"{known} {name}")
+
+
+@functools.cache
+def _boot() -> str:
     """Eight digits of the running system, which knows all locks that its processes hold."""
     try:  # the containers of a machine have names of their own, and share this and their locks
         known = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
     except OSError:
         known = platform.node()
-    return f"{zlib.crc32(known.encode()):08x}"
+    return _digits(known)
+
+
+def _digits(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
 
 
 def _swept(path: Path) -> bool:

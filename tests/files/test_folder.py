@@ -11,9 +11,9 @@ from lezero.files import folder
 from lezero.files.folder import aside, remove_stale
 
 
-def left(root: Path, label: str, machine: str = "") -> Path:
-    """A folder that a writer of this machine, or another, left behind."""
-    made = root / f".tmp-{label}-{machine or folder._machine()}-1-0123abcd"
+def left(root: Path, label: str, machine: str = "", boot: str = "") -> Path:
+    """A folder that a writer of this machine and boot, or another, left behind."""
+    made = root / f".tmp-{label}-{machine or folder._machine()}-{boot or folder._boot()}-1-0123abcd"
     made.mkdir()
     return made
 
@@ -79,7 +79,44 @@ def test_only_names_that_are_given_here_are_swept(tmp_path: Path) -> None:
 
 def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
     """Whose lock is not seen here, on a network file system."""
-    living, dead = left(tmp_path, "x", "00000000"), left(tmp_path, "y", "00000000")
+    living, dead = (left(tmp_path, name, *["00000000"] * 2) for name in "xy")
     os.utime(dead, (1, 1))
     assert remove_stale(tmp_path) == [dead]
     assert os.listdir(tmp_path) == [living.name]
+
+
+def test_what_an_earlier_boot_of_this_machine_left_is_swept_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fill the disk for a day. Containers of one image have its id, but names of their
+    own, and those of one machine its boot."""
+    monkeypatch.setattr(folder, "_machine", lambda: "0123abcd")  # not that of the boot
+    dead = [left(tmp_path, "rebooted", boot="00000000"), left(tmp_path, "container", "00000000")]
+    living = left(tmp_path, "other", "00000000", "00000000")
+    assert sorted(remove_stale(tmp_path)) == sorted(dead)
+    assert os.listdir(tmp_path) == [living.name]
+
+
+def test_a_machine_is_known_by_its_id_and_its_name_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = {"id": "3d1219c7c4c5404aaa1f6d2a48adfda4\n", "boot": "a", "name": "node-1"}
+
+    def machine(**changes: str) -> str:
+        now = {**known, **changes}
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, _: now[{"machine-id": "id"}.get(path.name, "boot")]
+        )
+        monkeypatch.setattr(folder.platform, "node", lambda: now["name"])
+        folder._boot.cache_clear()
+        folder._machine.cache_clear()
+        return folder._machine()
+
+    try:
+        assert machine() == machine(boot="b")
+        assert len({machine(), machine(name="node-2"), machine(id="0" * 32)}) == 3
+        for less in ({"id": ""}, {"id": "uninitialized\n"}, {"name": "localhost"}):
+            assert machine(**less) != machine(**less, boot="b")
+    finally:
+        folder._boot.cache_clear()
+        folder._machine.cache_clear()

@@ -197,7 +197,7 @@ def test_list_ignores_everything_else(tmp_path):
 def test_leftovers_of_dead_writers_go_and_living_ones_stay(tmp_path):
     from lezero.files import folder
 
-    dead = tmp_path / f".tmp-step-00000001-{folder._machine()}-1-0123abcd"
+    dead = tmp_path / f".tmp-step-00000001-{folder._machine()}-{folder._boot()}-1-0123abcd"
     dead.mkdir()
     (dead / "part").write_text("x")
     with folder.aside(tmp_path, "alive") as alive:
