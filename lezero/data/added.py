@@ -18,15 +18,19 @@ _SHOWN = 5
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def with_declared(inner: Any, folder: Path, *, old_list: bool) -> Any:
-    """A tokenizer of the package `tokenizers` with the added tokens that its folder declares.
+def with_declared(
+    inner: Any, folder: Path, *, old_list: bool, rows: int | None
+) -> tuple[Any, bool]:
+    """A tokenizer of the package `tokenizers` with the added tokens that its folder declares, and
+    whether some of them are not of the model, which has `rows` tokens if that is known.
 
     As in transformers `added_tokens_decoder` of tokenizer_config.json lists them, and its flags
     count before those in tokenizer.json. Where it is missing, special_tokens_map.json counts, and
     added_tokens.json (if `old_list`) for what tokenizer.json does not add. Special tokens that
     settings name without an id are added if they are in the vocabulary; what it lacks no model has
     learned, so that, other than in transformers, it stays text. So does, with a warning, a listed
-    token that the tokenizer cannot give the listed id; one of its vocabulary keeps the id there.
+    token that the tokenizer cannot give the listed id, or that is new and not of the model; one of
+    its vocabulary keeps the id there.
     """
     known = inner.get_added_tokens_decoder()
     named, settings = both_settings(folder)
@@ -42,7 +46,13 @@ def with_declared(inner: Any, folder: Path, *, old_list: bool) -> Any:
         listed = {i: x for i, x in old.items() if i not in known and x.content not in texts}
     flags = {repr(token) for token in known.values()}
     changed = [(i, x) for i, x in sorted(listed.items()) if x.content and repr(x) not in flags]
-    fit = _that_fit(inner, known, changed, path)
+    of_model = [(i, x) for i, x in changed if rows is None or i < rows or _has(inner, x)]
+    if beyond := [x for x in changed if x not in of_model]:
+        _LOG.warning(
+            "%s lists tokens beyond the %d of the model, %s: they stay text", path, rows,
+            _shown(beyond),
+        )  # fmt: skip
+    fit = _that_fit(inner, known, of_model, path)
     for token in fit:
         token.special = token.special or token.content in by_name
     there = {token.content for token in (*known.values(), *fit)}
@@ -51,8 +61,12 @@ def with_declared(inner: Any, folder: Path, *, old_list: bool) -> Any:
     inner.add_tokens([*fit, *plain])
     hidden = {token.content for token in known.values() if token.special}
     if any(token.content in hidden and not token.special for token in fit):
-        return type(inner).from_str(inner.to_str())  # else the package goes on to hide them
-    return inner
+        inner = type(inner).from_str(inner.to_str())  # else the package goes on to hide them
+    return inner, bool(beyond)
+
+
+def _has(inner: Any, token: Any) -> bool:
+    return inner.token_to_id(token.content) is not None
 
 
 def _that_fit(
@@ -60,24 +74,28 @@ def _that_fit(
 ) -> list[Any]:
     """Of listed tokens, by rising id, those that are in the vocabulary or come next behind it."""
     following = max(inner.get_vocab_size(with_added_tokens=False), *(i + 1 for i in known), 0)
-    fit, new, others = list[Any](), set[str](), list[str]()
+    fit, new, others = list[Any](), set[str](), list[tuple[int, Any]]()
     for number, token in listed:
-        if inner.token_to_id(token.content) is not None or token.content in new:
+        if _has(inner, token) or token.content in new:
             fit.append(token)
         elif number == following:
             fit.append(token)
             new.add(token.content)
             following += 1
         else:
-            others.append(f"{token.content!r:.80} as {number}")
+            others.append((number, token))
     if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         _LOG.warning(
-            "%s lists tokens that do not fit tokenizer.json, %s%s: they stay text; if texts hold "
-            "them, copy both files of the model again",
-            *(path, ", ".join(others[:_SHOWN]), more),
-        )
+            "%s lists tokens that do not fit tokenizer.json, %s: they stay text; if texts hold "
+            "them, copy both files of the model again", path, _shown(others),
+        )  # fmt: skip
     return fit
+
+
+def _shown(listed: list[tuple[int, Any]]) -> str:
+    texts = [f"{token.content!r:.80} as {number}" for number, token in listed]
+    more = f" and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return ", ".join(texts[:_SHOWN]) + more
 
 
 def _specials(

@@ -34,7 +34,7 @@ from lezero.data.tokenizer import (
 from lezero.files.folder import aside, commit
 
 _NEWS_S = 20.0
-_BUILD = 9
+_BUILD = 10
 """Form of the findings, the split and what is read: a folder of another form is made again."""
 _LARGEST = 64 << 20
 _log = logger("data")

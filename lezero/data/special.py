@@ -15,6 +15,8 @@ SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 END_ID = "eos_token_id"
 """In tokenizer_config.json: the end-of-text token where it is plain vocabulary. Named as
 `eos_token` it would be encoded as a special token from there on."""
+ROWS = "lezero_vocab_size"
+"""In tokenizer_config.json: how many tokens the model has, where settings declare more."""
 GENERATION = "generation_config.json"
 CHOOSING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
@@ -78,6 +80,20 @@ def stop_tokens(folder: str | Path) -> tuple[int, ...]:
             )
         return tuple(item for item in every if item >= 0)  # -1 is none in old files
     return ()
+
+
+def rows_of_model(folder: Path, settings: Mapping[str, Any]) -> int | None:
+    """How many tokens the model has that a tokenizer belongs to: what it was saved with, or else
+    what config.json beside it says; None where nothing does."""
+    config = read_object(folder / "config.json")
+    inside = config.get("text_config")
+    text = inside.get("vocab_size") if isinstance(inside, dict) else None
+    places = (
+        settings.get(ROWS),
+        text,
+        config.get("vocab_size"),
+    )  # of the whole it may be an old one
+    return next((x for x in places if isinstance(x, int) and x > 0), None)
 
 
 def named_end(inner: Any, settings: Mapping[str, Any]) -> int | None:

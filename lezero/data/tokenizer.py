@@ -23,11 +23,13 @@ from lezero.data.pieces import Pieces, byte_letters, splits_words
 from lezero.data.special import (
     END_ID,
     EOS,
+    ROWS,
     SETTINGS,
     all_settings,
     both_settings,
     end_of_model,
     named_end,
+    rows_of_model,
     special_texts,
 )
 from lezero.files.folder import make_folder, write_file
@@ -140,7 +142,7 @@ class _Backed(Tokenizer):
     """A tokenizer of the package `tokenizers`.
 
     files: the file of each name that saving copies; without any, it is written out. settings: what
-    is written beside it, with its end-of-text token, which the files copied may not name.
+    is written beside it; where that is nothing, what the files say is enough.
     """
 
     def __init__(
@@ -179,21 +181,14 @@ class _Backed(Tokenizer):
 
     def save(self, folder: str | Path) -> None:
         root = Path(expand_home(folder))
-        settings = self._settings | self._end()
         if self._files is None:
-            _save(root, self._inner.to_str(), settings)
+            _save(root, self._inner.to_str(), self._settings | _end(self._inner, self.eos))
             return
         make_folder(root)
         for name, path in self._files.items():
             shutil.copyfile(path, root / name)
         if self._settings:
-            _write(root, {"tokenizer_config.json": json.dumps(settings, indent=1) + "\n"})
-
-    def _end(self) -> dict[str, Any]:
-        added = self._inner.get_added_tokens_decoder()
-        if self.eos in added:
-            return {"eos_token": added[self.eos].content}
-        return {"eos_token": None, END_ID: self.eos}
+            _write(root, {"tokenizer_config.json": json.dumps(self._settings, indent=1) + "\n"})
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -249,13 +244,16 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     except Exception as error:  # the package raises plain Exception
         raise FileError(f"{file}: not a tokenizer file ({error})") from None
     files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
-    inner = with_declared(inner, folder, old_list=OLD_LIST in files)
+    rows = rows_of_model(folder, settings)
+    inner, more = with_declared(inner, folder, old_list=OLD_LIST in files, rows=rows)
     eos = named_end(inner, settings)
-    if eos is not None:
-        return _Backed(inner, eos, _start(inner), files)
-    eos = end_of_model(inner, folder, settings)
-    kept = {"tokenizer_class": "PreTrainedTokenizerFast", **both_settings(folder)[1]}
-    return _Backed(inner, eos, _start(inner), files, kept)
+    told: dict[str, Any] = {ROWS: rows} if more else {}  # what the files alone do not say
+    if eos is None:
+        eos = end_of_model(inner, folder, settings)
+        told |= _end(inner, eos)
+    if told:
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", **both_settings(folder)[1], **told}
+    return _Backed(inner, eos, _start(inner), files, told)
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -313,6 +311,11 @@ def _cut(text: str, start: int, end: int) -> int:
         if not text[at - 1].isspace() and not text[at + 1].isspace():
             return at
     return end
+
+
+def _end(inner: Any, eos: int) -> dict[str, Any]:
+    added = inner.get_added_tokens_decoder()
+    return {"eos_token": added[eos].content} if eos in added else {"eos_token": None, END_ID: eos}
 
 
 def _start(inner: Any) -> tuple[int, ...]:

@@ -172,6 +172,39 @@ def test_a_listed_token_that_cannot_have_its_id_stays_text(
     assert f"do not fit tokenizer.json, {says}: they stay text" in said
 
 
+@pytest.mark.parametrize(
+    ("files", "config"),
+    [
+        ({"added_tokens.json": {START: 300, NEW: 303}}, {"vocab_size": 303}),
+        (listed(), {"text_config": {"vocab_size": 303}}),
+        ({**listed(), "special_tokens_map.json": {}}, {"vocab_size": 303, "eos_token_id": 301}),
+    ],
+)
+def test_a_new_token_beyond_the_model_stays_text_after_a_save_too(
+    tmp_path: Path, files: dict[str, Any], config: dict[str, Any], monkeypatch: Any, caplog: Any
+) -> None:
+    """As where someone declared a token to pad with, and did not make the model larger."""
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    folder = folder_of(tmp_path / "made", files)
+    if "eos_token_id" in config:
+        file = folder / "tokenizer.json"
+        file.write_text(file.read_text().replace("<|endoftext|>", "<odd>"))
+    of_no_size = {"eos_token_id": config.get("eos_token_id")}
+    (folder / "config.json").write_text(json.dumps(of_no_size))
+    assert load_tokenizer(folder).vocab_size == 304
+    assert not caplog.messages
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_tokenizer(folder)
+    assert "lists tokens beyond the 303 of the model, '<Tool>' as 303" in caplog.text
+    found.save(tmp_path / "saved")  # as beside a run, where no config.json is
+    again = load_tokenizer(tmp_path / "saved")
+    for each in (found, again):
+        assert (each.vocab_size, each.digest, each.eos) == (303, found.digest, found.eos)
+        assert each.encode(START) == [300]
+        assert each.decode(each.encode(NEW)) == NEW.lower()
+    assert found.eos == config.get("eos_token_id", found.eos)
+
+
 def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "made", {})
     file = folder / "tokenizer.json"
