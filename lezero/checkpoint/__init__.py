@@ -12,7 +12,8 @@ from lezero.checkpoint.find import (
 )
 from lezero.checkpoint.inner_optimizers import inner_optimizers, outer_name, warn_of_left_out
 from lezero.checkpoint.marks import read_mark
-from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer, weights_of_masters
+from lezero.checkpoint.masters import weights_of_masters
+from lezero.checkpoint.optimizer import pack_optimizer, unpack_optimizer
 from lezero.checkpoint.own_buffers import own_buffers_prefix, pack_own_buffers
 from lezero.checkpoint.random_state import pack_random, unpack_random
 from lezero.checkpoint.rows import is_split, rows_of, split_like

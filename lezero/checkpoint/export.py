@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lezero.checkpoint.find import checkpoint_root, is_generation
+from lezero.checkpoint.masters import names_of_masters
 from lezero.core.errors import CorruptError, FileError
 from lezero.core.log import logger
 from lezero.core.paths import expand_home
@@ -30,7 +31,7 @@ from lezero.models.hf_writing import name_there, write_hf
 from lezero.ops.adamw import reference
 
 T = TypeVar("T")
-_MODEL, _OPTIMIZER = "model/", "optimizer/"
+_MODEL = "model/"
 
 
 def export_weights(
@@ -104,15 +105,15 @@ def _export(path: Path, file: Path, names: Callable[[str], str]) -> list[str]:
     for new, name in called.items():
         dtype, shape = found[name]
         listed[new] = Form(torch.float32 if dtype.is_floating_point else dtype, shape)
-    write_tensor_stream(file, listed, lambda new: _weight(known, called[new]))
+    masters = names_of_masters(forms)
+    write_tensor_stream(file, listed, lambda new: _weight(known, called[new], masters))
     return sorted(listed)
 
 
-def _weight(known: Generation, name: str) -> Tensor:
+def _weight(known: Generation, name: str, masters: dict[str, str]) -> Tensor:
     own = _MODEL + name
     first = known.ties.get(own, own).removeprefix(_MODEL)
-    extras = [f"{_OPTIMIZER}{first}/{key}" for key in ("master", "remainder")]
-    wanted = {own, *(extra for extra in extras if extra in known.forms)}
+    wanted = {own, masters.get(first, own)}
     read = read_generation(known.path, select=lambda other: other in wanted).tensors
     weight = read.pop(own)
     if not weight.is_floating_point():

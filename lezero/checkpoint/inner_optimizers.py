@@ -2,12 +2,14 @@
 
 A wrapper (two optimizers in one, Lookahead) holds others in its attributes, each with state of its
 own, which `optimizer.state` of the wrapper does not show. They are known by where they are: `a` for
-`self.a`, `parts.0` for `self.parts[0]`; their tensors are `optimizer/.inner/<where>/…`.
+`self.a`, `parts.0` for `self.parts[0]`, `of.layer.weight` for what `self.of` has under that
+parameter; their tensors are `optimizer/.inner/<where>/…`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lezero.checkpoint.shared_state import pack_shared, warn_of
+from lezero.core.errors import FileError
 from lezero.core.groups import is_main
 from lezero.core.log import logger
 
@@ -23,19 +26,57 @@ _INNER = ".inner/"
 _log = logger("checkpoint")
 
 
-def inner_optimizers(optimizer: Optimizer, parameters: Iterable[Tensor]) -> dict[str, Optimizer]:
-    """Those inside, at any depth, that hold some of `parameters` and keep anything themselves."""
-    ids = {id(parameter) for parameter in parameters}
+def inner_optimizers(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], *, of_closed: bool = False
+) -> dict[str, Optimizer]:
+    """Those inside, at any depth, that hold some of `parameters` and keep anything themselves; of a
+    class that refuses to show its state none, unless `of_closed`."""
     found: dict[str, Optimizer] = {}
-    if _is_closed(optimizer):
-        return found
-    for where, inner in _within(vars(optimizer), "", {id(optimizer)}):
-        held = (p for group in inner.param_groups for p in group["params"])
-        if ids.isdisjoint(map(id, held)):
-            continue
-        if not any(_same(inner, other) for other in (optimizer, *found.values())):
+    walk = _Walk(parameters, of_closed=of_closed)
+    for where, inner in walk.inside(optimizer):
+        if walk.holds(inner) and not any(_same(inner, x) for x in (optimizer, *found.values())):
             found[where] = inner
     return found
+
+
+def inner_to_load(
+    optimizer: Optimizer, parameters: Mapping[str, Tensor], document: Mapping[str, Any]
+) -> dict[str, Optimizer]:
+    """Those inside whose state the document has, where it has no other place's than theirs."""
+    seen, records = inner_optimizers(optimizer, parameters), document.get("inner")
+    kind = type(optimizer).__name__
+    if records is None:
+        if seen:
+            _warn(
+                f"the checkpoint was written without the state of the optimizers inside of {kind} "
+                f"({', '.join(seen)}), which begin anew"
+            )
+        return {}
+    if not isinstance(records, dict) or seen.keys() - records.keys():
+        raise FileError(
+            f"the checkpoint holds optimizers inside of {document.get('class')} at "
+            f"{_listed(records)}, this {kind} has them at {_listed(seen)}; build the one it was "
+            "saved with, or begin in another folder"
+        )
+    # A class may show its state only after a step, or make what is inside in the first one.
+    there = inner_optimizers(optimizer, parameters, of_closed=True)
+    missing = [where for where in records if where not in there]
+    if missing:
+        _warn(
+            f"the checkpoint holds the state of optimizers inside of {kind} that are not there "
+            f"({', '.join(missing)}) and begin anew if they are made later; make them with the "
+            "optimizer, and they go on"
+        )
+    return {where: there[where] for where in records if where in there}
+
+
+def _listed(inner: object) -> str:
+    return ", ".join(inner) if isinstance(inner, dict) and inner else "no place"
+
+
+def _warn(text: str) -> None:
+    if is_main():
+        _log.warning(text)
 
 
 def inner_prefix(prefix: str, where: str) -> str:
@@ -55,26 +96,34 @@ def outer_name(name: str, prefix: str = "optimizer/") -> str:
     return prefix + name.removeprefix(prefix + _INNER).partition("/")[2]
 
 
-def warn_of_left_out(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+def warn_of_left_out(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
     """Warns once of state that a save leaves out: the shared one that cannot be saved, and what
-    `state_dict()` of a class that has one of its own has besides groups and states."""
-    parameters = list(parameters)
-    every = [optimizer, *inner_optimizers(optimizer, parameters).values()]
-    for each in every[1:]:
+    `warn_of_more` finds."""
+    inner = inner_optimizers(optimizer, parameters)
+    for each in inner.values():
         pack_shared(each)
     pack_shared(optimizer)
-    warn_of_more(optimizer, every, parameters)
+    warn_of_more(optimizer, inner, parameters)
 
 
 def warn_of_more(
-    optimizer: Optimizer, every: Iterable[Optimizer], parameters: Iterable[Tensor]
+    optimizer: Optimizer, inner: Mapping[str, Optimizer], parameters: Mapping[str, Tensor]
 ) -> None:
-    """Warns once of what `state_dict()` of an optimizer and those inside has besides their groups
-    and states, which alone are saved."""
-    every = list(every)
-    tensors, keys = {_mark(p) for p in parameters}, {"state", "param_groups", "params"}
+    """Warns once of what an optimizer keeps besides its groups and states and those of `inner`,
+    which alone are saved: what `state_dict()` of a class that has one of its own has, and
+    optimizers at places that have no name."""
+    every = [optimizer, *inner.values()]
+    tensors, keys = {_mark(p) for p in parameters.values()}, {"state", "param_groups", "params"}
     _collect([[each.state, each.param_groups] for each in every], tensors, keys, set())
     left: dict[str, str] = {}
+    walk = _Walk(parameters, everywhere=True)
+    for where, each in walk.inside(optimizer):
+        if walk.holds(each) and not any(_same(each, other) for other in every):
+            left[f"optimizer {where}"] = (
+                f"{type(each).__name__} at {where} inside of {type(optimizer).__name__} holds "
+                "parameters of the model; keep it in an attribute, a list, or a dictionary by "
+                "text, number or parameter"
+            )
     for each in every:
         if type(each).state_dict is Optimizer.state_dict:
             continue
@@ -114,11 +163,14 @@ def tell_rates(
 
 
 def _is_closed(optimizer: Optimizer) -> bool:
-    """Whether its class refuses to show its state, as one that keeps a part on each rank does."""
+    """Whether its class refuses to show its state, as one that keeps a part on each rank does. One
+    that stumbles over what is not there before the first step does not refuse."""
     if type(optimizer).state_dict is Optimizer.state_dict:
         return False
     try:
         optimizer.state_dict()
+    except (AttributeError, LookupError, TypeError):
+        return False
     except Exception:  # whatever a class of the user's raises
         return True
     return False
@@ -130,23 +182,55 @@ def _same(inner: Optimizer, other: Optimizer) -> bool:
     return inner.state is other.state and all(id(g) in groups for g in inner.param_groups)
 
 
-def _within(value: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Optimizer]]:
-    """Optimizers in attributes, lists and dictionaries, with where they are."""
-    if isinstance(value, Optimizer | Mapping | list | tuple):
-        if id(value) in seen:
+class _Walk:
+    """Through attributes, lists and dictionaries by text, number or parameter: what has a name in
+    every process. everywhere: under other keys, too, and in dataclasses."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        of_closed: bool = False,
+        everywhere: bool = False,
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._of_closed, self._everywhere = of_closed, everywhere
+        self._seen = set[int]()
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether it holds any of the parameters."""
+        return any(
+            id(p) in self._names for group in optimizer.param_groups for p in group["params"]
+        )
+
+    def inside(self, optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+        """The optimizers inside of it, with where they are."""
+        self._seen.add(id(optimizer))
+        if self._of_closed or not _is_closed(optimizer):
+            yield from self._within(vars(optimizer), "")
+
+    def _within(self, value: Any, where: str) -> Iterator[tuple[str, Optimizer]]:
+        is_record = self._everywhere and is_dataclass(value) and hasattr(value, "__dict__")
+        is_record = is_record and not isinstance(value, type)
+        if not is_record and not isinstance(value, Optimizer | Mapping | list | tuple):
             return
-        seen.add(id(value))
-    if isinstance(value, Optimizer):
-        yield where, value
-        if not _is_closed(value):
-            yield from _within(vars(value), where, seen)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(key, str | int):
-                yield from _within(item, _joined(where, key), seen)
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from _within(item, _joined(where, number), seen)
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Optimizer):
+            yield where, value
+            if self._of_closed or not _is_closed(value):
+                yield from self._within(vars(value), where)
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                yield from self._within(item, _joined(where, number))
+        else:
+            for key, item in (vars(value) if is_record else value).items():
+                name = self._names.get(id(key), key)
+                if isinstance(name, str | int):
+                    yield from self._within(item, _joined(where, name))
+                elif self._everywhere:
+                    yield from self._within(item, _joined(where, type(name).__name__))
 
 
 def _joined(where: str, key: str | int) -> str:

@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 from lezero.checkpoint.inner_optimizers import (
     inner_optimizers,
     inner_prefix,
+    inner_to_load,
     is_inner,
     tell_rates,
     warn_of_more,
 )
+from lezero.checkpoint.masters import MASTERS
 from lezero.checkpoint.plain_values import from_json, to_json
 from lezero.checkpoint.shared_state import (
     device_of,
@@ -32,14 +34,7 @@ from lezero.checkpoint.shared_state import (
     shared_names,
 )
 from lezero.core.errors import ConfigError, FileError, OrderError
-from lezero.core.groups import is_main
-from lezero.core.log import logger
-from lezero.ops.adamw import reference
 
-_log = logger("checkpoint")
-_MASTERS = ("master", "remainder")
-_OF_LEZERO = ("AdamW", "AdamW8bit")
-"""Classes that keep them; torch has one of the first name, which does not."""
 _DAMAGES = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a damaged document ends in."""
 _OF_THE_CODE = ("fused", "foreach", "capturable")
@@ -59,13 +54,13 @@ def pack_optimizer(
     left out, with a warning. Optimizers inside of it (`inner_optimizers`) are packed with it.
     """
     tensors, document = _packed(optimizer, parameters, prefix)
-    inner = inner_optimizers(optimizer, parameters.values())
+    inner = inner_optimizers(optimizer, parameters)
     if inner:
         document["inner"] = {}
     for where, each in inner.items():
         found, document["inner"][where] = _packed(each, parameters, inner_prefix(prefix, where))
         tensors |= found
-    warn_of_more(optimizer, (optimizer, *inner.values()), parameters.values())
+    warn_of_more(optimizer, inner, parameters)
     return tensors, document
 
 
@@ -117,22 +112,10 @@ def unpack_optimizer(
 
     Everything is checked first: on an error the optimizer is as it was. Raises `FileError` when the
     class, the parameters, their shapes or groups differ, or a state tensor is missing or left over.
-    State that the save left out stays as the optimizer has it.
+    State that the save left out stays as the optimizer has it, and that of optimizers inside which
+    are not there is left, with a warning.
     """
-    inner, records = inner_optimizers(optimizer, parameters.values()), document.get("inner")
-    if inner and records is None:
-        if is_main():
-            _log.warning(
-                "the checkpoint was written without the state of the optimizers inside of %s (%s), "
-                "which begin anew", type(optimizer).__name__, ", ".join(inner),
-            )  # fmt: skip
-        inner = {}
-    elif not isinstance(records or {}, dict) or (records or {}).keys() != inner.keys():
-        raise FileError(
-            f"the checkpoint holds optimizers inside of {document.get('class')} at "
-            f"{_listed(records)}, this {type(optimizer).__name__} has them at {_listed(inner)}; "
-            "build the one it was saved with, or begin in another folder"
-        )
+    inner = inner_to_load(optimizer, parameters, document)
     put = [_read(optimizer, parameters, tensors, document, prefix)]
     for where, each in inner.items():
         begin = inner_prefix(prefix, where)
@@ -216,43 +199,6 @@ def _put(read: _Read, tensors: Mapping[str, Tensor]) -> None:
     put_shared(optimizer, shared)
 
 
-def weights_of_masters(
-    parameters: Mapping[str, Tensor],
-    weights: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    document: Mapping[str, Any],
-    prefix: str = "optimizer/",
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """The exact weights, by name, of parameters in fp32 that LeZero's optimizers trained in bf16
-    with masters; and `tensors` and `document` without those masters, which have done their work.
-
-    `weights` are those that were saved, by name.
-    """
-    exact: dict[str, Tensor] = {}
-    left, entries = dict(tensors), dict(document["parameters"])
-    if document["class"] not in _OF_LEZERO:
-        return exact, left, dict(document)
-    for name, parameter in parameters.items():
-        kept = entries.get(name, {}).get("state", {})
-        key = next((key for key in _MASTERS if in_file(kept.get(key))), None)
-        if key is None or parameter.dtype != torch.float32:
-            continue
-        weight, extra = weights.get(name), left.get(f"{prefix}{name}/{key}")
-        if weight is None or extra is None or weight.dtype != torch.bfloat16:
-            continue
-        if extra.dtype != (torch.int16 if key == "remainder" else torch.float32):
-            continue
-        if weight.shape != extra.shape:
-            raise FileError(
-                f"parameter '{name}' was saved as {tuple(weight.shape)} and its {key} as "
-                f"{tuple(extra.shape)}"
-            )
-        exact[name] = reference.read(weight, left.pop(f"{prefix}{name}/{key}"))
-        state = {other: value for other, value in kept.items() if other != key}
-        entries[name] = {**entries[name], "state": state}
-    return exact, left, {**document, "parameters": entries}
-
-
 def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's parameters by the names that the model gives them."""
     by_id: dict[int, str] = {}
@@ -269,10 +215,6 @@ def _names(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, 
                 )
             found[by_id[id(parameter)]] = parameter
     return found
-
-
-def _listed(inner: object) -> str:
-    return ", ".join(inner) if isinstance(inner, dict) and inner else "no place"
 
 
 def _check_fit(
@@ -316,7 +258,7 @@ def _check_states(
 
 
 def _refuse_masters(parameter: Tensor, state: Mapping[str, Any]) -> None:
-    if any(key in state for key in _MASTERS):
+    if any(key in state for key in MASTERS):
         raise ConfigError(
             f"the state holds fp32 masters, which torch's AdamW would lose for {parameter.dtype}; "
             "build the model in float32, or in bfloat16 with an lz.optim.AdamW of masters='fp32' "

@@ -87,7 +87,7 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if any(p.is_meta for p in model.parameters()):
         raise OrderError("the model has parameters on meta: load or initialise them first")
     _warn_of_unsavable(model)
-    checkpoint.warn_of_left_out(optimizer, model.parameters())
+    checkpoint.warn_of_left_out(optimizer, dict(model.named_parameters()))
 
 
 def check_held(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> None:

@@ -2,16 +2,21 @@
 
 import copy
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
+from safetensors.torch import load_file
 from torch import nn
 
-from lezero.checkpoint import pack_optimizer, unpack_optimizer
+from lezero.checkpoint import export_weights, pack_optimizer, unpack_optimizer
 from lezero.core.errors import FileError
+from lezero.optim import AdamW
 from lezero.parallel.zero import Zero, shard_, sharding_of
 from lezero.train import Engine
+
+FP32 = torch.float32
 
 
 class Both(torch.optim.Optimizer):
@@ -150,6 +155,136 @@ def test_inner_state_that_does_not_fit_changes_nothing(broken):
     with pytest.raises(FileError):
         unpack_optimizer(optimizer, names, tensors, document)
     assert optimizer.a.param_groups[0]["lr"] == before["param_groups"][0]["lr"] == 0.01
+
+
+class Mean(Lookahead):
+    """What its state_dict shows is there after the first step only."""
+
+    def step(self, closure=None):
+        super().step()
+        self.mean = 1
+
+    def state_dict(self):
+        return {"inner": self.inner.state_dict(), "mean": self.mean}
+
+
+class Stacked(Lookahead):
+    def state_dict(self):
+        slow = [self.state[p]["slow"].sum() for p in self.param_groups[0]["params"] if self.state]
+        return {"inner": self.inner.state_dict(), "slow": torch.stack(slow)}
+
+
+@pytest.mark.parametrize("kind", [Mean, Stacked])
+def test_a_class_that_shows_its_state_after_a_step_loads_into_a_fresh_process(tmp_path, kind):
+    engine = started(lambda model: kind(adamw(model)))
+    steps(engine, 2)
+    engine.save(tmp_path)
+    other = started(lambda model: kind(adamw(model)))
+    other.load(tmp_path)
+    assert steps(engine, 3) == steps(other, 3)
+
+
+class Late(torch.optim.Optimizer):
+    """Makes the optimizer that it needs in its first step."""
+
+    inner = None
+
+    def step(self, closure=None):
+        if self.inner is None:
+            self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.inner.step()
+
+
+def test_one_that_is_made_in_the_first_step_begins_anew_and_is_told(tmp_path, caplog):
+    engine = started(lambda model: Late(model.parameters(), {"lr": 0.1}))
+    steps(engine, 2)
+    engine.save(tmp_path)
+    other = started(lambda model: Late(model.parameters(), {"lr": 0.1}))
+    other.load(tmp_path)
+    assert "optimizers inside of Late that are not there (inner) and begin anew" in caplog.text
+    assert other.step == 2
+    assert all(map(torch.equal, engine.model.parameters(), other.model.parameters()))
+    engine.load(tmp_path)  # where it is there, it goes on
+    assert engine.optimizer.inner.state[engine.model[0].weight]["momentum_buffer"].any()
+
+
+class Each(torch.optim.Optimizer):
+    """One optimizer a parameter, by the parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.01})
+        self.of = {p: torch.optim.AdamW([p], lr=0.01) for p in self.param_groups[0]["params"]}
+
+    def step(self, closure=None):
+        for each in self.of.values():
+            each.step()
+
+
+def test_optimizers_by_parameter_go_on_bit_for_bit(tmp_path, caplog):
+    engine = started(lambda model: Each(model.parameters()))
+    steps(engine, 3)
+    engine.save(tmp_path)
+    other = started(lambda model: Each(model.parameters()))
+    other.load(tmp_path)
+    assert steps(engine, 3) == steps(other, 3)
+    tensors, _ = pack_optimizer(engine.optimizer, dict(engine.model.named_parameters()))
+    assert "optimizer/.inner/of.0.weight/0.weight/exp_avg" in tensors
+    assert not caplog.text
+
+
+@dataclass
+class Box:
+    held: torch.optim.Optimizer
+
+
+@pytest.mark.parametrize(
+    ("hide", "where"),
+    [(lambda inner: {("a", 1): inner}, "inner.tuple"), (Box, "inner.held")],
+)
+def test_an_optimizer_where_no_name_leads_is_told_at_once(caplog, hide, where):
+    def make(model):
+        made = Late(model.parameters(), {"lr": 0.1})
+        made.inner = hide(adamw(model))
+        return made
+
+    started(make)
+    assert f"AdamW at {where} inside of Late holds parameters of the model" in caplog.text
+
+
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, model):
+        self.b = AdamW(model, lr=1e-3, masters="fp32" if model[0].weight.dtype != FP32 else "none")
+        super().__init__(self.b.param_groups, {})
+
+    def step(self, closure=None):
+        self.b.step()
+
+
+def test_masters_of_an_inner_optimizer_are_exported_and_become_weights_in_fp32(tmp_path):
+    def engine(dtype):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8)).to(dtype)
+        return Engine(
+            model, Wrapper(model), loss=lambda m, x: m(x).square().mean(), precision="bf16",
+            compile="off",
+        )  # fmt: skip
+
+    first = engine(torch.bfloat16)
+    for _ in range(3):
+        first.train_step(torch.randn(2, 8).bfloat16())
+    exact = first.optimizer.b.masters(first.model)
+    assert not torch.equal(exact["0.weight"], exact["0.weight"].bfloat16().float())
+    path = first.save(tmp_path / "run")
+    export_weights(path, tmp_path / "model.safetensors")
+    exported = load_file(tmp_path / "model.safetensors")
+    second = engine(FP32)
+    second.load(path)
+    for name, weight in second.model.named_parameters():
+        assert torch.equal(weight, exact[name])
+        assert torch.equal(exported[name], exact[name])
+        kept = second.optimizer.b.state[weight]
+        assert kept["exp_avg"].any()
+        assert "master" not in kept
 
 
 class Pair(torch.optim.Optimizer):
