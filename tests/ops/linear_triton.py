@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lezero.core import device
 from lezero.ops.linear import (
     Packed,
     accelerator,
@@ -21,7 +22,7 @@ from lezero.ops.linear import (
 from lezero.ops.quantize.tokens import quantize_tokens
 from tests.ops.test_linear import FLOATS, packed, seeded
 
-DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+DEVICE = device.device()
 SHAPES = [(1, 1), (40, 96), (33, 70), (5, 700), (17, 513)]
 """N, K."""
 SPOILT = (float("nan"), float("inf"), -float("inf"), 3e38, 1e-40, 0.0)
@@ -35,7 +36,7 @@ def in_rows(N: int, K: int, bits: int, group: int, zero: bool, dtype: torch.dtyp
 def equal(one: Tensor, two: Tensor) -> bool:
     if one.dtype != two.dtype or one.shape != two.shape:
         return False
-    if one.dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts off, GPUs round
+    if one.dtype == torch.bfloat16 and DEVICE.type == "cpu":  # the interpreter cuts off, GPUs round
         return torch.allclose(one, two, rtol=2.0**-7, atol=0, equal_nan=True)
     return torch.equal(one.nan_to_num(7.0), two.nan_to_num(7.0))
 
@@ -114,7 +115,7 @@ def layers() -> Iterator[tuple[str, bool]]:
         (3, 70), ((4, 32, True), (4, 0, False), (8, 0, False)), FLOATS, (8, 16)
     )
     for M, (bits, group, zero), dtype, x_bits in kinds:
-        if DEVICE == "cpu" and (M, bits, x_bits, dtype) == (3, 8, 16, torch.bfloat16):
+        if DEVICE.type == "cpu" and (M, bits, x_bits, dtype) == (3, 8, 16, torch.bfloat16):
             continue  # the interpreter takes whole numbers for the bits of bf16
         N, K = 40, 700
         weight, x = (
