@@ -4,6 +4,11 @@ processor in its stead."""
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +37,36 @@ CASES = list(itertools.product(FORMS, SIZES, NEAR))[:: 1 if ON_GPU else 23]
 AROUND = list(
     itertools.product([(16, 0, False), (8, 0, False), (4, 64, True)], (1, 2, 8, 11, 16), NEAR)
 )[:: 1 if ON_GPU else 13]
+
+
+def compile_together(
+    tests: Iterable[tuple[Callable[..., None], Mapping[str, Any]]], place: torch.device
+) -> None:
+    """Compiles what these tests ask for, with all processors. What does not compile is left to its
+    test."""
+    asked = set[tuple[Any, ...]]()
+    nothing = SimpleNamespace(launch=lambda *given, **named: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_source, "_kernel", lambda *variant: asked.add(variant) or nothing)
+        for test, given in tests:
+            with suppress(AssertionError):  # of what nobody computed
+                test(**given, cuda_place=place)
+
+    def compiled(variant: tuple[Any, ...]) -> None:
+        with suppress(RuntimeError):
+            cuda_source._kernel(*variant)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compiled, asked))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_together(request: pytest.FixtureRequest) -> None:
+    """On a GPU: a variant takes the compiler 0.3 s, and all cases have some 900."""
+    if ON_GPU:
+        own: Any = [x for x in request.session.items if x.path == request.path]
+        tests = [(x.obj, x.callspec.params) for x in own if "form" in x.fixturenames]
+        compile_together(tests, device.device())
 
 
 def made(
@@ -70,10 +105,13 @@ def test_products(
     x, bias = (t.to(dtype).to(place) for t in (seeded(M, K), seeded(N, seed=3)))
     wanted = x.double() @ wide.T + bias.double()
     sizes = (N, K, bits, group)
-    for early in (False, True):
-        found = cuda_few.linear_few(cuda_few.sliced(x), M, weight, bias, *sizes, early=early)
-        assert away(found, wanted) < NEAR[dtype]
+    late, found = (
+        cuda_few.linear_few(cuda_few.sliced(x), M, weight, bias, *sizes, early=early)
+        for early in (False, True)
+    )
     alone = cuda_few.linear_few(cuda_few.sliced(x[:1]), 1, weight, bias, *sizes)
+    assert away(late, wanted) < NEAR[dtype]
+    assert away(found, wanted) < NEAR[dtype]
     assert torch.equal(alone, found[:1])
 
 
@@ -87,20 +125,35 @@ def test_what_stands_around_them(
     norm = (seeded(K, seed=1).abs() + 0.5).to(dtype).to(place)
     sizes = (N, K, bits, group)
     spread = cuda_step.spread(x, norm)
+    normed = cuda_few.linear_few(spread, M, weight, None, *sizes, eps=EPS)
+    gated = cuda_few.linear_few(spread, M, weight, None, *sizes, eps=EPS, gated=True)
+    tokens, into = cuda_few.sliced(x), norm[:N]
+    out, following = cuda_few.linear_normed(tokens, M, weight, None, *sizes, residual, into)
     scaled = (x.float() * norm.float()).to(dtype)
     assert torch.equal(apart(spread.tokens, M), scaled)
     torch.testing.assert_close(spread.squares.sum(0), x.float().square().sum(1))
     factor = torch.rsqrt(x.double().square().mean(1, keepdim=True) + EPS)
     wanted = (scaled.double() * factor) @ wide.T
-    assert away(cuda_few.linear_few(spread, M, weight, None, *sizes, eps=EPS), wanted) < NEAR[dtype]
-    found = cuda_few.linear_few(spread, M, weight, None, *sizes, eps=EPS, gated=True)
+    assert away(normed, wanted) < NEAR[dtype]
     gate, up = wanted.to(dtype).double().chunk(2, 1)
-    assert away(apart(found, M), silu(gate) * up) < 2 * NEAR[dtype]
-    tokens, into = cuda_few.sliced(x), norm[:N]
-    out, following = cuda_few.linear_normed(tokens, M, weight, None, *sizes, residual, into)
+    assert away(apart(gated, M), silu(gate) * up) < 2 * NEAR[dtype]
     assert away(out, x.double() @ wide.T + residual.double()) < NEAR[dtype]
     assert torch.equal(apart(following.tokens, M), (out.float() * into.float()).to(dtype))
     torch.testing.assert_close(following.squares.sum(0), out.float().square().sum(1))
+
+
+def test_all_that_a_test_asks_for_is_compiled_before(
+    monkeypatch: pytest.MonkeyPatch, cuda_place: torch.device
+) -> None:
+    compiled = list[tuple[Any, ...]]()
+    monkeypatch.setattr(cuda_source, "_kernel", lambda *variant: compiled.append(variant))
+    products = dict(zip(("form", "size", "dtype"), CASES[0], strict=True))
+    around = dict(zip(("form", "M", "dtype"), AROUND[0], strict=True))
+    asking = [(test_products, products), (test_what_stands_around_them, around)]
+    compile_together(asking, cuda_place)
+    assert len(set(compiled)) == len(compiled)
+    # Early and late, of one token; then normed, gated, and with a norm to follow.
+    assert sorted(name for _, name, *_ in compiled) == ["few"] * 5 + ["spread"]
 
 
 @pytest.mark.parametrize(("P", "M"), [(40, 3), (129, 1), (200, 9)])
