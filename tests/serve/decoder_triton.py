@@ -10,6 +10,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -19,8 +20,9 @@ from lezero.compress.quantize.int8 import Int8Weight
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.core.device import device
 from lezero.models import Transformer
+from lezero.ops import cuda_source
 from lezero.ops.linear import rows
-from lezero.serve.captured import CapturedProgram
+from lezero.serve.captured import CapturedProgram, seconds_of
 from lezero.serve.decoding import Decoder, fits
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Fed
@@ -57,6 +59,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": FP16, "scheme": Int8Weight(), "tied": True},
     "several forms": {"dtype": FP16, "scheme": Int4Weight(group=32), "filter": not_values},
 }
+
+WIDE = {
+    "heads of 64": {**MODELS["bf16"], "head_dim": 64},
+    "heads of 128, window": {**MODELS["window"], "head_dim": 128},
+    "heads of 128, int4": {**MODELS["int4"], "head_dim": 128},
+}
+"""Those that `cuda_attend.py` has a kernel for: without a GPU test_slices.py runs it."""
+if PLACE.type == "cuda":
+    MODELS |= WIDE
 
 
 def programs(name: str) -> tuple[PlainProgram, CapturedProgram]:
@@ -117,11 +128,29 @@ def ahead(name: str) -> Iterator[tuple[str, bool]]:
     yield f"{name}: {found} ahead, {wanted} waited for", found == wanted
 
 
+def by_each_attention(name: str) -> Iterator[tuple[str, bool]]:
+    """Steps with ours, then with Triton's, whichever is faster here; the trial replays both."""
+    for took in ([1.0, 2.0], [2.0, 1.0]):
+        trials = []
+
+        def seconds(*given: Any, took: list[float] = took, trials: list[Any] = trials) -> Any:
+            trials.append(seconds_of(*given))
+            return took
+
+        with mock.patch("lezero.serve.captured.seconds_of", seconds):
+            yield from steps(name)
+        yield f"{name}: {len(trials)} trials", bool(trials) or not cuda_source.runs(PLACE)
+
+
+def ways(name: str) -> list[Any]:
+    return [steps, ahead, *([by_each_attention] if name in WIDE else [])]
+
+
 if __name__ == "__main__":
     if not GPU:
         Decoder.suits = staticmethod(fits)  # type: ignore[method-assign]
         rows.takes_rows = lambda place: True
-    made = [found for name in sys.argv[1:] for way in (steps, ahead) for found in way(name)]
+    made = [found for name in sys.argv[1:] for way in ways(name) for found in way(name)]
     wrong = [name for name, right in made if not right]
     print("\n".join(wrong[:20]))
     print(f"{len(wrong)} of {len(made)} differ on {PLACE}")
