@@ -91,6 +91,7 @@ def open_program(
         return in_parts, _reader(place, path if path.is_dir() else None)
     _require_room(path, weights, kept)
     if foreign:
+        _require_room_there(path, weights)
         return open_foreign(place, weights), _reader(place, path)
     if kept:
         blocks = _placed(load_gguf_blocks(path, others_int8=weights == "int4"), weights)
@@ -121,7 +122,8 @@ def _in_parts(place: Path, weights: Weights) -> Program | None:
         bits = _BITS[weights]
         kept = (bits, scheme)
         needed = room_for(opened, *kept) if fused else room_on(opened, *kept, dtype)
-        _need(needed, place, weights, "are packed" if fused else "arrive", _SMALLER[weights])
+        how = "are packed" if fused else "arrive"
+        _need(needed, where, place, weights, how, _SMALLER[weights])
         fetch = Fetch(opened, scheme, where, dtype)
         with blocks_kept():
             if not fused:
@@ -131,10 +133,8 @@ def _in_parts(place: Path, weights: Weights) -> Program | None:
 
 def _require_room(place: Path, weights: Weights, kept: bool) -> None:
     """Raises `ConfigError` where the weights of a file or folder, as they come into the processor's
-    memory, are more than is free. They come whole, and are packed or rounded after that. kept:
-    whether blocks of a GGUF file stay."""
-    if device.device().type != "cpu":
-        return
+    memory, are more than is free. They come whole, and are packed, rounded or brought to an
+    accelerator after that. kept: whether blocks of a GGUF file stay."""
     if place.is_file():
         wide = None if kept else _wide(weights)
         matrix = 4 if wide is None else wide.itemsize
@@ -144,7 +144,17 @@ def _require_room(place: Path, weights: Weights, kept: bool) -> None:
         if weights == "fp32" and _kept_in_16_bits(place / "config.json"):
             needed *= 2
     smaller = _SMALLER["fp32"] if weights == "fp32" else ""
-    _need(needed, place, weights, "are read", smaller)
+    _need(needed, torch.device("cpu"), place, weights, "are read", smaller)
+
+
+def _require_room_there(place: Path, weights: Weights) -> None:
+    """Raises `ConfigError` where a model of transformers is more than is free on the accelerator,
+    before any of it is read."""
+    where, wide = device.device(), weights == "fp32"
+    if where.type != "cpu":
+        in_files = 2 if _kept_in_16_bits(place / "config.json") else 4
+        needed = _bytes_stored(place) * (4 if wide else 2) // in_files
+        _need(needed, where, place, weights, "arrive", _SMALLER["fp32"] if wide else "")
 
 
 def _bytes_stored(place: Path) -> int:
@@ -161,16 +171,19 @@ def _bytes_stored(place: Path) -> int:
     return 0
 
 
-def _need(needed: int, place: Path, weights: Weights, how: str, smaller: str) -> None:
-    where = device.device()
-    on_cpu = where.type == "cpu"
+def _need(
+    needed: int, where: torch.device, place: Path, weights: Weights, how: str, smaller: str
+) -> None:
+    on_cpu, runs = where.type == "cpu", device.device()
     free = room.free_memory() if on_cpu else device.memory_free(where)
     if 0 < free < needed:
-        of = "of memory are free" if on_cpu else f"of memory are free on {where}"
+        at = "" if runs.type == "cpu" else f" on {where}"
+        if runs.type != where.type:
+            at += f", through which they go to {runs}"
         raise ConfigError(
             f"weights: got {weights!r}; those of {place} take {size(needed)} as they {how}, "
-            f"but only {size(free)} {of}; take {smaller}a smaller model, or one that was quantized "
-            "once where there is room (`lz compress`)"
+            f"but only {size(free)} of memory are free{at}; take {smaller}a smaller model, or one "
+            "that was quantized once where there is room (`lz compress`)"
         )
 
 

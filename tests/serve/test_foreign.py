@@ -16,7 +16,7 @@ import transformers
 from lezero.core import device
 from lezero.core.errors import ConfigError, FileError, MissingExtraError
 from lezero.data.tokenizer import bytes_tokenizer
-from lezero.serve import foreign
+from lezero.serve import foreign, opening
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts
@@ -164,6 +164,26 @@ def test_it_is_put_on_the_accelerator(
     assert asked == [torch.bfloat16], "whatever the processor multiplies"
     monkeypatch.undo()
     assert foreign.TransformersProgram(real.to("meta")).place == torch.device("meta")
+
+
+@pytest.mark.parametrize(("weights", "wide"), [("auto", 2), ("bf16", 2), ("fp32", 4)])
+def test_room_on_an_accelerator_is_asked_for_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any, wide: int
+) -> None:
+    """Files keep headers beside numbers, a few KiB."""
+    model = transformers.GPT2LMHeadModel(CONFIGS["gpt2"]())
+    numbers = sum(x.numel() for x in model.parameters())
+    free = 0
+    monkeypatch.setattr(device, "device", lambda: torch.device("meta"))
+    monkeypatch.setattr(device, "memory_free", lambda place: free)
+    monkeypatch.setattr(opening, "open_foreign", lambda *_: "opened")
+    for kept in (torch.float32, torch.bfloat16):
+        model.to(kept).save_pretrained(tmp_path / str(kept))
+        free = numbers * wide + (16 << 10)
+        assert opening.open_program(tmp_path / str(kept), weights)[0] == "opened"
+        free = numbers * wide - 1
+        with pytest.raises(ConfigError, match=rf"got '{weights}'; .* are free on meta; take "):
+            opening.open_program(tmp_path / str(kept), weights)
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
