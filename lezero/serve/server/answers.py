@@ -12,8 +12,9 @@ from contextlib import suppress
 
 from lezero.serve.request import Request
 from lezero.serve.server.asked import Asked
+from lezero.serve.server.backlog import Backlog
 from lezero.serve.server.coded import Encoder, TokenText
-from lezero.serve.server.exchange import JSON, Exchange, as_json, as_json_in_parts
+from lezero.serve.server.exchange import JSON, PIECE, Exchange, as_json, as_json_in_parts
 from lezero.serve.server.lanes import Lanes
 from lezero.serve.server.problem import ClientGoneError, Problem, refused
 from lezero.serve.server.told import Teller
@@ -54,16 +55,16 @@ class Answerer:
         except BusyError:
             raise self._busy() from None
         requests: list[Request] = []
-        events: Events = asyncio.Queue()
-        try:
-            async with asyncio.timeout(self._seconds):
-                requests = await self._begin(exchange, asked, events)
-                return await self._tell(exchange, asked, requests, events)
-        except TimeoutError:
-            await _fail(exchange, Problem(504, f"not ended within {self._seconds:g} s"))
-            return None
-        finally:
-            self._worker.cancel(requests)
+        with Backlog(exchange.held) as events:
+            try:
+                async with asyncio.timeout(self._seconds):
+                    requests = await self._begin(exchange, asked, events)
+                    return await self._tell(exchange, asked, requests, events)
+            except TimeoutError:
+                await _fail(exchange, Problem(504, f"not ended within {self._seconds:g} s"))
+                return None
+            finally:
+                self._worker.cancel(requests)
 
     async def _begin(self, exchange: Exchange, asked: Asked, events: Events) -> list[Request]:
         """Encodes the prompts and submits their requests, or gives their places back."""
@@ -97,18 +98,23 @@ class Answerer:
     async def _stream(
         self, exchange: Exchange, asked: Asked, teller: Teller, events: Events
     ) -> None:
-        """Sends chunks as they come; those that wait together go together."""
+        """Sends chunks as they come; those that wait together go together, up to a piece, behind
+        each of which the client is waited for."""
         chunks: list[bytes] = []
+        length = 0
         try:
             async for event in _until_ended(events, len(teller.choices)):
                 found = teller.piece(event)
                 if found is not None:
                     chunks.append(as_json(found))
-                if chunks and events.empty():
+                    length += len(chunks[-1])
+                if chunks and (events.empty() or length >= PIECE):
                     if exchange.status is None:
                         await exchange.begin_events()
                     await exchange.send_events(chunks)
-                    chunks = []
+                    chunks, length = [], 0
+                    if not events.empty():  # the next one comes at once, and others get no turn
+                        await asyncio.sleep(0)
         except Problem as problem:
             if exchange.status is None:
                 raise

@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 JSON = "application/json"
 _DEEPEST = 32
 _LINGER_S = 1.0
-_PIECE = 1 << 16
+PIECE = 1 << 16
 """Bytes of a body that are sent at once. Behind each the client is waited for: whoever reads a long
 answer slowly reads it."""
 _ALWAYS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
@@ -38,7 +38,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         self._receive, self._send = receive, send
-        self._held, self._bytes = held, 0
+        self.held, self._bytes = held, 0
         authority, self.path = _target(scope)
         self.method = str(scope["method"])
         self.headers: Mapping[str, str] = {
@@ -91,7 +91,7 @@ class Exchange:
     def expect(self, length: int) -> None:
         """Counts an answer of about so many bytes, numbers and body, before that is made. Raises
         `Problem` (503) where that is too much beside others."""
-        self._held.refuse_beyond(length)
+        self.held.refuse_beyond(length)
         self._hold(length)
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class Exchange:
         self._hold(0)
 
     def _hold(self, length: int) -> None:
-        self._held.bytes += length - self._bytes
+        self.held.bytes += length - self._bytes
         self._bytes = length
 
     async def gone(self) -> None:
@@ -125,10 +125,10 @@ class Exchange:
         self._hold(len(body))
         await self._start(status, kind, [*headers, ("content-length", str(len(body)))])
         lingers = self._unread and not self._late
-        with self._held.sending():
-            for first in range(0, max(1, len(body)), _PIECE):
-                more = lingers or first + _PIECE < len(body)
-                piece = body[first : first + _PIECE]
+        with self.held.sending():
+            for first in range(0, max(1, len(body)), PIECE):
+                more = lingers or first + PIECE < len(body)
+                piece = body[first : first + PIECE]
                 await self._send({"type": "http.response.body", "body": piece, "more_body": more})
         if lingers:
             # Closing now would reset the connection, and the client might not read the answer.

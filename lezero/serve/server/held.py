@@ -1,10 +1,10 @@
 """The memory of answers that are made or on their way, over all clients.
 
 A request gives its place back before its answer is read, so that a client that reads slowly keeps
-nobody from the model; its answer stays in memory as long. [Note: slow readers give way] Where
-answers hold as much as they may, new requests are refused. A few clients could keep that up for
-hours, so each refusal cuts off the one that has read for the longest, if that is longer than a
-client may leave an answer unread.
+nobody from the model; its answer, or what a stream has yet to send, stays in memory as long.
+[Note: slow readers give way] Where answers hold as much as they may, new requests are refused. A
+few clients could keep that up for hours, so each refusal cuts off the one that has read for the
+longest, if that is longer than a client may leave an answer unread.
 """
 
 from __future__ import annotations
@@ -40,11 +40,19 @@ class Held:
         """Around the sending of an answer, which may take the client's time."""
         task = asyncio.current_task()
         assert task is not None
-        self._sending[task] = asyncio.get_running_loop().time()
+        self.begin(task)
         try:
             yield
         finally:
-            del self._sending[task]
+            self.end(task)
+
+    def begin(self, task: asyncio.Task[Any]) -> None:
+        """Notes that from now on there is something that `task` has yet to send."""
+        self._sending[task] = asyncio.get_running_loop().time()
+
+    def end(self, task: asyncio.Task[Any]) -> None:
+        """Notes that it has nothing to send."""
+        self._sending.pop(task, None)
 
     def _cut_off(self) -> None:
         before = asyncio.get_running_loop().time() - self._patience_s

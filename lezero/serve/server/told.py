@@ -64,7 +64,7 @@ class Teller:
         """A chunk with what an event brought, which is taken; None where a client sees nothing."""
         choice = self.choices[event.index]
         first = not choice.tokens
-        choice.take(event)
+        choice.tokens += event.tokens  # all that is told again, by their number
         if not (event.text or first or event.named or event.reason):
             return None
         logprobs = self._logprobs(event.named)
