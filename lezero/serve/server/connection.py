@@ -8,6 +8,9 @@ made, and once more a while later, since none is made any more where they hold a
 there are none, as at a burst of questions, `App` tells those who ask that there are too many. Who
 still reads an answer is not silent, as long as a slow reader may take.
 
+[Note: answers that end early] uvicorn closes a connection whose answer was given up once its client
+has read what was written. Few bytes may be left then, which no timer waits for, so it is cut off.
+
 [Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
 is answered, and so would not see its client leave. It goes on reading here, up to a bound that
 pipelined requests keep within.
@@ -35,12 +38,26 @@ _BEHIND = 1 << 16
 class _Limited:
     """What `protocol` adds to uvicorn's without regard to other connections."""
 
+    app: Any
     cycle: Any
     conn: Any
     flow: Any
     transport: Any
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._app, self.app = self.app, self._answer
+
+    async def _answer(self, *asked: Any) -> None:
+        """Runs the application. See [Note: answers that end early]."""
+        cycle = self.cycle
+        try:
+            await self._app(*asked)
+        finally:
+            if cycle.response_started and not cycle.response_complete:
+                self.transport.abort()
 
     def handle_events(self) -> None:
         super().handle_events()  # type: ignore[misc]

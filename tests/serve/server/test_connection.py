@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -22,16 +23,19 @@ Connect = Callable[[], Awaitable[Pair]]
 
 @contextlib.asynccontextmanager
 async def answering(
-    pieces: int = 1, rest_s: float = 0.0, **limits: Any
+    pieces: int = 1, rest_s: float = 0.0, ends: int | None = None, **limits: Any
 ) -> AsyncIterator[tuple[Connect, ServerState]]:
-    """Answers each question with pieces of `PIECE` bytes, after a rest."""
+    """Answers each question with pieces of `PIECE` bytes, after a rest; after as many as `ends` it
+    gives up."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(rest_s)
         size = str(pieces * PIECE).encode()
         headers = [(b"content-length", size)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for _ in range(pieces):
+        for number in range(pieces):
+            if number == ends:
+                raise asyncio.CancelledError
             body = {"type": "http.response.body", "body": b"x" * PIECE, "more_body": True}
             await send(body)
         await send({"type": "http.response.body", "body": b""})
@@ -160,5 +164,27 @@ def test_who_has_left_gives_no_way_for_others(monkeypatch: Any) -> None:
             await ask(second)
             await ask(await connect())
             assert await is_cut(second)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_an_answer_that_was_given_up_leaves_no_connection() -> None:
+    """Where few bytes are left, whose client has stopped reading: no timer runs for these."""
+
+    async def run() -> None:
+        async with answering(pieces=2, ends=1, rest_s=0.05) as (connect, state):
+            _, writer = await connect()
+            with socket.socket() as silent:
+                silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+                silent.connect(writer.get_extra_info("peername"))
+                silent.sendall(ASKED)
+                while len(state.connections) < 2 or not state.tasks:
+                    await asyncio.sleep(0.001)
+                for one in state.connections:
+                    system: socket.socket = one.transport.get_extra_info("socket")  # type: ignore[union-attr]
+                    system.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+                await asyncio.gather(*state.tasks, return_exceptions=True)
+                while len(state.connections) > 1:
+                    await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(run(), 10))
