@@ -11,11 +11,15 @@ or types of a vocabulary of 1 for example, so each kind, and each whole input, i
 alone. On an accelerator an index out of range is no refusal: it ends all work of the process there,
 so nothing but numbers of the example is tried, and should a place not take another place's number,
 the server must not start.
+
+[Note: shared masks] A module may go another way where all masks are full or all lengths equal,
+which a step with rows of all these kinds never takes. So for each group of whole inputs that some
+row shares with the example, one such row is also compared with the example on both of its sides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,12 +45,14 @@ def check_rows(run: Run, examples: Sequence[Row], coarseness: float, on_cpu: boo
     example, *others = examples[: 1 + _FURTHER]
     try:
         (found,) = run([example])
-        run([example, example])
+        twice = run([example, example])
     except ConfigError:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"module: fails on its example ({problem})") from error
+    for beside in twice:
+        _compare(found, beside, coarseness)
     # All made while the device surely works.
     further, drawn = list(_further(example, others)), _drawn(example)
     wholes = list(_other_whole(example, on_cpu))
@@ -95,19 +101,32 @@ class _Alone:
         """
         first, *others = self._found
         for batches in ([self._found], [[first, other] for other in others]):
-            sound = [rows for rows in batches if self._is_sound(rows, coarseness)]
+            sound = [x for x in batches if all(self._is_sound(y, coarseness) for y in (x, x[::-1]))]
             if sound:
                 break
+        if sound and sound[0] is self._found:
+            for other in self._sharing():
+                self._is_sound([first, other, first], coarseness)
         return [row for rows in sound for row, _ in rows]
+
+    def _sharing(self) -> Iterable[tuple[Row, Row]]:
+        """One row for each group of whole inputs that are the first row's; see
+        [Note: shared masks]."""
+        first, *others = self._found
+        found: dict[frozenset[str], tuple[Row, Row]] = {}
+        for row, answer in others:
+            shared = (n for n, x in row.items() if x is first[0][n] and not _floats(x))
+            found.setdefault(frozenset(shared), (row, answer))
+        found.pop(frozenset(), None)
+        return found.values()
 
     def _is_sound(self, rows: list[tuple[Row, Row]], coarseness: float) -> bool:
         """False where the module refuses them."""
-        for placed in (rows, rows[::-1]):
-            answers = self._answers([row for row, _ in placed])
-            if answers is None:
-                return False
-            for (_, alone), beside in zip(placed, answers, strict=True):
-                _compare(alone, beside, coarseness)
+        answers = self._answers([row for row, _ in rows])
+        if answers is None:
+            return False
+        for (_, alone), beside in zip(rows, answers, strict=True):
+            _compare(alone, beside, coarseness)
         return True
 
     def _answers(self, rows: Sequence[Row]) -> Sequence[Row] | None:

@@ -38,6 +38,15 @@ class Masked(nn.Module):
         return x[:, : int(mask.long().sum(1).max())].mean(1)
 
 
+class Packs(nn.Module):
+    """Rows attend to themselves, but where all masks or lengths are equal all attend to all."""
+
+    def forward(self, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        x = x if x.dim() == 3 else x[..., None].float()
+        packed = x.reshape(1, -1, x.shape[-1]) if bool((n == n[0]).all()) else x
+        return (torch.softmax(packed @ packed.mT, -1) @ packed).reshape(x.shape)
+
+
 def rows_of(count: int) -> torch.Tensor:
     return torch.randn(count, 10, 4, generator=torch.Generator().manual_seed(1))
 
@@ -52,6 +61,18 @@ def test_rows_that_are_padded_to_the_longest_are_refused(lengths: list[int]) -> 
 def test_rows_that_are_cut_to_the_longest_mask_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match="depend on each other"):
         InferModule(Masked(), (rows_of(1), torch.ones(1, 10, dtype=dtype)))
+
+
+FULL = torch.ones(1, 10, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("n", [FULL, FULL.cumsum(1) < 6, torch.tensor([10])])
+@pytest.mark.parametrize("x", [rows_of(1), torch.zeros(1, 10, dtype=torch.int64)])
+def test_rows_that_share_a_mask_or_length_are_compared_too(
+    x: torch.Tensor, n: torch.Tensor
+) -> None:
+    with pytest.raises(ConfigError, match="depend on each other"):
+        InferModule(Packs(), (x, n))
 
 
 def test_on_an_accelerator_the_examples_own_rows_tell() -> None:
@@ -101,7 +122,7 @@ def test_rows_are_compared_in_few_steps() -> None:
     steps.clear()
     ids = torch.arange(8) % 3
     check_rows(run, [dict.fromkeys(("ids", "mask", "types"), ids)], 0.0)
-    assert sum(steps) <= 45
+    assert sum(steps) <= 48
 
 
 def test_where_no_step_takes_all_rows_each_is_compared_beside_the_first() -> None:
