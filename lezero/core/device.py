@@ -26,6 +26,17 @@ def accelerator() -> str | None:
     return found.type if found is not None else None
 
 
+def is_initialized() -> bool:
+    """Whether this process has begun to use its accelerator; True where torch cannot tell."""
+    import torch
+
+    kind = accelerator()
+    if kind is None:
+        return False
+    tells = getattr(torch.get_device_module(kind), "is_initialized", None)
+    return tells is None or bool(tells())
+
+
 def device(index: int | None = None) -> torch.device:
     """Where this rank computes: its accelerator (`index` or the local rank), else the CPU."""
     import torch

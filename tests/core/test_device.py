@@ -141,6 +141,13 @@ def test_mps_is_asked_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (device.memory_allocated(), device.max_memory_allocated()) == (20, 0)
 
 
+def test_whether_an_accelerator_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, begun in ((None, True), ("cuda", False), ("cuda", True), ("mps", False)):
+        monkeypatch.setattr(device, "accelerator", lambda kind=kind: kind)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda begun=begun: begun)
+        assert device.is_initialized() == (kind is not None and (begun or kind == "mps"))
+
+
 def test_doubles_are_computed_where_they_are() -> None:
     here = torch.zeros(2)
     assert device.with_doubles(here) is here

@@ -35,12 +35,17 @@ _FURTHER = 8
 """Rows of the example that are compared at most."""
 
 
-def check_rows(run: Run, examples: Sequence[Row], coarseness: float, on_cpu: bool = True) -> None:
+def check_rows(
+    run: Run,
+    examples: Sequence[Row],
+    coarseness: float,
+    runs_on_cpu: Callable[[], bool] = lambda: True,
+) -> None:
     """Raises `ConfigError` where a row's answer depends on who is beside it, and where the module
     fails on the first example itself. See [Note: drawn neighbours].
 
     examples: rows of equal shapes, at least one. coarseness: the relative rounding step of the
-    module's parameters. on_cpu: whether the module and its inputs are there.
+    module's parameters. runs_on_cpu: whether all is computed there; asked once it has run.
     """
     example, *others = examples[: 1 + _FURTHER]
     try:
@@ -53,6 +58,7 @@ def check_rows(run: Run, examples: Sequence[Row], coarseness: float, on_cpu: boo
         raise ConfigError(f"module: fails on its example ({problem})") from error
     for beside in twice:
         _compare(found, beside, coarseness)
+    on_cpu = runs_on_cpu()
     # All made while the device surely works.
     further, drawn = list(_further(example, others)), _drawn(example)
     wholes = list(_other_whole(example, on_cpu))

@@ -8,7 +8,6 @@ batch) is found at the start and refused.
 from __future__ import annotations
 
 import importlib
-import itertools
 import math
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
@@ -60,11 +60,19 @@ class InferModule(BatchedModel):
         self._size = sum(x[0].numel() for x in self.example.values())
         count = min(map(len, self.example.values()))
         rows = [{name: x[i] for name, x in self.example.items()} for i in range(count)]
-        tensors = itertools.chain(rows[0].values(), module.parameters(), module.buffers())
-        self.on_cpu = all(x.device.type == "cpu" for x in tensors)
-        check_rows(self.run, rows, self._coarseness, self.on_cpu)
+        own = device.places(module)
+        self._registers = bool(own)
+        self._devices = {x.type for x in (*own, *(x.device for x in rows[0].values()))}
+        check_rows(self.run, rows, self._coarseness, self._runs_on_cpu)
+        self.on_cpu = self._runs_on_cpu()
         shapes = ", ".join(f"{k} {self.shape_text(k)}" for k in self.example)
         self.description = f"{type(module).__name__} of {shapes}"
+
+    def _runs_on_cpu(self) -> bool:
+        """Once it has run: a wrapper may hold its module where torch does not look, in a list for
+        example, and then the outputs tell of it, or that an accelerator is in use."""
+        hides = not self._registers and device.is_initialized()
+        return self._devices == {"cpu"} and not hides
 
     def shape_text(self, name: str) -> str:
         """The shape of a row, as "float32 (3, 1–224)"."""
@@ -144,9 +152,9 @@ class InferModule(BatchedModel):
         found = self._module(*given) if self._positional else self._module(**inputs)
         outputs = _outputs(found)
         # In memory of its own: a module may give out a buffer that the next step writes to.
-        kept = {
-            name: x.to("cpu", copy=True) for name, x in outputs.items() if isinstance(x, Tensor)
-        }
+        tensors = {name: x for name, x in outputs.items() if isinstance(x, Tensor)}
+        self._devices.update(x.device.type for x in tensors.values())
+        kept = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         if not kept or any(x.layout is not torch.strided for x in kept.values()):
             raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
         for name, x in kept.items():

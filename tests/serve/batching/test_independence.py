@@ -83,9 +83,9 @@ def test_on_an_accelerator_the_examples_own_rows_tell() -> None:
         return [{"out": x} for x in found]
 
     examples = [{"x": x, "n": torch.tensor(n)} for x, n in zip(rows_of(2), (10, 3), strict=True)]
-    check_rows(run, examples[:1], 0.0, on_cpu=False)
+    check_rows(run, examples[:1], 0.0, lambda: False)
     with pytest.raises(ConfigError, match="depend on each other"):
-        check_rows(run, examples, 0.0, on_cpu=False)
+        check_rows(run, examples, 0.0, lambda: False)
 
 
 def test_an_input_whose_numbers_could_not_be_changed_is_told_of(
@@ -155,10 +155,53 @@ class Device:
 
 def test_an_accelerator_is_asked_for_the_examples_numbers_only() -> None:
     constant = Device(1, 1, 1)
-    check_rows(constant.run, [{"ids": torch.tensor([0, 0, 0])}], 0.0, on_cpu=False)
+    check_rows(constant.run, [{"ids": torch.tensor([0, 0, 0])}], 0.0, lambda: False)
     assert not constant.stopped
     ids = {"ids": torch.tensor([0, 4, 2])}
     with pytest.raises(ConfigError, match="depend on each other"):
-        check_rows(Device(5, 5, 5).run, [ids], 0.0, on_cpu=False)
+        check_rows(Device(5, 5, 5).run, [ids], 0.0, lambda: False)
     with pytest.raises(ConfigError, match="its device stopped"):
-        check_rows(Device(3, 5, 3).run, [{"ids": torch.tensor([2, 4, 2])}], 0.0, on_cpu=False)
+        check_rows(Device(3, 5, 3).run, [{"ids": torch.tensor([2, 4, 2])}], 0.0, lambda: False)
+
+
+class Elsewhere(torch.Tensor):
+    """As of an accelerator."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
+class Wraps(nn.Module):
+    """Holds its model where torch does not look."""
+
+    def __init__(self, gives: type[torch.Tensor], registered: bool) -> None:
+        super().__init__()
+        self.held, self.seen, self.gives = [nn.Embedding(9, 4)], set[int](), gives
+        if registered:
+            self.head = nn.Linear(4, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.seen.update(ids.flatten().tolist())
+        return self.held[0](ids).as_subclass(self.gives)
+
+
+@pytest.mark.parametrize(
+    ("gives", "registered", "begun", "on_cpu"),
+    [
+        (Elsewhere, False, False, False),
+        (Elsewhere, True, False, False),
+        (torch.Tensor, False, True, False),
+        (torch.Tensor, True, True, True),
+        (torch.Tensor, False, False, True),
+    ],
+)
+def test_a_model_that_a_wrapper_hides_may_be_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch,
+    gives: type[torch.Tensor],
+    registered: bool,
+    begun: bool,
+    on_cpu: bool,
+) -> None:
+    monkeypatch.setattr("lezero.core.device.is_initialized", lambda: begun)
+    wraps = Wraps(gives, registered)
+    assert InferModule(wraps, torch.tensor([[2, 3, 2]])).on_cpu == on_cpu
+    assert (wraps.seen == {2, 3}) != on_cpu  # else other numbers are tried too
