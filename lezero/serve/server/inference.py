@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
 from itertools import chain
 from typing import Any
 
@@ -19,13 +20,15 @@ from torch import Tensor
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.module import InferModule, Row
 from lezero.serve.server.asked import check_model, shown, wrong
-from lezero.serve.server.exchange import JSON, as_json_in_parts, parse
+from lezero.serve.server.exchange import JSON, as_json, parse
 from lezero.serve.server.problem import Problem
 
 TENSORS = "application/vnd.safetensors"
 _WEIGHT = re.compile(r"q\s*=\s*([01](?:\.\d{0,3})?)")
 _LETTERS = 22
 """Of a number in JSON, with its comma."""
+_PART = 1 << 12
+"""Numbers that are Python's at once."""
 _WHOLE = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
@@ -82,23 +85,49 @@ def told_outputs(rows: Sequence[Row], is_single: bool, kind: str) -> bytes:
                 f"rows of output {name} are {tuple(x.shape)} and {others.pop()}; ask one by one"
             )
             raise Problem(500, problem, code="model_error")
-    found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    found = {name: x[0] if is_single else x for name, x in found.items()}
     if kind == TENSORS:
         from safetensors.torch import save
 
-        return save({name: x.contiguous() for name, x in found.items()})
-    if any(x.is_complex() for x in found.values()):
+        found = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return save({n: (x[0] if is_single else x).contiguous() for n, x in found.items()})
+    if any(x.is_complex() for x in rows[0].values()):
         raise _not_in_json("complex numbers", "not_real")
-    # Some operations lack numbers of 8 bits; Python's are of 64 anyway.
-    found = {name: x.double() if x.is_floating_point() else x for name, x in found.items()}
-    if not all(bool(x.isfinite().all()) for x in found.values()):
-        raise _not_in_json("infinite values", "not_finite")
-    return as_json_in_parts({"outputs": {name: _listed(x) for name, x in found.items()}})
+    told = BytesIO()
+    for name in rows[0]:
+        told.write(b"%b%b:" % (b"," if told.tell() else b'{"outputs":{', as_json(name)))
+        items = _items([row[name] for row in rows])
+        told.writelines(items if is_single else _in_brackets(items))
+    told.write(b"}}")
+    return told.getvalue()
+
+
+def _items(rows: list[Tensor] | Tensor) -> Iterator[bytes]:
+    """Rows of equal shapes as JSON with commas between, few numbers at a time: Python's take many
+    times their memory, and other threads wait for each part."""
+    length = rows[0].numel()
+    count = max(1, _PART // max(1, length))
+    for first in range(0, len(rows), count):
+        if first:
+            yield b","
+        if length > _PART:
+            yield from _in_brackets(_items(rows[first]))
+        else:
+            some = rows[first : first + count]
+            yield as_json(_listed(some if isinstance(some, Tensor) else torch.stack(some)))[1:-1]
+
+
+def _in_brackets(items: Iterator[bytes]) -> Iterator[bytes]:
+    yield b"["
+    yield from items
+    yield b"]"
 
 
 def _listed(x: Tensor) -> Any:
-    return [row.tolist() for row in x] if x.dim() else x.item()
+    # Some operations lack numbers of 8 bits; Python's are of 64 anyway.
+    wide = x.double() if x.is_floating_point() else x
+    if not bool(wide.isfinite().all()):
+        raise _not_in_json("infinite values", "not_finite")
+    return wide.tolist()
 
 
 def _not_in_json(what: str, code: str) -> Problem:

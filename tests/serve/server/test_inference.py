@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -151,6 +153,33 @@ def test_outputs_whose_shape_follows_the_batch_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="depend on each other"):
         InferModule(Trims(), {"x": torch.randn(2, 6), "n": torch.tensor([2, 5])})
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0,), (5000,), (2, 4096), (2, 5000), (70, 70), (2, 0)])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_answers_in_json_are_the_numbers(
+    shape: tuple[int, ...], count: int, dtype: torch.dtype
+) -> None:
+    rows = [{"y": (9 * torch.randn(shape)).to(dtype), 'z"': torch.ones(())} for _ in range(count)]
+    wanted = [row["y"].tolist() for row in rows]
+    assert json.loads(told_outputs(rows, False, JSON)) == {
+        "outputs": {"y": wanted, 'z"': [1.0] * count}
+    }
+    assert json.loads(told_outputs(rows[:1], True, JSON))["outputs"]["y"] == wanted[0]
+
+
+@pytest.mark.parametrize("shape", [(1 << 16,), (32, 2048), (16, 1)])
+def test_what_is_taken_while_an_answer_is_written_is_what_counts(shape: tuple[int, ...]) -> None:
+    rows = [{"y": torch.rand(shape)} for _ in range((1 << 16) // math.prod(shape))]
+    told_outputs(rows[:1], False, JSON)
+    tracemalloc.start()
+    try:
+        told = told_outputs(rows, False, JSON)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.25 * len(told) + (1 << 20)
 
 
 def test_rows_of_unlike_shapes_are_told_of() -> None:

@@ -176,7 +176,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return run
 
     parts = "as_json_in_parts"
-    for place, name in ((answers, parts), (embedding, "as_json"), (inference, parts)):
+    for place, name in ((answers, parts), (embedding, "as_json"), (inference, "as_json")):
         monkeypatch.setattr(place, name, heard(getattr(place, name)))
     monkeypatch.setattr(language, "parse", heard(language.parse))
     return found
