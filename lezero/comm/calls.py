@@ -23,6 +23,7 @@ from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NamedTuple
 
 from lezero.core import in_flight
+from lezero.core.frames import frames_stay
 
 KEPT = 4096
 WINDOW = 32
@@ -193,11 +194,12 @@ def place_name(code: CodeType, line: int) -> str:
 
 def place_of(thread: int) -> str:
     """Where the user's code on a thread is now; empty when it or the thread has ended."""
-    frame = sys._current_frames().get(thread)
+    code, line, frame = place_of.__code__, 0, None
     try:
-        code, line = place_of.__code__, 0
-        if frame is not None:
-            code, line = site_of(frame)
+        with frames_stay():
+            frame = sys._current_frames().get(thread)
+            if frame is not None:
+                code, line = site_of(frame)
         return "" if code is place_of.__code__ else place_name(code, line)
     finally:
         del frame  # it may be that of this call: a circle, with what its callers hold in it
@@ -205,23 +207,25 @@ def place_of(thread: int) -> str:
 
 def position_of(thread: int) -> tuple[int, int]:
     """Frame and instruction of a thread: equal while it is held in one call."""
-    frame = sys._current_frames().get(thread)
-    try:
-        return (0, 0) if frame is None else (id(frame), frame.f_lasti)
-    finally:
-        del frame
+    with frames_stay():
+        frame = sys._current_frames().get(thread)
+        try:
+            return (0, 0) if frame is None else (id(frame), frame.f_lasti)
+        finally:
+            del frame
 
 
 def wait_of(thread: int) -> int:
     """The frame in which a thread waits for the backend: equal while it does, 0 outside."""
-    frame, found = sys._current_frames().get(thread), 0
-    try:
-        while frame is not None:
-            found = id(frame) if frame.f_code in _WAITS else found
-            frame = frame.f_back
-        return found
-    finally:
-        del frame
+    with frames_stay():
+        frame, found = sys._current_frames().get(thread), 0
+        try:
+            while frame is not None:
+                found = id(frame) if frame.f_code in _WAITS else found
+                frame = frame.f_back
+            return found
+        finally:
+            del frame
 
 
 def origin(error: BaseException) -> str:

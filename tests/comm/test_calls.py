@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lezero.comm.calls import origin, place_of, position_of
-from lezero.parallel.zero.unit import _lent_by_torch
+from lezero.parallel.zero.instead import _lent_by_torch
 
 
 @pytest.fixture(autouse=True)

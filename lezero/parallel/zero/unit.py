@@ -19,72 +19,25 @@ the same call may have computed, and all gather alike.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import stateless
 from torch.utils._pytree import tree_map
 
 from lezero.core.errors import OrderError
 from lezero.core.function_modes import past_modes
-from lezero.parallel.zero.held import Held, local, register, retire
+from lezero.parallel.zero.held import Held, register
+from lezero.parallel.zero.instead import adopt, stands_in
 from lezero.parallel.zero.segment import Segment, Whole
 from lezero.parallel.zero.tensors import new_tensors, returned
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from lezero.parallel.zero.sharding import Sharding
 
 UNIT = "_lezero_unit"
-
-
-def adopt(held: Held, found: nn.Parameter | None) -> None:
-    """Takes the values of a parameter that somebody registered in place of the sharded one."""
-    same = found is not None and type(found.data) is type(held.sharded.data)
-    if not same or found is None or found.shape != held.sharded.shape:
-        raise OrderError(
-            f"parameter '{held.name}' was replaced after sharding by one that is not sharded "
-            "alike; load or assign it before lz.shard_, or copy into the sharded parameter"
-        )
-    with torch.no_grad():
-        held.local().copy_(local(found.detach()))
-        retire(found, held.name)
-    held.show(held.sharded)
-
-
-def stands_in(held: Held, found: torch.Tensor | None) -> bool:
-    """Whether `found`, registered in place of `held`, is there for one `functional_call` alone,
-    which computes with it as it is and puts the parameter back."""
-    if found is None or (isinstance(found, nn.Parameter) and not _lent_by_torch(found)):
-        return False
-    if isinstance(found, DTensor):
-        raise OrderError(
-            f"functional_call: what was given for parameter '{held.name}' is split over the ranks; "
-            "give whole tensors, made from those of full_parameters(model) or with .full_tensor()"
-        )
-    return True
-
-
-def _lent_by_torch(found: torch.Tensor) -> bool:
-    """Whether a `functional_call` that runs now, on whichever thread, was given `found`."""
-    code = stateless._functional_call.__code__
-    at: FrameType | None = None
-    try:
-        for at in sys._current_frames().values():
-            while at is not None:
-                if at.f_code is code:
-                    given = at.f_locals["parameters_and_buffers"].values()
-                    if any(found is value for value in given):
-                        return True
-                at = at.f_back
-    finally:
-        del at  # it may be that of this call: a circle, with what its callers hold in it
-    return False
 
 
 def _show(held: Held, parameter: nn.Parameter) -> None:
