@@ -1,9 +1,11 @@
-"""What modules note beside their buffers, and whether a pass has changed it.
+"""What modules note beside their buffers, and what of these belongs to it.
 
 A table that grows with the longest sequence has the length that it was made for beside it, in a
 plain attribute. A short table that is put back without its length is taken for the long one; and
 the length cannot go back without all else that the module noted: lists, caches, layers that were
 made in the first call. So tables that a pass replaced stay where it changed the notes beside them.
+A running mean that is replaced does not, though batches are counted beside it: it is part of the
+state dict, and has the size that it had.
 """
 
 from __future__ import annotations
@@ -11,32 +13,81 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-_PLAIN = frozenset(
-    (bool, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device)
-)
+_TORCHS = frozenset(vars(nn.Module()))  # `training`, and the tables and hooks of every module
+_OURS = "_lezero"  # what LeZero itself keeps on a model: which verbs were applied
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
+_MOST = 16  # of a list, which may be a history that grows with each call
+_DEEPEST = 2
+_NOTHING = object()
 
 
 class Notes:
-    """The plain attributes of modules, `training` apart, as they are now."""
+    """The plain attributes of modules as they are now: values, tensors of one number, and lists and
+    tuples of these."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept = {module: _plain(module) for module in modules}
+        self._kept = {module: _plain(module) for module in dict.fromkeys(modules)}
 
     def changed(self) -> set[nn.Module]:
-        """The modules that note something else by now."""
+        """The modules that note something else by now; where a note is a number on an accelerator,
+        the host waits for it."""
         return {module for module, own in self._kept.items() if not _same(own, _plain(module))}
 
 
+def goes_with_notes(
+    module: nn.Module, name: str, now: Tensor | None, before: Tensor | None, size: torch.Size | None
+) -> bool:
+    """Whether what `name` is in a module that noted something else is a table that changed with it.
+
+    before, size: the tensor that was there, and the size that it had.
+    """
+    if (None if now is None else now.shape) != size:
+        return True
+    return now is not before and name in module._non_persistent_buffers_set
+
+
+class _Number:
+    """A tensor of one number. It is compared when somebody asks, and not copied: a training step
+    takes notes, and must not wait for an accelerator."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, _version(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Number) or self.version != _version(self.tensor):
+            return False
+        return self.tensor is other.tensor or torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 def _plain(module: nn.Module) -> dict[str, Any]:
-    return {n: x for n, x in vars(module).items() if type(x) in _PLAIN and n != "training"}
+    own = ((n, x) for n, x in vars(module).items() if n not in _TORCHS and not n.startswith(_OURS))
+    return {n: note for n, x in own if (note := _noted(x)) is not _NOTHING}
+
+
+def _noted(x: Any, depth: int = 0) -> Any:
+    """What can be compared later; `_NOTHING` where `x` is no note."""
+    if isinstance(x, _VALUES):
+        return x
+    if isinstance(x, Tensor):
+        return _Number(x) if x.numel() == 1 and not x.requires_grad else _NOTHING
+    if isinstance(x, list | tuple) and depth < _DEEPEST:
+        return len(x), *(_noted(each, depth + 1) for each in x[:_MOST])
+    return _NOTHING
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
     try:
         equal = (x is others[n] or x == others[n] for n, x in some.items())
         return some.keys() == others.keys() and all(equal)
-    except (RuntimeError, ValueError, TypeError):  # tensors in a tuple: whether they are equal
+    except RuntimeError:  # numbers of another type, or without values
         return False

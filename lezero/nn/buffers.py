@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.nn.attributes import Notes
+from lezero.nn.attributes import Notes, goes_with_notes
 from lezero.nn.walk import modules_of
 
 Named = tuple[nn.Module, str]
@@ -26,15 +26,10 @@ class KeptBuffer:
     value: Tensor | None
     table: dict[str, Any]
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether another tensor is there now, or the same in another size."""
-        now = self.table.get(self.name)
-        return now is not self.buffer or (
-            self.buffer is not None
-            and self.value is not None
-            and self.buffer.shape != self.value.shape
-        )
+    def goes_with_notes(self, module: nn.Module) -> bool:
+        kept = self.buffer if self.value is None else self.value
+        now, size = self.table.get(self.name), None if kept is None else kept.shape
+        return goes_with_notes(module, self.name, now, self.buffer, size)
 
     def restore(self) -> None:
         self.table[self.name] = self.buffer
@@ -49,8 +44,9 @@ class BufferSnapshot:
     the parameters `frozen`.
 
     A forward pass may write into a buffer, resize it, or put another tensor in its place; each is
-    undone by `restore`, but for tables that were replaced or resized together with what the module
-    notes beside them. A buffer on the meta device, or without a size yet, has no values to keep.
+    undone by `restore`, but for tables that changed together with what the module notes beside
+    them (`lezero.nn.attributes`). A buffer on the meta device, or without a size yet, has no values
+    to keep.
     """
 
     def __init__(
@@ -77,7 +73,7 @@ class BufferSnapshot:
     def restore(self) -> None:
         changed = self._notes.changed()
         for module, each in self._kept:
-            if module not in changed or not each.is_replaced:
+            if module not in changed or not each.goes_with_notes(module):
                 each.restore()
 
 

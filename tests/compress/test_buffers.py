@@ -41,7 +41,8 @@ def test_a_table_stays_with_its_length() -> None:
     assert model(x).shape == x.shape
 
 
-def test_dynamic_angles_of_transformers_are_those_of_the_length() -> None:
+@pytest.mark.parametrize("seen", [0, 40])
+def test_dynamic_angles_of_transformers_are_those_of_the_length(seen: int) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=64,
@@ -49,6 +50,8 @@ def test_dynamic_angles_of_transformers_are_those_of_the_length() -> None:
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
     )  # fmt: skip
     model, x = transformers.LlamaModel(config).eval(), torch.randint(0, 64, (1, 60))
+    if seen:
+        model(x[:, :seen])
     given = torch.zeros(1), torch.arange(60)[None]
     wanted, _ = copy.deepcopy(model.rotary_emb)(*given)
     lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,3 +102,44 @@ def test_a_table_stays_with_what_its_module_notes_of_it() -> None:
     model.table = torch.ones(3)
     kept.restore()
     assert torch.equal(model(x), wanted)
+
+
+class Noted(nn.Module):
+    """A table beside a note of the length that it was made for, made of `note`."""
+
+    def __init__(self, note: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(()), persistent=False)
+        self.note, self.noted = note, note(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.noted, torch.Tensor) and self.note(0) is self.noted:
+            self.noted += 1
+        else:
+            self.noted = self.note(len(x))
+        self.table = torch.full((), float(len(x)))
+        return x + self.table
+
+
+ONE = torch.zeros(())
+NOTES: dict[str, Callable[[int], Any]] = {
+    "number": lambda n: n,
+    "size": lambda n: torch.zeros(n, 2).shape,
+    "list": lambda n: [n, 7],
+    "lists": lambda n: [[1, 2], (n, 2)],
+    "numpy": np.int64,
+    "tensor": torch.tensor,
+    "of another type": lambda n: torch.tensor(n, dtype=torch.int32 if n == 2 else torch.int64),
+    "written": lambda n: ONE,
+}
+
+
+@pytest.mark.parametrize("kind", NOTES)
+def test_notes_of_any_kind_are_seen(kind: str) -> None:
+    model = Noted(NOTES[kind])
+    for length, stays in ((3, True), (3, kind == "written")):
+        model.table = torch.zeros(())
+        kept = BufferSnapshot(model)
+        model(torch.zeros(length))
+        kept.restore()
+        assert float(model.table) == (3 if stays else 0)

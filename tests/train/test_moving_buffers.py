@@ -88,6 +88,37 @@ def test_a_frozen_parameter_may_go_and_another_come():
     assert "code" not in model._parameters
 
 
+class Counted(nn.Module):
+    """Replaces its running mean and its codebook, and counts samples in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.count, self.raises = nn.Linear(2, 1), 0, False
+        self.register_buffer("mean", torch.zeros(2))
+        self.code = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += len(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.code = nn.Parameter(self.code + x.mean(0), requires_grad=False)
+        if self.raises:
+            raise ValueError("not today")
+        return self.line(x - self.mean + self.code).square().mean()
+
+
+def test_what_is_replaced_is_put_back_whatever_is_counted_beside_it() -> None:
+    model = Counted()
+    engine = Engine(model, AdamW(model), precision="fp32", compile="off")
+    assert engine.train_step(torch.randn(4, 2)).skipped is None
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    assert engine.train_step(torch.full((4, 2), torch.nan)).skipped is not None
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    model.raises = True
+    with pytest.raises(ValueError, match="not today"):
+        engine.train_step(torch.randn(4, 2))
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 class Refusing(nn.Module):
     """Moves running statistics before it raises."""
 

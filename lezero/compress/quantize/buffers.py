@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from lezero.compress.quantize.journal import mode_of
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.tensors import is_dense, same_bits
-from lezero.nn.attributes import Notes
+from lezero.nn.attributes import Notes, goes_with_notes
 
 
 @contextmanager
 def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
     """Counters, caches and the like are afterwards what they were, whatever happens inside; but for
-    tables that were replaced together with what their module notes beside them (`Notes`)."""
+    tables that changed together with what their module notes beside them (`Notes`)."""
     held = [
         (module, name, buffer)
         for module in model.modules()
@@ -27,14 +27,14 @@ def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
     for _, _, buffer in held:
         if ("buffer", id(buffer)) not in spill:
             spill.put(("buffer", id(buffer)), buffer)
-    notes = Notes({module for module, _, _ in held})
+    notes = Notes(module for module, _, _ in held)
     try:
         yield
     finally:
         changed = notes.changed()
         for module, name, buffer in held:
             now, before = module._buffers.get(name), spill.get(("buffer", id(buffer)))
-            if module in changed and (now is not buffer or now.shape != before.shape):
+            if module in changed and goes_with_notes(module, name, now, buffer, before.shape):
                 continue
             with torch.no_grad(), mode_of(buffer):
                 _give_back(buffer, before)
