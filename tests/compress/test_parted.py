@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -161,3 +162,29 @@ def test_few_inputs_of_a_head_say_nothing_of_what_is_looked_up(count: int, few: 
         error = (found.embed(tokens) - rows).norm() / rows.norm()
         assert error < 0.11
     assert not torch.equal(found.mix.weight.decode(), nearest.mix.weight.decode())
+
+
+class OneIsCalled(nn.Module):
+    """Two heads of one weight, of which only the second is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle, self.head = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        self.idle.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    "whole", [OneIsCalled, lambda: nn.Sequential(OneIsCalled(), OneIsCalled())]
+)
+def test_of_layers_of_one_weight_that_one_counts_which_data_comes_through(whole: Any) -> None:
+    torch.manual_seed(0)
+    model, data = whole(), torch.randn(512, 64) @ torch.randn(64, 64)
+    gptq, nearest = (
+        lz.quantize_(copy.deepcopy(model), scheme, data=data, objective="size")
+        for scheme in (lz.Int4Weight(group=32, method="gptq"), lz.Int4Weight(group=32))
+    )
+    wanted = model(data)
+    assert (gptq(data) - wanted).norm() < 0.8 * (nearest(data) - wanted).norm()

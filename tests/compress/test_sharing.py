@@ -120,3 +120,46 @@ def test_what_shares_memory_is_told_by_where_values_lie() -> None:
     within = flat[1:2]
     assert sharing_memory([first, within, across]) == {id(x) for x in (first, within, across)}
     assert sharing_memory([first, first, torch.zeros(0), torch.zeros(3, device="meta")]) == set()
+
+
+class Shares(nn.Module):
+    """Gives ten times as much to the next block, which has the same layer."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 10 * self.own(torch.relu(self.shared(x)))
+
+
+class Again(nn.Module):
+    """Calls a layer of its first block once more, on more than that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Shares(nn.Linear(64, 64)), Shares(nn.Linear(64, 64))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        return first.shared(second(first(x)))
+
+
+def in_two_blocks() -> nn.Module:
+    shared = nn.Linear(64, 64)
+    return nn.Sequential(Shares(shared), Shares(shared))
+
+
+STATIC = lz.Int8WeightActivation(activations="tensor", smooth=None)
+
+
+@pytest.mark.parametrize("make", [in_two_blocks, Again])
+@torch.no_grad()
+def test_a_layer_that_others_call_too_is_calibrated_on_all_its_inputs(make: Any) -> None:
+    torch.manual_seed(0)
+    model, data = make().eval(), torch.randn(256, 64)
+    shared, most = next(x for x in model.modules() if isinstance(x, nn.Linear)), [0.0]
+    with shared.register_forward_pre_hook(lambda _, xs: most.append(float(xs[0].abs().max()))):
+        model(data)
+    lz.quantize_(model, STATIC, data=data, objective="size")
+    assert float(shared.input_scale) == pytest.approx(max(most) / 127, rel=0.02)

@@ -84,12 +84,12 @@ def as_they_come(
 
 def _lacks(known: dict[str, Inputs], site: Site) -> bool:
     """Whether data came through the layer that counts, and its Hessian is not there."""
-    seen = known.get(linear_user(site).name) if site.kind == "linear" else None
+    seen = known.get(linear_user(site, known).name) if site.kind == "linear" else None
     return seen is not None and seen.hessian is None
 
 
 def _fill(known: dict[str, Inputs], sites: Sites, found: dict[str, Inputs]) -> None:
-    for name in (linear_user(site).name for site, _ in sites):
+    for name in (linear_user(site, known).name for site, _ in sites):
         if name in found:
             known[name].hessian = found[name].hessian
         elif known[name].hessian is None:  # an expert that gets no token any more: zeros

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ def build(
     `inputs` by the name of the user; those that no data went through are missing.
     """
     weight = site.weight()
-    seen = inputs.get(linear_user(site).name)
+    seen = inputs.get(linear_user(site, inputs).name)
     flat = weight.flatten(1)
     grid = target.grid
     if grid.scale_dtype == "fp16":
@@ -96,9 +96,11 @@ def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs |
     return Quantized(codes, torch.cat(scales), torch.cat(zeros) if zeros else None)
 
 
-def linear_user(site: Site) -> User:
-    """The layer that counts for the weight: of a tied one the linear layer."""
-    return next((user for user in site.users if user.kind == site.kind), site.users[0])
+def linear_user(site: Site, seen: Container[str]) -> User:
+    """The layer that counts for the weight: of a tied one a linear layer, the first whose name is
+    in `seen`, those that data came through."""
+    fitting = [user for user in site.users if user.kind == site.kind]
+    return next((user for user in fitting if user.name in seen), fitting[0])
 
 
 def _layer(

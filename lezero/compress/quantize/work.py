@@ -83,6 +83,8 @@ class Work:
         self.folded: dict[int, nn.Module] = {}
         """Batch norms, by the ids of the convolutions that they are part of now."""
         self.scaling = Scaling(self.recipe, self.method, self.sites, self.journal)
+        self._elsewhere: set[int] = set()
+        """Ids of parameters that are read outside of their block, by another that shares them."""
         self._unreached: list[str] = []
         self._taken: list[tuple[Site, list[QuantizedLayer]]] = []
 
@@ -128,7 +130,8 @@ class Work:
                 f"{replay.why_no_chain}: each was calibrated by running all blocks before it"
             )
         self.scaling.state = replay.state if replay.blocks else ""
-        self.private -= replay.read_elsewhere
+        self._elsewhere = replay.read_elsewhere
+        self.private -= self._elsewhere
         last = max((k for k, (n, _) in enumerate(replay.blocks) if self._sites_in(n)), default=-1)
         for index, (name, _) in enumerate(replay.blocks[: last + 1]):
             self._block(OneBlock(replay, index), self._sites_in(name), index < last)
@@ -154,9 +157,8 @@ class Work:
 
         def again(left: Sites) -> Capture:
             make = self._record(room_of_block(block.module, left))
-            return block.watch(
-                Capture([linear_user(site) for site, _ in left], make, capture.apart)
-            )
+            users = [linear_user(site, capture.inputs) for site, _ in left]
+            return block.watch(Capture(users, make, capture.apart))
 
         needed = self.method.needs_hessian
         for some, last in as_they_come(sites, capture.inputs, needed, again):
@@ -195,7 +197,7 @@ class Work:
         return capture, folds
 
     def _in_the_rest(self, batches: list[Batch]) -> None:
-        """What lies outside of the blocks, or in blocks that the walk did not come to."""
+        """What lies outside of the blocks or is read there, or in blocks that were not reached."""
         done = {layer.name for layer in self.report.layers}
         left = [(site, target) for site, target in self.sites if site.name not in done]
         parts = outside_of_blocks(left, self.method.needs_hessian)
@@ -254,11 +256,13 @@ class Work:
         return record_for(self.targets, self.recipe, hessian)
 
     def _sites_in(self, block: str) -> Sites:
+        """What a block alone reads: its inputs are all that these are given."""
         inside = f"{block}."
         return [
             (site, target)
             for site, target in self.sites
-            if all(user.name.startswith(inside) for user in site.users)
+            if id(site.parameter) not in self._elsewhere
+            and all(user.name.startswith(inside) for user in site.users)
         ]
 
     def _observe_again(self, scaled: list[Fold], block: OneBlock, apart: Iterable[Layers]) -> None:
@@ -288,7 +292,7 @@ class Work:
             return
         with Autocast.off(site.parameter.device).again():
             layers = build(site, target, self.recipe, self.method, inputs)
-        known = inputs.get(linear_user(site).name)
+        known = inputs.get(linear_user(site, inputs).name)
         with nullcontext() if known is None else known.as_called():
             self._judge(site, target, layers, inputs)
 
