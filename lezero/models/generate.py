@@ -139,7 +139,7 @@ def _steps(
 ) -> Iterator[dict[int, int]]:
     """One dict a step: row → its new token, for the rows that have not ended."""
     device = model.embed_tokens.weight.device
-    config = model.config.model_copy(update={"layers": len(model.layers)})  # blocks may be added
+    config = model.actual_config
     width = max(map(len, prompts.values()))
     pads = [width - len(prompt) for prompt in prompts.values()]
     padded = [[0] * pad + prompt for pad, prompt in zip(pads, prompts.values(), strict=True)]

@@ -44,7 +44,7 @@ def save_hf(
     state = {name_there(name): tensor for name, tensor in export(model).items()}
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in state.values()}
     return write_hf(
-        model.config,
+        model.actual_config,
         folder,
         lambda made: _write_weights(state, made, shard_bytes),
         dtypes.pop() if len(dtypes) == 1 else "float32",

@@ -154,6 +154,15 @@ class Transformer(nn.Module):
             self._allocate()
             self.init_weights(seed)
 
+    @property
+    def actual_config(self) -> TransformerConfig:
+        """`config`, with as many layers as there are blocks by now: some may be added or dropped.
+        What is written beside the weights, and what caches are made by."""
+        if len(self.layers) == self.config.layers:
+            return self.config
+        shape = {**self.config.to_dict(), "layers": len(self.layers)}
+        return TransformerConfig.parse(shape, "the model's blocks")
+
     def _allocate(self) -> None:
         """Memory on the default device, as `to_empty` gives; this works on fake tensors too."""
         for module in self.modules():

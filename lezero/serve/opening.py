@@ -266,9 +266,7 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
             "open it again"
         )
     _refuse_own_code(model)
-    if len(model.layers) != model.config.layers:  # by which caches are made
-        shape = {**model.config.model_dump(), "layers": len(model.layers)}
-        model.config = TransformerConfig.parse(shape, "the model's blocks")
+    model.config = model.actual_config  # by which caches are made
     place = model.norm.weight.device.type
     if quantized_layers(model) and weights in ("int8", "int4"):
         raise ConfigError(

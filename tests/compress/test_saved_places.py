@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized, saved
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.files.folder import aside
+from lezero.models import Transformer, TransformerConfig
 from tests.compress.test_quantize import small, tokens
 
 
@@ -110,3 +113,19 @@ def test_a_move_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(lz.FileError, match="Input/output error"):
             save_quantized(quantized(), tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("order", [[0], [0, 1, 1]], ids=["dropped", "added"])
+@pytest.mark.parametrize("layout", ["lezero", "compressed-tensors"])
+def test_blocks_that_were_dropped_or_added_are_as_many_in_the_folder(
+    layout: Any, order: list[int], tmp_path: Path
+) -> None:
+    shape = {"dim": 64, "heads": 2, "ffn": 64, "vocab": 128}
+    model = Transformer(TransformerConfig(**shape, layers=2, attention_bias="qkv"))
+    model.layers = nn.ModuleList(copy.deepcopy(model.layers[index]) for index in order)
+    lz.quantize_(model, lz.Int4Weight(group=32, zero_point=False), objective="size")
+    save_quantized(model, tmp_path / "out", layout=layout)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["num_hidden_layers"] == len(order)
+    if layout == "lezero":
+        assert torch.equal(logits(load_quantized(tmp_path / "out")), logits(model))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import logging
 import os
 import signal
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lezero as lz
 from lezero.core.errors import FileError
@@ -194,3 +197,14 @@ def test_weights_under_other_names_stay(tmp_path: Path) -> None:
     save_hf(build(), tmp_path)
     found = {path.name for path in tmp_path.iterdir()}
     assert found == {"config.json", "model.safetensors", *mine}
+
+
+@pytest.mark.parametrize("order", [[0], [0, 1, 1]], ids=["dropped", "added"])
+def test_a_model_is_written_with_the_blocks_that_it_has(order: list[int], tmp_path: Path) -> None:
+    model = build(qk_norm=True)
+    model.layers = nn.ModuleList(copy.deepcopy(model.layers[index]) for index in order)
+    save_hf(model, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["num_hidden_layers"] == written["max_window_layers"] == len(order)
+    again, x = load_hf(tmp_path), torch.arange(6)[None]
+    assert torch.equal(again(x), model(x))

@@ -101,7 +101,7 @@ def export_compressed_tensors(
     if any(name.endswith("weight_zero_point") for name in tensors):
         _LOG.warning("%s: %s", folder, _ZEROS)
     return write_hf(
-        model.config,
+        model.actual_config,
         folder,
         lambda aside: save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"}),
         str(dtype).removeprefix("torch."),
@@ -136,7 +136,7 @@ def _check_biases(model: Transformer) -> None:
     """`ConfigError` where layers have biases that config.json does not announce: whoever reads the
     folder would leave them out without a word."""
     with torch.device("meta"):
-        announced = {name for name, _ in Transformer(model.config).named_parameters()}
+        announced = {name for name, _ in Transformer(model.actual_config).named_parameters()}
     found = model.named_parameters(remove_duplicate=False)
     names = {name for name, _ in found if name.endswith(".bias")}
     extra = sorted(name.removesuffix(".bias") for name in names - announced)

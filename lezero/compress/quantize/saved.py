@@ -82,7 +82,7 @@ def save_quantized(
     config = _config_json(model)
     said = {} if tokenizer_folder is None else token_entries(Path(expand_home(tokenizer_folder)))
     if isinstance(model, Transformer):
-        documents["model"] = model.config.to_dict()
+        documents["model"] = model.actual_config.to_dict()
         config |= said
     else:
         config = said | config  # what its own config says counts
@@ -168,7 +168,7 @@ def _config_json(model: nn.Module) -> dict[str, Any]:
     mark = {"quantization_config": {"quant_method": "lezero", "format": FORMAT}}
     if isinstance(model, Transformer):
         try:
-            return {**to_hf(model.config, "float32"), **mark}
+            return {**to_hf(model.actual_config, "float32"), **mark}
         except ConfigError:  # a shape that no other program knows; the manifest has it
             return mark
     described = getattr(getattr(model, "config", None), "to_dict", None)
