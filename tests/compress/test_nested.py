@@ -45,3 +45,15 @@ def test_an_encoder_in_which_nothing_was_kept_stays_as_it_was() -> None:
     with pytest.raises(lz.ConfigError):
         lz.quantize_(model, lz.Int8Weight(), filter="none", objective="size")
     assert model.use_nested_tensor
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Fp8(activations="token")])
+@torch.no_grad()
+def test_an_encoder_of_which_a_part_was_quantized_by_itself_is_told_what_to_do(scheme: Any) -> None:
+    model, x = encoder(), torch.randn(2, 6, 64)
+    lz.quantize_(model.layers[1], scheme, objective="size")
+    with pytest.raises(lz.ConfigError, match="use_nested_tensor = False"):
+        model(x, src_key_padding_mask=MASK)
+    model.use_nested_tensor = False
+    assert model(x, src_key_padding_mask=MASK).shape == x.shape

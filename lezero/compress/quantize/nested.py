@@ -1,7 +1,8 @@
 """`nn.TransformerEncoder` puts padded batches into nested tensors, which quantized layers refuse.
 
 torch looks at the first layer alone, so an encoder whose others are quantized would fail in its
-words. Encoders that hold quantized layers go without.
+words. Encoders that hold quantized layers go without; one of which a part alone was given to
+`lz.quantize_` is not seen from there, and its layers say what to do (`check_type`).
 """
 
 from __future__ import annotations

@@ -60,7 +60,14 @@ _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def check_type(x: Tensor, form: str) -> None:
-    """Raises `ConfigError` where the kernels of a weight in `form` do not take `x`'s type."""
+    """Raises `ConfigError` where the kernels of a weight in `form` do not take `x`'s type, or `x`
+    is nested: an encoder goes on to make such batches where a part of it alone was quantized."""
+    if x.is_nested:
+        raise ConfigError(
+            f"input: got a nested tensor, which a weight in {form} does not take; set "
+            "use_nested_tensor = False on the nn.TransformerEncoder that holds the layer, or build "
+            "it with enable_nested_tensor=False"
+        )
     if x.dtype not in FLOATS:
         raise ConfigError(
             f"input: got {x.dtype}, allowed for a weight in {form} are fp32, bf16 and fp16; "
@@ -321,6 +328,7 @@ class CodedWeight(QuantizedWeight):
         self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0
     ) -> Tensor:
         if x_bits == 8:
+            check_type(x, self.grid.format)
             return linear_fp8(x, self.codes, self.scale, bias)
         bias = bias if bias is None else bias.to(x.dtype)
         return F.linear(x, self.decode(x.dtype), bias)
