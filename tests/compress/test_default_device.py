@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import Scheme
+from lezero.ops.adamw import eight_bit
+from lezero.ops.linear import conv
 
 
 def blocks() -> nn.Sequential:
@@ -57,3 +59,13 @@ def test_the_default_device_changes_nothing(name: str, tmp_path: Path) -> None:
         lz.load_quantized(tmp_path / "kept", empty)
     with torch.no_grad():
         assert torch.equal(empty(x), wanted)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packs by oneDNN")
+def test_nor_where_ops_keep_tensors() -> None:
+    """Compiled code enters them past the mode that a call from Python leaves outside."""
+    weight = torch.ones(16, 8, 3, 3, dtype=torch.int8)
+    with torch.device("meta"):
+        packed = conv._prepacked(weight, ([1, 1], [0, 0], [1, 1]), 1)
+        table = eight_bit.tables.__wrapped__()
+    assert packed.device == table.device == weight.device

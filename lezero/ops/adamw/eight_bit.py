@@ -61,7 +61,7 @@ def scales_shape(shape: torch.Size) -> tuple[int, int]:
 def tables() -> Tensor:
     """(2, 5, 8) fp32: with and without sign; thresholds, and the lines `x · up + up_from` from
     values to numbers and `n · down + down_from` back, exact in fp32, of each decade."""
-    return torch.tensor([_decades(7), _decades(8)], dtype=torch.float32)
+    return torch.tensor([_decades(7), _decades(8)], dtype=torch.float32, device="cpu")
 
 
 def _decades(count: int) -> list[list[float]]:

@@ -63,8 +63,9 @@ def decode(payload: Tensor, out: Tensor, form: str, block: int, add: bool) -> No
         return
     scale_K, kept, data = payload.split([layout.scales, layout.kept, layout.data])
     K = layout.blocks
-    step_K1 = torch.ones(K, 1) if not layout.scales else _wide(_view(scale_K, torch.int16))[:, None]
-    step_K1 = step_K1.to(out.device)
+    step_K1 = torch.ones(K, 1, device=out.device)
+    if layout.scales:
+        step_K1 = _wide(_view(scale_K, torch.int16))[:, None].to(out.device)
     if layout.sparse:
         keep_KB = _unpack_bits(_padded(kept, K * block // 8)).view(K, block)
         pairs = _dequantize(data, step_K1, form, K, block // 2)

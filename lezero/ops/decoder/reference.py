@@ -95,15 +95,15 @@ def attention(
 ) -> Tensor:
     """(T, H, E): what each token gathers; its keys and values go into the cache."""
     H, K, E = shape.heads, shape.kv_heads, shape.head_dim
-    out_THE = torch.empty(len(qkv_TN), H, E, dtype=torch.float32)
+    out_THE = qkv_TN.new_empty(len(qkv_TN), H, E, dtype=torch.float32)
     for (first, count, position), blocks in zip(chunks.tolist(), table, strict=True):
         rows = slice(first, first + count)
         q, k, v = qkv_TN[rows].unflatten(1, (-1, E)).split((H, K, K), 1)
-        at = torch.arange(position, position + count)
+        at = torch.arange(position, position + count, device="cpu")
         q = _turned(q, layer.q_norm, shape.eps, cos[at, None], sin[at, None])
         k = _turned(k, layer.k_norm, shape.eps, cos[at, None], sin[at, None])
         write(cache, index, blocks[at // 16].long(), at % 16, k, v)
-        seen = torch.arange(position + count)
+        seen = torch.arange(position + count, device="cpu")
         k, v = read(cache, index, blocks[seen // 16].long(), seen % 16)
         mask = seen <= at[:, None]
         if shape.window:

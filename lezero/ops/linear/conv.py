@@ -147,7 +147,7 @@ def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Ten
     key = (version, *map(tuple, lists), groups)
     found = _packed.get(weight)
     if found is None or found[0] != key:
-        ones = torch.ones(len(weight), dtype=torch.float32)
+        ones = torch.ones(len(weight), dtype=torch.float32, device="cpu")
         made = torch.ops.onednn.qconv_prepack(weight, ones, 1.0, 0, *lists, groups, None)
         found = _packed[weight] = (key, made)
     kept: Tensor = found[1]
@@ -195,7 +195,7 @@ def _conv(
         int(x_zero),
         packed,
         scale,
-        torch.zeros(len(weight), dtype=torch.int64),
+        torch.zeros(len(weight), dtype=torch.int64, device="cpu"),
         None if bias is None else bias.float(),
         *lists,
         groups,
