@@ -9,6 +9,7 @@ from lezero.core.lazy import lazy
 if TYPE_CHECKING:
     from lezero.data.build import Data, prepare
     from lezero.data.config import DataConfig, TokenizerConfig
+    from lezero.data.detokenizer import Detokenizer
     from lezero.data.loader import EvalLoader, Loader, Rows
     from lezero.data.order import Order
     from lezero.data.tokenizer import Tokenizer, load_tokenizer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Data",
     "DataConfig",
+    "Detokenizer",
     "EvalLoader",
     "Loader",
     "Order",
@@ -31,6 +33,7 @@ __getattr__, __dir__ = lazy(
     {
         "Data": "lezero.data.build",
         "DataConfig": "lezero.data.config",
+        "Detokenizer": "lezero.data.detokenizer",
         "EvalLoader": "lezero.data.loader",
         "Loader": "lezero.data.loader",
         "Order": "lezero.data.order",

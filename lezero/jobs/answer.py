@@ -14,6 +14,7 @@ from lezero.core import device
 from lezero.core.errors import ConfigError, FileError, NumericsError
 from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
+from lezero.jobs.writer import TOKENS, open_writer
 from lezero.memory.pool import give_back_free_blocks
 from lezero.serve.forecast import compared, resident_bytes
 from lezero.serve.generation_config import read_generation
@@ -21,7 +22,6 @@ from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.rehearsal import Paces
 from lezero.serve.sampling import SamplingParams
-from lezero.train.writer import TOKENS, open_writer
 
 Speculate = Literal["off", "draft"]
 STDIN = "/dev/stdin"

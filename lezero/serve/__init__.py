@@ -3,7 +3,7 @@
 A `Request` (`request.py`) waits in the `Scheduler` (`scheduler.py`), which hands out the blocks of
 a `BlockPool` (`blocks.py`) and says which tokens the next pass through the model feeds.
 `sampler.py` draws a token from each row of logits as `SamplingParams` (`sampling.py`) ask, and
-`text.py` turns tokens into text as they come. Policy is plain Python; only the sampler and what
+`answer.py` makes text of the tokens as they come. Policy is plain Python; only the sampler and what
 runs the model know torch.
 """
 
@@ -15,7 +15,6 @@ _NAMES = {
     "BlockPool": "lezero.serve.blocks",
     "Chunk": "lezero.serve.scheduler",
     "Completion": "lezero.serve.answer",
-    "Detokenizer": "lezero.serve.text",
     "Drawn": "lezero.serve.sampling",
     "LLM": "lezero.serve.llm",
     "Piece": "lezero.serve.answer",
@@ -24,7 +23,7 @@ _NAMES = {
     "Scheduler": "lezero.serve.scheduler",
     "State": "lezero.serve.request",
     "Step": "lezero.serve.scheduler",
-    "StopStrings": "lezero.serve.text",
+    "StopStrings": "lezero.serve.stop_strings",
 }
 __all__ = list(_NAMES)
 __getattr__, __dir__ = lazy(__name__, _NAMES)
@@ -41,5 +40,4 @@ if TYPE_CHECKING:
     from lezero.serve.scheduler import Chunk as Chunk
     from lezero.serve.scheduler import Scheduler as Scheduler
     from lezero.serve.scheduler import Step as Step
-    from lezero.serve.text import Detokenizer as Detokenizer
-    from lezero.serve.text import StopStrings as StopStrings
+    from lezero.serve.stop_strings import StopStrings as StopStrings

@@ -9,11 +9,12 @@ from threading import Lock
 from typing import Self
 
 from lezero.core.interrupts import held_interrupts
+from lezero.data.detokenizer import Detokenizer
 from lezero.serve.coder import Coder
 from lezero.serve.request import Reason, Request
 from lezero.serve.sampling import TokenLogprob
 from lezero.serve.scheduler import Scheduler
-from lezero.serve.text import Detokenizer, StopStrings
+from lezero.serve.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)

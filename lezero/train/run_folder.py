@@ -22,6 +22,7 @@ from lezero.core.config import dump_yaml
 from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
 from lezero.core.flags import flag
+from lezero.data.detokenizer import Detokenizer
 from lezero.models import generate
 
 if TYPE_CHECKING:
@@ -163,7 +164,9 @@ class RunFolder:
             room = min(config.sample_tokens, model.config.longest - len(tokens))
             if room > 0:
                 new = generate(model, tokens, room, temperature=0.8, top_k=50)[0]
-                samples.append({"prompt": prompt, "text": tokenizer.decode(new)})
+                text = Detokenizer(tokenizer.decode, tokens)  # many drop a space before a text
+                told = "".join(map(text.add, new)) + text.finish()
+                samples.append({"prompt": prompt, "text": told})
         if groups.is_main():  # the others are here where a forward pass needs every rank
             self.write_json("sample.json", samples)
 

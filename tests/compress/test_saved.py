@@ -19,9 +19,9 @@ from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.speed import LayerSpeed
 from lezero.files import seal, unseal, write_generation
+from lezero.jobs.writer import open_writer
 from lezero.models import Transformer, TransformerConfig, save_hf
 from lezero.nn.meta import parameters_on_meta
-from lezero.train.writer import open_writer
 from tests.compress.test_quantize import small, tokens
 
 SCHEMES = {

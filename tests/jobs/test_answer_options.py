@@ -10,10 +10,10 @@ import pytest
 
 from lezero.cli.main import main
 from lezero.data.tokenizer import bytes_tokenizer
+from lezero.jobs.writer import open_writer
 from lezero.models import save_hf
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
-from lezero.train.writer import open_writer
 from tests.serve.models import small
 
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": 0}

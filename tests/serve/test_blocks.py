@@ -180,7 +180,7 @@ def test_random_use_keeps_the_books(seed: int) -> None:
 
 def test_policy_needs_no_torch() -> None:
     code = (
-        "import sys, lezero.serve.scheduler, lezero.serve.blocks, lezero.serve.text\n"
+        "import sys, lezero.serve.scheduler, lezero.serve.blocks, lezero.serve.stop_strings\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

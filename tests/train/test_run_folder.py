@@ -11,11 +11,12 @@ import pytest
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.data.tokenizer import bytes_tokenizer
+from lezero.jobs.writer import Writer
 from lezero.models import Transformer, TransformerConfig
+from lezero.serve.coder import Coder
 from lezero.train import Callback, Trainer, run_folder
 from lezero.train.config import ReportConfig, RunConfig
 from lezero.train.run_folder import RunFolder, write_aside
-from lezero.train.writer import Writer
 from tests.train.runs import config, filled_cache, one_thread
 
 __all__ = ["filled_cache", "one_thread"]
@@ -148,6 +149,25 @@ def test_every_prompt_of_the_config_gets_its_sample(tmp_path):
     assert [sample["prompt"] for sample in samples] == list(wanted.samples)
 
 
+def test_a_sample_goes_on_from_its_prompt(tmp_path):
+    """Many tokenizers drop the space that a text begins with."""
+
+    class Words:
+        eos = 0
+
+        def encode(self, text):
+            return [ord(letter) for letter in text]
+
+        def decode(self, tokens):
+            return "".join(f" {token}" for token in tokens)[1:]
+
+    model = Transformer(TransformerConfig(vocab=257, dim=8, layers=1, heads=1, context=16))
+    RunFolder(tmp_path).write_samples(model, Words(), ReportConfig(samples=("a",), sample_tokens=2))
+    (sample,) = json.loads((tmp_path / "sample.json").read_text())
+    assert len(sample["text"].split()) == 2
+    assert sample["text"][0] == " "
+
+
 def test_dynamic_rope_reaches_beyond_the_context(tmp_path):
     """Samples and `lz generate` then do without a cache of keys."""
     shape = TransformerConfig.parse(
@@ -160,7 +180,7 @@ def test_dynamic_rope_reaches_beyond_the_context(tmp_path):
     report = ReportConfig(samples=("The prompt ",), sample_tokens=12)
     RunFolder(tmp_path).write_samples(model, bytes_tokenizer(), report)
     assert len(json.loads((tmp_path / "sample.json").read_text())) == 1
-    writer = Writer(model, bytes_tokenizer(), stop=())
+    writer = Writer(model, Coder(bytes_tokenizer(), frozenset()))
     for tokens in (None, 12):
         assert "".join(writer.write("The", tokens)).startswith("The")
     with pytest.raises(ConfigError, match="more than the model's context of 32"):
