@@ -54,9 +54,12 @@ class Config(BaseModel):
                 f"as in {type(self).__name__}({first}=…)"
             )
         try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise explain(type(self), error) from None
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise explain(type(self), error) from None
+        except RecursionError:
+            raise ConfigError(f"{type(self).__name__}: a value is nested too deep") from None
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -52,6 +52,14 @@ def test_true_is_no_number(given: dict[str, object], said: str) -> None:
     assert str(caught.value).startswith(f"run.yaml: {said}")
 
 
+def test_what_python_cannot_follow_is_an_error_of_the_value() -> None:
+    deep: list[object] = []
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(ConfigError, match="nested too deep"):
+        Sample.parse({"steps": deep})
+
+
 def test_fields_have_names() -> None:
     with pytest.raises(ConfigError, match=r"Inner: got 5 without .* as in Inner\(count=…\)"):
         Inner(5)
