@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Self
 
 from lezero.core.interrupts import held_interrupts
@@ -73,12 +73,19 @@ class Answer:
         """Tokens that `named` gave, or left out."""
         self._known, self._pending, self._decoded = "", list[int](), 0
         self._ends = request.text_ends
-        self._text = None if coder is None else Detokenizer(coder.decode, request.prompt)
         self._stops = StopStrings(request.params.stop)
+        self._text: Detokenizer | None = None
+        self._failed: str | None = None
+        """Why there is no more text: a tokenizer may raise for tokens that only the model has."""
+        if coder is not None:
+            try:
+                self._text = Detokenizer(coder.decode, request.prompt)
+            except Exception as error:
+                self._give_up(error)
 
     def take(self, tokens: Sequence[int], scheduler: Scheduler) -> Sequence[int]:
         """Takes new tokens and gives those that belong to the answer: up to a stop string, which
-        ends the request."""
+        ends the request. So does a text that cannot be decoded, with an error."""
         for number, token in enumerate(tokens, 1):
             if self._wants_places:
                 self._found()
@@ -89,15 +96,9 @@ class Answer:
             if self.request.params.stop and self._found():
                 scheduler.stop(self.request, beyond=len(tokens) - number)
                 return tokens[:number]
+        if self._failed is not None:
+            scheduler.finish(self.request, "error", self._failed, sound=True)
         return tokens
-
-    def take_or_end(self, tokens: Sequence[int], scheduler: Scheduler) -> None:
-        """`take`; a text that cannot be decoded ends this answer, not others'."""
-        try:
-            self.take(tokens, scheduler)
-        except Exception as error:
-            said = f"its tokens could not be decoded: {type(error).__name__}: {error}"
-            scheduler.finish(self.request, "error", said, sound=True)
 
     @property
     def text(self) -> str:
@@ -142,24 +143,34 @@ class Answer:
         last = number + 1 == len(request.tokens) - len(request.prompt)
         return last and request.reason == "stop" and token in self._ends
 
-    def _found(self) -> bool:
-        """Decodes what came; whether a stop string ended it."""
-        if self._text is not None:
-            for token in self._pending:
-                piece = self._text.add(token)
-                self._decoded += len(piece)
-                self._known += self._stops.add(piece)
-            self._pending.clear()
+    def _found(self, *, ended: bool = False) -> bool:
+        """Decodes what came, and gives what was held back of it where no more comes; whether a stop
+        string ended it."""
+        try:
+            if self._text is not None:
+                for token in self._pending:
+                    piece = self._text.add(token)
+                    self._decoded += len(piece)
+                    self._known += self._stops.add(piece)
+                if ended and self._stops.found is None:
+                    self._known += self._stops.add(self._text.finish())
+                    self._known += self._stops.finish()
+        except Exception as error:
+            self._give_up(error)
+        self._pending.clear()
         return self._stops.found is not None
 
+    def _give_up(self, error: Exception) -> None:
+        self._text = None
+        self._failed = f"its tokens could not be decoded: {type(error).__name__}: {error}"
+
     def completion(self) -> Completion:
-        """The whole answer, once the request has ended."""
+        """The whole answer, once the request has ended; an error where it cannot be decoded."""
         request = self.request
-        if not self._found() and self._text is not None:
-            self._known += self._stops.add(self._text.finish())
-            self._known += self._stops.finish()
-            if self._stops.found is not None and request.reason == "length":
-                request.reason = "stop"  # half a character behind it held it back
+        if self._found(ended=True) and request.reason == "length":
+            request.reason = "stop"  # half a character behind it held it back
+        if self._failed is not None:
+            request.reason, request.error = "error", self._failed
         first = request.first_token_s
         return Completion(
             *(self.text, request.answer, request.reason, len(request.prompt), request.cached),
@@ -170,8 +181,8 @@ class Answer:
 
 
 class Stream(Iterator[Piece]):
-    """Pieces of an answer. lock: held while a step runs and its text is taken. advance: runs a step
-    for all requests. end: cancels this one. leave: the same, but may be called at any moment.
+    """Pieces of an answer. alone: within it no other thread runs a step and takes its text.
+    advance: runs a step for all requests. end: cancels this one, and may be called at any moment.
 
     Closing it, or letting go of it, cancels the request, whether a piece was asked for or not.
     """
@@ -180,13 +191,12 @@ class Stream(Iterator[Piece]):
         self,
         answer: Answer,
         *,
-        lock: Lock,
+        alone: Callable[[], AbstractContextManager[None]],
         advance: Callable[[], None],
         end: Callable[[Answer], None],
-        leave: Callable[[Answer], None],
     ) -> None:
-        self._answer, self._lock = answer, lock
-        self._advance, self._end, self._leave = advance, end, leave
+        self._answer, self._alone = answer, alone
+        self._advance, self._end = advance, end
         self._text = self._tokens = 0
         self._closed = False
 
@@ -196,14 +206,14 @@ class Stream(Iterator[Piece]):
     def __next__(self) -> Piece:
         while not self._closed:
             try:
-                with self._lock:
+                with self._alone():
                     piece = self._new()
                 if piece is None:
                     self._advance()
             except BaseException:
                 with held_interrupts():
                     self._closed = True
-                    self._leave(self._answer)
+                    self._end(self._answer)
                 raise
             if piece is not None:
                 if piece.reason is not None:
@@ -212,7 +222,8 @@ class Stream(Iterator[Piece]):
         raise StopIteration
 
     def close(self) -> None:
-        """Cancels what has not ended; its blocks are free at once."""
+        """Cancels what has not ended; its blocks are free at once, or when the step that another
+        thread runs is over."""
         if not self._closed:
             with held_interrupts():
                 self._closed = True
@@ -220,7 +231,7 @@ class Stream(Iterator[Piece]):
 
     def __del__(self) -> None:
         if not self._closed:
-            self._leave(self._answer)
+            self._end(self._answer)
 
     def _new(self) -> Piece | None:
         """What came since the last piece."""

@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +205,13 @@ class LLM:
                     let_in()
             finally:
                 for answer in answers:
-                    self._leave(answer)
+                    self.end(answer)
         return [self._completion(answer) for answer in answers]
 
     def _completion(self, answer: Answer) -> Completion:
         """Of a request that has ended, perhaps in a step of another thread, which takes the step's
         text under the same lock."""
-        with self._lock:
+        with self._alone():
             return answer.completion()
 
     def stream(
@@ -221,48 +222,52 @@ class LLM:
         with held_interrupts():
             return Stream(
                 self.begin(self.request(prompt, asked, priority=priority)),
-                lock=self._lock,
+                alone=self._alone,
                 advance=self.advance,
                 end=self.end,
-                leave=self._leave,
             )
 
     def begin(self, request: Request) -> Answer:
         """Lets a request wait for its turn; its answer grows with each `advance`."""
         answer = Answer(request, self.coder)
-        with letting_in(self._lock):
+        with self._alone():
             self.engine.add(request)
             self._answers[request] = answer
         return answer
 
     def advance(self) -> None:
         """One step of the engine, for all that has begun. Ctrl-C waits for its end."""
-        with held_interrupts(), letting_in(self._lock):
-            self._end_left()
+        with held_interrupts(), self._alone():
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:
-                    self._answers[request].take_or_end(tokens, self.engine.scheduler)
-            self._end_left()
+                    self._answers[request].take(tokens, self.engine.scheduler)
 
     def end(self, answer: Answer) -> None:
-        """Cancels what has not ended, and forgets it."""
+        """Cancels what has not ended, and forgets it; while a thread runs a step, after that step.
+
+        It never waits: the garbage collector may call it, for a stream or a generator that nobody
+        holds any more, in the thread of that very step.
+        """
         self._left.append(answer)
-        with letting_in(self._lock):
+        self._end_left()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it no other thread has the engine; what was to end meanwhile ends behind it."""
+        try:
+            with letting_in(self._lock):
+                yield
+        finally:
             self._end_left()
 
-    def _leave(self, answer: Answer) -> None:
-        """`end` that never waits: where a step runs, that step ends it. The garbage collector may
-        call this for a stream that nobody holds any more, in the thread of a step too."""
-        self._left.append(answer)
-        if self._lock.acquire(blocking=False):
+    def _end_left(self) -> None:
+        """Where another has the lock, it does so once it has given it back."""
+        while self._left and self._lock.acquire(blocking=False):
             try:
-                self._end_left()
+                while self._left:
+                    self._end(self._left.popleft())
             finally:
                 self._lock.release()
-
-    def _end_left(self) -> None:
-        while self._left:
-            self._end(self._left.popleft())
 
     def _end(self, answer: Answer) -> None:
         self.engine.cancel(answer.request)
@@ -277,7 +282,7 @@ class LLM:
         """
         several = enumerate(several_prompts(prompts))
         given = [self.passage(prompt, f"prompts[{number}]") for number, prompt in several]
-        with held_interrupts(), letting_in(self._lock):
+        with held_interrupts(), self._alone():
             return embed(self.engine, given)
 
     def passage(self, prompt: Prompt, name: str) -> list[int]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, LeZeroError, OrderError
 from lezero.serve.answer import Answer
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
@@ -71,8 +71,11 @@ def _start(
         if "id" in data:
             named["id"] = _id(data["id"])
         return named, _begin(llm, data, base)
-    except (ValueError, ConfigError) as error:
-        return named, f"line {number}: {error}"
+    except OrderError:  # of this process, not of the line
+        raise
+    except Exception as error:  # a tokenizer may raise anything
+        kind = "" if isinstance(error, LeZeroError | ValueError) else f"{type(error).__name__}: "
+        return named, f"line {number}: {kind}{error}"
 
 
 def _id(value: Any) -> str | int:

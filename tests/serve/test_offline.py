@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams
-from tests.serve.models import small
+from tests.serve.models import says, small
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -91,6 +93,42 @@ def test_a_number_that_python_does_not_read_is_told():
     line = f'{{"prompt": "a", "max_tokens": {"9" * 5000}}}'
     (found,) = answer_lines(engine(), [line], GREEDY)
     assert found["error"] == "line 1: has a number of more than 4300 digits"
+
+
+def test_a_value_that_is_nested_too_deep_is_told():
+    deep = f'{{"prompt": "a", "temperature": {"[" * 600}{"]" * 600}}}'
+    good = '{"prompt": "a", "max_tokens": 2}'
+    found = list(answer_lines(engine(), [deep, good, deep], GREEDY))
+    said = "SamplingParams: a value is nested too deep"
+    assert [answer.get("error") for answer in found] == [f"line 1: {said}", None, f"line 3: {said}"]
+
+
+class Raising:
+    """A tokenizer that raises as those of other packages do, for a text and for a token."""
+
+    def encode(self, text: str) -> list[int]:
+        if "?" in text:
+            raise Exception("no such character")
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        if ord("!") in tokens:
+            raise IndexError("piece id is out of range")
+        return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize("stop", [[], ["zzz"]])
+def test_what_a_tokenizer_raises_ends_one_line(stop):
+    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(Raising(), frozenset()))
+    says(llm.program, 1, [ord(letter) for letter in "abc!"])
+    sizes = (2, 4, 3)
+    lines = [json.dumps({"prompt": "x", "max_tokens": most, "stop": stop}) for most in sizes]
+    lines.insert(1, '{"prompt": "what?"}')
+    found = list(answer_lines(llm, lines, GREEDY))
+    assert [answer.get("text") for answer in found] == ["ab", None, None, "abc"]
+    assert found[1]["error"] == "line 2: Exception: no such character"
+    assert found[2]["error"].endswith("decoded: IndexError: piece id is out of range")
+    assert not llm.engine.busy
 
 
 def test_few_lines_are_read_ahead_and_their_priorities_count(monkeypatch):

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from lezero.core.errors import ConfigError
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
+from lezero.serve.offline import answer_lines
 from lezero.serve.sampling import SamplingParams
 from tests.serve.models import prompts, small
 
@@ -247,25 +249,98 @@ class Breaking:
         return "".join(chr(65 + token % 26) for token in tokens)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_a_token_without_text_ends_its_own_answer_alone(first: int):
-    tokenizer, ask = Breaking(), SamplingParams(temperature=0, max_tokens=12, stop=["zzz"])
+def breaking(ask: SamplingParams, asked: list[list[int]]) -> tuple[LLM, list[Any]]:
+    """A model and its answers, the first of which has had a token without text since then."""
+    tokenizer = Breaking()
     llm = LLM(small(vocab=257), weights="bf16", coder=Coder(tokenizer, frozenset()))
-    asked = [[4, 5], [1, 2, 3]]
     alone = llm.generate(asked, ask)
     own = {*alone[0].tokens, *asked[0]} - {*alone[1].tokens, *asked[1]}
     tokenizer.bad = next(token for token in alone[0].tokens if token in own)
+    return llm, alone
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+def test_a_token_without_text_ends_its_own_answer_alone(first: int, stop: tuple[str, ...]):
+    asked, ask = [[4, 5], [1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, stop=stop)
+    llm, alone = breaking(ask, asked)
     streams = [llm.stream(prompt, ask) for prompt in asked]
-    found = {}
-    for number in (first, 1 - first):
-        try:
-            found[number] = "".join(piece.text for piece in streams[number])
-        except KeyError as error:
-            found[number] = error
-    assert isinstance(found[0], KeyError)
-    assert found[1] == alone[1].text
+    found = {number: list(streams[number]) for number in (first, 1 - first)}
+    assert found[0][-1].reason == "error"
+    assert "could not be decoded: KeyError: 'no token" in str(found[0][-1].error)
+    assert "".join(piece.text for piece in found[1]) == alone[1].text
     assert not llm.engine.busy
     assert not llm._answers
+
+
+@pytest.mark.parametrize("stop", [(), ("zzz",)])
+def test_of_several_answers_those_that_have_text_are_given(stop: tuple[str, ...]):
+    asked, ask = [[4, 5], [1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, stop=stop)
+    llm, alone = breaking(ask, asked)
+    broken, whole = llm.generate(asked, ask)
+    assert broken.reason == "error"
+    assert "could not be decoded" in str(broken.error)
+    assert whole.text == alone[1].text
+    asked[0] = [llm.coder._inner.bad]  # type: ignore[union-attr]
+    assert [answer.reason for answer in llm.generate(asked, ask)] == ["error", "length"]
+
+
+class Job:
+    """Answers to a file, in a cycle: the garbage collector alone closes its generator."""
+
+    def __init__(self, llm: LLM, lines: list[str]) -> None:
+        self.answers = self.run(llm, lines)
+
+    def run(self, llm: LLM, lines: list[str]) -> Iterator[dict[str, Any]]:
+        self.llm = llm
+        yield from answer_lines(llm, lines, GREEDY)
+
+
+def test_a_generator_that_is_collected_in_the_middle_of_a_step(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    llm = engine(max_requests=2)
+    expected = llm.generate([4, 5, 6], GREEDY)[0].tokens
+    request.addfinalizer(gc.enable)
+    gc.disable()  # until the step
+    schedule, left, found = llm.engine.scheduler.schedule, list[int](), list[list[int]]()
+    job = Job(llm, ['{"prompt": [1, 2], "max_tokens": 2}', *['{"prompt": [1, 2]}'] * 5])
+    next(job.answers)
+    del job
+
+    def collects() -> Any:
+        if not left:
+            before = len(llm._left)
+            gc.collect()
+            left.append(len(llm._left) - before)
+        return schedule()
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", collects)
+    asking = threading.Thread(
+        target=lambda: found.append(llm.generate([4, 5, 6], GREEDY)[0].tokens), daemon=True
+    )
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive(), "it waits for itself"
+    assert left == [5]
+    assert found == [expected]
+    assert llm.engine.pool.used_count == 0
+    assert not llm._answers
+
+
+def test_who_leaves_while_another_has_the_engine_is_gone_once_it_is_free():
+    llm = engine()
+    stream, other = llm.stream([1, 2], GREEDY), llm.stream([4, 5, 6], GREEDY)
+    next(stream)
+    with llm._alone():
+        closing = threading.Thread(target=stream.close)
+        closing.start()
+        closing.join(60)
+        assert not closing.is_alive(), "closing waits for a step"
+        assert len(llm._answers) == 2
+    assert len(llm._answers) == 1
+    other.close()
+    assert llm.engine.pool.used_count == 0
 
 
 @pytest.mark.usefixtures("ctrl_c")
