@@ -237,6 +237,7 @@ class LLM:
 
     def advance(self) -> None:
         """One step of the engine, for all that has begun. Ctrl-C waits for its end."""
+        need_threads_of(self._process, "this LLM")
         with held_interrupts(), self._alone():
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:

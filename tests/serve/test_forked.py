@@ -47,8 +47,12 @@ def test_a_fork_is_told_at_once_and_may_use_one_thread() -> None:
         llm = LLM(small(), weights="bf16")
         (expected,) = llm.generate(GIVEN, FOUR)
 
+        begun = llm.stream(GIVEN[0], FOUR)
+        next(begun)
+
         def in_fork() -> bool:
             asked = [
+                lambda: next(begun),
                 lambda: llm.generate(GIVEN, FOUR),
                 lambda: next(iter(llm.stream(GIVEN[0], FOUR))),
                 lambda: llm.embed(GIVEN),
@@ -59,6 +63,7 @@ def test_a_fork_is_told_at_once_and_may_use_one_thread() -> None:
             return told and alone.tokens == expected.tokens
 
         assert status_of_fork(in_fork) == 0
+        assert sum(len(piece.tokens) for piece in begun) == 3
         assert llm.generate(GIVEN, FOUR)[0].tokens == expected.tokens
     finally:
         torch.set_num_threads(before)
