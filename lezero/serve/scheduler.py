@@ -230,20 +230,20 @@ class Scheduler:
     def update(self, step: Step, results: Sequence[Sequence[Drawn]]) -> list[Request]:
         """Takes the tokens of a step that was run; returns the requests that ended with it.
 
-        results: for each chunk the accepted drafts and the token after them, so one more than were
-        accepted; nothing for a chunk that does not sample. Requests that ended while the step ran
-        are passed over.
+        results: for each chunk the accepted drafts and the token after them; nothing for a chunk
+        that does not sample. An error counts where those before it do not end the request. Requests
+        that ended while the step ran are passed over.
         """
         ended: list[Request] = []
         for chunk, draws in zip(step.chunks, results, strict=True):
             request = chunk.request
             if request.state is not State.RUNNING:
                 continue
-            failed = next((drawn for drawn in draws if drawn.error is not None), None)
-            if failed is not None:
-                self.finish(request, "error", failed.error, sound=failed.sound)
-            elif reason := self._keep(chunk, draws):
+            failed = next((n for n, drawn in enumerate(draws) if drawn.error is not None), None)
+            if failed != 0 and (reason := self._keep(chunk, draws[:failed])):
                 self.finish(request, reason)
+            elif failed is not None:
+                self.finish(request, "error", draws[failed].error, sound=draws[failed].sound)
             if request.reason is not None:
                 ended.append(request)
         return ended

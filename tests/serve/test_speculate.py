@@ -5,8 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+from lezero.serve.blocks import BlockPool
 from lezero.serve.paying import WhilePaying
 from lezero.serve.request import Request, State
+from lezero.serve.sampling import Drawn, SamplingParams
+from lezero.serve.scheduler import Scheduler
 from lezero.serve.speculate import PromptLookup
 from tests.serve.test_scheduler import fed, request, run, scheduler
 
@@ -88,3 +91,18 @@ def test_guesses_leave_prompts_most_of_a_step() -> None:
         item.drafts = [1] * 7
     assert run(plan) == [("a", 2, 2), ("b", 2, 1), ("c", 12, 13)]
     assert c.state is State.RUNNING
+
+
+def test_an_error_behind_guesses_takes_none_of_them_away() -> None:
+    guessed = [Drawn(5), Drawn(6), Drawn(-1, error="NaN")]
+    for ends, reason, error in (((), "error", "NaN"), ((6,), "stop", None)):
+        plan = Scheduler(BlockPool(20, 4), 16, 4, 64)
+        one = Request("a", [7] * 5, SamplingParams(max_tokens=9, stop_token_ids=ends))
+        plan.add(one)
+        plan.update(plan.schedule(), [[Drawn(1)]])
+        one.drafts = (5, 6)
+        assert plan.update(plan.schedule(), [guessed]) == [one]
+        assert (one.answer, one.reason, one.error) == ([1, 5, 6], reason, error)
+        plan.check()
+        shared = plan.pool.match(Request("b", [7] * 5, SamplingParams()))
+        assert bool(shared) == (error is None)
