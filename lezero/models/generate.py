@@ -6,7 +6,8 @@ token sees, so a prompt gives the same tokens alone and in a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int = 0,
-    stop: Sequence[int] = (),
+    stop: Sequence[int] | Tensor = (),
     use_cache: bool = True,
 ) -> list[list[int]]:
     """New tokens for each prompt, the prompt itself left out.
@@ -64,7 +65,7 @@ def generate_stream(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int = 0,
-    stop: Sequence[int] = (),
+    stop: Sequence[int] | Tensor = (),
     use_cache: bool = True,
 ) -> Iterator[int]:
     """The tokens of `generate` for one prompt, each as soon as it is known.
@@ -80,10 +81,12 @@ def generate_stream(
     return (step[0] for step in steps)
 
 
-def _ends(stop: Sequence[int]) -> frozenset[int]:
-    if isinstance(stop, str) or not isinstance(stop, Iterable):
-        raise ConfigError(f"stop: got {stop!r:.80}, allowed is a list of tokens")
-    return frozenset(stop)
+def _ends(stop: Sequence[int] | Tensor) -> frozenset[int]:
+    """Plain numbers, also of a tensor, whose elements equal none."""
+    try:
+        return frozenset(map(operator.index, stop))
+    except TypeError:
+        raise ConfigError(f"stop: got {stop!r:.80}, allowed is a list of tokens") from None
 
 
 def _prompts(model: Transformer, tokens: Prompts, max_new_tokens: int) -> list[list[int]]:

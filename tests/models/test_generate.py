@@ -1,6 +1,7 @@
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,7 +120,8 @@ def test_a_stop_token_ends_its_row_only() -> None:
     free = generate(model, PROMPTS, 10)
     stop = free[0][3]
     wanted = [row[: row.index(stop) + 1] if stop in row else row for row in free]
-    assert generate(model, PROMPTS, 10, stop=[stop]) == wanted
+    for given in ([stop], torch.tensor([stop]), np.array([stop])):
+        assert generate(model, PROMPTS, 10, stop=given) == wanted
     assert len(wanted[0]) <= 4
 
 
@@ -229,8 +231,9 @@ def test_bad_prompts_are_named(tokens: Any, new: int, says: str) -> None:
 
 
 def test_a_stream_is_checked_before_its_first_token() -> None:
-    with pytest.raises(ConfigError, match="stop: got 3, allowed is a list of tokens"):
-        generate_stream(build(), [1], 3, stop=3)  # type: ignore[arg-type]
+    for stop in (3, "3", [2.5], ["3"], None):
+        with pytest.raises(ConfigError, match=r"stop: got .*, allowed is a list of tokens"):
+            generate_stream(build(), [1], 3, stop=stop)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="takes one prompt, got 2"):
         generate_stream(build(), [[1], [2]], 3)
     with pytest.raises(ConfigError, match="top_k: got 0"):
