@@ -206,11 +206,11 @@ class LLM:
             finally:
                 for answer in answers:
                     self.end(answer)
-        return [self._completion(answer) for answer in answers]
+        return [self.completion(answer) for answer in answers]
 
-    def _completion(self, answer: Answer) -> Completion:
-        """Of a request that has ended, perhaps in a step of another thread, which takes the step's
-        text under the same lock."""
+    def completion(self, answer: Answer) -> Completion:
+        """Of a request that has ended, perhaps in a step of another thread, whose text is taken
+        before that step is over; so what `answer` says by itself may lack its end."""
         with self._alone():
             return answer.completion()
 

@@ -131,7 +131,7 @@ def _told(llm: LLM, named: dict[str, Any], answer: Answer | str) -> dict[str, An
     if isinstance(answer, str):
         return {**named, "error": answer}
     llm.end(answer)
-    found = answer.completion()
+    found = llm.completion(answer)
     if found.error is not None:
         return {**named, "error": found.error}
     counts = {"tokens": len(found.tokens), "prompt_tokens": found.prompt_tokens}

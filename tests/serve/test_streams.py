@@ -143,8 +143,9 @@ def test_a_stream_does_not_look_between_anothers_step_and_its_text(
 
 
 @pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("in_lines", [False, True])
 def test_an_answer_is_not_taken_between_anothers_last_step_and_its_text(
-    monkeypatch: pytest.MonkeyPatch, count: int
+    monkeypatch: pytest.MonkeyPatch, count: int, in_lines: bool
 ):
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     llm = engine()
@@ -167,10 +168,15 @@ def test_an_answer_is_not_taken_between_anothers_last_step_and_its_text(
 
     monkeypatch.setattr(llm.engine, "step", paused)
     monkeypatch.setattr(llm, "advance", by_another)
-    found = llm.generate("one", params)[0]
+    if in_lines:
+        (told,) = answer_lines(llm, ['{"prompt": "one"}'], params)
+        found = told["text"], told["tokens"], told["reason"]
+    else:
+        one = llm.generate("one", params)[0]
+        found = one.text, len(one.tokens), one.reason
     for other in others:
         other.join()
-    assert (found.text, found.tokens, found.reason) == (expected.text, expected.tokens, "length")
+    assert found == (expected.text, len(expected.tokens), "length")
 
 
 def test_a_seed_gives_the_same_answer_wherever_a_prompt_stands():
