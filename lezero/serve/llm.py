@@ -238,7 +238,7 @@ class LLM:
     def advance(self) -> None:
         """One step of the engine, for all that has begun. Ctrl-C waits for its end."""
         need_threads_of(self._process, "this LLM")
-        with held_interrupts(), self._alone():
+        with self._alone():
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:
                     self._answers[request].take(tokens, self.engine.scheduler)
@@ -247,22 +247,27 @@ class LLM:
         """Cancels what has not ended, and forgets it; while a thread runs a step, after that step.
 
         It never waits: the garbage collector may call it, for a stream or a generator that nobody
-        holds any more, in the thread of that very step.
+        holds any more, in the thread of that very step. So what the answer says is read with
+        `completion`.
         """
-        self._left.append(answer)
-        self._end_left()
+        with held_interrupts():
+            self._left.append(answer)
+            self._end_left()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Within it no other thread has the engine; what was to end meanwhile ends behind it."""
-        try:
-            with letting_in(self._lock):
-                yield
-        finally:
-            self._end_left()
+        """Within it no other thread has the engine; what was to end meanwhile ends behind it.
+        Ctrl-C is let in while it waits for others, and waits for its end then."""
+        with held_interrupts():
+            try:
+                with letting_in(self._lock):
+                    yield
+            finally:
+                self._end_left()
 
     def _end_left(self) -> None:
-        """Where another has the lock, it does so once it has given it back."""
+        """Where another has the lock, it does so once it has given it back. Called where Ctrl-C
+        waits."""
         while self._left and self._lock.acquire(blocking=False):
             try:
                 while self._left:
@@ -283,7 +288,7 @@ class LLM:
         """
         several = enumerate(several_prompts(prompts))
         given = [self.passage(prompt, f"prompts[{number}]") for number, prompt in several]
-        with held_interrupts(), self._alone():
+        with self._alone():
             return embed(self.engine, given)
 
     def passage(self, prompt: Prompt, name: str) -> list[int]:
