@@ -43,11 +43,23 @@ _PROBE = (0, 1, 2, 1)
 
 def open_foreign(place: str, weights: str) -> TransformersProgram:
     """The model in a Hugging Face folder, with the code of transformers alone, on the accelerator
-    where there is one. "auto" is bf16, but fp32 on a processor that does not multiply bf16 itself:
-    torch then takes many times as long.
+    where there is one.
 
-    Raises what `load_foreign` does; `FileError` for a model that this engine cannot run;
-    `ConfigError` for weights other than bf16 and fp32.
+    Raises what `foreign_type` and `load_foreign` do; `FileError` for a model that this engine
+    cannot run.
+    """
+    program = TransformersProgram(
+        load_foreign(place, foreign_type(place, weights)).to(device.device())
+    )
+    program.try_out(place)
+    return program
+
+
+def foreign_type(place: str, weights: str) -> torch.dtype:
+    """What the weights of such a model are cast to. "auto" is bf16, but fp32 on a processor that
+    does not multiply bf16 itself: torch then takes many times as long.
+
+    Raises `ConfigError` for weights other than bf16 and fp32.
     """
     if weights == "auto":
         native = device.device().type != "cpu" or cpu().native_bf16
@@ -58,9 +70,7 @@ def open_foreign(place: str, weights: str) -> TransformersProgram:
             f"which LeZero has no kernels for; it has them for {', '.join(SUPPORTED)} in their "
             "usual forms"
         )
-    program = TransformersProgram(load_foreign(place, _DTYPES[weights]).to(device.device()))
-    program.try_out(place)
-    return program
+    return _DTYPES[weights]
 
 
 class TransformersProgram(Program):

@@ -44,7 +44,7 @@ from lezero.report.units import size
 from lezero.serve.arriving import Fetch, arriving, room_for, room_on
 from lezero.serve.captured import CapturedProgram
 from lezero.serve.coder import Coder, open_coder
-from lezero.serve.foreign import open_foreign
+from lezero.serve.foreign import foreign_type, open_foreign
 from lezero.serve.fused import FusedProgram, Taken, shape_of
 from lezero.serve.options import Weights
 from lezero.serve.plain import PlainProgram
@@ -60,6 +60,8 @@ _SMALLER = {"auto": "weights='int8' or 'int4', ", "int8": "weights='int4', "}
 _SMALLER |= {"bf16": _SMALLER["auto"], "int4": "", "fp32": "weights='bf16', "}
 _TYPES = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "fp32": torch.float32}
 """That weights have before they go to an accelerator; none of what is rounded there."""
+_OF_16_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+"""As configs of Hugging Face call them."""
 _READ = (nn.Linear.forward, nn.Embedding.forward, nn.RMSNorm.forward, nn.Module.forward)
 """Of classes of torch whose weights programs read; the last is that of containers."""
 _OURS = ("lezero.", "torch.nn.utils.")
@@ -89,10 +91,10 @@ def open_program(
     in_parts = None if foreign or kept else _in_parts(path, weights)
     if in_parts is not None:
         return in_parts, _reader(place, path if path.is_dir() else None)
-    _require_room(path, weights, kept)
     if foreign:
-        _require_room_there(path, weights)
+        _require_room_for_foreign(path, weights)
         return open_foreign(place, weights), _reader(place, path)
+    _require_room(path, weights, kept)
     if kept:
         blocks = _placed(load_gguf_blocks(path, others_int8=weights == "int4"), weights)
         found = program_of(blocks, "auto", x_blocks=kept_share(path, (4,)) >= 0.5)
@@ -141,20 +143,25 @@ def _require_room(place: Path, weights: Weights, kept: bool) -> None:
         needed = bytes_read(read_gguf_header(place).tensors, matrix, kept)
     else:
         needed = _bytes_stored(place)
-        if weights == "fp32" and _kept_in_16_bits(place / "config.json"):
-            needed *= 2
+        if weights == "fp32":
+            needed = needed * 4 // _type_in_files(place).itemsize
     smaller = _SMALLER["fp32"] if weights == "fp32" else ""
     _need(needed, torch.device("cpu"), place, weights, "are read", smaller)
 
 
-def _require_room_there(place: Path, weights: Weights) -> None:
-    """Raises `ConfigError` where a model of transformers is more than is free on the accelerator,
-    before any of it is read."""
-    where, wide = device.device(), weights == "fp32"
+def _require_room_for_foreign(place: Path, weights: Weights) -> None:
+    """Raises `ConfigError` where a model of transformers, in the type that it runs in, is more than
+    is free, before any of it is read. On its way to an accelerator what has that type in the files
+    stays mapped, which the system takes back where it needs to; the rest is cast in the processor's
+    memory, tensor by tensor, and waits there."""
+    where = device.device()
+    wanted, stored = foreign_type(str(place), weights), _type_in_files(place)
+    needed = _bytes_stored(place) * wanted.itemsize // stored.itemsize
+    smaller = _SMALLER["fp32"] if wanted == torch.float32 else ""
     if where.type != "cpu":
-        in_files = 2 if _kept_in_16_bits(place / "config.json") else 4
-        needed = _bytes_stored(place) * (4 if wide else 2) // in_files
-        _need(needed, where, place, weights, "arrive", _SMALLER["fp32"] if wide else "")
+        _need(needed, where, place, weights, "arrive", smaller)
+    if where.type == "cpu" or wanted != stored:
+        _need(needed, torch.device("cpu"), place, weights, "are read", smaller)
 
 
 def _bytes_stored(place: Path) -> int:
@@ -187,12 +194,13 @@ def _need(
         )
 
 
-def _kept_in_16_bits(config: Path) -> bool:
-    try:
-        found = json.loads(config.read_text("utf-8"))
-        return str(found.get("dtype", found.get("torch_dtype"))) in ("bfloat16", "float16")
-    except (OSError, ValueError, AttributeError):
-        return False  # who opens the model says what is wrong
+def _type_in_files(place: Path) -> torch.dtype:
+    """What the config of a Hugging Face folder says; fp32 where it says nothing."""
+    with suppress(OSError, ValueError, AttributeError):  # who opens the model says what is wrong
+        found = json.loads((place / "config.json").read_text("utf-8"))
+        named = str(found.get("dtype", found.get("torch_dtype")))
+        return _OF_16_BITS.get(named, torch.float32)
+    return torch.float32
 
 
 def _reader(place: str, folder: Path | None) -> ReadCoder | None:

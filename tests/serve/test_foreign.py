@@ -186,6 +186,32 @@ def test_room_on_an_accelerator_is_asked_for_before_weights_are_read(
             opening.open_program(tmp_path / str(kept), weights)
 
 
+@pytest.mark.parametrize("place", ["cpu", "meta"])
+@pytest.mark.parametrize(("weights", "wide"), [("auto", 2), ("bf16", 2), ("fp32", 4)])
+def test_room_on_the_host_is_asked_for_what_is_cast_or_stays_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any, wide: int, place: str
+) -> None:
+    model = transformers.GPT2LMHeadModel(CONFIGS["gpt2"]())
+    numbers = sum(x.numel() for x in model.parameters())
+    free = 0
+    monkeypatch.setattr(device, "device", lambda: torch.device(place))
+    monkeypatch.setattr(device, "memory_free", lambda place: 1 << 40)
+    monkeypatch.setattr(foreign, "cpu", lambda: SimpleNamespace(native_bf16=True))
+    monkeypatch.setattr(opening.room, "free_memory", lambda: free)
+    monkeypatch.setattr(opening, "open_foreign", lambda *_: "opened")
+    for kept in (torch.float32, torch.float16, torch.bfloat16):
+        model.to(kept).save_pretrained(tmp_path / str(kept))
+        free = numbers * wide + (16 << 10)
+        assert opening.open_program(tmp_path / str(kept), weights)[0] == "opened"
+        free = numbers * wide - 1
+        if place != "cpu" and kept == (torch.float32 if wide == 4 else torch.bfloat16):
+            free = 1
+            assert opening.open_program(tmp_path / str(kept), weights)[0] == "opened"
+            continue
+        with pytest.raises(ConfigError, match=rf"got '{weights}'; .* are free.*; take "):
+            opening.open_program(tmp_path / str(kept), weights)
+
+
 @pytest.mark.parametrize(("native", "dtype"), [(True, "bfloat16"), (False, "float32")])
 def test_auto_is_bf16_where_the_processor_multiplies_it(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, native: bool, dtype: str
