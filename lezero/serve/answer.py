@@ -167,8 +167,9 @@ class Answer:
     def completion(self) -> Completion:
         """The whole answer, once the request has ended; an error where it cannot be decoded."""
         request = self.request
-        if self._found(ended=True) and request.reason == "length":
-            request.reason = "stop"  # half a character behind it held it back
+        if self._found(ended=True) and request.reason in ("length", "error"):
+            # Half a character behind the stop string held it back.
+            request.reason, request.error = "stop", None
         if self._failed is not None:
             request.reason, request.error = "error", self._failed
         first = request.first_token_s

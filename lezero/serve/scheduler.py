@@ -145,8 +145,8 @@ class Scheduler:
         """Ends a request whose answer holds a stop string. Its last `beyond` tokens, which came in
         the same step behind it (guesses bring several), are no part of the answer."""
         self.finish(request, "stop")
-        if request.reason == "length":  # the step that brought the stop string brought both
-            request.reason = "stop"
+        if request.reason in ("length", "error"):  # of what came in its step behind it
+            request.reason, request.error = "stop", None
         if beyond:
             del request.tokens[-beyond:]
             del request.logprobs[len(request.answer) :]

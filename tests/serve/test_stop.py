@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import pytest
 
 from lezero.data.tokenizer import bytes_tokenizer
+from lezero.serve.answer import Answer
+from lezero.serve.blocks import BlockPool
 from lezero.serve.coder import Coder
 from lezero.serve.llm import LLM
 from lezero.serve.request import Request
-from lezero.serve.sampling import SamplingParams
+from lezero.serve.sampling import Drawn, SamplingParams
+from lezero.serve.scheduler import Scheduler
 from lezero.serve.speculate import Speculator
 from tests.serve.models import says, small
 from tests.serve.server.running import serving, small_llm
@@ -83,6 +86,24 @@ def test_a_stop_string_before_half_a_character_counts() -> None:
     with serving(llm) as client:
         (choice,) = client.complete([1, 2], max_tokens=3, stop=" ").json["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "stop", "text"), [(bytes_tokenizer(), "b", "a"), (_Halves(), " ", "")]
+)
+def test_a_stop_string_before_an_error_counts(tokenizer, stop: str, text: str) -> None:
+    """Of the step that drew it, as a later row of the step had no token."""
+    scheduler = Scheduler(BlockPool(20, 4), 16, 4, 64)
+    request = Request("a", [7] * 5, SamplingParams(max_tokens=9, stop=(stop,)))
+    answer = Answer(request, Coder(tokenizer, frozenset()))
+    scheduler.add(request)
+    scheduler.update(scheduler.schedule(), [[Drawn(ord("a"))]])
+    answer.take(request.answer, scheduler)
+    request.drafts = (ord("b"),)
+    scheduler.update(scheduler.schedule(), [[Drawn(ord("b")), Drawn(-1, error="NaN")]])
+    answer.take(request.answer[1:], scheduler)
+    found = answer.completion()
+    assert (found.text, found.reason, found.error) == (text, "stop", None)
 
 
 def test_a_stop_string_that_is_a_special_token_ends_the_answer_at_it() -> None:
