@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,10 @@ class Coder:
     def encode_chat(self, text: str) -> list[int]:
         """Tokens of what a chat template gave: it writes start tokens itself, where the model
         wants them (as `apply_chat_template` of transformers)."""
-        return [int(token) for token in self._inner.encode(text)]
+        return [int(token) for token in _without_panic(self._inner.encode, text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._inner.decode(list(tokens)))
+        return str(_without_panic(self._inner.decode, list(tokens)))
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
@@ -166,6 +166,17 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     if text is not None and (not isinstance(text, str) or len(text) > _LIMIT):
         raise FileError(f"{path}: its chat template is no text of at most {_LIMIT >> 20} MiB")
     return text, special_tokens(folder)
+
+
+def _without_panic(work: Callable[[Any], Any], given: Any) -> Any:
+    """What a tokenizer makes of something. One in Rust that panics raises what is no `Exception`,
+    and would pass by whoever ends one answer for it."""
+    try:
+        return work(given)
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _with_contents(messages: Sequence[Message], contents: Mapping[int, Any]) -> list[Message]:

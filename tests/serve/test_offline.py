@@ -103,31 +103,40 @@ def test_a_value_that_is_nested_too_deep_is_told():
     assert [answer.get("error") for answer in found] == [f"line 1: {said}", None, f"line 3: {said}"]
 
 
+class Panic(BaseException):
+    """What tokenizers in Rust raise is no `Exception`."""
+
+
 class Raising:
     """A tokenizer that raises as those of other packages do, for a text and for a token."""
 
+    def __init__(self, kind: type[BaseException]) -> None:
+        self.kind = kind
+
     def encode(self, text: str) -> list[int]:
         if "?" in text:
-            raise Exception("no such character")
+            raise self.kind("no such character")
         return [ord(letter) for letter in text]
 
     def decode(self, tokens: list[int]) -> str:
         if ord("!") in tokens:
-            raise IndexError("piece id is out of range")
+            raise self.kind("piece id is out of range")
         return "".join(map(chr, tokens))
 
 
+@pytest.mark.parametrize("kind", [Exception, Panic])
 @pytest.mark.parametrize("stop", [[], ["zzz"]])
-def test_what_a_tokenizer_raises_ends_one_line(stop):
-    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(Raising(), frozenset()))
+def test_what_a_tokenizer_raises_ends_one_line(stop, kind):
+    llm = LLM(small(vocab=257), weights="bf16", coder=Coder(Raising(kind), frozenset()))
+    named = "Exception" if kind is Exception else "RuntimeError: Panic"
     says(llm.program, 1, [ord(letter) for letter in "abc!"])
     sizes = (2, 4, 3)
     lines = [json.dumps({"prompt": "x", "max_tokens": most, "stop": stop}) for most in sizes]
     lines.insert(1, '{"prompt": "what?"}')
     found = list(answer_lines(llm, lines, GREEDY))
     assert [answer.get("text") for answer in found] == ["ab", None, None, "abc"]
-    assert found[1]["error"] == "line 2: Exception: no such character"
-    assert found[2]["error"].endswith("decoded: IndexError: piece id is out of range")
+    assert found[1]["error"] == f"line 2: {named}: no such character"
+    assert found[2]["error"].endswith(f"decoded: {named}: piece id is out of range")
     assert not llm.engine.busy
 
 
