@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from lezero.core.errors import ConfigError
 from lezero.memory.pool import give_back_free_blocks
@@ -105,7 +106,8 @@ def _seed(asked: Asked) -> int:
 class TokenText:
     """What single tokens read, as log-probabilities name them: behind a letter, since tokenizers as
     Llama 2's drop the space with which a text begins, and the names together are the text. Special
-    tokens, which leave nothing in it, have the name that the vocabulary gives them.
+    tokens, which leave nothing in it, have the name that the vocabulary gives them; those that only
+    the model has, for which a tokenizer may raise, have their number.
 
     lost: characters that a stop string took from the end of the token.
     """
@@ -117,13 +119,16 @@ class TokenText:
         self._known: dict[int, str] = {} if coder is None else dict(coder.special_tokens)
 
     def of(self, token: int, lost: int = 0) -> str:
-        if self._coder is None:
-            return f"token {token}"
         name = self._known.get(token)
         if name is None:
-            name = self._coder.decode([*self._letter, token])[self._before :]
-            self._known[token] = name
+            name = self._known[token] = self._found(token)
         return name[: max(0, len(name) - lost)]
+
+    def _found(self, token: int) -> str:
+        with suppress(Exception):
+            if self._coder is not None:
+                return self._coder.decode([*self._letter, token])[self._before :]
+        return f"token {token}"
 
     def bytes_of(self, token: int, lost: int = 0) -> bytes | None:
         """UTF-8 of the name; of half a character its own bytes, where they are known."""

@@ -187,6 +187,30 @@ def test_a_chat_names_a_token_that_is_cut_with_the_bytes_that_are_left() -> None
             assert answer["usage"]["completion_tokens"] > len(choice["logprobs"]["content"])
 
 
+class _OfLetters:
+    """Raises for all other tokens."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join({97: "a", 98: "b", 99: "c"}[token] for token in tokens)
+
+
+def test_a_token_that_only_the_model_has_is_named_by_its_number() -> None:
+    llm = LLM(small(vocab=257), coder=Coder(_OfLetters(), frozenset()), weights="bf16")
+    says(llm.program, 1, list(b"abc"))
+    asked = {"temperature": 0, "max_tokens": 3, "logprobs": 2}
+    with serving(llm) as client:
+        (whole,) = client.complete(list(b"a"), **asked).json["choices"]
+        streamed = events(client.complete(list(b"a"), stream=True, **asked).body)
+    told = whole["logprobs"]
+    assert (whole["text"], told["tokens"]) == ("abc", ["a", "b", "c"])
+    others = [name for found in told["top_logprobs"] for name in found if name not in "abc"]
+    assert others == ["token 0"] * 3
+    assert [x for one in streamed for x in one["logprobs"]["top_logprobs"]] == told["top_logprobs"]
+
+
 def test_what_a_stop_string_leaves_of_a_token(coder: Coder) -> None:
     text = TokenText(coder)
     assert (text.of(260, 2), text.bytes_of(260, 2)) == (" c", b" c")
