@@ -33,6 +33,7 @@ from lezero.core.interrupts import held_interrupts
 _TMP = ".tmp-"
 _OURS = re.compile(r"\.tmp-(?:.+-([0-9a-f]{8})-([0-9a-f]{8})-\d+|gone-.+)-[0-9a-f]{8}", re.DOTALL)
 """Names that are given here; a writer's tells its machine and its boot."""
+_HELD = ".lezero-writing"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _STALE_SECONDS = 24 * 3600.0
 _SAID = {
@@ -58,16 +59,14 @@ def aside(root: Path, label: str) -> Iterator[Path]:
 @contextmanager
 def held_alone(folder: Path) -> Iterator[None]:
     """Waits for other writers that hold `folder` so, and keeps them out; where the file system
-    knows no locks it keeps nobody out. Not for a folder that is `aside`, whose writer holds it."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    knows no locks it keeps nobody out. The lock is a file there while it is held: the folder's own
+    is that of a run or of a writer aside, who may be who asks, and would wait for itself."""
+    path = folder / _HELD
+    lock = _waited_for(path)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
         yield
     finally:
+        path.unlink(missing_ok=True)  # while it is held: who waits for it sees that it is gone
         os.close(lock)
 
 
@@ -257,6 +256,24 @@ def _locked(root: Path, label: str) -> tuple[Path, int]:
                     return path, lock
             os.close(lock)
     raise FileError(f"{root}: no temporary folder could be kept there")
+
+
+def _waited_for(path: Path) -> int:
+    """A file that is locked, and still there when it is."""
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.samestat(os.stat(path), os.fstat(lock)):
+                return lock
+        except FileNotFoundError:
+            pass
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                return lock
+            os.close(lock)
+            raise
+        os.close(lock)
 
 
 @functools.cache

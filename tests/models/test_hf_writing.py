@@ -19,6 +19,7 @@ import lezero as lz
 from lezero.core.errors import FileError
 from lezero.models import Transformer, TransformerConfig, hf_writing, load_hf, save_hf
 from lezero.serve.llm import LLM
+from lezero.train.run_folder import RunFolder
 
 
 def build(**changes: Any) -> Transformer:
@@ -171,6 +172,21 @@ def test_two_that_write_one_folder_leave_one_of_theirs(tmp_path: Path) -> None:
     assert problems == []
     assert whose(tmp_path / "m") in ((0.1, 0.1), (0.2, 0.2))
     assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_run_saves_into_its_own_folder(tmp_path: Path) -> None:
+    """Which it holds, as a callback of it may do."""
+    run, models = RunFolder(tmp_path / "run"), two()
+    run.create()
+    saving = threading.Thread(target=save_hf, args=(models[0.1], run.path))
+    saving.start()
+    saving.join(20)
+    waits = saving.is_alive()
+    run.release()
+    saving.join()
+    assert not waits
+    assert whose(run.path) == (0.1, 0.1)
+    assert list(run.path.glob(".*")) == []
 
 
 def test_weights_that_a_full_disk_refuses(tmp_path: Path) -> None:
