@@ -5,8 +5,9 @@ A writer works in `.tmp-…` beside the target, holds an advisory lock on that f
 makes every file and the folder durable (fsync), and renames it. A reader therefore sees a complete
 folder or none. A folder whose lock is free belongs to a dead writer and is removed by the next one.
 On a network file system a lock may be seen by the machine alone that holds it, so the name tells
-which one made the folder, and others remove it only when it is a day old. It tells the machine's
-boot too: one that has started anew, and would wait for a day, knows that its writer is dead.
+which one made the folder, and others remove it only when nothing was written to it for a day. It
+tells the boot too: a machine that has started anew waits for an hour only, since its writer is dead
+unless another machine goes by the same id and name.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _OURS = re.compile(r"\.tmp-(?:.+-([0-9a-f]{8})-([0-9a-f]{8})-\d+|gone-.+)-[0-9a-
 """Names that are given here; a writer's tells its machine and its boot."""
 _HELD = ".lezero-writing"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_STALE_SECONDS = 24 * 3600.0
+_STALE_SECONDS, _STALE_HERE_SECONDS = 24 * 3600.0, 3600.0
+"""What was written to last so long ago has no living writer elsewhere, or on a machine of this
+one's id and name."""
 _SAID = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -138,8 +141,9 @@ def remove_stale(root: Path) -> list[Path]:
         if name is None or not entry.is_dir(follow_symlinks=False):
             continue
         path = Path(entry.path)
-        elsewhere = name[1] not in (None, _machine()) and name[2] != _boot()
-        if (not elsewhere or _old(path)) and _swept(path):
+        told = name[1] is None or name[2] == _boot()  # by its lock
+        least = _STALE_HERE_SECONDS if name[1] == _machine() else _STALE_SECONDS
+        if (told or _quiet(path, least)) and _swept(path):
             removed.append(path)
     return removed
 
@@ -315,7 +319,7 @@ def _swept(path: Path) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NO_LOCKS or not _old(path):
+        if error.errno not in _NO_LOCKS or not _quiet(path, _STALE_SECONDS):
             os.close(lock)
             return False
     shutil.rmtree(path, ignore_errors=True)
@@ -323,11 +327,13 @@ def _swept(path: Path) -> bool:
     return True
 
 
-def _old(path: Path) -> bool:
+def _quiet(path: Path, least: float) -> bool:
+    """Whether for `least` seconds nothing was written to a folder, or to a file in it."""
     try:
-        return time.time() - path.lstat().st_mtime > _STALE_SECONDS
+        last = max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
     except OSError:
         return False
+    return time.time() - last > least
 
 
 def _exchange(made: Path, target: Path) -> None:
