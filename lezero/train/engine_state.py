@@ -199,7 +199,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     engine.rates.take_new()
     checkpoint.unpack_optimizer(engine.optimizer, names_of(engine), tensors, record)
     model.load_state_dict(saved)
-    inner = checkpoint.inner_optimizers(engine.optimizer, names_of(engine))
+    inner = checkpoint.inner_optimizers(engine.optimizer, names_of(engine), of_closed=True)
     for optimizer in (engine.optimizer, *inner.values()):
         if (take_exact := getattr(optimizer, "take_exact", None)) is None:
             continue

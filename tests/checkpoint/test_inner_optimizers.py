@@ -287,6 +287,41 @@ def test_masters_of_an_inner_optimizer_are_exported_and_become_weights_in_fp32(t
         assert "master" not in kept
 
 
+class Begun(Wrapper):
+    """What its state_dict shows is there after the first step only."""
+
+    count = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.count += 1
+
+    def state_dict(self):
+        if not self.count:
+            raise RuntimeError("not begun")
+        return self.b.state_dict()
+
+
+@pytest.mark.parametrize("kind", [Wrapper, Begun])
+def test_weights_in_fp32_become_the_masters_of_an_inner_optimizer(tmp_path, kind):
+    def engine(dtype):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8)).to(dtype)
+        return Engine(
+            model, kind(model), loss=lambda m, x: m(x).square().mean(), precision="bf16",
+            compile="off",
+        )  # fmt: skip
+
+    first = engine(FP32)
+    first.train_step(torch.randn(2, 8))
+    second = engine(torch.bfloat16)
+    second.load(first.save(tmp_path))
+    exact = second.optimizer.b.masters(second.model)
+    for name, weight in first.model.named_parameters():
+        assert not torch.equal(weight, weight.bfloat16().float())
+        assert torch.equal(exact[name], weight)
+
+
 class Pair(torch.optim.Optimizer):
     def __init__(self, parameters):
         self.parts = [torch.optim.AdamW([p], lr=1e-2, foreach=False) for p in parameters]
