@@ -16,8 +16,11 @@ END_ID = "eos_token_id"
 """In tokenizer_config.json: the end-of-text token where it is plain vocabulary. Named as
 `eos_token` it would be encoded as a special token from there on."""
 ROWS = "lezero_vocab_size"
-"""In tokenizer_config.json: how many tokens the model has, where settings declare more."""
+"""In tokenizer_config.json: how many tokens the model has, where settings declare more and no
+config.json beside it says so."""
 GENERATION = "generation_config.json"
+MODEL = ("config.json", GENERATION)
+"""What is read of the model beside a tokenizer: its size, and how its texts end."""
 CHOOSING = (
     *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
     *("epsilon_cutoff", "eta_cutoff", "renormalize_logits", "remove_invalid_values"),
@@ -83,16 +86,14 @@ def stop_tokens(folder: str | Path) -> tuple[int, ...]:
 
 
 def rows_of_model(folder: Path, settings: Mapping[str, Any]) -> int | None:
-    """How many tokens the model has that a tokenizer belongs to: what it was saved with, or else
-    what config.json beside it says; None where nothing does."""
+    """How many tokens the model has that a tokenizer belongs to: what config.json beside it says,
+    which is written anew where the model grows, or else what it was saved with; None where nothing
+    does."""
     config = read_object(folder / "config.json")
     inside = config.get("text_config")
     text = inside.get("vocab_size") if isinstance(inside, dict) else None
-    places = (
-        settings.get(ROWS),
-        text,
-        config.get("vocab_size"),
-    )  # of the whole it may be an old one
+    # That of the text first: of the whole it may be an old one.
+    places = (text, config.get("vocab_size"), settings.get(ROWS))
     return next((x for x in places if isinstance(x, int) and x > 0), None)
 
 

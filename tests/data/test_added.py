@@ -203,6 +203,10 @@ def test_a_new_token_beyond_the_model_stays_text_after_a_save_too(
         assert each.encode(START) == [300]
         assert each.decode(each.encode(NEW)) == NEW.lower()
     assert found.eos == config.get("eos_token_id", found.eos)
+    # And where the model is saved beside that, and then made larger.
+    for rows in (303, 304):
+        (tmp_path / "saved" / "config.json").write_text(json.dumps({"vocab_size": rows}))
+        assert load_tokenizer(tmp_path / "saved").vocab_size == rows
 
 
 def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
