@@ -23,6 +23,7 @@ from lezero.core.paths import expand_home
 from lezero.data import corpus, store
 from lezero.data.config import DataConfig
 from lezero.data.reading import Document, Findings, find_files, left_out_lines, nothing_usable, read
+from lezero.data.special import MODEL
 from lezero.data.split import HELD, TRAIN, Split, select
 from lezero.data.store import TokenRows, Writer
 from lezero.data.tokenizer import (
@@ -223,7 +224,8 @@ def _tokenizer_files(config: DataConfig) -> list[str]:
     if not place.exists():
         raise FileError(f"data.tokenizer.folder: {place}: no such file or folder")
     if place.is_file():
-        return [str(place), *map(str, tokenizer_files(place))]
+        beside = (path for name in MODEL if (path := place.with_name(name)).is_file())
+        return [str(place), *map(str, (*tokenizer_files(place), *beside))]
     return sorted(map(str, place.glob("*.*")))
 
 

@@ -59,6 +59,24 @@ def test_a_tokenizer_counts_by_what_it_holds(tmp_path: Path) -> None:
         prepare(asked, tmp_path / "cache")
 
 
+def test_the_model_beside_a_tokenizer_counts(tmp_path: Path) -> None:
+    """Tokens beyond its size stay text, and its end is the texts' where the tokenizer names none;
+    the tokenizer may be named by its folder or its file."""
+    (tmp_path / "a.txt").write_text("some text")
+    model = tmp_path / "model"
+    bytes_tokenizer().save(model)
+    for place in (model, model / "tokenizer.json"):
+        found = set()
+        for name in ("", "config.json", "generation_config.json"):
+            if name:
+                (model / name).write_text("{}")
+            asked = config(tmp_path / "a.txt", tokenizer={"folder": str(place)})
+            found.add(prepare(asked, tmp_path / "cache").folder)
+        assert len(found) == 3
+        for name in ("config.json", "generation_config.json"):
+            (model / name).unlink()
+
+
 def test_a_checkpoint_knows_rows_of_another_tokenizer(tmp_path: Path) -> None:
     """Tokens may have the same numbers and mean other words."""
     (tmp_path / "a.txt").write_text("some text")
