@@ -97,21 +97,26 @@ def outer_name(name: str, prefix: str = "optimizer/") -> str:
 
 
 def warn_of_left_out(optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Warns once of state that a save leaves out: the shared one that cannot be saved, and what
-    `warn_of_more` finds."""
+    """Warns once of state that a save will leave out: the shared one that cannot be saved, and what
+    `warn_of_more` finds. A class that does not show its state may do so after the first step, so
+    that the save tells it."""
     inner = inner_optimizers(optimizer, parameters)
     for each in inner.values():
         pack_shared(each)
     pack_shared(optimizer)
-    warn_of_more(optimizer, inner, parameters)
+    warn_of_more(optimizer, inner, parameters, shown=False)
 
 
 def warn_of_more(
-    optimizer: Optimizer, inner: Mapping[str, Optimizer], parameters: Mapping[str, Tensor]
+    optimizer: Optimizer,
+    inner: Mapping[str, Optimizer],
+    parameters: Mapping[str, Tensor],
+    *,
+    shown: bool = True,
 ) -> None:
     """Warns once of what an optimizer keeps besides its groups and states and those of `inner`,
     which alone are saved: what `state_dict()` of a class that has one of its own has, and
-    optimizers at places that have no name."""
+    optimizers at places that have no name. shown: also where a class does not show its state."""
     every = [optimizer, *inner.values()]
     tensors, keys = {_mark(p) for p in parameters.values()}, {"state", "param_groups", "params"}
     _collect([[each.state, each.param_groups] for each in every], tensors, keys, set())
@@ -131,7 +136,8 @@ def warn_of_more(
         try:
             saved = each.state_dict()
         except Exception as error:  # whatever a class of the user's raises
-            left[f"state_dict of {kind}"] = f"{kind}.state_dict() could not be read ({error})"
+            if shown:
+                left[f"state_dict of {kind}"] = f"{kind}.state_dict() could not be read ({error})"
             continue
         for where in _unknown(saved, "", False, tensors, keys, set()):
             left[f"state_dict of {kind}{where}"] = (

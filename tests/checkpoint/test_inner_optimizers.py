@@ -109,11 +109,12 @@ def test_what_a_wrapper_keeps_where_no_save_looks_is_told_at_the_first_save(tmp_
     assert caplog.text.count("Lookahead.state_dict()['more'][0] is neither") == 1
 
 
-def test_an_optimizer_that_does_not_show_its_state_is_told_at_once(tmp_path, caplog):
+def test_an_optimizer_that_does_not_show_its_state_is_told_at_the_first_save(tmp_path, caplog):
     engine = started(Closed)
-    assert "Closed.state_dict() could not be read (not consolidated)" in caplog.text
+    assert not caplog.text
     engine.train_step(torch.randn(5, 4))
     engine.load(engine.save(tmp_path))
+    assert "Closed.state_dict() could not be read (not consolidated)" in caplog.text
 
 
 def test_a_rate_of_the_inner_optimizer_alone_is_told(tmp_path, caplog):
@@ -175,8 +176,11 @@ class Stacked(Lookahead):
 
 
 @pytest.mark.parametrize("kind", [Mean, Stacked])
-def test_a_class_that_shows_its_state_after_a_step_loads_into_a_fresh_process(tmp_path, kind):
+def test_a_class_that_shows_its_state_after_a_step_loads_into_a_fresh_process(
+    tmp_path, kind, caplog
+):
     engine = started(lambda model: kind(adamw(model)))
+    assert not caplog.text
     steps(engine, 2)
     engine.save(tmp_path)
     other = started(lambda model: kind(adamw(model)))
