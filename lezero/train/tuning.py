@@ -66,8 +66,9 @@ class Tuner:
     """Knows the form of the next step. The engine tells what a step took (`note`) or that it
     `failed`.
 
-    taken: the seconds of what the trial has timed so far; None stands for a step that failed. size:
-    elements of the first step's tensors, which they are of; 0: there was none yet.
+    taken: the seconds of what the trial has timed so far; None comes before those of a step whose
+    form failed. size: elements of the first step's tensors, which they are of; 0: there was none
+    yet.
     ahead: how many steps the run still took when the trial began; None: there is none under way.
 
     [Note: a chosen form that fails later]
@@ -102,7 +103,8 @@ class Tuner:
         self._made: dict[tuple[str, str], Forms] = {}
         self._trial: Generator[Forms, float, Forms] | None = None
         self._suspect: Forms | None = None
-        self._failure = ""
+        self._base: Forms | None = None
+        self._failure = self._blamed = ""
 
     @property
     def begun(self) -> bool:
@@ -124,10 +126,10 @@ class Tuner:
             self._trial, before, self.taken = self._choose(), self.taken, []
             self._to(next)
             for seconds in before:
-                if self._trial is not None and seconds is None:
-                    self.failed(RuntimeError("failed before the resume"))
-                elif seconds is not None:
+                if seconds is not None:
                     self._take(seconds)
+                elif self._trial is not None and self._form is self._suspect:
+                    self._blame("failed before the resume")
         return self.form
 
     @property
@@ -136,7 +138,11 @@ class Tuner:
         return self._trial is not None
 
     def note(self, seconds: float, batches: Sequence[Batch] = ()) -> None:
-        """After a step of these batches that was taken in `form`; every rank calls it together."""
+        """After a step of these batches that was taken in `form`; every rank calls it together.
+
+        A form on trial that failed on any of them has failed for all."""
+        if self._suspect is not None and (failure := on_any_rank(self._blamed)):
+            self._blame(failure)
         size = size_of(batches)
         self.size = self.size or size
         self._take(seconds * self.size / size)
@@ -157,9 +163,19 @@ class Tuner:
             return compiled and self._asked == "auto" and groups.world_size() == 1
         if self._form is not self._suspect:
             return False
-        self.taken.append(None)
-        self._to(lambda trial: trial.throw(FormFailedError(self._failure)))
+        assert self._form is not None
+        assert self._base is not None
+        self._blamed = self._failure
+        self._form.off()
+        self._form = self._base  # the other ranks, still in the suspect, hear of it in `note`
+        self._form.on()
         return True
+
+    def _blame(self, failure: str) -> None:
+        """The trial goes on without the form that it asked for."""
+        self.taken.append(None)
+        self._blamed = ""
+        self._to(lambda trial: trial.throw(FormFailedError(failure)))
 
     def instead(
         self, failed: Forms, passes: Callable[[Forms], torch.Tensor], step: int
@@ -314,7 +330,7 @@ class Tuner:
         bases, others = [], []
         try:
             for _ in range(1 + _ROUNDS):
-                self._suspect = other
+                self._suspect, self._base = other, base
                 others.append((yield other))
                 self._suspect = None
                 bases.append((yield base))
