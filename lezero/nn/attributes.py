@@ -87,7 +87,15 @@ def _version(x: Tensor) -> int:
 
 def _same(some: dict[str, Any], others: dict[str, Any]) -> bool:
     try:
-        equal = (x is others[n] or x == others[n] for n, x in some.items())
-        return some.keys() == others.keys() and all(equal)
-    except RuntimeError:  # numbers of another type, or without values
+        return some.keys() == others.keys() and all(_equal(x, others[n]) for n, x in some.items())
+    except (RuntimeError, ValueError, TypeError):  # numbers of another type, or without values
         return False
+
+
+def _equal(some: Any, other: Any) -> bool:
+    if some is other:
+        return True
+    if isinstance(some, tuple) and isinstance(other, tuple):
+        return len(some) == len(other) and all(map(_equal, some, other))
+    # NumPy would compare its number with each of a tuple.
+    return not isinstance(some, tuple) and not isinstance(other, tuple) and bool(some == other)
