@@ -4,8 +4,8 @@ A table that grows with the longest sequence has the length that it was made for
 plain attribute. A short table that is put back without its length is taken for the long one; and
 the length cannot go back without all else that the module noted: lists, caches, layers that were
 made in the first call. So tables that a pass replaced stay where it changed the notes beside them.
-A running mean that is replaced does not, though batches are counted beside it: it is part of the
-state dict, and has the size that it had.
+A training step that is skipped is another matter: it may have replaced a running mean, and counted
+batches beside it. What has the size that it had goes back then.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ class Notes:
 
 
 def goes_with_notes(
-    module: nn.Module, name: str, now: Tensor | None, before: Tensor | None, size: torch.Size | None
+    now: Tensor | None, before: Tensor | None, size: torch.Size | None, training: bool = False
 ) -> bool:
-    """Whether what `name` is in a module that noted something else is a table that changed with it.
+    """Whether what a module that noted something else has `now` is a table that changed with it.
 
-    before, size: the tensor that was there, and the size that it had.
+    before, size: the tensor that was there, and the size that it had. training: in a training step.
     """
-    if (None if now is None else now.shape) != size:
-        return True
-    return now is not before and name in module._non_persistent_buffers_set
+    resized = (None if now is None else now.shape) != size
+    return resized or (now is not before and not training)
 
 
 class _Number:

@@ -26,10 +26,10 @@ class KeptBuffer:
     value: Tensor | None
     table: dict[str, Any]
 
-    def goes_with_notes(self, module: nn.Module) -> bool:
+    def goes_with_notes(self, training: bool) -> bool:
         kept = self.buffer if self.value is None else self.value
         now, size = self.table.get(self.name), None if kept is None else kept.shape
-        return goes_with_notes(module, self.name, now, self.buffer, size)
+        return goes_with_notes(now, self.buffer, size, training)
 
     def restore(self) -> None:
         self.table[self.name] = self.buffer
@@ -45,8 +45,8 @@ class BufferSnapshot:
 
     A forward pass may write into a buffer, resize it, or put another tensor in its place; each is
     undone by `restore`, but for tables that changed together with what the module notes beside
-    them (`lezero.nn.attributes`). A buffer on the meta device, or without a size yet, has no values
-    to keep.
+    them (`lezero.nn.attributes`), fewer of them where the pass is `training`. A buffer on the meta
+    device, or without a size yet, has no values to keep.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class BufferSnapshot:
         model: nn.Module,
         wanted: Callable[[nn.Module, str], bool] = lambda *_: True,
         frozen: Collection[Named] = (),
+        training: bool = False,
     ) -> None:
         buffers = [
             (module, _kept(name, buffer, module._buffers))
@@ -62,7 +63,7 @@ class BufferSnapshot:
             if (buffer is None or not (buffer.is_meta or nn.parameter.is_lazy(buffer)))
             and wanted(module, name)
         ]
-        self._notes = Notes(module for module, _ in buffers)
+        self._notes, self._training = Notes(module for module, _ in buffers), training
         self._kept = buffers + [
             (module, _kept(name, module._parameters[name], module._parameters))
             for module, name in frozen
@@ -73,7 +74,7 @@ class BufferSnapshot:
     def restore(self) -> None:
         changed = self._notes.changed()
         for module, each in self._kept:
-            if module not in changed or not each.goes_with_notes(module):
+            if module not in changed or not each.goes_with_notes(self._training):
                 each.restore()
 
 

@@ -32,7 +32,7 @@ class MovingBuffers:
 
     def keep(self) -> None:
         """Before the first forward pass of a step."""
-        self._before = BufferSnapshot(self._model, self._may_move, self._moving)
+        self._before = BufferSnapshot(self._model, self._may_move, self._moving, training=True)
         self._seen = {
             (module, name): mark
             for module in modules_of(self._model)

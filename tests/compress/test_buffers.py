@@ -15,11 +15,12 @@ from lezero.models.config import RopeScaling
 
 
 class Position(nn.Module):
-    """A table that grows, with its length beside it, and a running mean."""
+    """A table that grows and a scale, with their length beside them, and a running mean."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("table", torch.empty(0), persistent=False)
+        self.register_buffer("scale", torch.ones(()))
         self.register_buffer("mean", torch.zeros(()))
         self.length, self.seen = 0, list[int]()
         self.layer = nn.Linear(64, 64)
@@ -28,16 +29,17 @@ class Position(nn.Module):
         if len(x) > self.length:
             self.length = len(x)
             self.table = torch.arange(self.length, dtype=torch.float32)[:, None]
+            self.scale = torch.full((), 1 / self.length)
         self.seen.append(len(x))
         self.mean += (x.mean() - self.mean) / len(self.seen)
-        return self.layer(x + self.table[: len(x)])
+        return self.layer(x + self.table[: len(x)] * self.scale)
 
 
 def test_a_table_stays_with_its_length() -> None:
     model, x = nn.Sequential(Position()), torch.randn(16, 64)
     lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
     assert model[0].length == len(model[0].table) == 16
-    assert float(model[0].mean) == 0
+    assert (float(model[0].scale), float(model[0].mean)) == (1 / 16, 0)
     assert model(x).shape == x.shape
 
 

@@ -34,7 +34,7 @@ def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
         changed = notes.changed()
         for module, name, buffer in held:
             now, before = module._buffers.get(name), spill.get(("buffer", id(buffer)))
-            if module in changed and goes_with_notes(module, name, now, buffer, before.shape):
+            if module in changed and goes_with_notes(now, buffer, before.shape):
                 continue
             with torch.no_grad(), mode_of(buffer):
                 _give_back(buffer, before)
