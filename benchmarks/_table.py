@@ -32,16 +32,23 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS_PYTHON = ROOT / ".peers" / "bin" / "python"
+_ENDS = (signal.SIGTERM, signal.SIGHUP)
+_GRACE_S = 5
 
 
 def arguments(
     about: str | None, parser: argparse.ArgumentParser | None = None
 ) -> argparse.Namespace:
-    """The options that every benchmark has: --quick, --rounds, --threads, --side."""
+    """The options that every benchmark has: --quick, --rounds, --threads, --side.
+
+    From here on SIGTERM and SIGHUP end this process as Ctrl-C does, by an exception: sides are in
+    sessions of their own and would go on, and what a side made (folders, networks) would stay.
+    """
     parser = parser or argparse.ArgumentParser()
     parser.description = (about or "").strip().split("\n")[0]
     parser.add_argument("--quick", action="store_true", help="a short form that CI runs")
@@ -51,7 +58,16 @@ def arguments(
     options = parser.parse_args()
     if options.threads is None:
         options.threads = len(os.sched_getaffinity(0))
+    for number in _ENDS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # under `nohup` it is not
+            signal.signal(number, _end)
     return options
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    for each in _ENDS:  # `timeout` sends it twice
+        signal.signal(each, signal.SIG_IGN)
+    sys.exit(128 + number)
 
 
 @contextlib.contextmanager
@@ -221,9 +237,16 @@ def run(one: Side, threads: int | None = None, timeout_s: float = 1200) -> dict[
 
 
 def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kills a side, in a session of its own, and what it started: ranks hold its pipes."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Ends a side, in a session of its own, and what it started: ranks hold its pipes. One that
+    still runs has some seconds to take down what it made (see `arguments`)."""
+    try:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(_GRACE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def environment(one: Side, threads: int | None) -> dict[str, str]:

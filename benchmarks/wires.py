@@ -34,7 +34,7 @@ CODECS = ("int8", "int4", "2:4-int4:256", "sign", "sign:32")
 QUICK_CODECS = ("int4",)
 WITHIN = 0.01
 LIMIT_S = 3000
-"""Of a side. Its ranks have less: a side that is killed does not take its two hosts down."""
+"""Of a side. Its ranks have less, so that it can say what they said."""
 RANK = str(Path(__file__).with_name("_wire_ranks.py"))
 
 

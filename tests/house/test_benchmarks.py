@@ -6,6 +6,9 @@ import ast
 import importlib.util
 import json
 import mmap
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -77,6 +80,48 @@ def test_a_side_that_takes_too_long_is_killed_with_all_it_started(frame: ModuleT
     result = frame.compare([hangs], rounds=1, timeout_s=0.5)
     assert result.failed == {"ours": "failed: not done in 0.5 s"}
     assert time.monotonic() - began < 20, "it waited for who holds the pipes"
+
+
+BENCHMARK = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+from _table import arguments, compare, side
+from _turns import compare_in_turns
+if arguments(None).side:
+    try:
+        print(os.getpid(), file=open({log!r}, "w"), flush=True)
+        time.sleep(60)
+    finally:
+        print("taken down", file=open({log!r}, "a"))
+compare{how}([side(__file__, "a")], rounds=1{steps})
+"""
+
+
+@pytest.mark.usefixtures("ctrl_c", "not_under_nohup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(("how", "steps"), [("", ""), ("_in_turns", ", steps=1")])
+def test_a_benchmark_that_is_ended_lets_its_side_take_down_what_it_made(
+    how: str, steps: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    file, log = tmp_path / "benchmark.py", tmp_path / "log"
+    folder = str(ROOT / "benchmarks")
+    file.write_text(BENCHMARK.format(folder=folder, log=str(log), how=how, steps=steps))
+    process = subprocess.Popen([sys.executable, file], stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+    side, *said = log.read_text().splitlines()
+    assert said == ["taken down"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(side), 0)
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios(frame: ModuleType) -> None:

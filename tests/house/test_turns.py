@@ -72,6 +72,6 @@ def test_a_side_that_dies_or_hangs_says_so_and_holds_up_nobody(
     result = turned.compare_in_turns(sides, rounds=2, steps=3, timeout_s=2)
     assert result.figures["a"] == [{"taken": 3}] * 2
     assert "status 1: ValueError: no more" in result.failed["d"]
-    assert "status -9" in result.failed["h"]
+    assert "status -15" in result.failed["h"]
     table = result.table(["taken"])
     assert "ValueError: no more" in table
