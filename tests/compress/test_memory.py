@@ -155,6 +155,26 @@ def test_layers_outside_of_blocks_have_few_hessians_at_a_time(
     assert max(errors) < 1.2 * errors[0] < 0.3
 
 
+def test_layers_that_share_a_weight_have_a_hessian_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    model[1].weight = model[0].weight
+    held: list[int] = []
+    real = Work._looked_at_all
+
+    def looked(self: Work, *args: Any) -> Any:
+        found, ran = real(self, *args)
+        records = {id(one): one for one in found.inputs.values()}.values()
+        held.append(sum(one.hessian.nbytes for one in records if one.hessian is not None))
+        return found, ran
+
+    monkeypatch.setattr(Work, "_looked_at_all", looked)
+    monkeypatch.setattr(hessians, "_OUTSIDE", 2 * 4 * 64 * 64)
+    scheme = lz.Int4Weight(group=32, method="gptq")
+    lz.quantize_(model, scheme, data=torch.randn(256, 64), objective="size")
+    assert held == [2 * 4 * 64 * 64] * 2
+
+
 def test_parts_without_a_hessian_are_no_parts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hessians, "_OUTSIDE", 1)
     model = nn.Sequential(nn.Embedding(30, 64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))

@@ -55,7 +55,8 @@ def outside_of_blocks(sites: Sites, needed: bool) -> list[Sites]:
     """Parts of them whose Hessians together are not much, and at least one layer each."""
     parts, room = [Sites()], Room(_OUTSIDE if needed else math.inf)
     for site, target in sites:
-        size = hessian_bytes(site)
+        # Whichever layer of a tied weight will count, all that data comes through have one.
+        size = hessian_bytes(site) * sum(user.kind == "linear" for user in site.users)
         if size and not room.take(size):
             room = Room(_OUTSIDE)
             room.take(size)
