@@ -264,16 +264,16 @@ class Wrapper(torch.optim.Optimizer):
         self.b.step()
 
 
-def test_masters_of_an_inner_optimizer_are_exported_and_become_weights_in_fp32(tmp_path):
-    def engine(dtype):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8)).to(dtype)
-        return Engine(
-            model, Wrapper(model), loss=lambda m, x: m(x).square().mean(), precision="bf16",
-            compile="off",
-        )  # fmt: skip
+def engine(kind, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8)).to(dtype)
+    return Engine(
+        model, kind(model), loss=lambda m, x: m(x).square().mean(), precision="bf16", compile="off"
+    )
 
-    first = engine(torch.bfloat16)
+
+def test_masters_of_an_inner_optimizer_are_exported_and_become_weights_in_fp32(tmp_path):
+    first = engine(Wrapper, torch.bfloat16)
     for _ in range(3):
         first.train_step(torch.randn(2, 8).bfloat16())
     exact = first.optimizer.b.masters(first.model)
@@ -281,7 +281,7 @@ def test_masters_of_an_inner_optimizer_are_exported_and_become_weights_in_fp32(t
     path = first.save(tmp_path / "run")
     export_weights(path, tmp_path / "model.safetensors")
     exported = load_file(tmp_path / "model.safetensors")
-    second = engine(FP32)
+    second = engine(Wrapper, FP32)
     second.load(path)
     for name, weight in second.model.named_parameters():
         assert torch.equal(weight, exact[name])
@@ -308,17 +308,9 @@ class Begun(Wrapper):
 
 @pytest.mark.parametrize("kind", [Wrapper, Begun])
 def test_weights_in_fp32_become_the_masters_of_an_inner_optimizer(tmp_path, kind):
-    def engine(dtype):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8)).to(dtype)
-        return Engine(
-            model, kind(model), loss=lambda m, x: m(x).square().mean(), precision="bf16",
-            compile="off",
-        )  # fmt: skip
-
-    first = engine(FP32)
+    first = engine(kind, FP32)
     first.train_step(torch.randn(2, 8))
-    second = engine(torch.bfloat16)
+    second = engine(kind, torch.bfloat16)
     second.load(first.save(tmp_path))
     exact = second.optimizer.b.masters(second.model)
     for name, weight in first.model.named_parameters():
