@@ -51,6 +51,10 @@ class DistributedError(LeZeroError, RuntimeError):
     """Ranks cannot meet, differ from each other, or one of them failed."""
 
 
+class UnlikeError(DistributedError):
+    """Ranks were given unlike models, options or versions, which another start would find again."""
+
+
 class NumericsError(LeZeroError, ArithmeticError):
     """A loss, gradient or comparison left the range where training makes sense."""
 

@@ -158,8 +158,10 @@ def _is_final(error: BaseException | None) -> bool:
     """True when starting again cannot help: the program does not load, or the user must act."""
     if isinstance(error, (SyntaxError, ImportError)):
         return True
-    errors = sys.modules.get("lezero.core.errors")
-    return _is_explained(error) and not isinstance(error, errors.DistributedError)  # type: ignore[union-attr]
+    if not _is_explained(error):
+        return False
+    errors = sys.modules["lezero.core.errors"]
+    return isinstance(error, errors.UnlikeError) or not isinstance(error, errors.DistributedError)
 
 
 def _record(fields: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lezero.core import groups
-from lezero.core.errors import DistributedError
+from lezero.core.errors import UnlikeError
 
 _MARKS = 1 << 20
 """So many that the sum of their squares over thousands of ranks is exact in 64 bits."""
@@ -32,7 +32,7 @@ class Agreed(NamedTuple):
 def before_step(
     count: int, stop: bool, outdated: int, optimizer: torch.optim.Optimizer, **others: Any
 ) -> Agreed:
-    """Raises `DistributedError` on every rank where options of the optimizer's groups or `others`
+    """Raises `UnlikeError` on every rank where options of the optimizer's groups or `others`
     differ: replicas would drift apart, and no error would ever say so. Not where a rank's gradients
     are outdated: who renews them says more of groups that one rank alone has.
 
@@ -82,7 +82,7 @@ def _compare(every: list[Options]) -> None:
         for key in dict.fromkeys([*every[0], *theirs]):
             ours, other = every[0].get(key, "nothing"), theirs.get(key, "nothing")
             if not _alike(ours, other):
-                raise DistributedError(
+                raise UnlikeError(
                     f"'{key}' is {ours!r} on rank 0 but {other!r} on rank {rank}, so that their "
                     "models would drift apart; set it on every rank alike, before the same step"
                 )

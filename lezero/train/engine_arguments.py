@@ -126,7 +126,7 @@ def _warn_of_unsavable(model: nn.Module) -> None:
 def agree_on_arguments(
     model: nn.Module, optimizer: torch.optim.Optimizer, **arguments: Any
 ) -> None:
-    """Raises `DistributedError` on every rank, naming the first that ranks have unlike: these, the
+    """Raises `UnlikeError` on every rank, naming the first that ranks have unlike: these, the
     options of the optimizer's groups, and the parameters of a model that is not sharded.
     `OrderError` on one that has not joined the others."""
     groups.need_joined()

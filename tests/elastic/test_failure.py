@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from lezero.core.errors import ConfigError, DistributedError
+from lezero.core.errors import ConfigError, DistributedError, UnlikeError
 from lezero.elastic import worker
 from lezero.elastic.failure import Failure, explain, first_cause, read_record
 
@@ -64,6 +64,7 @@ def test_records_of_torch_and_damaged_ones_are_read(tmp_path):
         (1, ConfigError("train.lr: got -1"), True),
         (1, ImportError("no module"), True),
         (1, DistributedError("rank 1 is gone"), False),
+        (1, UnlikeError("'lr' is 1 on rank 0 but 2 on rank 1"), True),
         (1, ValueError("bad sum"), False),
     ],
 )

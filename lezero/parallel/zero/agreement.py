@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lezero.core import groups
-from lezero.core.errors import DistributedError
+from lezero.core.errors import UnlikeError
 
 
 def agree(what: str, mine: dict[str, Any]) -> None:
-    """Raises the same `DistributedError` on every rank when the ranks' `mine` differ.
+    """Raises the same `UnlikeError` on every rank when the ranks' `mine` differ.
 
     Values are plain data. The message names the first key that differs and the values of rank 0
     and of the first rank that differs from it.
@@ -19,7 +19,7 @@ def agree(what: str, mine: dict[str, Any]) -> None:
         for key in dict.fromkeys([*every[0], *theirs]):
             ours, other = every[0].get(key, "nothing"), theirs.get(key, "nothing")
             if ours != other:
-                raise DistributedError(
+                raise UnlikeError(
                     f"{what}: '{key}' is {ours!r} on rank 0 but {other!r} on rank {rank}; "
                     "start every rank with the same version, model and configuration"
                 )
@@ -32,4 +32,4 @@ def agree_on_errors(what: str, problem: Exception | None) -> None:
         raise problem
     for rank, text in enumerate(texts):
         if text:
-            raise DistributedError(f"{what}: rank {rank} failed: {text}")
+            raise UnlikeError(f"{what}: rank {rank} failed: {text}")

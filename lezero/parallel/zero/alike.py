@@ -23,7 +23,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `DistributedError` on every rank where `optimizer` has not the same kind, options and
+    """Raises `UnlikeError` on every rank where `optimizer` has not the same kind, options and
     parameters on all. Collective where it has parameters of a sharded model."""
     if _shared(optimizer):
         agree(f"{type(optimizer).__name__}.step", _description(optimizer))

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import AUTO, Wire
 from lezero.core import groups, ledger
-from lezero.core.errors import ConfigError, DistributedError, OrderError
+from lezero.core.errors import ConfigError, OrderError, UnlikeError
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.gradients import wide
 from lezero.parallel.zero.lines import Lines
@@ -98,7 +98,7 @@ def check_max_norm(model: nn.Module, config: Zero) -> None:
 
 
 def agree_on_tensors(model: nn.Module) -> None:
-    """Raises `DistributedError` on every rank, naming the first parameter or buffer that ranks have
+    """Raises `UnlikeError` on every rank, naming the first parameter or buffer that ranks have
     unlike.
 
     Only digests are exchanged where they are alike.
@@ -125,7 +125,7 @@ def agree_on_tensors(model: nn.Module) -> None:
         name = first[at][0]
         told = f"{kind} of {name} is {ours} on rank 0 but {theirs} on rank {rank}"
     counts = [sum(one[0].startswith("parameter") for one in found) for found in (first, other)]
-    raise DistributedError(
+    raise UnlikeError(
         f"lz.shard_: the models differ ({counts[0]} parameters on rank 0, {counts[1]} on rank "
         f"{rank}): {told}; build the same model on every rank"
     )
