@@ -251,7 +251,8 @@ def kill_all(process: subprocess.Popen[str]) -> None:
 
 def environment(one: Side, threads: int | None) -> dict[str, str]:
     """What a side's process sees."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    places = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": places, "TOKENIZERS_PARALLELISM": "false"}
     if threads:
         env |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     # A side of another environment must see its own packages only.

@@ -16,6 +16,7 @@ from tests import leaks
 from tests.ranks import HIDDEN, RankPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("PYTHONUNBUFFERED", None)  # or lines that wait in a buffer would be seen at once
 _session_folder = ""
 
 

@@ -104,7 +104,7 @@ def _unwrapped(text: str | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _make_streams_writable()
+    _prepare_streams()
     debug, arguments = _take_debug(arguments)
     with _debug_flag(debug):
         try:
@@ -115,17 +115,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _make_streams_writable() -> None:
+def _prepare_streams() -> None:
     """A command never fails for where its words go.
 
     A stream that was closed before the start leads nowhere from now on: its number would go to the
-    next file that is opened. Characters that stdout's encoding lacks are written as plain ones that
+    next file that is opened. A line is written when it is told, also to a pipe or a file, whose
+    reader may wait for it. Characters that stdout's encoding lacks are written as plain ones that
     mean the same, or as "?".
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     encoding, errors = getattr(sys.stdout, "encoding", "utf-8"), getattr(sys.stdout, "errors", "")
     if errors == "strict" or not encoding.lower().startswith("utf"):
         with contextlib.suppress(AttributeError, ValueError, OSError):

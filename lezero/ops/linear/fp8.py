@@ -11,7 +11,6 @@ but units such as Hopper's keep only about 14 bits of a sum, for x in fp32 too.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from lezero.ops.linear.checks import check_bias, check_devices
 from lezero.ops.linear.derivatives import bias_grad, differentiate
 from lezero.ops.linear.op import FLOATS
 from lezero.ops.quantize.tokens import fp8_tokens
+from lezero.ops.triton_runs import triton_runs
 
 _TILE = 16  # N and K of the product are multiples of it
 
@@ -77,7 +77,7 @@ def product(x_MK: Tensor, codes_NK: Tensor, scale_N1: Tensor, bias: Tensor | Non
 
 
 def _tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    if x_MK.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if triton_runs(x_MK.device):
         from lezero.ops.linear import triton_fp8
 
         return triton_fp8.fp8_tokens(x_MK)
