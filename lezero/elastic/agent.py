@@ -86,7 +86,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Asked before: a rank that fails from here on is for the next turn, not for torch alone,
         # which would start all again without a word.
-        running = any(handler.proc.poll() is None for handler in self._handlers().values())
+        running = self._alive()
         if self._failures(worker_group):
             time.sleep(_MONITOR_S)  # the ranks of one accident are not gone at the same instant
             cause = self._awaited(first_cause(self._failures(worker_group)), worker_group)
@@ -145,14 +145,24 @@ class Agent(LocalElasticAgent):
         self.status = cause.status
         self.message = explain(cause, tail, spent, shown=cause.rank == 0, debug=self._debug)
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Before the ranks start again. Torch's handlers stay: a signal now is the job's first."""
+        if self._alive():
+            say(
+                f"lezero: machines come or go: the ranks have {self._grace_s:g} s to save, "
+                "then all start again"
+            )
+        self._stop(signal.SIGTERM, self._grace_s)
+        super()._shutdown(signal.SIGKILL)
+
     def _shutdown(
         self,
         death_sig: signal.Signals = signal.SIGTERM,
         *arguments: Any,
         **options: Any,
     ) -> None:
-        alive = any(handler.proc.poll() is None for handler in self._handlers().values())
-        if alive:
+        """The end of the job: torch calls it once, at the end of `run`."""
+        if self._alive():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._second_signal)
             say(
@@ -164,6 +174,9 @@ class Agent(LocalElasticAgent):
 
     def _second_signal(self, number: int, frame: FrameType | None) -> None:
         self._hurry = True
+
+    def _alive(self) -> bool:
+        return any(handler.proc.poll() is None for handler in self._handlers().values())
 
     def _handlers(self) -> dict[int, Any]:
         return getattr(self._pcontext, "subprocess_handlers", {})
