@@ -24,6 +24,9 @@ def launch(
     nnodes: Annotated[str, typer.Option(help="Machines: a number or least:most.")] = "1",
     address: Annotated[str, typer.Option(help="Machine where the launchers meet.")] = "",
     port: Annotated[int, typer.Option(help="Port where they meet; 0 takes a free one.")] = 0,
+    join_timeout: Annotated[
+        int, typer.Option(help="Seconds that the launchers wait for each other.")
+    ] = 600,
     threads: Annotated[int, typer.Option(help="Threads of a rank; 0: cores / ranks.")] = 0,
     grace: Annotated[
         float, typer.Option(help="Seconds to save and end after Ctrl-C or SIGTERM.")
@@ -50,6 +53,7 @@ def launch(
         port=port,
         max_restarts=max_restarts,
         grace_s=grace,
+        join_timeout_s=join_timeout,
         threads=threads,
         oversubscribe=oversubscribe,
         show_all=show_all,

@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -35,7 +36,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousParameters,
 )
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from lezero.core.log import say
 from lezero.elastic.failure import Failure, explain, first_cause, read_record
@@ -44,6 +46,7 @@ from lezero.elastic.worker import ERROR_FILE, STARTS, die_with_parent, python_co
 
 _MONITOR_S = 0.05
 _PEER_GRACE_S = 5.0
+_READ_S = 60
 _TWIN_S = 1.0
 _SUBREAPER = 36
 
@@ -233,7 +236,7 @@ def _run(job: dict[str, Any], folder: Path, output: Output) -> int:
     agent: Agent | None = None
     handler: RendezvousHandler | None = None
     try:
-        handler = get_rendezvous_handler(_rendezvous(job))
+        handler = _meeting(job)
         agent = Agent(_spec(job, handler), _Logs(folder, output), output, *_manners(job))
         agent.run()
         handler.shutdown()
@@ -270,17 +273,26 @@ def _manners(job: dict[str, Any]) -> tuple[float, bool]:
     return job["grace_s"], job["debug"]
 
 
-def _rendezvous(job: dict[str, Any]) -> RendezvousParameters:
+def _meeting(job: dict[str, Any]) -> RendezvousHandler:
+    """As torch's registry makes one, but the first launcher is waited for as long as the others.
+
+    Torch takes one limit for the connection and for all that is read over it. Afterwards it is
+    torch's usual one again: a machine that is lost must not be waited for as one that is to come.
+    """
     least, most = job["nodes"]
-    return RendezvousParameters(
+    params = RendezvousParameters(
         backend="c10d",
         endpoint=job["endpoint"],
         run_id=job["id"],
         min_nodes=least,
         max_nodes=most,
         local_addr="127.0.0.1" if most == 1 else None,
-        timeout=job["join_timeout_s"],
+        join_timeout=job["join_timeout_s"],
+        read_timeout=job["join_timeout_s"],
     )
+    backend, store = create_backend(params)
+    store.set_timeout(timedelta(seconds=_READ_S))
+    return create_handler(store, backend, params)
 
 
 def _spec(job: dict[str, Any], handler: RendezvousHandler) -> WorkerSpec:

@@ -5,12 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+    c10d_rendezvous_backend,
+)
 
 from lezero.elastic import LaunchConfig
+from lezero.elastic.agent import _meeting
 
 GROWING = """
 import os, sys
@@ -40,13 +53,13 @@ def test_a_signal_while_a_machine_joins_ends_the_job(tmp_path: Path) -> None:
     """It only shortened the wait for the ranks, and the job started again."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    job = {
+    growing = {
         **LaunchConfig(ranks=1, quiet=True).to_dict(),
         **{"nodes": [1, 1], "endpoint": "localhost:0", "id": "growing", "parent": os.getpid()},
         "command": ["script", str(script)],
     }
-    words = [sys.executable, "-c", GROWING, json.dumps(job), str(tmp_path / "ready")]
-    agent = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", GROWING, json.dumps(growing), str(tmp_path / "ready")]
+    agent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 60
     try:
         while not (tmp_path / "stopping").exists():
@@ -62,3 +75,32 @@ def test_a_signal_while_a_machine_joins_ends_the_job(tmp_path: Path) -> None:
     first, second = said.splitlines()
     assert first.startswith("lezero: machines come or go: the ranks have 30 s to save")
     assert second.startswith("lezero: stopping")
+
+
+def job(port: int, seconds: int) -> dict[str, Any]:
+    config = LaunchConfig(nodes="2", address="localhost", port=port, join_timeout_s=seconds)
+    return {**config.to_dict(), "nodes": [2, 2], "endpoint": f"localhost:{port}", "id": "apart"}
+
+
+def test_launchers_wait_for_each_other_as_long_as_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every one waited 60 s for the first to come, and 600 s for the last."""
+    monkeypatch.setattr(
+        c10d_rendezvous_backend,
+        "_matches_machine_hostname",
+        lambda host: threading.current_thread() is threading.main_thread(),
+    )
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    with ThreadPoolExecutor(1) as elsewhere:
+        with pytest.raises(RendezvousConnectionError):
+            elsewhere.submit(_meeting, job(port, 1)).result(30)
+        coming = elsewhere.submit(_meeting, job(port, 50))
+        time.sleep(0.5)
+        first = _meeting(job(port, 1))
+        second = coming.result(30)
+    assert second._store.timeout == timedelta(seconds=60)  # type: ignore[attr-defined]
+    with pytest.raises(RendezvousTimeoutError):
+        first.next_rendezvous()
