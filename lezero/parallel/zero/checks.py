@@ -15,6 +15,7 @@ from lezero.comm.mesh import Mesh
 from lezero.comm.wire import AUTO, Wire
 from lezero.core import groups, ledger
 from lezero.core.errors import ConfigError, OrderError, UnlikeError
+from lezero.core.tensors import parts
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.gradients import wide
 from lezero.parallel.zero.lines import Lines
@@ -142,7 +143,9 @@ def _listing(model: nn.Module) -> list[tuple[Any, ...]]:
     for what, tensors in named.items():
         for name, x in tensors:
             owner = first.setdefault(id(x), name)
-            kind = tuple(x.shape), str(x.dtype), x.requires_grad, x.device.type, owner
+            shapes = (x.shape, *(part.shape for part in parts(x) if part is not x))
+            shape = tuple(map(tuple, shapes)) if len(shapes) > 1 else tuple(x.shape)
+            kind = shape, str(x.dtype), x.requires_grad, x.device.type, owner
             found.append((f"{what} '{name}'", *kind))
     return found
 
