@@ -36,6 +36,7 @@ class Sharding:
     """The sharding of one model; `sharding_of(model)` gives it.
 
     `units`: blocks in order, the root last. `parameters`: by name, tied ones under their first.
+    `started`: no lasting copy is known to lack the values that its parameters have now.
     """
 
     def __init__(self, config: Zero, lines: Lines, units: list[Unit]) -> None:
@@ -54,6 +55,7 @@ class Sharding:
         places = [place for held in helds for place in held.places]
         self.structure = Structure(self.root.module, places)
         self._stepped = self._summed = False
+        self.started = False
         self._last: dict[str, Unit | None] = {"forward": None, "backward": None}
         self._next: dict[tuple[str, Unit], Unit] = {}
 
@@ -96,6 +98,7 @@ class Sharding:
                 unit.changed()
                 if unit.slots is None:
                     unit.start()
+        self.started = all(u.valid or u.gathering for u in self.units if u.slots is None)
         if not self._stepped and self.lines.place.type == "cpu":
             give_back_free_blocks()  # what the first step needed beside the optimizer's state
         self._stepped = True
@@ -106,13 +109,11 @@ class Sharding:
         A forward pass does it by itself, the first one after a step or a load: where only some
         ranks are about to run one, all of them call this before.
         """
-        lasting = [unit for unit in self.units if unit.slots is None]
         with torch.inference_mode(False), torch.no_grad():  # the copies live on into training
-            for unit in lasting:
-                unit.check()
-                unit.start()
-            for unit in lasting:
-                unit.finish()
+            self.start_lasting()
+            for unit in self.units:
+                if unit.slots is None:
+                    unit.finish()
 
     def account(self) -> dict[str, Any]:
         """Bytes that this rank sent, by axis, as the links count them."""
@@ -133,6 +134,7 @@ class Sharding:
 
     def values_changed(self) -> None:
         """Parameters change: the sums that have come since the last time were those of a step."""
+        self.started = False
         if self._summed:
             self._summed = False
             self.lines.step_done()
@@ -151,6 +153,15 @@ class Sharding:
         if outside and not any(u.depth for u in self.units):
             self.structure.check()
             self._last["forward"] = None
+
+    def start_lasting(self) -> None:
+        """Starts to gather what `gather` makes whole: all of it, since a rank may go on to another
+        layer than the others do."""
+        for unit in self.units:
+            if unit.slots is None:
+                unit.check()
+                unit.start()
+        self.started = True
 
     def watch(self, held: Held) -> None:
         """Has autograd hand over the gradient of `held.full`, and of a parameter that is not split

@@ -234,6 +234,8 @@ class Unit:
         """Gathers, and registers the whole parameters."""
         self.sharding.backward.gate(self)
         self.check()
+        if not self.sharding.started and not self.sharding.backward.active:
+            self.sharding.start_lasting()
         self.start()
         self.finish()
         for held in self.helds:

@@ -8,7 +8,7 @@ import torch._dynamo  # the first optimizer step loads it; here it is loaded onc
 
 from lezero.core import groups
 from lezero.parallel.zero import Zero, clip_grad_norm_, shard_, sharding_of
-from tests.parallel.zero.models import batches, loss_of, make, plain_losses, whole
+from tests.parallel.zero.models import Tiny, batches, loss_of, make, plain_losses, whole
 
 
 def train(stage, steps, dtype=torch.float32, compute="auto", max_norm=0.5, **options):
@@ -92,3 +92,38 @@ def gathered_ahead():
 def test_the_next_block_is_gathered_while_one_computes(ranks):
     """From the second forward on, when it is known which one is next."""
     assert ranks(2, gathered_ahead) == [[False] * 3 + [True] * 3] * 2
+
+
+class Dropping(Tiny):
+    """Leaves a layer out, on each rank another."""
+
+    def forward(self, tokens):
+        x, me = self.embed(tokens), groups.rank()
+        for index, block in enumerate(self.blocks):
+            if index != me:
+                x = block(x)
+        return self.head(self.norm(x)) * self.scale
+
+
+def layers_left_out(stage):
+    model = shard_(make(Dropping), Zero(stage=stage))
+    found = []
+    for factor in (1.0, 0.5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if factor != 1:
+                    parameter.mul_(factor)
+        loss_of(model, next(batches(1))).backward()
+        model.zero_grad()
+        found.append(whole(model))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ranks_may_leave_out_layers_from_the_first_forward_on(ranks, stage):
+    """And after a change of all: what lasts is gathered whole, whatever a rank goes on to."""
+    (first, halved), other = ranks(2, layers_left_out, stage)
+    for name, value in first.items():
+        assert torch.equal(value, other[0][name])
+        assert torch.equal(halved[name], value / 2)
+        assert torch.equal(halved[name], other[1][name])
