@@ -126,7 +126,8 @@ class Handshake:
                 raise DistributedError(text) if text else lost
             if time.monotonic() > deadline:
                 raise DistributedError(
-                    f"rank {self.names[rank]} lives, but has not come to this collective in time"
+                    f"rank {self.names[rank]} lives, but has not come to this collective in time; "
+                    "where it rightly takes longer, join with lezero.core.groups.join(timeout_s=…)"
                 )
 
     def close(self) -> None:
