@@ -53,6 +53,7 @@ def verify(config: RunConfig, steps: int = 10, *, at_once: int = 0) -> Verificat
     joined = groups.active()
     groups.join()
     try:
+        recipe.check(config)
         with _shared_folder() as root:
             found = _Journey(config, min(steps, config.train.steps), root).run(at_once)
         told = groups.broadcast_object(asdict(found) if found else None)

@@ -20,7 +20,7 @@ from lezero.core import groups
 from lezero.core.config import Config, PathText, read_yaml, set_path
 from lezero.core.errors import ConfigError, Problem
 from lezero.core.log import logger
-from lezero.data import DataConfig
+from lezero.data import DataConfig, TokenizerConfig
 from lezero.models import TransformerConfig
 from lezero.models.config import RopeScaling
 from lezero.optim import Schedule
@@ -35,7 +35,8 @@ class ModelConfig(Config):
 
     folder: PathText | None = None
     """A Hugging Face folder to start from, which brings its own shape: then no other key of this
-    section may be given (or all of them, each with its default, as in a run's config.yaml)."""
+    section may be given (or all of them, each with its default, as in a run's config.yaml). Its
+    tokenizer is used where `data` names none."""
     layers: int = Field(8, ge=1, le=4096)
     dim: int = Field(512, ge=2, le=1 << 20)
     heads: int = Field(8, ge=1, le=1 << 14)
@@ -184,6 +185,14 @@ class RunConfig(Config):
             )
         if train.masters != "none" and zero.compute == "fp32":
             raise ValueError("train.masters are of bf16 weights, but zero.compute is fp32")
+        return self
+
+    @model_validator(mode="after")
+    def _with_the_models_tokenizer(self) -> Self:
+        folder = self.model.folder
+        if folder is not None and "tokenizer" not in self.data.model_fields_set:
+            own = {"tokenizer": TokenizerConfig(folder=folder)}
+            object.__setattr__(self, "data", self.data.model_copy(update=own))
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ same order: module swaps before the split, the split before recompute, recompute
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.data import Data, EvalLoader, Loader, prepare
 from lezero.data.build import foresee_cache, foresee_rows
+from lezero.data.tokenizer import holds_tokenizer
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
 from lezero.models.huggingface import read_weights
 from lezero.models.rope import Rope
@@ -38,8 +40,28 @@ def check(config: RunConfig) -> None:
     config.micro_batch(groups.world_size())
     if config.report.tensorboard and groups.is_main():
         require_tensorboard()
-    if config.model.folder is not None:
-        read_config(config.model.folder)
+    _check_folder(config)
+
+
+def _check_folder(config: RunConfig) -> None:
+    """Refuses a model's folder that cannot be read, and a tokenizer that is not the model's: its
+    weights would be trained on tokens that they do not know."""
+    folder, given = config.model.folder, config.data.tokenizer
+    if folder is None:
+        return
+    read_config(folder)
+    holds = holds_tokenizer(Path(folder))
+    if holds and given.folder is None:
+        what = "bytes" if given.train is None else f"{{train: {given.train}}}"
+        raise ConfigError(
+            f"data.tokenizer: got {what}, but the model in {folder} was taught the tokens of the "
+            "tokenizer beside it; leave data.tokenizer out, and that is used"
+        )
+    if not holds and given.folder == folder:
+        raise ConfigError(
+            f"model.folder: {folder} holds no tokenizer; copy the model's own into it, or name its "
+            "place: data.tokenizer={folder: …}"
+        )
 
 
 def model_config(config: RunConfig, vocab: int) -> TransformerConfig:
@@ -204,6 +226,7 @@ def plan_inputs(
     builder raises `CapacityError` for a model whose state alone cannot fit.
     """
     world = groups.world_size() if world is None else world
+    _check_folder(config)
     if vocab is None:
         foresee_rows(config.data)
         foresee_cache()

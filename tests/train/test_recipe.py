@@ -9,13 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from lezero.core.errors import FileError, MissingExtraError
+from lezero.core.errors import ConfigError, FileError, MissingExtraError
+from lezero.data.tokenizer import train_tokenizer
 from lezero.models import Transformer, TransformerConfig, load_hf
 from lezero.models.hf_writing import save_hf
 from lezero.optim import AdamW8bit
 from lezero.parallel.zero import full_parameters, shard_
 from lezero.train import recipe
-from lezero.train.config import TrainConfig
+from lezero.train.config import RunConfig, TrainConfig
 from tests.train.runs import config, settings
 
 SHAPE = {"vocab": 64, "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "context": 32}
@@ -64,6 +65,26 @@ def test_weights_that_do_not_fit_a_split_model_are_named(ranks, tmp_path):
     save_hf(Transformer(TransformerConfig(**{**SHAPE, "layers": 1})), other)
     shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
     ranks(2, misfit, tmp_path)
+
+
+def test_a_model_from_a_folder_is_trained_on_its_own_tokenizer(tmp_path):
+    made = settings(tmp_path, model={"folder": str(tmp_path / "model")})
+    chosen = made["data"].pop("tokenizer")
+    save_hf(Transformer(TransformerConfig(**SHAPE)), tmp_path / "model")
+    left_out = RunConfig.parse(made)
+    with pytest.raises(ConfigError, match="model holds no tokenizer; copy the model's own"):
+        recipe.check(left_out)
+    taught = train_tokenizer(["a rose is a rose is a rose"] * 9, 300)
+    taught.save(tmp_path / "model")
+    recipe.check(left_out)
+    again = RunConfig.parse(left_out.to_dict())
+    for each in (left_out, again):
+        assert recipe.build_data(each).tokenizer.digest == taught.digest
+    for given in (chosen, {"train": 300}):
+        made["data"]["tokenizer"] = given
+        for refused in (recipe.check, recipe.plan_inputs):
+            with pytest.raises(ConfigError, match=r"got (bytes|.train: 300.), .*leave data.token"):
+                refused(RunConfig.parse(made))
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
