@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -19,6 +20,7 @@ import numpy as np
 
 from lezero import __version__
 from lezero.core.errors import CorruptError
+from lezero.data.behind import Behind
 from lezero.data.tokenizer import Tokenizer
 from lezero.files.folder import cannot_write, read_small, write_durable
 from lezero.files.sealed import seal, unseal
@@ -60,6 +62,10 @@ class Writer:
                 os.fsync(file.fileno())
             file.close()
 
+    @cached_property
+    def _behind(self) -> Behind:
+        return Behind(self.tokenizer)
+
     def add_text(self, text: str) -> None:
         last: list[int] = []
         for part in self.tokenizer.encode_parts(text):
@@ -69,8 +75,11 @@ class Writer:
         self._append("tokens", np.array([*last, self.tokenizer.eos], self.dtype))
 
     def add_pair(self, prompt: str, response: str) -> None:
+        """The prompt is encoded alone, as it is where the model is asked, the response behind it:
+        their tokens decode to both texts, one after the other."""
         asked = self.tokenizer.encode(prompt) if prompt else []
-        tokens = [*asked, *self.tokenizer.encode(response), self.tokenizer.eos]
+        answered = (self._behind if prompt else self.tokenizer).encode(response)
+        tokens = [*asked, *answered, self.tokenizer.eos]
         entry = (self._end, self._end + len(asked), self._end + len(tokens))
         self._end = entry[2]
         self._append("pairs", np.array(tokens, self.dtype))
