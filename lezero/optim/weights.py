@@ -54,6 +54,10 @@ class WeightOptimizer(Optimizer):
         torch's kernels): LeZero's read it there."""
         return self._masters != "none" or self._eight_bit
 
+    @property
+    def keeps_masters(self) -> bool:
+        return self._masters != "none"
+
     def masters(self, model: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The exact fp32 value of each parameter that this optimizer updates, by its name.
 

@@ -264,7 +264,7 @@ class Engine:
         if not isinstance(self.gradients, Sharded):
             name = resolve_plain(asked, self.model, self.optimizer, self.decisions)
             return Precision(name, self.place)
-        name = resolve_sharded(asked, self.model, self.decisions)
+        name = resolve_sharded(asked, self.model, self.optimizer, self.decisions)
         return Precision(name, self.place, cache=False)
 
     def _find_shift(self, batches: list[Batch]) -> None:

@@ -1,9 +1,9 @@
 """Precision of a run: which dtype the matrix products use, and loss scaling where fp16 needs it.
 
-Parameters and optimizer state stay fp32 in every precision, so the precision can change in mid-run
-and nothing else has to: `fp32` computes plainly, `bf16` and `fp16` under `torch.autocast`, `fp16`
-with a dynamic loss scale on top (Micikevicius et al., "Mixed Precision Training", 2018). A sharded
-model has 16-bit copies of its parameters already: then bf16 is `lz.Zero(compute="bf16")`.
+Parameters and optimizer state, of fp32, keep their type in every precision, so that it can change
+in mid-run and nothing else has to: `fp32` computes plainly, `bf16` and `fp16` under `torch.autocast`,
+`fp16` with a dynamic loss scale on top (Micikevicius et al., "Mixed Precision Training", 2018). A
+sharded model has 16-bit copies of its parameters already: then bf16 is `lz.Zero(compute="bf16")`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lezero.core import device
+from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
+from lezero.core.log import logger
+from lezero.optim.weights import WeightOptimizer
 from lezero.parallel.zero import sharding_of
 from lezero.profiler.products import product_seconds
 
+log = logger("train")
 Name = Literal["auto", "fp32", "bf16", "fp16"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NATIVE_BF16 = {"amx_bf16", "avx512_bf16", "bf16", "sve_bf16"}
@@ -77,31 +80,47 @@ def resolve_plain(
     step: int = 0,
 ) -> str:
     """The precision of a model that is not sharded; recorded once its weights can be trained so."""
-    place = next(model.parameters()).device
-    found = resolve(name, place, Decisions(replay=decisions.replay), step)
-    _check_weights(found, model, optimizer)
-    return resolve(name, place, decisions, step)
+    _check_weights(model, optimizer, decisions)
+    return resolve(name, next(model.parameters()).device, decisions, step)
 
 
-def _check_weights(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises `ConfigError` for weights in fp16 that the optimizer is to train in fp16: the loss
-    scale works on fp32 gradients, and small steps would be lost."""
+def _check_weights(
+    model: nn.Module, optimizer: torch.optim.Optimizer, decisions: Decisions
+) -> None:
+    """Raises `ConfigError` for weights in fp16 that the optimizer is to train: they lose small
+    steps, and their second moments become zero. Warns, once, of those in bf16 without masters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    half = [n for n, p in model.named_parameters() if id(p) in held and p.dtype == torch.float16]
-    if name == "fp16" and half:
+    kinds = {n: p.dtype for n, p in model.named_parameters() if id(p) in held}
+    if half := [name for name, kind in kinds.items() if kind == torch.float16]:
         more = f", and {len(half) - 1} more are" if len(half) > 1 else ""
         raise ConfigError(
-            f"precision: fp16 computes in fp16 with weights in fp32, but '{half[0]}' is in "
-            f"fp16{more}; call model.float() before the optimizer is made, or model.bfloat16() "
-            "with precision='bf16'"
+            f"precision: weights are trained in fp32 (or bf16 with masters), but '{half[0]}' is in "
+            f"fp16{more}; call model.float() before the optimizer is made, whatever the precision"
+        )
+    bf16 = [name for name, kind in kinds.items() if kind == torch.bfloat16]
+    masters = isinstance(optimizer, WeightOptimizer) and optimizer.keeps_masters
+    if not bf16 or masters or "weights" in decisions.records:
+        return
+    more = f", as are {len(bf16) - 1} more" if len(bf16) > 1 else ""
+    reason = f"'{bf16[0]}' is{more}, and the optimizer has no fp32 masters"
+    decisions.record("weights", "bf16", reason=reason, fact=True)
+    if groups.is_main():
+        log.warning(
+            "weights in bf16: %s that LeZero knows of, so steps smaller than 1/512 of a weight are "
+            "lost; call model.float() before the optimizer is made, or use "
+            "lz.optim.AdamW(model, masters='fp32')",
+            reason,
         )
 
 
-def resolve_sharded(name: str, model: nn.Module, decisions: Decisions) -> str:
+def resolve_sharded(
+    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, decisions: Decisions
+) -> str:
     """The precision of a sharded model: what `lz.Zero(compute=…)` made its parameters compute in.
 
     `ConfigError` when the user asks for another one.
     """
+    _check_weights(model, optimizer, decisions)
     zero = sharding_of(model).config
     types = {zero.compute_dtype(parameter.dtype) for parameter in model.parameters()}
     found = "bf16" if torch.bfloat16 in types else "fp32"

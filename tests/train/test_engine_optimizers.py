@@ -1,13 +1,13 @@
 """Optimizers of torch under the engine: sparse gradients, late parameters, masters, refusals."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lezero.core.decisions import Decision
 from lezero.core.errors import ConfigError, LeZeroError, NumericsError, OrderError
 from lezero.optim import AdamW, AdamW8bit, Schedule
 from lezero.train.engine import Engine
@@ -145,19 +145,39 @@ def test_a_loss_that_reaches_nothing_of_the_optimizer_is_told():
                 engine.train_step(torch.ones(3, 2))
 
 
-def test_fp16_weights_are_refused_where_fp16_is_the_precision():
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "fp16"])
+def test_fp16_weights_are_refused_in_each_precision(precision):
     model = nn.Linear(2, 1).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    told = r"^precision: fp16 .* 'weight' is in fp16, and 1 more are; call model\.float\(\)"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    told = r"^precision: .* 'weight' is in fp16, and 1 more are; call model\.float\(\)"
     with pytest.raises(ConfigError, match=told):
-        Engine(model, optimizer, precision="fp16")
-    engine = Engine(model, optimizer, precision="fp32")
-    with pytest.raises(ConfigError, match=told):
-        engine.set_precision("fp16")
-    assert engine.decisions.records["precision"].chosen == engine.precision.name == "fp32"
+        Engine(model, optimizer, precision=precision)
     model.bias.requires_grad_(False)
     model.weight.data = model.weight.data.float()
-    assert Engine(model, optimizer, precision="fp16").precision.name == "fp16"
+    engine = Engine(model, optimizer, precision="fp32")
+    model.weight.data = model.weight.data.half()
+    with pytest.raises(ConfigError, match=r"^precision: .* 'weight' is in fp16; call"):
+        engine.set_precision(precision)
+    assert engine.decisions.records["precision"].chosen == engine.precision.name == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "told"),
+    [
+        (torch.bfloat16, AdamW, True),
+        (torch.bfloat16, partial(torch.optim.SGD, lr=0.1), True),
+        (torch.bfloat16, partial(AdamW, masters="remainder"), False),
+        (torch.float32, AdamW, False),
+    ],
+)
+def test_bf16_weights_without_masters_are_told_once(dtype, make, told, caplog):
+    model = nn.Linear(2, 1).to(dtype)
+    engine = Engine(model, make(model.parameters()), precision="bf16")
+    engine.set_precision("fp32")
+    assert ("weights" in engine.decisions.records) == told
+    assert [r.getMessage()[:40] for r in caplog.records if "weights in bf16" in r.getMessage()] == [
+        "weights in bf16: 'weight' is, as are 1 m"
+    ] * told
 
 
 def test_fp16_weights_that_the_optimizer_does_not_hold_are_no_reason_to_refuse():
@@ -166,16 +186,6 @@ def test_fp16_weights_that_the_optimizer_does_not_hold_are_no_reason_to_refuse()
     optimizer = torch.optim.SGD(model[1].parameters(), lr=1.0)
     engine = Engine(model, optimizer, precision="fp16", loss=lambda m, x: m(x).float().mean())
     assert engine.train_step(torch.ones(3, 2)).step == 1
-
-
-def test_fp16_weights_are_refused_where_auto_becomes_fp16():
-    model = nn.Linear(2, 1).half()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = Engine(model, optimizer, precision="fp32")
-    engine.decisions.replay["precision"] = Decision("precision", "fp16", {}, "", "an older GPU")
-    with pytest.raises(ConfigError, match=r"^precision: fp16 .* 'weight' is in fp16"):
-        engine.set_precision("auto")
-    assert engine.decisions.records["precision"].chosen == engine.precision.name == "fp32"
 
 
 def test_a_step_that_ended_with_an_error_leaves_the_loss_scale_ready(monkeypatch):
@@ -306,13 +316,13 @@ def test_masters_of_weights_in_bf16_become_weights_in_fp32(kind, make, tmp_path)
     assert not torch.equal(exact, exact.bfloat16().float())
     second.train_step(torch.randn(2, 64))
     assert {"master", "remainder"}.isdisjoint(second.optimizer.state[second.model[0].weight])
+    half = nn.Parameter(exact.half())
+    with pytest.raises(ConfigError, match=r"or by Engine\.load into one in float32"):
+        AdamW([half]).check_state(half, {"master": exact})
     if make is torch.optim.AdamW:
         other = engine(torch.bfloat16, make)
         with pytest.raises(LeZeroError, match=r"fp32 masters, which torch's AdamW would lose"):
             other.load(path)
-    if make is AdamW:
-        with pytest.raises(LeZeroError, match=r"or by Engine\.load into one in float32"):
-            engine(torch.float16, AdamW).load(path)
 
 
 class OwnMasters(torch.optim.SGD):
