@@ -3,9 +3,10 @@
 The engine weights every micro-batch and every rank by its number of counted units, so that
 accumulation over unequal batches equals one big batch exactly. `tokens` counts the `targets` other
 than -100, or else the `labels` other than -100 (all of them where they are floating-point: there
--100 is a value like any other), which are a tensor or an array; `samples` counts the first dim,
-whatever is inside the entries of `targets` or `labels` that are a list of as many; anything else is
-a function `count(batch) -> int`.
+-100 is a value like any other; other than its config's `semantic_loss_ignore_index` where the loss
+is that of a model of transformers that segments images), which are a tensor or an array; `samples`
+counts the first dim, whatever is inside the entries of `targets` or `labels` that are a list of as
+many; anything else is a function `count(batch) -> int`.
 
 `labels` of shape (batch, tokens) mean two things: causal language models of transformers shift them
 by one, so that the first column never counts, and all other models do not. No name tells which
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.ops.cross_entropy.reference import IGNORED
@@ -33,15 +35,17 @@ _NAMES = ("auto", "tokens", "samples")
 class Counter:
     """Counts the units of a batch: by "auto", "tokens", "samples", or the user's own function.
 
+    model: the one whose own loss it is, if it is one's own: its config says what that leaves out.
     shifted: whether the model shifts `labels` of shape (batch, tokens); None: not asked yet.
     """
 
-    def __init__(self, counted: str | Count) -> None:
+    def __init__(self, counted: str | Count, model: nn.Module | None = None) -> None:
         if not callable(counted) and counted not in _NAMES:
             raise ConfigError(
                 f"counted: got {counted!r}, allowed is {', '.join(_NAMES)} or a function"
             )
-        self.counted = counted
+        self.counted = _of_ctc(model) or counted if counted == "auto" else counted
+        self.ignored = _ignored_by(model)
         self.shifted: bool | None = None
 
     def __call__(self, batch: Batch) -> int:
@@ -85,7 +89,8 @@ class Counter:
         except LeZeroError:
             raise
         except Exception as error:
-            drawn(batch)  # a model that fails on its own batch says so itself
+            with torch.enable_grad():  # a loss may need gradients of its own
+                drawn(batch)  # a model that fails on its own batch says so itself
             raise ConfigError(
                 "counted: whether the model shifts 'labels' by one could not be found out, since "
                 f"its loss fails where labels are {IGNORED} ({type(error).__name__}: {error}). Say "
@@ -106,16 +111,42 @@ class Counter:
         if by_token is not None:
             assert self.shifted is not None, "the model was not asked whether it shifts"
             values = by_token[:, 1:] if self.shifted else by_token
-        return _not_ignored(values)
+        return _not_ignored(values, self.ignored)
 
 
-def _not_ignored(values: Any) -> int:
+def _ignored_by(model: nn.Module | None) -> int:
+    """The label that a model's own loss leaves out: those that segment images may leave out 255."""
+    config = _config_of(model, "ForSemanticSegmentation")
+    named = (getattr(config, f"{kind}loss_ignore_index", None) for kind in ("semantic_", ""))
+    return next((index for index in named if isinstance(index, int)), IGNORED)
+
+
+def _of_ctc(model: nn.Module | None) -> str | None:
+    """What the CTC loss of a model of transformers is the mean over; None for another loss.
+    `ConfigError` for one that is a sum."""
+    reduction = getattr(_config_of(model, "ForCTC"), "ctc_loss_reduction", None)
+    if reduction == "sum":
+        raise ConfigError(
+            "counted: the loss of this model is a sum over the samples (config.ctc_loss_reduction "
+            "is 'sum'), and no mean; set model.config.ctc_loss_reduction = 'mean' for a mean over "
+            "samples, or say what the loss is the mean over: counted='samples' or a function"
+        )
+    return reduction and "samples"  # torch takes the mean over the samples of each one's mean
+
+
+def _config_of(model: nn.Module | None, kind: str) -> Any:
+    """The config of a model of transformers whose class ends in `kind`, also within a wrapper."""
+    modules = [] if model is None else model.modules()
+    return next((m.config for m in modules if type(m).__name__.endswith(kind)), None)
+
+
+def _not_ignored(values: Any, ignored: int) -> int:
     """How many entries of a tensor or array carry loss; only whole numbers can be ignored."""
     if isinstance(values, torch.Tensor):
         whole = not (values.is_floating_point() or values.is_complex())
     else:
         whole = values.dtype.kind not in "fc"
-    return int((values != IGNORED).sum()) if whole else math.prod(values.shape)
+    return int((values != ignored).sum()) if whole else math.prod(values.shape)
 
 
 def _whole(given: Any) -> int:

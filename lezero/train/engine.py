@@ -113,7 +113,8 @@ class Engine:
             seed=seed,
         )  # fmt: skip
         settle_first_calls()
-        self.model, self.optimizer, self.count = model, optimizer, Counter(counted)
+        self.model, self.optimizer = model, optimizer
+        self.count = Counter(counted, model if loss is None else None)
         self.accumulate, self.clip, self.max_skipped = accumulate, clip, max_skipped
         self.schedule, self.total_steps, self.seed = schedule, total_steps, seed
         self.decisions = decisions if decisions is not None else Decisions()

@@ -1,9 +1,10 @@
 """Precision of a run: which dtype the matrix products use, and loss scaling where fp16 needs it.
 
 Parameters and optimizer state, of fp32, keep their type in every precision, so that it can change
-in mid-run and nothing else has to: `fp32` computes plainly, `bf16` and `fp16` under `torch.autocast`,
-`fp16` with a dynamic loss scale on top (Micikevicius et al., "Mixed Precision Training", 2018). A
-sharded model has 16-bit copies of its parameters already: then bf16 is `lz.Zero(compute="bf16")`.
+in mid-run and nothing else has to: `fp32` computes plainly, `bf16` and `fp16` under
+`torch.autocast`, `fp16` with a dynamic loss scale on top (Micikevicius et al., "Mixed Precision
+Training", 2018). A sharded model has 16-bit copies of its parameters already: then bf16 is
+`lz.Zero(compute="bf16")`.
 """
 
 from __future__ import annotations
