@@ -167,12 +167,8 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> AdamW | AdamW8bit:
 def lost_state(now: TrainConfig, before: Mapping[str, Any]) -> str:
     """The change since `before`, a checkpoint's `train` section, to an optimizer that cannot take
     over the state; empty where it can."""
-    optimizer, masters = before.get("optimizer", "adamw"), before.get("masters", "none")
-    if optimizer != now.optimizer:
-        return f"train.optimizer: {optimizer} → {now.optimizer}"
-    if masters != "none" == now.masters:
-        return f"train.masters: {masters} → none, which would lose the exact weights"
-    return ""
+    optimizer = before.get("optimizer", "adamw")
+    return "" if optimizer == now.optimizer else f"train.optimizer: {optimizer} → {now.optimizer}"
 
 
 def build_engine(config: RunConfig, model: nn.Module, decisions: Decisions) -> Engine:

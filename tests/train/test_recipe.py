@@ -9,15 +9,18 @@ from unittest import mock
 import pytest
 import torch
 
+from lezero import checkpoint
 from lezero.core.errors import ConfigError, FileError, MissingExtraError
 from lezero.data.tokenizer import train_tokenizer
 from lezero.models import Transformer, TransformerConfig, load_hf
 from lezero.models.hf_writing import save_hf
 from lezero.optim import AdamW8bit
 from lezero.parallel.zero import full_parameters, shard_
-from lezero.train import recipe
-from lezero.train.config import RunConfig, TrainConfig
-from tests.train.runs import config, settings
+from lezero.train import Trainer, recipe
+from lezero.train.config import RunConfig
+from tests.train.runs import config, filled_cache, one_thread, settings
+
+__all__ = ["filled_cache", "one_thread"]
 
 SHAPE = {"vocab": 64, "dim": 32, "layers": 2, "heads": 2, "ffn": 48, "context": 32}
 TOKENS = torch.arange(8)[None]
@@ -116,12 +119,25 @@ def test_the_last_checkpoint_is_in_the_forecast_where_there_is_no_other(tmp_path
     assert spec.saves
 
 
-def test_exact_weights_are_not_lost_in_a_resume_without_masters():
-    exact = TrainConfig(precision="bf16", masters="fp32")
-    kept = exact.model_copy(update={"masters": "remainder"})
-    assert "train.masters: fp32 → none" in recipe.lost_state(TrainConfig(), exact.to_dict())
-    for before, now in ((TrainConfig(), TrainConfig()), (TrainConfig(), exact), (exact, kept)):
-        assert recipe.lost_state(now, before.to_dict()) == ""
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_goes_on_with_masters_as_its_weights(tmp_path):
+    """And refuses another optimizer, which cannot read the state."""
+    few = {"zero": {"stage": 0}, "train__precision": "bf16", "report": {"samples": []}}
+    before = config(tmp_path, **few, train__masters="fp32", train__steps=2)
+    Trainer(before).run()
+    kept = checkpoint.load(tmp_path / "run")
+    exact = {n.split("/", 1)[1]: t for n, t in kept.tensors.items() if n.endswith("master")}
+    now = config(tmp_path, **few, train__steps=2)
+    assert recipe.lost_state(now.train, before.train.to_dict()) == ""
+    trainer = Trainer(now)
+    trainer.run()
+    weights = dict(full_parameters(trainer.model))
+    assert len(exact) == len(weights)
+    total = sum(float(value.double().sum()) for value in exact.values())
+    assert sum(float(w.double().sum()) for w in weights.values()) == pytest.approx(total, rel=1e-9)
+    assert all(weight.dtype == torch.float32 for weight in weights.values())
+    other = now.train.model_copy(update={"optimizer": "adamw8bit"})
+    assert recipe.lost_state(other, now.train.to_dict()) == "train.optimizer: adamw → adamw8bit"
 
 
 @pytest.mark.usefixtures("without_accelerator")
