@@ -14,6 +14,7 @@ from lezero.core import groups
 from lezero.core.decisions import Decision, Decisions
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.data import EvalLoader, Loader
+from lezero.data.run_tokenizer import save_as_trained
 from lezero.models import Transformer
 from lezero.parallel.zero import sharding_of
 from lezero.parallel.zero.agreement import agree
@@ -154,7 +155,7 @@ class Trainer:
         decisions = Decisions.from_json(found.documents["decisions"]) if found else Decisions()
         self.model = recipe.build_model(config, self.data.tokenizer.vocab_size, decisions)
         if groups.is_main():
-            self.data.tokenizer.save(self.folder.tokenizer)
+            save_as_trained(self.data.tokenizer, self.folder.tokenizer)
         self.engine = recipe.build_engine(config, self.model, decisions)
         self.engine.logs_skipped = False  # the run's own log tells it
         self.saver = checkpoint.Saver(
