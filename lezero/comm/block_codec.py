@@ -68,7 +68,7 @@ class BlockCodec(Codec):
         padded = torch.nn.functional.pad(values.double().abs(), (0, -len(values) % self.block))
         size_KB = padded.view(-1, self.block)
         if self.form == "sign":
-            count = torch.full((len(size_KB), 1), float(self.block))
+            count = size_KB.new_full((len(size_KB), 1), float(self.block))
             count[-1:] -= size_KB.numel() - len(values)
             mean_K1 = size_KB.sum(1, keepdim=True) / count
             bound_KB = (size_KB - mean_K1).abs() + mean_K1 * (2**-8 + 2**-16)

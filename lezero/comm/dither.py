@@ -8,6 +8,8 @@ a hundredth of a block's largest, to 10% for a ten-thousandth (200 times 32,768 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 _LEVELS = 127  # of the codec "int8", to either side
@@ -23,7 +25,7 @@ class Dither:
         self._draw = torch.Generator(device).manual_seed(seed)
         self._table: torch.Tensor | None = None
         if device.type == "cpu":
-            self._table = torch.rand(2 * _AT_ONCE, generator=self._draw) - 0.5
+            self._table = self._drawn((2 * _AT_ONCE,))
 
     def add(self, x: torch.Tensor) -> None:
         """Adds to `x`, (numel,) fp32, up to half a step of the codes of its blocks; zeros and the
@@ -44,9 +46,13 @@ class Dither:
 
     def _noise(self, like: torch.Tensor) -> torch.Tensor:
         if self._table is None:
-            return torch.rand(like.shape, generator=self._draw, device=like.device) - 0.5
+            return self._drawn(like.shape)
         begin = int(torch.randint(_AT_ONCE, (1,), generator=self._draw))
         return self._table[begin : begin + like.numel()].view(like.shape)
+
+    def _drawn(self, shape: Sequence[int]) -> torch.Tensor:
+        made = torch.empty(shape, dtype=torch.float32, device=self._draw.device)
+        return made.uniform_(generator=self._draw) - 0.5
 
 
 def _rounded_up(x: torch.Tensor) -> torch.Tensor:

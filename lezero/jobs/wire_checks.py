@@ -75,7 +75,7 @@ def _all(link: Link, found: Check, chunk: int, dtype: torch.dtype) -> None:
     what = f"{str(dtype).removeprefix('torch.')}, {chunk} elements a rank"
     if link.wire.gather == "none":
         total, everywhere = _summed(link, sources)
-        part = torch.zeros(chunk)
+        part = torch.zeros(chunk, dtype=torch.float32)
         link.reduce_scatter(whole[link.rank].clone(), part, key=f"rs {what}").wait()
         _near(found, f"reduce_scatter {what}", part, total[mine])
         if link.wire.codec != "none":
@@ -118,7 +118,7 @@ def _summed(link: Link, sources: list[torch.Tensor]) -> tuple[torch.Tensor, torc
     used, local = codec(link.wire.codec), link.size // len(sources)
     owned, given = [], []
     for place, parts in enumerate(zip(*(chunks(x, link.size) for x in sources), strict=True)):
-        total = torch.zeros(len(parts[0]))
+        total = torch.zeros(len(parts[0]), dtype=torch.float32)
         for number, part in enumerate(parts):
             if number == place // local:  # an owner does not encode for itself
                 total += part
@@ -133,7 +133,7 @@ def _summed(link: Link, sources: list[torch.Tensor]) -> tuple[torch.Tensor, torc
 def _encoded(used: Codec, values: torch.Tensor) -> torch.Tensor:
     """As a link with feedback does it the first time."""
     payload = torch.empty(used.bytes(len(values)), dtype=torch.uint8)
-    used.encode(values, payload, torch.zeros(len(values)))
+    used.encode(values, payload, torch.zeros(len(values), dtype=torch.float32))
     return payload
 
 

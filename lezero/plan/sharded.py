@@ -166,7 +166,7 @@ class StillLink(Link):
         if dtype is None:
             error = torch.empty(codec("int8").bytes(numel), dtype=torch.uint8)
             if self._scratch is None or self._scratch.numel() < numel:  # to decode into
-                self._scratch = torch.empty(numel)
+                self._scratch = torch.empty(numel, dtype=torch.float32)
                 self._count(self._scratch, "feedback")
         else:
             error = torch.empty(numel, dtype=dtype)

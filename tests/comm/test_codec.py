@@ -186,3 +186,15 @@ def test_a_part_that_cannot_be_is_refused_before_memory_is_taken(name, change, s
         decompress(replace(payload, parts=(part, part)))
     with pytest.raises(ConfigError, match="got 2 keys for 1 parts"):
         decompress(replace(payload, keys=("a", "b"), single=False))
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_bound_is_the_same_whatever_the_default_dtype_is(name: str) -> None:
+    used, x = codec(name), torch.randn(1021)
+    wanted = used.bound(x)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = used.bound(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from lezero.comm.dither import Dither
 from lezero.comm.feedback import SERVER, WORKER, Feedback
 from lezero.comm.link import Link
 from lezero.comm.mesh import Mesh
@@ -75,6 +76,17 @@ def test_other_buffers_find_the_same_errors(dtype: str) -> None:
         assert torch.allclose(found.float(), parts[name], atol=0.1 if dtype == "int8" else 0)
     assert kept.fresh(WORKER, "own a.weight")
     assert not kept.fresh(WORKER, "own a.weight")
+
+
+@pytest.mark.usefixtures("default")
+@pytest.mark.parametrize("place", ["cpu", "table apart"])
+def test_noise_is_of_fp32(place: str) -> None:
+    dither = Dither(64, 0, CPU)
+    if place != "cpu":
+        dither._table = None  # as on an accelerator
+    noise = dither._noise(torch.empty(32, 64, dtype=torch.float32))
+    assert noise.dtype == torch.float32
+    assert len(noise.unique()) > 2000
 
 
 def test_packed_errors_are_decoded_into_one_buffer() -> None:

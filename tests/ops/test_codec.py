@@ -184,6 +184,19 @@ def test_torch_knows_the_ops(form: str) -> None:
     check(torch.ops.lezero.codec_decode.default, (payload, x, form, 64, True), test_utils=tests)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_formula_is_the_same_whatever_the_default_dtype_is(form: str) -> None:
+    x = sample(1021, "random")
+    wanted, found = (torch.empty(payload_bytes(form, 1021, 1024), dtype=torch.uint8) for _ in "ab")
+    reference.encode(x, wanted, None, form, 1024)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        reference.encode(x, found, None, form, 1024)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+
+
 def test_the_formula_runs_where_no_kernel_does(monkeypatch: pytest.MonkeyPatch) -> None:
     x, payload = torch.randn(100), torch.empty(100 + 4, dtype=torch.uint8)
     encode(x, payload, form="int8", block=64)

@@ -54,6 +54,37 @@ def test_it_equals_steps_one_by_one(sequences, form, dtype, kernel, monkeypatch)
     assert len(again) == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_changes_nothing(dtype):
+    if not NATIVE.available():
+        pytest.skip("no native kernel suits this processor")
+    decoder, angles = made("W8A16", torch.float32), tables(PLAIN)
+    table = torch.arange(10).view(2, 5).int()
+
+    def found():
+        given = (*angles, chunks_at([0, 0]), table, poisoned(PLAIN))
+        return decoder.follow([1, 2], 8, *given)
+
+    expected, before = found(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert found() == expected
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_logits_of_another_type_are_refused():
+    if not NATIVE.available():
+        pytest.skip("no native kernel suits this processor")
+    decoder = made("W8A16", torch.float32)
+    given = (torch.zeros(1, PLAIN.dim), decoder._table, *tables(PLAIN), chunks_at([0]))
+    cache, rows = poisoned(PLAIN), torch.zeros(1).int()
+    held = (torch.zeros(1, 5).int(), cache.keys, cache.values)
+    low, best = torch.zeros(1, VOCABULARY, dtype=torch.bfloat16), torch.empty(0).long()
+    with pytest.raises(RuntimeError, match="of fp32"):
+        decoder._run((*given, *held), rows, low, best, cache.bits, False)
+
+
 def chances(steps: int, sequences: int) -> torch.Tensor:
     """Of all kinds: the likeliest token, all, the best few, those within a share."""
     kinds = [[0, 333, 2, 0], [1.0, 333, 2, 0], [0.7, 5, 2, 0], [2.0, 333, 0.9, 0], [1, 333, 2, 0.1]]

@@ -63,7 +63,7 @@ def decode(payload: Tensor, out: Tensor, form: str, block: int, add: bool) -> No
         return
     scale_K, kept, data = payload.split([layout.scales, layout.kept, layout.data])
     K = layout.blocks
-    step_K1 = torch.ones(K, 1, device=out.device)
+    step_K1 = torch.ones(K, 1, dtype=torch.float32, device=out.device)
     if layout.scales:
         step_K1 = _wide(_view(scale_K, torch.int16))[:, None].to(out.device)
     if layout.sparse:
@@ -93,7 +93,7 @@ def _scales(x_KB: Tensor, layout: Layout) -> Tensor:
             total = total + lane
         while total.shape[1] > 1:
             total = total[:, : total.shape[1] // 2] + total[:, total.shape[1] // 2 :]
-        counts = torch.full((len(x_KB), 1), float(layout.block), device=x_KB.device)
+        counts = x_KB.new_full((len(x_KB), 1), float(layout.block))
         counts[-1] -= layout.blocks * layout.block - layout.numel
         bits = (total / counts).bfloat16()[:, 0].view(torch.int16)
     else:

@@ -203,7 +203,8 @@ class Decoder:
         T, V = len(tokens), self.ending.head.out_features
         x_TD = torch.empty(T, self.shape.dim, dtype=torch.float32, device="cpu")
         best = torch.empty(steps, T, dtype=torch.int64, device="cpu")
-        tokens_T, logits_TV = torch.tensor(tokens, device="cpu"), torch.empty(T, V, device="cpu")
+        logits_TV = torch.empty(T, V, dtype=torch.float32, device="cpu")
+        tokens_T = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         rows_T = torch.arange(T, dtype=torch.int32, device="cpu")
         aside = -(-T * self.shape.dim * 2 // 64) * 64
         taken = NATIVE.ops.follow(

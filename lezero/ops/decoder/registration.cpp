@@ -52,7 +52,10 @@ lezero_step filled(const Tensor& x, const Tensor& layers, const Tensor& cos, con
                    const Tensor& rows, const Tensor& logits, const Tensor& best, int64_t H,
                    int64_t E, int64_t F, double eps, int64_t window, int64_t cache_bits,
                    int64_t panels, bool rounded) {
+  using torch::headeronly::ScalarType;
   const int64_t K = keys.size(2);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && logits.scalar_type() == ScalarType::Float,
+                  "the residual stream and the logits are of fp32");
   lezero_step s = step_of(x.size(0), layers, x.size(1), H, K, E, F);
   s.x = static_cast<float*>(x.data_ptr());
   s.cos = static_cast<const float*>(cos.data_ptr());
