@@ -128,6 +128,16 @@ def test_a_weight_written_from_outside_counts() -> None:
     assert remainder.dtype == torch.int16
 
 
+def test_autograd_hears_of_what_an_accelerator_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "triton_runs", lambda device: True)
+    monkeypatch.setattr(op, "_launch", lambda problems: None)
+    params = [torch.zeros(4), torch.zeros(4, 2).t()]
+    for param in params:
+        moments = [torch.zeros_like(param) for _ in range(3)]
+        op.adamw_all("adamw_", [(param, None, *moments, torch.ones(()), 0.1, 0.9, 0.9, 1e-8, 0.0)])
+    assert all(param._version for param in params)
+
+
 @pytest.mark.parametrize("signed", [True, False])
 def test_an_element_takes_the_middle_of_its_cell(signed: bool) -> None:
     n = torch.arange(128 if signed else 256, dtype=torch.uint8)

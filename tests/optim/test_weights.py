@@ -53,6 +53,19 @@ def test_both_masters_train_bit_for_bit_alike(kind: Any) -> None:
     assert all(value.dtype == torch.float32 for value in found[0][1].values())
 
 
+@pytest.mark.parametrize("kind", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("mode", ["fp32", "remainder"])
+def test_a_backward_over_weights_of_before_the_step_is_an_error(kind: Any, mode: str) -> None:
+    made = model()
+    optimizer = kind(made, lr=1e-3, masters=mode)
+    train(made, optimizer, 1)  # the first one makes the masters
+    out = made(torch.randn(4, 80).bfloat16())
+    out.sum().backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.square().sum().backward()
+
+
 def test_masters_are_the_weights_of_an_fp32_run() -> None:
     """Given the same gradients, the masters are what fp32 AdamW has, to the last bits."""
     half = model()

@@ -1,7 +1,8 @@
 """The ops `lezero::adamw_` and `lezero::adamw8bit_`: arguments checked, then the best kernel.
 
 Both work in place on one parameter; `adamw_all` on many. The native kernels serve the CPU, Triton
-NVIDIA's and AMD's accelerators, and the reference everything else.
+NVIDIA's and AMD's accelerators, and the reference everything else. What a kernel has written is
+told to autograd, so that a backward over weights that are gone is an error, as with torch's own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import increment_version
 
 from lezero.core.errors import ConfigError
 from lezero.ops.adamw import eight_bit, reference
@@ -114,9 +116,15 @@ def adamw_all(name: str, arguments: Iterable[tuple[Any, ...]]) -> None:
             _run(_CHECKS[name](*one))  # by itself: the copies it needs are not all alive together
     if together:
         _launch(together)
+        increment_version(problem.param for problem in together)
 
 
 def _run(problem: Problem) -> None:
+    _update(problem)
+    increment_version(problem.param)
+
+
+def _update(problem: Problem) -> None:
     param, extra, grad, state, c = problem
     if not param.numel():
         return
