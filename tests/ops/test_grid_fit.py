@@ -35,6 +35,18 @@ def ops(request):
     return NATIVE.load(request.param)
 
 
+def test_scales_of_any_size_are_numbers_of_fp16(ops):
+    aim = 2 ** torch.linspace(-26, 15, 500)
+    w = aim[:, None] * torch.arange(-8.0, 8.0)
+    full = (1.6 * aim).half().float()
+    wanted = reference.least_error(w, full, None, (-8, 7), torch.float16, 20)
+    found = full.clone()
+    ops.least_error(w, found, None, -8, 7, KINDS[torch.float16], 20)
+    assert torch.equal(found, found.half().float())
+    assert (found < full).double().mean() > 0.9
+    assert (found == wanted).double().mean() > 0.97
+
+
 @pytest.mark.parametrize("kept", KINDS, ids=NAMES.get)
 @pytest.mark.parametrize(("bits", "zero"), [("int4", True), ("int4", False), ("int8", True)])
 @pytest.mark.parametrize(("G", "E"), SHAPES)

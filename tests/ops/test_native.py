@@ -24,6 +24,13 @@ def native(*kernels: Kernel, folder: Path = Path(".")) -> Native:
     return Native("trial", kernels, registration=folder / "r.cpp", otherwise="the formula runs")
 
 
+def test_kernels_are_written_for_compilers_of_ubuntu_22_and_debian_11() -> None:
+    """gcc before 12 and clang before 15 know no _Float16 on x86."""
+    files = {file for one in natives() for kernel in one.kernels for file in kernel.files}
+    texts = {file: file.read_text() for each in files for file in each.parent.glob("*.[ch]")}
+    assert not [file for file, text in texts.items() if "_Float16" in text]
+
+
 def test_the_fastest_kernel_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops_native, "instruction_sets", lambda: ("avx2", "fma", "avx512f"))
     assert native(FAST, GENERIC).kernel_name() == "fast"

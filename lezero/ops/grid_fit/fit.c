@@ -74,8 +74,26 @@ INLINE floats read(const float *from, int64_t count) {
   return x;
 }
 
+/* To fp16 and back, by bits: gcc before 12 and clang before 15 have no type for it on x86. */
+static float as_half(float x) {
+  uint32_t bits, size;
+  memcpy(&bits, &x, 4);
+  const uint32_t sign = bits & 0x80000000u;
+  size = bits & 0x7fffffff;
+  if (size < 0x38800000) { /* below the normal ones: adding 1/2 rounds to multiples of 2^-24 */
+    float small;
+    memcpy(&small, &size, 4), small = (small + 0.5f) - 0.5f, memcpy(&size, &small, 4);
+  } else if (size <= 0x7f800000) {
+    size = (size + 0xfff + (size >> 13 & 1)) & ~0x1fffu;
+    if (size >= 0x47800000) size = 0x7f800000;
+  }
+  bits = sign | size;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
 static float kept_as(float x, int type) {
-  if (type == LEZERO_FP16) return (float)(_Float16)x;
+  if (type == LEZERO_FP16) return as_half(x);
   if (type == LEZERO_FP32 || x != x) return x;
   uint32_t bits;
   memcpy(&bits, &x, 4);

@@ -12,7 +12,7 @@ _EXACT = ("-ffp-contract=off", "-Wno-psabi")
 
 NATIVE = Native(
     "grid_fit",
-    each_width((_FOLDER / "fit.c",), also=("f16c",), flags=_EXACT),
+    each_width((_FOLDER / "fit.c",), flags=_EXACT),
     registration=_FOLDER / "registration.cpp",
     otherwise="4-bit weights are fitted in PyTorch, several times slower",
 )
