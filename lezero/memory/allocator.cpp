@@ -10,7 +10,8 @@
 // time, with one deleter for all. So ours, once in place, stays; switched off it passes requests on
 // to torch's; and its deleter takes blocks of either kind. They are told apart by the word before a
 // block: here an address less than 73 bytes away, with glibc the size of the block. Nothing is known
-// of that word under another malloc (jemalloc by LD_PRELOAD, say), where this steps aside.
+// of that word under another malloc (jemalloc by LD_PRELOAD, say), where this steps aside; and on
+// 64-bit Arm, where torch from 2.10 on brings mimalloc for its own blocks, which free() does not know.
 #include <c10/core/CPUAllocator.h>
 #include <dlfcn.h>
 
@@ -62,7 +63,7 @@ struct Allocator final : c10::Allocator {
   }
 };
 
-#if defined(__GLIBC__)
+#if defined(__GLIBC__) && !defined(__aarch64__)
 // The object whose function of that name is called: the first that was loaded and has one. Its
 // address does not tell: in a program that is not position-independent (Ubuntu's Python) that is
 // the program's own jump to it, a symbol without a section.

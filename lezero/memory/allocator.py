@@ -25,7 +25,8 @@ def can_come_from_malloc() -> bool:
     """Whether `tensors_from_malloc` works here; builds its library if need be.
 
     Without a compiler it does not: a line of the log says so. Nor with another malloc than glibc's
-    (jemalloc by LD_PRELOAD, say) or another package's allocator of tensors in place: they stay.
+    (jemalloc by LD_PRELOAD, say) or another package's allocator of tensors in place: they stay. Nor
+    on 64-bit Arm, where torch's own blocks may be mimalloc's.
     """
     library = _library()
     return library is not None and bool(library.lezero_tensors_can_come_from_malloc())
