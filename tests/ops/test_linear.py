@@ -341,3 +341,19 @@ def test_packing_refuses_what_it_cannot_keep() -> None:
         pack(codes, scale.double(), None, bits=8)
     with pytest.raises(ConfigError, match="bias is"):
         linear_bf16(seeded(2, 8), pack_bf16(seeded(4, 8)), torch.ones(5), out_features=4)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_a_weight_whose_depth_is_not_whole_is_refused(bits: int) -> None:
+    x, depth = torch.zeros(1, 32), 4 if bits == 4 else 8
+    codes = torch.zeros(2, depth, 16, 4, dtype=torch.uint8)
+    half = torch.zeros(2, 8, 16, 2, dtype=torch.bfloat16)
+
+    def call() -> Tensor:
+        if bits == 16:
+            return linear_bf16(x[:, :16], half, out_features=32)
+        packed = Packed(codes, torch.ones(2, 1, 16), None)
+        return linear_int(x, packed, out_features=32, bits=bits)
+
+    with pytest.raises(ConfigError, match="allowed is what pack gave"):
+        call()

@@ -34,7 +34,7 @@ def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: in
         _check_rows(what, weight, K, N, bits, group)
         shape = (N, groups)
     else:
-        check_weight(what, weight, torch.uint8, 4, N)
+        check_weight(what, weight, torch.uint8, 4, N, 64 * bits // 32)
         shape = (weight.shape[0], groups, PANEL)
     for name, x in (("scale", scale), ("zero", zero)):
         fits = x is None or (
@@ -51,8 +51,12 @@ def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: in
             )
 
 
-def check_weight(what: str, w: Tensor, dtype: torch.dtype, together: int, N: int) -> None:
+def check_weight(
+    what: str, w: Tensor, dtype: torch.dtype, together: int, N: int, whole: int = 16
+) -> None:
+    """whole: what the depth is a multiple of, since kernels go from panel to panel by it."""
     fits = w.dim() == 4 and w.shape[2:] == (PANEL, together) and w.is_contiguous()
+    fits = fits and w.shape[1] % whole == 0
     if w.dtype != dtype or not fits or not (w.shape[0] - 1) * PANEL < N <= w.shape[0] * PANEL:
         raise ConfigError(
             f"{what}: the weight is {w.dtype} {tuple(w.shape)} for {N} outputs; allowed is what "

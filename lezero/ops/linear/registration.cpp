@@ -146,6 +146,7 @@ bool fits(const Tensor& x, const Tensor& weight, const Tensor& scale,
   const int64_t padded = inputs * (bits == 8 ? 4 : 8);
   if (weight.scalar_type() != ScalarType::Byte || !has_shape(weight, {panels, inputs, kPanel, 4}))
     return false;
+  if (padded % 64) return false;
   if (N <= (panels - 1) * kPanel || N > panels * kPanel) return false;
   if (K <= std::max<int64_t>(0, padded - 64) || K > std::min(padded, kMostInputs)) return false;
   const int64_t groups = group ? (K - 1) / group + 1 : 1;
