@@ -285,3 +285,10 @@ def test_what_is_wrong_is_told() -> None:
             penalized(torch.zeros(1, 3), [[3]], [0], torch.zeros(1, 3, dtype=torch.float64))
         with pytest.raises(RuntimeError, match="token 3 is none of 3"):
             name_tokens(torch.zeros(1, 3), torch.tensor([3]), 1)
+
+
+@pytest.mark.parametrize(("texts", "prompts"), [(2, 2), (4, 4), (3, 2)])
+def test_a_text_and_a_prompt_for_each_row(texts: int, prompts: int) -> None:
+    penalties_R3 = torch.tensor([[1.2, 0, 0]] * 3, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="for 3 rows"):
+        penalized(torch.zeros(3, 9), [[1]] * texts, [0] * prompts, penalties_R3)

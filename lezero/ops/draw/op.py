@@ -74,6 +74,11 @@ def penalized(
     """
     R = _rows("penalized", scores_RV)
     _check("penalized: penalties are", penalties_R3, torch.float64, (R, 3))
+    if not len(texts) == len(prompts) == R:
+        raise ConfigError(
+            f"penalized: got {len(texts)} texts and {len(prompts)} prompts for {R} rows of scores; "
+            "allowed is one of each a row"
+        )
     if not native(scores_RV):
         return reference.penalized(scores_RV, texts, prompts, penalties_R3)
     spans, flat = [], list[int]()
