@@ -174,3 +174,13 @@ def test_an_input_that_is_smaller_than_the_kernel_is_refused() -> None:
 def test_places_that_are_none_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a number a dim from 1, of padding from 0"):
         conv_int8(**layer((1, 4, 6, 6), (5, 4, 3, 3), torch.float32), **options)
+
+
+def test_sums_that_32_bits_do_not_hold_run_by_the_formula() -> None:
+    weight = torch.full((2, 1 << 15, 3), 127, dtype=torch.int8)
+    places: Any = {
+        name: (0 if name == "padding" else 1,) for name in ("stride", "padding", "dilation")
+    }
+    x, one, zero = torch.full((1, 1 << 15, 3), 255.0), torch.ones(()), torch.zeros(())
+    found = conv_int8(x, weight, torch.ones(2), x_scale=one, x_zero=zero, **places)
+    torch.testing.assert_close(found, torch.full((1, 2, 1), 255.0 * 127 * 3 * (1 << 15)))

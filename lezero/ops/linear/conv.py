@@ -47,6 +47,7 @@ _library.define(
     "int[] stride, int[] padding, int[] dilation, int groups) -> Tensor"
 )
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_MOST_INPUTS = 1 << 16  # of an output: 255 · 127 of each fit in the 32 bits of a sum
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -117,11 +118,12 @@ def reference(
     dilation: list[int],
     groups: int,
 ) -> Tensor:
-    """The formula, in fp32."""
+    """The formula, in fp32; in fp64 where so many inputs meet that sums in fp32 would stray."""
+    kind = torch.float32 if weight[0].numel() <= _MOST_INPUTS else torch.float64
     a, bad_B = _activations(x, x_scale, x_zero)
-    a = a.float() - x_zero.reshape(()).float()
+    a = a.to(kind) - x_zero.reshape(()).float()
     convolve = F.conv1d if x.dim() == 3 else F.conv2d
-    out = convolve(a, weight.float(), None, stride, padding, dilation, groups)
+    out = convolve(a, weight.to(kind), None, stride, padding, dilation, groups)
     ones = [1] * (x.dim() - 2)
     out = out * (x_scale.reshape(()).float() * scale).view(-1, *ones)
     out = out if bias is None else out + bias.float().view(-1, *ones)
@@ -158,14 +160,15 @@ def _prepacked(weight: Tensor, lists: tuple[list[int], ...], groups: int) -> Ten
 def _exact() -> bool:
     asked = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "")).upper()
     held_back = asked in ("SSE41", "AVX", "AVX2", "AVX512_CORE")
-    return not held_back and bool({"avx512_vnni", "avx_vnni", "i8mm"} & set(instruction_sets()))
+    return not held_back and bool({"avx512_vnni", "avx_vnni"} & set(instruction_sets()))
 
 
 def _suits(x: Tensor, weight: Tensor, groups: int) -> bool:
     """See [Note: what it gets wrong]."""
     there = torch.backends.mkldnn.is_available() and _exact()
     right = weight.shape[1] > 1 or len(weight) == groups > 1
-    return x.device.type == "cpu" and x.numel() > 0 and right and there
+    fits = weight[0].numel() <= _MOST_INPUTS
+    return x.device.type == "cpu" and x.numel() > 0 and right and fits and there
 
 
 def _conv(
