@@ -184,6 +184,18 @@ def test_torch_knows_the_ops(form: str) -> None:
     check(torch.ops.lezero.codec_decode.default, (payload, x, form, 64, True), test_utils=tests)
 
 
+@pytest.mark.parametrize("kernel", native.NATIVE.able(), ids=lambda kernel: kernel.name)
+def test_bits_that_damage_made_read_no_further_than_the_pairs(kernel: Any) -> None:
+    payload = torch.empty(payload_bytes("2:4-bf16", 32, 32), dtype=torch.uint8)
+    reference.encode(sample(32, "random"), payload, None, "2:4-bf16", 32)
+    payload[:4] = 0xFF
+    out, pairs = torch.empty(32), payload[4:].clone().view(HALF).float().view(8, 2)
+    native.NATIVE.load(kernel).decode(payload, out, FORMS.index("2:4-bf16"), 32, False)
+    assert set(out.tolist()) <= {0.0, *pairs.flatten().tolist()}
+    if kernel.name == "generic":
+        assert torch.equal(out.view(8, 4), torch.nn.functional.pad(pairs, (0, 2)))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_the_formula_is_the_same_whatever_the_default_dtype_is(form: str) -> None:
     x = sample(1021, "random")

@@ -155,12 +155,17 @@ static uint32_t keep_two(const float* y, int64_t n, uint8_t* kept, float* pairs)
   return top;
 }
 
-// The pairs back where they were, zeros between.
+// The pairs back where they were, zeros between. Of bits that keep more than two of four, as damage
+// makes them, the first two count.
 static void spread(const float* pairs, const uint8_t* kept, int64_t n, float* y) {
-  for (int64_t i = 0; i < n; i++) {
-    const int there = kept[i / 8] >> (i % 8) & 1;
-    y[i] = there ? *pairs : 0.0f;
-    pairs += there;
+  for (int64_t i = 0; i < n; i += 4) {
+    const float* const two = pairs + i / 2;
+    int used = 0;
+    for (int j = 0; j < 4; j++) {
+      const int there = (kept[i / 8] >> (i % 8 + j) & 1) && used < 2;
+      y[i + j] = there ? two[used] : 0.0f;
+      used += there;
+    }
   }
 }
 
