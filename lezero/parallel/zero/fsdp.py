@@ -186,7 +186,9 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
     arranged = mesh.device_mesh if mesh.size("shard") < _world(mesh) else mesh["shard"].device_mesh
     for block in _alone(model):
         fully_shard(block, mesh=arranged, mp_policy=policy)
-    fully_shard(model, mesh=arranged, mp_policy=policy)
+    # True for the root too: torch would leave it whole after a forward until the next backward, and
+    # whoever reads, loads or steps parameters in between would get the whole copies.
+    fully_shard(model, mesh=arranged, mp_policy=policy, reshard_after_forward=True)
     sharding = FsdpSharding(model, config, mesh)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)

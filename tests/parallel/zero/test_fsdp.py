@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
+from torch.distributed.tensor import DTensor
 
 from lezero.comm.mesh import Mesh
 from lezero.comm.wire import Wire
@@ -77,6 +78,31 @@ def loaded():
 def test_whole_weights_load_into_shards(ranks):
     for found, state in ranks(2, loaded):
         assert all(torch.equal(value, state[name]) for name, value in found.items())
+
+
+def evaluated():
+    """Forwards without a backward, before the optimizer is built, before a load, before a step."""
+    fsdp.fits = lambda *_: True
+    model, plain = shard_(make(Vectors, torch.float64), Zero(stage=3)), make(Vectors, torch.float64)
+    tokens = next(batches(1))
+    losses = [loss_of(model, tokens).item()]
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    model.load_state_dict(plain.state_dict())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for one in (model, plain):
+        loss_of(one, tokens).backward()
+    with torch.no_grad():
+        losses.append(loss_of(model, tokens).item())
+    for optimizer in optimizers:
+        optimizer.step()
+    assert losses == pytest.approx([loss_of(make(Vectors, torch.float64), tokens).item()] * 2)
+    assert loss_of(model, tokens).item() == pytest.approx(loss_of(plain, tokens).item(), rel=1e-10)
+    model.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_after_a_forward_without_a_backward_every_parameter_is_a_shard(ranks):
+    ranks(2, evaluated)
 
 
 def choices():
