@@ -23,6 +23,7 @@ from lezero.comm.wire import Wire
 from lezero.core.errors import OrderError
 from lezero.nn.blocks import blocks
 from lezero.parallel.zero.config import Zero
+from lezero.parallel.zero.fsdp_unused import Unused
 from lezero.parallel.zero.held import local, retire
 from lezero.parallel.zero.layout import Part, Rows
 from lezero.parallel.zero.structure import Structure
@@ -83,6 +84,9 @@ class FsdpSharding:
         self._parts = _split_modules(model)
         for part in self._parts:
             part.set_custom_reduce_scatter(_Mutable(self))
+        Unused([part._get_fsdp_state() for part in self._parts], self._reduced())
+        # Torch takes for the root what is called first, and then refuses the model around a block.
+        self._parts[0]._get_fsdp_state()._lazy_init()
 
     @property
     def layout(self) -> dict[str, Part]:
@@ -110,9 +114,11 @@ class FsdpSharding:
 
     def collected(self) -> bool:
         """Whether a backward under `no_sync` has left gradients that are not reduced yet."""
-        states = [part._get_fsdp_state() for part in self._parts]
-        groups = [group for state in states for group in _groups_in(state)]
-        return any(_kept(one) for group in groups for one in group.fsdp_params)
+        return any(_kept(one) for group in self._reduced() for one in group.fsdp_params)
+
+    def _reduced(self) -> list[Any]:
+        """What FSDP2 reduces together: of each block, and the root's."""
+        return [group for part in self._parts for group in _groups_in(part._get_fsdp_state())]
 
     def close(self) -> None:
         """Nothing is given back: all groups are the mesh's, and they outlive the model.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
@@ -12,7 +14,9 @@ from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero import Zero, clip_grad_norm_, fsdp, no_sync, shard_, sharding_of
-from tests.parallel.zero.models import Tiny, batches, loss_of, make, whole
+from tests.parallel.zero.models import WIDTH, Tiny, batches, loss_of, make, whole
+from tests.parallel.zero.test_experts import Experts
+from tests.parallel.zero.test_models import differences, gradients_of
 
 
 class Vectors(Tiny):
@@ -105,6 +109,44 @@ def test_after_a_forward_without_a_backward_every_parameter_is_a_shard(ranks):
     ranks(2, evaluated)
 
 
+class Sizes(Experts):
+    """Of which FSDP2 takes everything; experts of one size and, in one block, of several."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
+        self.never = torch.nn.Parameter(torch.ones(WIDTH))
+        self.blocks[1].experts[2] = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 5), torch.nn.Linear(5, WIDTH)
+        )
+
+
+def chosen(axes):
+    """The ranks' gradients, with two backwards in a step and with one collected before."""
+    fits, found = fsdp.fits, []
+    for use in (lambda *_: True, fits):
+        fsdp.fits = use
+        mesh = Mesh(axes) if axes else None
+        model = shard_(make(Sizes, torch.float64), Zero(stage=3), mesh=mesh)
+        for step, tokens in enumerate(batches(4, groups.world_size(), groups.rank())):
+            with no_sync(model) if step == 2 else contextlib.nullcontext():
+                model.choose(groups.rank(), step)
+                loss_of(model, tokens).backward()
+            if step != 2:
+                found.append(gradients_of(model))
+            if step == 0:
+                model.zero_grad()
+    return [one for k in range(3) for one in differences(found[k], found[k + 3])], found[0]
+
+
+@pytest.mark.parametrize(("world", "axes"), [(2, None), (4, {"replicate": 2, "shard": 2})])
+def test_ranks_may_use_different_parameters(ranks, world, axes):
+    for wrong, first in ranks(world, chosen, axes, timeout_s=60):
+        assert wrong == []
+        assert first["never"] is None
+        assert first["bias"] is not None
+
+
 def choices():
     cuda, mesh = torch.device("cuda"), Mesh({"shard": 2})
     model = make(Vectors)
@@ -162,6 +204,20 @@ def fits_types(kind):
 )
 def test_which_mixed_types_it_takes(ranks, kind, used):
     assert ranks(2, fits_types, kind) == [used, used]
+
+
+def block_first():
+    fsdp.fits = lambda *_: True
+    model, plain = shard_(make(Vectors, torch.float64), Zero(stage=3)), make(Vectors, torch.float64)
+    x, tokens = torch.ones(2, WIDTH, dtype=torch.float64), next(batches(1))
+    for one in (model, plain):
+        one.blocks[1](x).sum().backward()
+        loss_of(one, tokens).backward()
+    assert not list(differences(gradients_of(model), gradients_of(plain)))
+
+
+def test_a_block_may_be_called_before_the_model(ranks):
+    ranks(2, block_first)
 
 
 def misuse():
