@@ -324,7 +324,7 @@ class Engine:
         """Gradients of the mean over all `total` units; returns the sum over them."""
         world = groups.world_size()
         summed = torch.zeros((), dtype=torch.float64, device=self.place)
-        running = self.gradients.micros(counts)
+        running = self.gradients.micros(counts, total)
         for i in running:
             micro, count, last = rewrapped(micros[i]), counts[i], i == running[-1]
             place = groups.rank() * len(micros) + i

@@ -54,7 +54,7 @@ class Gradients:
     def renew(self, outdated: int) -> None:
         """When that is so on any rank; every rank calls it together, with the sum over all."""
 
-    def micros(self, counts: list[int]) -> list[int]:
+    def micros(self, counts: list[int], total: int) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
         gradients meet in the last backward and every rank must have one."""
         return [i for i, count in enumerate(counts) if count] or [len(counts) - 1]
@@ -236,6 +236,7 @@ class Sharded(Gradients):
         self.stage: int = sharding.stage
         self._backward = getattr(sharding, "backward", None)  # FSDP2 has its own
         self._muted: Any = sharding if self._backward is None else self._backward
+        self._weight = 1.0
         if groups.world_size() > 1:
             watch.Watch.start()
         there = weakref.ref(run)  # the model, and with it its wires, may live on
@@ -249,18 +250,19 @@ class Sharded(Gradients):
         if self._backward is not None and any(b.written for b in self._backward.buckets):
             self._backward.recover()
 
-    def micros(self, counts: list[int]) -> list[int]:
+    def micros(self, counts: list[int], total: int) -> list[int]:
+        self._weight = sum(counts) * groups.world_size() / total
         return list(range(len(counts)))
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        self._muted.mute = not counts
+        self._muted.mute, self._muted.weight = not counts, self._weight
         collect = self.stage < 2 and not last
         try:
             with no_sync(self.model) if collect else contextlib.nullcontext(), self._explained():
                 yield
         finally:
-            self._muted.mute = False
+            self._muted.mute, self._muted.weight = False, 1.0
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.fsdp_unused import Unused
 from lezero.parallel.zero.held import local, retire
 from lezero.parallel.zero.layout import Part, Rows
+from lezero.parallel.zero.outside import Outside
 from lezero.parallel.zero.structure import Structure
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -70,6 +71,7 @@ class FsdpSharding:
     """What `sharding_of(model)` gives for a model under FSDP2: the public part of `Sharding`.
 
     With `mute` this rank's gradients count as zeros in what a backward reduces, whatever they are.
+    `weight`: what the caller multiplies this rank's loss by, 1 in the mean over the ranks.
     """
 
     def __init__(self, model: nn.Module, config: Zero, mesh: Mesh) -> None:
@@ -79,7 +81,7 @@ class FsdpSharding:
         self.structure = Structure(
             model, [(part, name) for part in model.modules() for name in part._parameters]
         )
-        self.mute = False
+        self.mute, self.weight = False, 1.0
         self._sync = True
         self._parts = _split_modules(model)
         for part in self._parts:
@@ -200,6 +202,7 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.placements[-1], Shard)
         setattr(parameter, OWNED, Owned(name, sharding))
+        Outside(parameter, name, lambda: sharding.weight)
         if before[name] is not parameter:
             retire(before[name], name)
     return sharding

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lezero.core.errors import OrderError
 from lezero.parallel.zero.layout import Place, Rows
+from lezero.parallel.zero.outside import Outside
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,6 +122,7 @@ class Held:
         parameter.requires_grad_()  # only then torch takes a hook, which outlives a freeze
         parameter.register_hook(self._aligned)
         parameter.requires_grad_(trained)
+        Outside(parameter, self.name, lambda: self.segment.unit.sharding.backward.weight)
 
     def _aligned(self, gradient: torch.Tensor) -> torch.Tensor:
         parameter: Any = self.sharded

@@ -1,0 +1,101 @@
+"""Gradients that reach parameters outside of the forward, of losses that the ranks have apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import lezero as lz
+from lezero.comm.mesh import Mesh
+from lezero.core import groups
+from lezero.parallel.zero import Zero, fsdp, shard_
+from tests.parallel.zero.models import VOCAB, WIDTH, Tiny, batches, make
+from tests.parallel.zero.test_models import differences, gradients_of
+
+
+class Headless(Tiny):
+    """The loss applies the head, and a scale without dims."""
+
+    def __init__(self, dims=0):
+        super().__init__(blocks=2, tied=False)
+        self.scale = torch.nn.Parameter(torch.full((1,) * dims, 1.5))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def taken(parameter):
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def loss_of(model, tokens, weight=1.0):
+    """Data and a penalty, of which each rank has another weight."""
+    hidden = model(tokens[:, :-1])
+    logits = F.linear(hidden, taken(model.head.weight)) * taken(model.scale).exp()
+    data = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return weight * (data + 0.1 * taken(model.head.weight).pow(2).sum())
+
+
+def outside(stage, axes, through_fsdp):
+    if through_fsdp:
+        fsdp.fits = lambda *_: True
+    world, dims = groups.world_size(), int(through_fsdp)
+    mesh = Mesh(axes) if axes else None
+    model = shard_(make(Headless, torch.float64, dims=dims), Zero(stage=stage), mesh=mesh)
+    plain = make(Headless, torch.float64, dims=dims)
+    weights = [2 * (rank + 1) / (world + 1) for rank in range(world)]  # of mean 1
+    for step in range(2):
+        for rank in range(world):
+            tokens = list(batches(2, world, rank))[step]
+            (loss_of(plain, tokens, weights[rank]) / world).backward()
+            if rank == groups.rank():
+                loss_of(model, tokens, weights[rank]).backward()
+    return list(differences(gradients_of(model), gradients_of(plain)))
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "axes", "through_fsdp"),
+    [
+        (2, 1, None, False),
+        (2, 2, None, False),
+        (4, 3, {"replicate": 2, "shard": 2}, False),
+        (4, 3, {"replicate": 2, "shard": 2}, True),
+    ],
+)
+def test_what_reaches_a_whole_parameter_is_averaged(ranks, world, stage, axes, through_fsdp):
+    assert ranks(world, outside, stage, axes, through_fsdp, timeout_s=60) == [[]] * world
+
+
+def counted(form):
+    """Steps of the Engine whose ranks count 1 and 3 parts of a batch, then 2 each."""
+
+    def loss(model, batch):
+        weight = model.head.weight
+        split = form == "split"
+        penalty = taken(weight.pow(2).sum()) if split else taken(weight).pow(2).sum()
+        return model(batch["x"]).square().mean() + 0.01 * penalty
+
+    model = make(Tiny, torch.float64, tied=False)
+    if groups.world_size() > 1:
+        shard_(model, Zero(stage=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"precision": "fp32", "compile": "off", "attention": "torch"}
+    engine = lz.Engine(model, optimizer, loss=loss, counted=lambda b: len(b["x"]), **options)
+    x = torch.arange(4 * 5).reshape(4, 5) % VOCAB
+    for cut in (2, 1):
+        mine = x if groups.world_size() == 1 else (x[:cut], x[cut:])[groups.rank()]
+        engine.train_step({"x": mine})
+    return taken(model.head.weight.detach())
+
+
+def test_the_engine_counts_a_penalty_once_and_refuses_what_it_cannot_weigh(ranks):
+    plain = counted("whole")
+    assert plain.shape == (VOCAB, WIDTH)
+    for found in ranks(2, counted, "whole"):
+        torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
+    with pytest.raises(Exception, match=r"weigh it by its own.*parameter.full_tensor\(\)"):
+        ranks(2, counted, "split")
