@@ -144,8 +144,7 @@ class Backward:
         for bucket in self.buckets:
             bucket.came.clear()
             bucket.sent = False
-            if self._turns is None:
-                bucket.mark()
+            bucket.mark()  # without `sync`; and where frozen ones keep what was collected before
         summed, self._turns, self.active = self._turns is not None, None, False
         self.on_end()
         if summed:
@@ -164,8 +163,8 @@ class Backward:
         self.lent.wide = False
         for bucket in self.buckets:
             bucket.deposit(used)
-        for held in self.helds:
-            held.used = False
+        for held, bucket in self._of.items():
+            held.used = held in bucket.written
         if self._recorder is not None:
             self._plan = Plan.seen(self.buckets, self._told(self._recorder.found()))
             self._recorder = None
