@@ -202,7 +202,7 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.placements[-1], Shard)
         setattr(parameter, OWNED, Owned(name, sharding))
-        Outside(parameter, name, lambda: sharding.weight)
+        Outside(parameter, name, sharding, lambda owner: owner.weight)
         if before[name] is not parameter:
             retire(before[name], name)
     return sharding

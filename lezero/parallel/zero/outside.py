@@ -8,6 +8,7 @@ by other operations of DTensors is as the ranks have computed it: each has its r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +20,14 @@ from lezero.core.errors import OrderError
 
 
 class Outside:
-    """Of one parameter. `weight`: what the caller multiplies this rank's loss by."""
+    """Of one parameter. `weight(owner)`: what the caller multiplies this rank's loss by. The owner
+    is not kept: torch may never let go of a cycle through a tensor's hook."""
 
-    def __init__(self, parameter: DTensor, name: str, weight: Callable[[], float]) -> None:
-        self._name, self._weight, self._averaged = name, weight, False
+    def __init__(
+        self, parameter: DTensor, name: str, owner: object, weight: Callable[[Any], float]
+    ) -> None:
+        self._name, self._owner, self._weight = name, weakref.ref(owner), weight
+        self._averaged = False
         whole = parameter.full_tensor
 
         def full_tensor(*, grad_placements: Any = None) -> torch.Tensor:
@@ -45,7 +50,8 @@ class Outside:
 
     def _check(self, _: torch.Tensor) -> None:
         averaged, self._averaged = self._averaged, False
-        if not averaged and self._weight() != 1:
+        owner = self._owner()
+        if not averaged and owner is not None and self._weight(owner) != 1:
             raise OrderError(
                 f"a gradient reached '{self._name}' from outside of the model, as of a penalty, by "
                 "operations on the shards of the ranks, whose batches count unlike: each would "
