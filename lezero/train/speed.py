@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,22 +35,48 @@ _DRAWS: dict[str, Any] = {"fallback_random": True}
 dropout would drop others."""
 
 
+class _Compiled:
+    """A function as compiled code, which sees the hooks that modules are given later.
+
+    By default torch makes no guard for those, and compiled code would go on without them. Guards
+    are made in whichever call compiles, so that each says that they are wanted.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._plain, self._fast = function, torch.compile(function, options=_DRAWS)
+        self._guard_hooks = torch._dynamo.config._make_closure_patcher(
+            skip_nnmodule_hook_guards=False
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a program around it, which says itself what it guards
+            return self._plain(*args, **kwargs)
+        undo = self._guard_hooks()
+        try:
+            return self._fast(*args, **kwargs)
+        finally:
+            undo()
+
+
 class Forms:
     """A form in which the model runs. `loss` and `backward` are what the engine calls, between `on`
     and `off`.
 
     name: "eager", "blocks" or "step". attention: "torch", or "lezero" for the kernel of
-    `lezero.ops.attention` wherever it fits. Blocks that the user compiled stay so in every form.
+    `lezero.ops.attention` wherever it fits. Blocks that the user compiled stay so in every form;
+    what another engine compiled does not, nor does what this form did once nobody has it any more.
     """
 
     def __init__(self, name: str, attention: str, model: nn.Module, loss: LossFunction) -> None:
         self.name, self.attention = name, attention
-        self._inner = torch.compile(loss, options=_DRAWS) if name == "step" else loss
+        self._inner = _Compiled(loss) if name == "step" else loss
         self._mode = FastAttention() if attention == "lezero" else None
-        blocks = _uncompiled(model) if name == "blocks" else []
-        self._compiled = [
-            (block, torch.compile(block._call_impl, options=_DRAWS)) for block in blocks
+        self._blocks = [
+            (block, _Compiled(block._call_impl) if name == "blocks" else None)
+            for block in _uncompiled(model)
         ]
+        held = [(weakref.ref(b), weakref.ref(c)) for b, c in self._blocks if c is not None]
+        weakref.finalize(self, _take_off, held).atexit = False
         self._new = name != "eager"
 
     @property
@@ -58,12 +85,14 @@ class Forms:
         return self._new
 
     def on(self) -> None:
-        for block, compiled in self._compiled:
-            block._compiled_call_impl = compiled
+        for block, compiled in self._blocks:
+            if block._compiled_call_impl is not compiled and _is_uncompiled(block):
+                block._compiled_call_impl = compiled
 
     def off(self) -> None:
-        for block, _ in self._compiled:
-            block._compiled_call_impl = None
+        for block, compiled in self._blocks:
+            if block._compiled_call_impl is compiled:
+                block._compiled_call_impl = None
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with self._mode or contextlib.nullcontext():
@@ -91,8 +120,28 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return best
 
 
+def strip(model: nn.Module) -> None:
+    """Takes off what an earlier engine, which may still be there, has compiled of the model."""
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, _Compiled):
+            module._compiled_call_impl = None
+
+
+def _take_off(held: list[tuple[weakref.ref[nn.Module], weakref.ref[_Compiled]]]) -> None:
+    """Of a form that is gone: another engine's may be on by now, which stays."""
+    for block, compiled in ((block(), compiled()) for block, compiled in held):
+        if block is not None and block._compiled_call_impl is compiled is not None:
+            block._compiled_call_impl = None
+
+
 def _uncompiled(model: nn.Module) -> list[nn.Module]:
-    return [block for block in repeated_blocks(model) if block._compiled_call_impl is None]
+    return [block for block in repeated_blocks(model) if _is_uncompiled(block)]
+
+
+def _is_uncompiled(block: nn.Module) -> bool:
+    """Whether the user has not compiled it."""
+    there = block._compiled_call_impl
+    return there is None or isinstance(there, _Compiled)
 
 
 def can_compile_blocks(model: nn.Module, asked: str) -> bool:

@@ -35,6 +35,7 @@ from lezero.train.speed import (
     check_compiler,
     compiler_problem,
     on_any_rank,
+    strip,
 )
 
 log = logger("train")
@@ -92,6 +93,7 @@ class Tuner:
         self.accumulate, self.taken = accumulate, list[float | None]()
         self._asked, self._asked_attention = compile, attention
         self._form: Forms | None = None
+        strip(model)
         self.forget([], None, 0)
 
     def forget(self, taken: list[float | None], ahead: int | None, size: int) -> None:
@@ -130,6 +132,7 @@ class Tuner:
                     self._take(seconds)
                 elif self._trial is not None and self._form is self._suspect:
                     self._blame("failed before the resume")
+        self.form.on()  # again, since another engine may have taken a step on this model
         return self.form
 
     @property

@@ -114,6 +114,44 @@ def test_blocks_that_the_user_compiled_stay_compiled():
         assert [layer._compiled_call_impl for layer in model.layers] == own
 
 
+def test_what_an_engine_compiled_ends_with_it_or_with_the_next_engine(monkeypatch):
+    model, ran = Model(block=PlainBlock), []
+
+    def counted(function, options):
+        return lambda *args: (ran.append(1), function(*args))[1]
+
+    def made(form):
+        return Engine(
+            model, AdamW(model), loss=next_token_loss, precision="fp32", compile=form, pool=False
+        )
+
+    def compiled_calls(run):
+        before = len(ran)
+        run()
+        return len(ran) - before
+
+    monkeypatch.setattr(speed.torch, "compile", counted)
+    monkeypatch.setattr(speed, "compiler_problem", lambda place: "")
+    engines = [made("blocks")]
+    assert compiled_calls(lambda: engines[0].train_step(batch())) == 3
+    engines.append(made("off"))
+    assert compiled_calls(lambda: engines[1].evaluate([batch()])) == 0
+    for turn, calls in ((1, 0), (0, 3), (1, 0)):
+        assert compiled_calls(lambda turn=turn: engines[turn].train_step(batch())) == calls
+
+    engines[1] = made("blocks")
+    engines[1].train_step(batch())
+    del engines[0]
+    gc.collect()
+    assert compiled_calls(lambda: model(batch()["tokens"])) == 3
+    own = model.layers[0]._call_impl
+    model.layers[0]._compiled_call_impl = own  # as `layer.compile()` sets it
+    assert compiled_calls(lambda: engines[0].train_step(batch())) == 2
+    engines.clear()
+    gc.collect()
+    assert [layer._compiled_call_impl for layer in model.layers] == [own, None, None]
+
+
 def test_forms_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="compile: got 'fast', allowed is auto, off"):
         speed.check_asked(Model(), "fast", "auto")
@@ -153,6 +191,25 @@ def test_compiled_forms_give_the_numbers_of_the_eager_one_and_keep_names(compile
         outcome[form] = losses
     assert outcome["blocks"] == pytest.approx(outcome["eager"], rel=1e-5)
     assert outcome["step"] == pytest.approx(outcome["eager"], rel=1e-5)
+
+
+@pytest.mark.parametrize("form", ["blocks", "step"])
+def test_compiled_forms_run_the_hooks_that_are_added_later(compiler, monkeypatch, form):
+    compile = torch.compile
+    monkeypatch.setattr(
+        speed.torch, "compile", lambda function, options: compile(function, backend="eager")
+    )
+    monkeypatch.setattr(speed, "compiler_problem", lambda place: "")
+    torch._dynamo.reset()
+    model, seen = Model(block=PlainBlock), []
+    engine = Engine(model, AdamW(model), loss=next_token_loss, precision="fp32", compile=form)
+    engine.train_step(batch())
+    handle = model.layers[1].line.register_forward_hook(lambda *_: seen.append("ran"))
+    engine.train_step(batch())
+    assert seen == ["ran"]
+    handle.remove()
+    engine.train_step(batch())
+    assert seen == ["ran"]
 
 
 class Recomputed(nn.Module):
