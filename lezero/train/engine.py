@@ -40,6 +40,7 @@ from lezero.train.engine_arguments import agree_on_arguments, check_held, check_
 from lezero.train.gradients import Sharded, gradients_of
 from lezero.train.loss import (
     LossFunction,
+    LossSum,
     check_batches,
     in_step,
     mean_loss,
@@ -323,7 +324,7 @@ class Engine:
     ) -> torch.Tensor:
         """Gradients of the mean over all `total` units; returns the sum over them."""
         world = groups.world_size()
-        summed = torch.zeros((), dtype=torch.float64, device=self.place)
+        summed = LossSum(self.place)
         running = self.gradients.micros(counts, total)
         for i in running:
             micro, count, last = rewrapped(micros[i]), counts[i], i == running[-1]
@@ -337,8 +338,8 @@ class Engine:
                     scaled = loss * (count * world / total)
                 form.backward(self.precision.scaler.scale(scaled))
             if count:
-                summed += loss.detach().double() * count
-        return groups.all_reduce_sum(summed, "loss")
+                summed.add(loss, count)
+        return groups.all_reduce_sum(summed.value(), "loss")
 
     def _gradient_norm(self, held: list[torch.Tensor]) -> float:
         self.precision.scaler.unscale_(self.optimizer)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from lezero.core import groups
+from lezero.core.device import with_doubles
 from lezero.core.errors import ConfigError
 from lezero.ops.cross_entropy import cross_entropy_sum
 from lezero.ops.cross_entropy.reference import IGNORED
@@ -260,6 +261,28 @@ def mean_loss(sums: torch.Tensor) -> float | None:
     if not batches:
         raise ConfigError("evaluate: there is no batch to evaluate, on any rank")
     return float(loss / counted)
+
+
+class LossSum:
+    """The sum of losses, each times its count, in fp64 on `place`.
+
+    A loss may be on another device, and on MPS, which has no fp64: it is waited for in `value`
+    alone.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = torch.device("cpu") if place.type == "mps" else place
+        self._parts = list[torch.Tensor]()
+
+    def add(self, loss: torch.Tensor, count: int) -> None:
+        wide = torch.float32 if loss.device.type == "mps" else torch.float64
+        self._parts.append(loss.detach().to(wide) * count)
+
+    def value(self) -> torch.Tensor:
+        found = torch.zeros((), dtype=torch.float64, device=self._place)
+        for part in self._parts:
+            found += with_doubles(part).to(found)
+        return found
 
 
 def to_device(batch: Batch, place: torch.device) -> Batch:

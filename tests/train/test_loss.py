@@ -16,7 +16,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.optim import AdamW
 from lezero.train.engine import Engine
-from lezero.train.loss import check_batches, model_loss, private, split, to_device
+from lezero.train.loss import LossSum, check_batches, model_loss, private, split, to_device
 
 
 def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
@@ -268,3 +268,36 @@ def test_a_private_batch_is_a_copy_that_backward_does_not_leave():
     assert batch["more"].y.tolist() == [1, 1]
     lock = threading.Lock()
     assert private({"lock": lock})["lock"] is lock
+
+
+class Elsewhere(torch.Tensor):
+    """Stands in for a tensor of MPS, which has no fp64, and meets no tensor of another device."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.device.__get__:
+            return torch.device("mps")
+        if func is torch.Tensor.cpu:
+            with torch._C.DisableTorchFunctionSubclass():
+                return args[0].as_subclass(torch.Tensor)
+        if any(type(x) is torch.Tensor for x in args):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return out
+
+
+def test_losses_are_summed_on_devices_without_fp64_and_on_others_than_the_first_parameters():
+    def loss(model, x):
+        return model(x).mean().as_subclass(Elsewhere)
+
+    model = nn.Linear(2, 1)
+    engine = Engine(
+        model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, counted="samples",
+        precision="fp32", compile="off", accumulate=2,
+    )  # fmt: skip
+    x = torch.randn(5, 2)
+    assert engine.train_step(x).loss == pytest.approx(float(model(x).mean()), rel=1e-5)
+    whole = LossSum(torch.device("mps")).value()
+    assert (whole.dtype, whole.device.type) == (torch.float64, "cpu")
