@@ -35,6 +35,9 @@ class Rates:
         if sizes != self._sizes:
             check_held(self._model, found)
             self._sizes = sizes
+        for group, base in zip(found, self._bases, strict=False):
+            if "engine_lr" not in group:  # another optimizer's state was loaded, with its groups
+                group["engine_lr"] = _copy(base)
         for group in found[len(self._bases) :]:
             if "engine_lr" not in group or group.get("scheduled_lr") != float(group["lr"]):
                 group["engine_lr"] = _copy(group["lr"])

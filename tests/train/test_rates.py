@@ -132,6 +132,22 @@ def test_a_group_that_joined_goes_on_with_a_rate_set_since(tmp_path, told):
     assert told() == []
 
 
+@pytest.mark.parametrize("schedule", [None, HALF])
+def test_a_state_of_another_optimizer_takes_no_base_rate_away(tmp_path, told, schedule):
+    weights = [p.shape for p in make(0.1).model.parameters()]
+    old = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(s))]} for s in weights], lr=0.5)
+    engine = make(0.1, schedule)
+    engine.optimizer.load_state_dict(old.state_dict())
+    rates = [step(engine), step(engine)]
+    assert rates == ([0.5, 0.5] if schedule is None else [0.1 * HALF.factor(i, 4) for i in (0, 1)])
+    assert [group["engine_lr"] for group in engine.optimizer.param_groups] == [0.1, 0.1]
+    engine.save(tmp_path)
+    for other in (engine, make(0.1, schedule)):
+        other.load(tmp_path)
+        assert step(other) == (0.5 if schedule is None else 0.1)
+    assert told() == []
+
+
 def test_a_scheduler_of_torch_made_after_the_engine_goes_on_after_a_load(tmp_path, told):
     """It puts a rate of its own into `initial_lr`, which is no other base of the engine."""
 
