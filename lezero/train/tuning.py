@@ -220,6 +220,10 @@ class Tuner:
         except StopIteration as end:
             self._form, self._trial, self.ahead = end.value, None, None
             self._made = {}
+        except BaseException:  # an interrupt, say, which has ended the trial: `begin` starts anew
+            self._form = self._trial = self._suspect = None
+            self.taken.clear()
+            raise
         self.form.on()
 
     def _in(self, name: str, attention: str) -> Forms:

@@ -146,3 +146,25 @@ def test_every_form_may_fail_on_trial_and_each_step_is_taken_plainly(monkeypatch
         again.load(kept[step - 1])
         again.train_step(data[step])
         assert again.tuner.form.name == forms[step]
+
+
+def test_a_trial_that_is_interrupted_between_its_forms_begins_anew(stub, monkeypatch):
+    def interrupted(place):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning, "_TYPICAL_COMPILE_S", 0.0)
+    monkeypatch.setattr(tuning, "compiler_problem", interrupted)
+    engine, _ = made()
+    engine.decisions.replay.clear()
+    data = torch.randn(20, 8, 2, generator=torch.Generator().manual_seed(1))
+    for x in data[:3]:
+        engine.train_step(x)
+    with pytest.raises(KeyboardInterrupt):
+        engine.train_step(data[3])
+    monkeypatch.setattr(tuning, "compiler_problem", lambda place: "")
+    for x in data:
+        engine.train_step(x)
+    assert engine.step == 24
+    assert not engine.tuner.trying
+    record = engine.decisions.records["compile"]
+    assert record.candidates.keys() == {"eager", "step"}
