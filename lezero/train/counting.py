@@ -141,12 +141,15 @@ def _config_of(model: nn.Module | None, kind: str) -> Any:
 
 
 def _not_ignored(values: Any, ignored: int) -> int:
-    """How many entries of a tensor or array carry loss; only whole numbers can be ignored."""
-    if isinstance(values, torch.Tensor):
-        whole = not (values.is_floating_point() or values.is_complex())
-    else:
-        whole = values.dtype.kind not in "fc"
-    return int((values != ignored).sum()) if whole else math.prod(values.shape)
+    """How many entries of a tensor or array carry loss; none is ignored where its type cannot hold
+    that label (torch would take 156 for -100 among those of 8 bits without a sign)."""
+    limits = torch.iinfo if isinstance(values, torch.Tensor) else np.iinfo
+    try:
+        kind = limits(values.dtype)
+    except (TypeError, ValueError):  # fractions, or true and false
+        return math.prod(values.shape)
+    held = kind.min <= ignored <= kind.max
+    return int((values != ignored).sum()) if held else math.prod(values.shape)
 
 
 def _whole(given: Any) -> int:
@@ -180,13 +183,16 @@ def _why_no_tokens(batch: Batch) -> str:
 
 
 def _labels_by_token(batch: Batch) -> torch.Tensor | None:
-    """The labels (B,T) of which the first column may or may not count."""
+    """The labels (B,T) of which the first column may or may not count, in a type that holds -100.
+    True and False are no tokens."""
     name, labels = _values_by_token(batch) or ("", None)
     if isinstance(labels, np.ndarray) and labels.dtype.kind == "i":
         labels = torch.from_numpy(labels.astype(np.int64))
     if name != "labels" or not isinstance(labels, torch.Tensor):
         return None
-    return None if labels.ndim != 2 or labels.is_floating_point() else labels
+    if labels.ndim != 2 or labels.is_floating_point() or labels.dtype == torch.bool:
+        return None
+    return labels if labels.dtype.is_signed else labels.long()
 
 
 def why_nothing(micros: list[Batch]) -> str:

@@ -344,3 +344,20 @@ def test_a_number_to_predict_may_be_minus_100(name):
     assert made[1] == pytest.approx(made[0], rel=1e-6)
     assert Counter("tokens")({name: y.numpy()}) == 8
     assert Counter("tokens")({"targets": y.long()}) == 5
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, np.uint8])
+@pytest.mark.parametrize("name", ["targets", "labels"])
+def test_types_that_cannot_hold_minus_100_have_nothing_ignored(name, kind):
+    values = torch.tensor([[156], [1], [0]])
+    values = values.numpy().astype(kind) if kind is np.uint8 else values.to(kind)
+    model = nn.Linear(2, 1)
+
+    def loss(model, batch):
+        wanted = torch.as_tensor(batch[name]).float()
+        return nn.functional.mse_loss(model(batch["x"]), wanted)
+
+    engine = Engine(
+        model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, precision="fp32", compile="off"
+    )
+    assert engine.train_step({"x": torch.ones(3, 2), name: values}).tokens == 3
