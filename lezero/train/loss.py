@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lezero.core import groups
 from lezero.core.device import with_doubles
@@ -286,10 +287,11 @@ class LossSum:
 
 
 def to_device(batch: Batch, place: torch.device) -> Batch:
-    """The batch with every tensor on `place`."""
+    """The batch with every tensor on `place`; of a packed sequence those that belong there."""
 
     def moved(value: Any) -> Any:
-        return value.to(place, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        movable = isinstance(value, torch.Tensor | PackedSequence)
+        return value.to(place, non_blocking=True) if movable else value
 
     return _each(batch, moved)
 
@@ -324,7 +326,8 @@ def size_of(batches: Sequence[Batch]) -> int:
 
     def counted(value: Any) -> Any:
         nonlocal found
-        found += value.numel() if isinstance(value, torch.Tensor) else 0
+        values = value.data if isinstance(value, PackedSequence) else value
+        found += values.numel() if isinstance(values, torch.Tensor) else 0
         return value
 
     for batch in batches:
@@ -333,7 +336,10 @@ def size_of(batches: Sequence[Batch]) -> int:
 
 
 def _each(batch: Batch, change: Callable[[Any], Any]) -> Batch:
-    """The batch with `change` applied to what its mappings, lists and tuples hold."""
+    """The batch with `change` applied to what its mappings, lists and tuples hold. A packed
+    sequence, which is a tuple, is whole: it keeps its sizes on the CPU."""
+    if isinstance(batch, PackedSequence):
+        return change(batch)
     if isinstance(batch, Mapping):
         return _like_mapping(batch, {key: _each(value, change) for key, value in batch.items()})
     if isinstance(batch, list | tuple):

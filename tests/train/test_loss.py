@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.optim import AdamW
 from lezero.train.engine import Engine
-from lezero.train.loss import LossSum, check_batches, model_loss, private, split, to_device
+from lezero.train.loss import LossSum, check_batches, model_loss, private, size_of, split, to_device
 
 
 def test_a_cut_keeps_every_sample_and_gives_tensors_without_dims_to_each():
@@ -301,3 +302,13 @@ def test_losses_are_summed_on_devices_without_fp64_and_on_others_than_the_first_
     assert engine.train_step(x).loss == pytest.approx(float(model(x).mean()), rel=1e-5)
     whole = LossSum(torch.device("mps")).value()
     assert (whole.dtype, whole.device.type) == (torch.float64, "cpu")
+
+
+def test_a_packed_sequence_is_moved_as_it_moves_itself():
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device({"x": [packed]}, torch.device("meta"))["x"][0]
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+    assert size_of([{"x": packed}]) == 5
+    copy = private((packed,))[0]
+    copy.data.zero_()
+    assert packed.data.sum() == 5
