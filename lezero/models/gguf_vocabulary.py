@@ -14,17 +14,15 @@ from typing import Any
 from lezero.core.errors import FileError, need_extra
 from lezero.core.paths import expand_home
 from lezero.models.gguf_header import read_gguf_header
+from lezero.models.gguf_rules import NOT_WRITTEN, follow_llama_cpp
 from lezero.ops.build import kept
 
-_FORM = "1"
+_FORM = "2"
 """Of what is kept of a vocabulary; another one is made again."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """The end of a text, of a turn, and of a message that waits for a tool."""
 _NAMED_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
 """What llama.cpp takes for ends of a turn or a message too."""
-_NOT_WRITTEN = (3, 4)
-"""Types of tokens that no text is made of: control tokens, and those that a user added, as which
-early files have ends too."""
 
 
 def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> Any:
@@ -65,7 +63,7 @@ def _digest_of_beginning(file: Path, size: int) -> str:
 
 
 def _converted(file: Path) -> bytes:
-    """What transformers makes of a file's vocabulary, as JSON. It takes seconds."""
+    """What transformers makes of a file's vocabulary, put right, as JSON. It takes seconds."""
     from transformers import AutoTokenizer
 
     try:
@@ -88,7 +86,8 @@ def _converted(file: Path) -> bytes:
             settings[kind] = str(getattr(tokenizer, kind))
     if getattr(tokenizer, "chat_template", None):
         settings["chat_template"] = tokenizer.chat_template
-    held = {"tokenizer": tokenizer.backend_tokenizer.to_str(), "settings": settings}
+    backend = follow_llama_cpp(tokenizer.backend_tokenizer, file)
+    held = {"tokenizer": backend.to_str(), "settings": settings}
     return json.dumps(held).encode()
 
 
@@ -112,7 +111,7 @@ def gguf_end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
     ids = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS}
     known = {key: x for key, x in ids.items() if type(x) is int and 0 <= x < len(tokens)}
     pairs = [] if "eot_token_id" in known else enumerate(zip(tokens, types, strict=False))
-    named = [i for i, (name, kind) in pairs if name in _NAMED_ENDS and kind in _NOT_WRITTEN]
+    named = [i for i, (name, kind) in pairs if name in _NAMED_ENDS and kind in NOT_WRITTEN]
     return frozenset([*known.values(), *named])
 
 

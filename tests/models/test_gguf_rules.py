@@ -1,0 +1,102 @@
+"""Vocabularies of GGUF files are read as llama.cpp reads them, where transformers does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lezero.core.errors import FileError
+from lezero.data import load_tokenizer
+from lezero.models import gguf_tokenizer
+
+gguf = pytest.importorskip("gguf")
+pytest.importorskip("transformers")
+
+BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+BYTES = ["h", "i", "hi", "x", "Ġ", "ĠĠ", "a"]
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEZERO_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, model: str, tokens: list[str], types: dict[int, int], **said: Any) -> Path:
+    """types: of the tokens that are not normal ones, by number."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types([types.get(i, 1) for i in range(len(tokens))])
+    if model == "llama":
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    else:
+        writer.add_token_merges(["h i", "Ġ Ġ"])
+    adds = {int: writer.add_uint32, str: writer.add_string, bool: writer.add_bool}
+    for key, value in said.items():
+        adds[type(value)](f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_special_tokens_outside_the_byte_alphabet_keep_their_ids(tmp_path: Path) -> None:
+    tokens = [*BYTES, BEGIN, END, "<｜User｜>", "<think>", "  "]
+    ids = {"bos_token_id": 7, "eos_token_id": 8, "add_bos_token": True, "pre": "deepseek-r1-qwen"}
+    types = {7: 3, 8: 3, 9: 3, 10: 4, 11: 4}
+    file = write(tmp_path / "a.gguf", "gpt2", tokens, types, **ids)
+    found = gguf_tokenizer(file)
+    assert [found.convert_tokens_to_ids(x) for x in tokens] == list(range(12))
+    assert (found.bos_token_id, found.eos_token_id, len(found)) == (7, 8, 12)
+    assert found(f"{tokens[9]}hi<think>  x{END}").input_ids == [7, 9, 2, 10, 11, 3, 8]
+    assert max(found("<|endoftext|>").input_ids) < 12
+    assert found.decode([7, 9, 2, 10, 8], skip_special_tokens=True) == "hi<think>"
+    gguf_tokenizer(file, save_to=str(tmp_path / "saved"))
+    saved = load_tokenizer(tmp_path / "saved")
+    assert (saved.eos, saved.start, saved.encode(f"hi{END}")) == (8, (7,), [2, 8])
+
+
+def test_a_special_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.gguf", "gpt2", [*BYTES, END, END], {7: 3, 8: 3}, eos_token_id=7)
+    with pytest.raises(FileError, match=r"token 7.*twice.*Hugging Face folder"):
+        gguf_tokenizer(file)
+
+
+PIECES = ["<unk>", "<s>", "</s>", "▁", "[", "]", "x", "▁x", "▁[", "<|im_start|>", "u", "▁u"]
+
+
+def test_a_space_is_before_each_stretch_of_text_of_a_sentencepiece_file(tmp_path: Path) -> None:
+    types, ids = {0: 2, 1: 3, 2: 3, 9: 4}, {"bos_token_id": 1, "eos_token_id": 2}
+    file = write(tmp_path / "a.gguf", "llama", PIECES, types, **ids)
+    found = gguf_tokenizer(file)
+    assert found("[x] x").input_ids == [1, 8, 6, 5, 7]
+    assert found("<s>[x", add_special_tokens=False).input_ids == [1, 8, 6]
+    assert found("<|im_start|>u</s> x", add_special_tokens=False).input_ids == [9, 11, 2, 3, 7]
+    assert found.decode([8, 6, 5, 7]) == "[x] x"
+    ids["add_space_prefix"] = False
+    found = gguf_tokenizer(write(tmp_path / "b.gguf", "llama", PIECES, types, **ids))
+    assert found("[x] x<|im_start|>u").input_ids == [1, 4, 6, 5, 7, 9, 10]
+    assert found.decode([7, 7]) == " x x"
+
+
+@pytest.mark.parametrize(
+    ("said", "begins"),
+    [
+        ({"pre": "llama-bpe"}, [8]),
+        ({"pre": "tekken"}, [8]),
+        ({"pre": "llama-bpe", "add_bos_token": False}, []),
+        ({"pre": "qwen2"}, []),
+    ],
+)
+def test_texts_begin_with_a_token_where_no_key_says_so(
+    said: dict[str, Any], begins: list[int], tmp_path: Path
+) -> None:
+    tokens = [*BYTES, "xi", "<|begin_of_text|>"]
+    file = write(tmp_path / "a.gguf", "gpt2", tokens, {8: 3}, bos_token_id=8, **said)
+    found = gguf_tokenizer(file)
+    whole = said["pre"] != "qwen2"  # no merge makes this word
+    assert found("xi").input_ids == [*begins, *([7] if whole else [3, 1])]
+    pair = found("hi", "hi")
+    assert pair.input_ids == [*begins, 2, *begins, 2]
