@@ -21,8 +21,10 @@ _FORM = "2"
 """Of what is kept of a vocabulary; another one is made again."""
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """The end of a text, of a turn, and of a message that waits for a tool."""
-_NAMED_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
-"""What llama.cpp takes for ends of a turn or a message too."""
+_NAMED_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "</s>"}
+_NAMED_ENDS |= {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
+_NAMED_ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<eos>", "[EOS]"}
+"""What llama.cpp takes for ends too, of what models of these architectures have."""
 
 
 def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> Any:
@@ -102,15 +104,15 @@ def gguf_end_tokens(path: str | os.PathLike[str]) -> frozenset[int]:
     """The tokens that end an answer by a GGUF file's metadata: of the text, the turn, the message.
 
     What no token of the vocabulary has, as the 2^32 - 1 that llama.cpp writes for none, is left
-    out. Where no end of a turn is given, as by early conversions, the tokens with the usual names
-    of one are ends, as in llama.cpp. Raises `FileError` for a file that cannot be read.
+    out. The tokens with the usual names of an end are ends too, as in llama.cpp. Raises `FileError`
+    for a file that cannot be read.
     """
     keys = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
     metadata = read_gguf_header(path, whole=keys).metadata
     tokens, types = (x if isinstance(x, list) else [] for x in map(metadata.get, keys))
     ids = {key: metadata.get(f"tokenizer.ggml.{key}") for key in _ENDS}
     known = {key: x for key, x in ids.items() if type(x) is int and 0 <= x < len(tokens)}
-    pairs = [] if "eot_token_id" in known else enumerate(zip(tokens, types, strict=False))
+    pairs = enumerate(zip(tokens, types, strict=False))
     named = [i for i, (name, kind) in pairs if name in _NAMED_ENDS and kind in NOT_WRITTEN]
     return frozenset([*known.values(), *named])
 

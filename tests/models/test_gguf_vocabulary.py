@@ -34,22 +34,24 @@ def test_the_ends_of_text_turn_and_message_are_told(
     assert gguf_end_tokens(file) == set()
 
 
-def test_ends_that_early_files_do_not_give_are_found_by_name(
+def test_ends_that_a_file_does_not_give_are_found_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = gguf.GGUFWriter.add_token_list
 
     def add_with_ends(writer: Any, tokens: list[str]) -> None:
-        tokens[1990:1996] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "</s>", "x"]
+        tokens[1990:1994] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"]
+        tokens[1994:1997] = ["<|endoftext|>", "<|end_of_text|>", "x"]
         add(writer, tokens)
-        writer.add_token_types([1] * 1990 + [3, 4, 1, 3, 3, 3] + [1] * 4)
+        writer.add_token_types([1] * 1990 + [3, 4, 1, 3, 3, 3, 3] + [1] * 3)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", add_with_ends)
     model, ids = Transformer(CONFIG), {"tokenizer__ggml__eos_token_id": 5}
+    named = {1990, 1991, 1993, 1994, 1995}
     file = write(tmp_path / "a.gguf", model, **ids)
-    assert gguf_end_tokens(file) == {5, 1990, 1991, 1993}
+    assert gguf_end_tokens(file) == {5, *named}
     ids["tokenizer__ggml__eot_token_id"] = 6
-    assert gguf_end_tokens(write(tmp_path / "b.gguf", model, **ids)) == {5, 6}
+    assert gguf_end_tokens(write(tmp_path / "b.gguf", model, **ids)) == {5, 6, *named}
 
 
 @pytest.fixture(scope="module")
