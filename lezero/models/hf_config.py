@@ -106,6 +106,8 @@ def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
         raise FileError(f"{source}: hidden_act {act!r} is not supported; supported is 'silu'")
     if data.get("num_local_experts") or data.get("num_experts"):
         raise FileError(f"{source}: mixtures of experts are not supported")
+    if not data.get("is_causal", True):  # as embedders have it
+        raise FileError(f"{source}: attention to later tokens (is_causal false) is not supported")
 
 
 def _rope(data: dict[str, Any], context: Any, source: str) -> dict[str, Any]:

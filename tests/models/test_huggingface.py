@@ -266,6 +266,7 @@ def test_the_first_28_layers_see_everything_where_nothing_is_said() -> None:
         ({"model_type": "gpt2"}, "'gpt2' is not supported; supported are llama, mistral"),
         ({"model_type": None}, "None is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"is_causal": False}, "later tokens .is_causal false"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_scaling": {"rope_type": "su"}}, "'su' is not supported; .* yarn, longrope"),

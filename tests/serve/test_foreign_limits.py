@@ -146,6 +146,12 @@ def test_a_model_that_goes_on_otherwise_than_from_its_keys_is_refused(gpt2: Path
         program.try_out("a folder")
 
 
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, transformers.LlamaConfig(**_SMALL, is_causal=False))
+    with pytest.raises(FileError, match="gives other numbers where it goes on"):
+        LLM(folder)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_a_step_reads_and_multiplies(tied: bool) -> None:
     """A row of a table is next to nothing; one that is the head too is read whole."""
