@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lezero.core.errors import ConfigError, LeZeroError, OrderError
+from lezero.core.interrupts import held_interrupts
 from lezero.serve.answer import Answer
 from lezero.serve.llm import LLM
 from lezero.serve.sampling import SamplingParams
@@ -50,9 +51,12 @@ def answer_lines(
                 found = next(numbered, None)
                 left = found is not None
                 if found is not None:
-                    waiting.append(_start(llm, *found, base))
+                    with held_interrupts():  # what is begun is ended below
+                        waiting.append(_start(llm, *found, base))
             while waiting and _is_done(waiting[0][1]):
-                yield _told(llm, *waiting.popleft())
+                told = _told(llm, *waiting[0])
+                waiting.popleft()
+                yield told
             if waiting:
                 llm.advance()
     finally:

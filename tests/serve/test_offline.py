@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pytest
 
@@ -202,3 +204,21 @@ def test_where_nobody_says_answers_are_as_long_as_fits():
     assert [answer["tokens"] for answer in found[:3]] == [32, 3, 37]
     (asked,) = answer_lines(llm, lines[:1], SamplingParams(max_tokens=100))
     assert "max_tokens" in asked["error"], "what was asked for is not cut down"
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_where_a_line_begins_leaves_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, real, begun = engine(), LLM.begin, []
+
+    def pressing(*args: object) -> object:
+        begun.append(real(*args))  # type: ignore[arg-type]
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return begun[-1]
+
+    monkeypatch.setattr(LLM, "begin", pressing)
+    with pytest.raises(KeyboardInterrupt):
+        list(answer_lines(llm, ['{"prompt": "a"}'] * 3, GREEDY))
+    assert len(begun) == 2
+    assert not llm._answers
+    assert not llm.engine.busy
