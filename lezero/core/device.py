@@ -280,19 +280,36 @@ class Graphs:
                     run()
         finally:
             here.wait_stream(self._aside)
-        # On the stream of the runs before: what kernels keep for it is made outside of graphs.
-        how = {"pool": self._pool, "stream": self._aside, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.graph(graph, **how):
-                output = run()
+            output = self._captured(graph, run)
         except BaseException:
             self._recover(here)
             raise
         return graph.replay, output
 
+    def _captured(self, graph: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        # On the stream of the runs before: what kernels keep for it is made outside of graphs.
+        how = {"pool": self._pool, "stream": self._aside, "capture_error_mode": "thread_local"}
+        with torch.cuda.graph(graph, **how):
+            return run()
+
     def _recover(self, here: Any) -> None:
         """Ends what torch leaves open where the end of a capture fails: its stream is the current
-        one, its pool takes what is allocated, and no capture may begin with that pool."""
+        one, its pool takes what is allocated, and no capture may begin with that pool. Torch 2.11
+        then refuses to draw random numbers too, until a capture ends well, as a small one does."""
+        import torch
+
+        self._close(here)
+        try:
+            nothing = torch.zeros((), device=accelerator())
+            self._captured(torch.cuda.CUDAGraph(), lambda: nothing.add_(0))
+        except RuntimeError:
+            self._close(here)
+        self._pool = torch.cuda.graph_pool_handle()  # that of the small graph went with it
+
+    def _close(self, here: Any) -> None:
         import torch
 
         torch.cuda.set_stream(here)

@@ -21,7 +21,8 @@ class Cuda:
         self.current: Any = "the caller's"
         self.captured = list[tuple[Any, Any]]()
         self.recording, self.held = set[Any](), list[Any]()
-        self.fails = False
+        self.fails, self.draws = 0, True
+        """How many captures fail from now on; whether random numbers are drawn."""
         for name, stub in {
             "current_device": lambda: 1,
             "current_stream": lambda: SimpleNamespace(name=self.current, wait_stream=id),
@@ -48,7 +49,9 @@ class Cuda:
         try:
             yield
         finally:
+            self.draws = not self.fails
             if self.fails:
+                self.fails -= 1
                 raise torch.AcceleratorError("operation failed due to a previous error", 901)
             self._end(1, pool)
             self.captured.append((pool, stream.name))
@@ -77,19 +80,20 @@ def test_graphs_share_a_stream_and_memory_with_those_of_the_same_program_only(cu
     assert all(mine is not theirs for mine, theirs in zip(first, second, strict=True))
 
 
-def test_captures_go_on_after_one_that_failed(cuda: Cuda) -> None:
+@pytest.mark.parametrize("fails", [1, 2])
+def test_captures_go_on_after_one_that_failed(fails: int, cuda: Cuda) -> None:
+    """The second is the small one, after which random numbers are drawn again."""
     graphs = device.Graphs()
     graphs(lambda: torch.zeros(1))
-    cuda.fails = True
+    cuda.fails = fails
     with pytest.raises(torch.AcceleratorError):
         graphs(lambda: torch.zeros(1))
-    assert cuda.current == "the caller's"
-    assert (cuda.recording, cuda.held) == (set(), [cuda.captured[0][0]])
-    cuda.fails = False
+    assert (cuda.current, cuda.draws, cuda.recording) == ("the caller's", fails == 1, set())
+    assert cuda.held == [pool for pool, _ in cuda.captured]
     graphs(lambda: torch.zeros(1))
-    first, second = cuda.captured
-    assert first[1] is second[1]
-    assert first[0] is not second[0]
+    pools = [pool for pool, _ in cuda.captured]
+    assert len(set(pools)) == len(pools) == 4 - fails
+    assert len({stream for _, stream in cuda.captured}) == 1
 
 
 def test_a_run_that_fails_within_a_capture_leaves_nothing_open(cuda: Cuda) -> None:
