@@ -17,8 +17,6 @@ Shapes: B sequences, W blocks of the longest, S = W · 16 places, H heads, E num
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,13 +33,13 @@ from lezero.serve.decoding import Decoder
 from lezero.serve.flight import Flight
 from lezero.serve.plain import PlainProgram, projected
 from lezero.serve.program import Fed
+from lezero.serve.replayed import Step, seconds_of
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 _LOG = logger("serve")
 _SOME, _MOST = 4, 64
 """Sequences of a replayed step: at least beside others (by arithmetic, not measured), at most."""
 _PIECES = 64
-_ROUNDS, _REPLAYS = 5, 10
 
 
 class CapturedProgram(PlainProgram):
@@ -55,7 +53,7 @@ class CapturedProgram(PlainProgram):
         self._capture, self._nobody = capture or device.Graphs(), 0
         self._decoder = Decoder(model) if Decoder.suits(model) else None
         self._best_B = torch.zeros(_MOST, dtype=torch.int64, device=self.place)
-        self._steps: dict[tuple[int, int], _Step | None] = {}
+        self._steps: dict[tuple[int, int], Step | None] = {}
         self._launches = cuda_source.runs(self.place)
         self.tried: dict[int, dict[str, float]] = {}
         """By number of blocks: seconds of a step by "cuda" attention and by "triton"'s; none where
@@ -82,17 +80,29 @@ class CapturedProgram(PlainProgram):
         single = [one for one in fed if _is_single(one)]
         worth = len(single) == len(fed) or len(single) >= _SOME
         with device.using(self.place):
-            step = self._step(single) if worth else None
-            if step is None:
+            logits_BV = self._replayed(single) if worth else None
+            if logits_BV is None:
                 return super().run(fed)
-            step.fill(single, self._nobody)
-            step.replay()
-            logits_BV = step.logits_BV[: len(single)].to(torch.float32, copy=True)
             if len(single) == len(fed):
                 return logits_BV
             rest_RV = super().run([one for one in fed if not _is_single(one)])
             row_R = device.sent(_rows_of_both(fed, len(single)), self.place)
             return torch.cat([logits_BV, rest_RV]).index_select(0, row_R)
+
+    def _replayed(self, single: Sequence[Fed]) -> Tensor | None:
+        """Logits (B, V) of single tokens from graphs, of as many at once as one can have; None
+        where there is no graph for some of them. The plain program would launch the kernels of
+        attention for each."""
+        parts = [single[at : at + _MOST] for at in range(0, len(single), _MOST)]
+        steps = [step for part in parts if (step := self._step(part)) is not None]
+        if not parts or len(steps) < len(parts):
+            return None
+        found = []
+        for step, part in zip(steps, parts, strict=True):  # two may be of one graph
+            step.fill(part, self._nobody)
+            step.replay()
+            found.append(step.logits_BV[: len(part)].to(torch.float32, copy=True))
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     @torch.no_grad()
     def launch(
@@ -106,7 +116,7 @@ class CapturedProgram(PlainProgram):
             step.replay()
             return step.flight(len(fed), self._best_B)
 
-    def _step(self, fed: Sequence[Fed]) -> _Step | None:
+    def _step(self, fed: Sequence[Fed]) -> Step | None:
         """The graph for these sequences, where there is one."""
         if not 0 < len(fed) <= _MOST or not all(map(_is_single, fed)):
             return None
@@ -116,12 +126,12 @@ class CapturedProgram(PlainProgram):
             self._steps[sizes] = self._settled(self._made(sizes), sizes)
         return self._steps[sizes]
 
-    def _made(self, sizes: tuple[int, int]) -> _Step | None:
+    def _made(self, sizes: tuple[int, int]) -> Step | None:
         """The step of so many sequences and blocks, or None where it cannot be captured."""
-        step: _Step | None = None
+        step: Step | None = None
         self._take_faster(sizes)
         try:
-            step = _Step(*sizes, self.place)
+            step = Step(*sizes, self.place)
             self._capture_into(step)
         except Exception as error:  # Triton's own are of many types
             # Kernels that ran before were built: then the capture failed, as it does where another
@@ -152,7 +162,7 @@ class CapturedProgram(PlainProgram):
             return step
         return self._made(sizes)
 
-    def _capture_into(self, step: _Step) -> None:
+    def _capture_into(self, step: Step) -> None:
         flying_B = self._best_B.clone()  # the step's first run writes there
         try:
             step.fill([], self._nobody)
@@ -169,7 +179,7 @@ class CapturedProgram(PlainProgram):
             took = self.tried.get(sizes[1], {})
             self._decoder.prefers_triton = bool(took) and took["triton"] < took["cuda"]
 
-    def _settled(self, ours: _Step | None, sizes: tuple[int, int]) -> _Step | None:
+    def _settled(self, ours: Step | None, sizes: tuple[int, int]) -> Step | None:
         """The same step by the attention that is faster with so many blocks: tried once."""
         if ours is None or not self._attends(sizes) or sizes[1] in self.tried:
             return ours
@@ -179,7 +189,7 @@ class CapturedProgram(PlainProgram):
         decoder.prefers_triton = True
         took: list[float] = []
         try:
-            theirs = _Step(*sizes, self.place)
+            theirs = Step(*sizes, self.place)
             self._capture_into(theirs)
             last = min(W, self._nobody) * self.block_size - 1
             fed = [self._read_only(b, W, min(last, self.longest - 1)) for b in range(B)]
@@ -204,7 +214,7 @@ class CapturedProgram(PlainProgram):
         blocks[last // self.block_size] = self._nobody
         return Fed([0], last, blocks, [0])
 
-    def _decode(self, step: _Step) -> Tensor:
+    def _decode(self, step: Step) -> Tensor:
         """Logits (B, V) of one token for each sequence, with nothing that waits for the host."""
         if self._launches:
             token_B = cuda_step.chosen(step.token_B, step.row_B, self._best_B)
@@ -225,7 +235,7 @@ class CapturedProgram(PlainProgram):
         step.ran = True
         return logits_BV
 
-    def _plainly(self, step: _Step, token_B: Tensor) -> Tensor:
+    def _plainly(self, step: Step, token_B: Tensor) -> Tensor:
         model, size = self._model, self.block_size
         position_B = step.position_B
         cos, sin = model.rope.gather(position_B[:, None])
@@ -252,7 +262,7 @@ class CapturedProgram(PlainProgram):
         cos: Tensor,
         sin: Tensor,
         index: int,
-        step: _Step,
+        step: Step,
         place_B: Tensor,
         mask_BS: Tensor,
     ) -> Tensor:
@@ -276,74 +286,6 @@ class CapturedProgram(PlainProgram):
         return out
 
 
-class _Step:
-    """What a graph reads, always at the same addresses, and what repeats it.
-
-    All of it is one tensor of whole numbers, so that one copy brings it. It comes from two places
-    of the host in turn, and the best tokens go to two: a step is launched while one flies.
-    """
-
-    replay: Callable[[], None]
-    logits_BV: Tensor
-    ran = False
-    """Whether it was launched once, graph or not."""
-
-    def __init__(self, sequences: int, blocks: int, place: torch.device) -> None:
-        self._shape, pinned = (sequences, 3 + blocks), place.type == "cuda"
-        inputs = torch.zeros(self._shape, dtype=torch.int64, device=place)
-        self._inputs = inputs
-        self.token_B, self.row_B, self.position_B = (inputs[:, i] for i in range(3))
-        self.table_BW = inputs[:, 3:]
-        size = sequences * (3 + blocks)
-        self._hosts = [
-            torch.zeros(size, dtype=torch.int64, pin_memory=pinned, device="cpu") for _ in range(2)
-        ]
-        self._found = [
-            torch.zeros(sequences, dtype=torch.int64, pin_memory=pinned, device="cpu")
-            for _ in range(2)
-        ]
-        self._passed: list[Callable[[], None]] = [_nothing, _nothing]
-        self._turn = 0
-
-    def fill(self, fed: Sequence[Fed], nobody: int, rows: Sequence[int] = ()) -> None:
-        """Takes the sequences of a step; the rows after them are of `nobody`. rows: of the step
-        before, whose best token a sequence takes in place of its own."""
-        self._turn = 1 - self._turn
-        self._passed[self._turn]()  # nothing reads what is written now
-        B, width = self._shape
-        W, filled = width - 3, [0, -1, 0, *[nobody] * (width - 3)]
-        numbers = []
-        for i, one in enumerate(fed):
-            blocks = one.blocks[:W]
-            row = rows[i] if rows else -1
-            numbers += [one.tokens[0], row, one.position, *blocks, *filled[3 + len(blocks) :]]
-        numbers += filled * (B - len(fed))
-        host = self._hosts[self._turn]
-        host.copy_(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-        self._inputs.copy_(host.view(self._shape), non_blocking=True)
-        self._passed[self._turn] = device.mark(self._inputs.device)
-
-    def wait(self) -> None:
-        """Until all that was launched before has ended."""
-        device.mark(self._inputs.device)()
-
-    def flight(self, count: int, best_B: Tensor) -> Flight:
-        """What was just replayed, on its way."""
-        turn, found = self._turn, self._found[self._turn]
-        found.copy_(best_B[: len(found)], non_blocking=True)
-        self._passed[turn] = device.mark(best_B.device)
-        return _Flight(found, count, self._passed[turn])
-
-
-class _Flight(Flight):
-    def __init__(self, found: Tensor, count: int, passed: Callable[[], None]) -> None:
-        self._found, self._count, self._passed = found, count, passed
-
-    def tokens(self) -> list[int]:
-        self._passed()
-        return self._found[: self._count].tolist()
-
-
 def _is_single(one: Fed) -> bool:
     return len(one.tokens) == 1 and len(one.rows) == 1
 
@@ -362,21 +304,6 @@ def _rows_of_both(fed: Sequence[Fed], singles: int) -> Tensor:
     return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
-def seconds_of(steps: Sequence[_Step], fed: Sequence[Fed], nobody: int) -> list[float]:
-    """Of one replay of each step, replayed in turns: the best of some."""
-    took = [math.inf] * len(steps)
-    for _ in range(_ROUNDS):
-        for i, step in enumerate(steps):
-            step.fill(fed, nobody)
-            step.wait()
-            began = time.perf_counter()
-            for _ in range(_REPLAYS):
-                step.replay()
-            step.wait()
-            took[i] = min(took[i], (time.perf_counter() - began) / _REPLAYS)
-    return took
-
-
 def best_token(logits_BV: Tensor) -> Tensor:
     """Where each row's largest logit is, the first of equals; -1 where it is not a finite number.
 
@@ -388,10 +315,6 @@ def best_token(logits_BV: Tensor) -> Tensor:
     piece_B1 = top_BP.argmax(1, keepdim=True)
     best_B1 = piece_B1 * (V // pieces) + inside_BP.gather(1, piece_B1)
     return torch.where(top_BP.gather(1, piece_B1).isfinite(), best_B1, -1)[:, 0]
-
-
-def _nothing() -> None:
-    pass
 
 
 def _up(count: int) -> int:

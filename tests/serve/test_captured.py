@@ -125,6 +125,19 @@ def test_single_tokens_stay_in_their_graph_beside_prompts_and_drafts(
     torch.testing.assert_close(found[2:], found[:2])
 
 
+def test_more_sequences_than_a_graph_has_are_taken_in_turns() -> None:
+    model, found = small().double(), []
+    fed = [Fed([n % 90], 0, [n], [0]) for n in range(130)]
+    mixed = [fed[0], Fed(range(7), 0, [140], [6]), *fed[1:66]]
+    captured = CapturedProgram(model, again)
+    for program in (PlainProgram(model), captured):
+        program.reserve(150)
+        found += [program.run(fed), program.run(mixed)]
+    torch.testing.assert_close(found[2:], found[:2])
+    assert set(captured._steps) == {(64, 1), (2, 1)}
+    assert captured.launch(fed) is None
+
+
 @pytest.mark.parametrize("width", [1, 97, 4 * _PIECES])
 def test_the_best_token_is_the_first_of_the_largest(width: int) -> None:
     draw = torch.Generator().manual_seed(width)
