@@ -78,7 +78,7 @@ class Answerer:
         return requests
 
     async def _tell(
-        self, exchange: Exchange, asked: Asked, requests: list[Request], events: Events
+        self, exchange: Exchange, asked: Asked, requests: list[Request], events: Backlog
     ) -> bytes | None:
         """A whole answer, which is still to be sent; None where it was streamed."""
         teller = Teller(asked, self._model, requests, self._text)
@@ -96,7 +96,7 @@ class Answerer:
             leaving.cancel()
 
     async def _stream(
-        self, exchange: Exchange, asked: Asked, teller: Teller, events: Events
+        self, exchange: Exchange, asked: Asked, teller: Teller, events: Backlog
     ) -> None:
         """Sends chunks as they come; those that wait together go together, up to a piece, behind
         each of which the client is waited for."""
@@ -137,7 +137,7 @@ class Answerer:
         )
 
 
-async def _until_ended(events: Events, count: int) -> AsyncIterator[Event]:
+async def _until_ended(events: Backlog, count: int) -> AsyncIterator[Event]:
     """Events until `count` requests have ended; raises for those that fail, and for a client
     that has left."""
     while count:
@@ -150,6 +150,7 @@ async def _until_ended(events: Events, count: int) -> AsyncIterator[Event]:
             raise Problem(500, event.error or "the engine failed", code="engine_error")
         if event.reason == "cancelled":
             raise Problem(503, "the server is shutting down", retry_s=5)
+        events.refuse_beyond()
         count -= event.reason is not None
         yield event
 

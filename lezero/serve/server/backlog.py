@@ -2,6 +2,8 @@
 
 A model writes faster than some clients read a stream, and a request gives its place back once its
 answer is made, so what waits for such a client counts as other answers that wait; see `Held`.
+Log-probabilities stay with their request, and with an answer that is told whole, until it ends, so
+they count until then: twenty at each token take hundreds of times the memory of its text.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ class Backlog(asyncio.Queue["Event | None"]):
     def __init__(self, held: Held) -> None:
         super().__init__()
         self._held, self._bytes, self._closed = held, 0, False
+        self._kept = 0
+        """Of the bytes, those of log-probabilities, events that were taken included."""
         task = asyncio.current_task()
         assert task is not None
         self._task = task
@@ -39,7 +43,8 @@ class Backlog(asyncio.Queue["Event | None"]):
         if not self._closed:
             if self.empty():
                 self._held.begin(self._task)
-            self._hold(self._bytes + _size(event))
+            self._kept += _kept(event)
+            self._hold(self._bytes + _size(event) + _kept(event))
         super()._put(event)
 
     def _get(self) -> Event | None:
@@ -49,16 +54,23 @@ class Backlog(asyncio.Queue["Event | None"]):
             self._held.end(self._task)
         return event
 
+    def refuse_beyond(self) -> None:
+        """Raises `Problem` where log-probabilities make the answer too much, alone or beside
+        others."""
+        if self._kept:
+            self._held.refuse_growth(self._kept)
+
     def _hold(self, length: int) -> None:
         self._held.bytes += length - self._bytes
         self._bytes = length
 
 
 def _size(event: Event | None) -> int:
-    if event is None:
+    return 0 if event is None else _EVENT + len(event.text)
+
+
+def _kept(event: Event | None) -> int:
+    if event is None or not event.named:
         return 0
-    size = _EVENT + len(event.text)
-    if event.named:
-        likeliest = len(event.named[0].logprob.likeliest)
-        size += len(event.named) * (_NAMED + _LIKELIEST * likeliest)
-    return size
+    likeliest = len(event.named[0].logprob.likeliest)
+    return len(event.named) * (_NAMED + _LIKELIEST * likeliest)

@@ -10,9 +10,17 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote
 
 from lezero.serve.server.held import Held
@@ -197,13 +205,18 @@ def as_json(value: object) -> bytes:
 
 
 def as_json_in_parts(value: object, deep: int = 5) -> bytes:
-    """The same for long values in a thread: in small parts, since other threads wait for each."""
+    """The same for long values in a thread: in small parts, since other threads wait for each. An
+    iterator becomes an array, of which one item is there at a time."""
     if deep and isinstance(value, dict):
         pairs = (as_json(k) + b":" + as_json_in_parts(x, deep - 1) for k, x in value.items())
         return b"{" + b",".join(pairs) + b"}"
-    if deep and isinstance(value, list) and value and isinstance(value[0], dict | list):
+    if deep and (isinstance(value, Iterator) or _holds_objects(value)):
         return b"[" + b",".join(as_json_in_parts(x, deep - 1) for x in value) + b"]"
     return as_json(value)
+
+
+def _holds_objects(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict | list)
 
 
 def parse(body: bytes) -> dict[str, Any]:

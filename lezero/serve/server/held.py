@@ -35,6 +35,18 @@ class Held:
         problem = f"answers of {self.bytes >> 10} KiB are made or wait to be read, as many as may"
         raise Problem(503, f"{problem}; try again later", code="overloaded", retry_s=1)
 
+    def refuse_growth(self, own: int) -> None:
+        """The same for an answer that is on its way and counted, of which `own` bytes stay until
+        it ends; 400 where these alone are too much, so that it is of no use to ask again."""
+        if own > self._most:
+            raise Problem(
+                400,
+                f"logprobs: those of this answer take more than {self._most >> 10} KiB until it "
+                "ends; ask for fewer tokens (n times max_tokens) or fewer log-probabilities",
+                param="logprobs",
+            )
+        self.refuse_beyond(0)
+
     @contextmanager
     def sending(self) -> Iterator[None]:
         """Around the sending of an answer, which may take the client's time."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,15 +50,9 @@ class Teller:
         }
 
     def whole(self) -> dict[str, Any]:
-        """The answers in one object."""
-        choices = []
-        for index, choice in enumerate(self.choices):
-            body: dict[str, Any] = {"text": choice.text}
-            if self._chat:
-                message = {"role": "assistant", "content": choice.text, "refusal": None}
-                body = {"message": message}
-            logprobs = self._logprobs(choice.named)
-            choices.append(self._choice(index, body, logprobs, choice.reason))
+        """The answers in one object, for `as_json_in_parts`: choices and tokens are made as they
+        are written, since as objects they take several times the bytes of their JSON."""
+        choices = itertools.starmap(self._whole_choice, enumerate(self.choices))
         return {**self._head, "choices": choices, "usage": self.usage()}
 
     def piece(self, event: Event) -> dict[str, Any] | None:
@@ -95,6 +90,12 @@ class Teller:
             "prompt_tokens_details": {"cached_tokens": sum(r.cached for r in prompts)},
         }
 
+    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        body: dict[str, Any] = {"text": choice.text}
+        if self._chat:
+            body = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        return self._choice(index, body, self._logprobs(choice.named, iter), choice.reason)
+
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         name = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": name, "choices": choices}
@@ -105,16 +106,18 @@ class Teller:
         finish = None if reason is None else _FINISH.get(reason, reason)
         return {"index": index, **body, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, named: Sequence[Named]) -> dict[str, Any] | None:
-        """Log-probabilities of some tokens; None where nobody asked."""
+    def _logprobs(
+        self, named: Sequence[Named], many: Callable[[Iterator[Any]], Iterable[Any]] = list
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of some tokens; None where nobody asked. many: makes an array."""
         if self._asked.params.logprobs is None:
             return None
         if self._chat:
-            return {"content": [self._token(one) for one in named], "refusal": None}
+            return {"content": many(map(self._token, named)), "refusal": None}
         return {
             "tokens": [self._text.of(one.token, one.lost) for one in named],
             "token_logprobs": [one.logprob.logprob for one in named],
-            "top_logprobs": [self._likeliest(one) for one in named],
+            "top_logprobs": many(map(self._likeliest, named)),
             "text_offset": [one.place for one in named],
         }
 

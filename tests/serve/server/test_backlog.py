@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
+from lezero.serve.answer import Named
 from lezero.serve.request import Request
+from lezero.serve.sampling import TokenLogprob
 from lezero.serve.server.answers import Answerer
 from lezero.serve.server.asked import read_asked
 from lezero.serve.server.backlog import Backlog
-from lezero.serve.server.exchange import PIECE, Exchange
+from lezero.serve.server.coded import TokenText
+from lezero.serve.server.exchange import PIECE, Exchange, as_json, as_json_in_parts
 from lezero.serve.server.held import Held
+from lezero.serve.server.problem import Problem
 from lezero.serve.server.told import Teller
 from lezero.serve.server.worker import Event, Events, Worker
 from tests.serve.server.running import Client, head, serving, small_llm, until
@@ -123,3 +128,67 @@ def test_a_stream_that_waits_for_the_model_does_not_give_way() -> None:
         assert (held.bytes, len(held._sending)) == (0, 0)
 
     asyncio.run(run())
+
+
+NAMED = Named(65, TokenLogprob(-0.1, tuple((66 + i, -3.0 - i / 7) for i in range(20))), 0)
+MANY = {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 20}
+
+
+def test_log_probabilities_count_until_the_answer_ends() -> None:
+    async def run() -> None:
+        held = Held(10_000, 1.0)
+        with Backlog(held) as events:
+            events.put_nowait(Event(0, "a", [1], [NAMED]))
+            await events.get()
+            events.refuse_beyond()
+            kept = held.bytes
+            assert kept > 2000
+            held.bytes += 10_000
+            with pytest.raises(Problem, match="try again later") as found:
+                events.refuse_beyond()
+            assert found.value.status == 503
+            held.bytes -= 10_000
+            events.put_nowait(Event(0, "a", [1] * 4, [NAMED] * 4))
+            await events.get()
+            assert held.bytes == 5 * kept
+            with pytest.raises(Problem, match="n times max_tokens") as found:
+                events.refuse_beyond()
+            assert found.value.status == 400
+        assert held.bytes == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_with_too_many_log_probabilities_ends(stream: bool) -> None:
+    body = {**MANY, "n": 4, "max_tokens": 30, "ignore_eos": True, "stream": stream}
+    with serving(small_llm(), answers_bytes=1 << 18) as client:
+        found = client.ask("/v1/chat/completions", body)
+        assert found.status == (200 if stream else 400)
+        told = found.body.rpartition(b"data: ")[2] if stream else found.body
+        assert json.loads(told)["error"]["param"] == "logprobs"
+        until(lambda: client.server.app.held.bytes == 0)
+        until(lambda: client.server.worker.active == 0)
+        few = client.ask("/v1/chat/completions", {**body, "n": 1, "stream": False})
+        assert len(few.json["choices"][0]["logprobs"]["content"]) == 30
+
+
+@pytest.mark.parametrize("form", ["chat", "text"])
+def test_log_probabilities_are_written_one_by_one(form: Any) -> None:
+    asked = read_asked(form, MANY if form == "chat" else {"prompt": "a", "logprobs": 20}, "m")
+    llm = small_llm()
+    requests = [llm.request("abc", asked.params, i) for i in range(2)]
+    teller = Teller(asked, "m", requests, TokenText(llm.coder))
+    for index in range(2):
+        teller.choices[index].take(Event(index, "a", [65] * 100, [NAMED] * 100, "length"))
+    as_json_in_parts(teller.whole())  # names of tokens are kept
+    tracemalloc.start()
+    found = as_json_in_parts(teller.whole())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * len(found)
+    parts = [teller.piece(Event(i, "a", [65] * 100, [NAMED] * 100, "length")) for i in range(2)]
+    told = json.loads(found)["choices"]
+    for choice, part in zip(told, parts, strict=True):
+        assert part is not None
+        assert choice["logprobs"] == json.loads(as_json(part))["choices"][0]["logprobs"]
