@@ -76,11 +76,11 @@ def read_decisions(run: str | os.PathLike[str]) -> dict[str, Any]:
     Raises `FileError` when there is none, or none that this version reads.
     """
     path = Path(expand_home(run))
-    if not path.exists():
-        raise FileError(f"{path}: no such run folder")
-    if path.is_dir():
-        path = path / FILE
     try:
+        if not path.exists():
+            raise FileError(f"{path}: no such run folder")
+        if path.is_dir():
+            path = path / FILE
         data = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise FileError(

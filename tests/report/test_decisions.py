@@ -94,6 +94,8 @@ def test_damaged_files_are_explained(tmp_path, content, message):
 def test_missing_folder_and_file(tmp_path):
     with pytest.raises(FileError, match="no such run folder"):
         read_decisions(tmp_path / "x")
+    with pytest.raises(FileError, match="cannot be read"):
+        read_decisions(tmp_path / ("x" * 300))  # as one that may not be entered
     with pytest.raises(FileError, match=r"there is no decisions\.json in it"):
         read_decisions(tmp_path)
     (tmp_path / "decisions.json").write_text(json.dumps(made()))

@@ -66,11 +66,11 @@ def serve_model(
     sizes: dict[str, Any] = {"context": context, "max_requests": most}
     sizes["cache_bytes"] = None if cache_mib is None else cache_mib << 20
     check_options(model, weights, kv, speculate, draft, **sizes)
+    name = Path(model).resolve().name.removesuffix(".gguf") or "model"
+    record = record_of(config.record, config.name or name, model)
     hardware()  # measures the machine once, so that speeds can be forecast
     before = resident_bytes()
     llm = LLM(model, weights=weights, kv=kv, speculate=speculate, draft=draft, **sizes)
-    name = Path(model).resolve().name.removesuffix(".gguf") or "model"
-    record = record_of(config.record, config.name or name, model)
     record.take_engine(llm, weights=weights, kv=kv)
     serve(llm, config, name, before=before, record=record)
     return 0
@@ -97,9 +97,9 @@ def serve_module(words: str, config: ServeConfig, *, plan: Plan | None) -> int:
     from lezero.serve.server.batched import BatchServer, serve_batched
     from lezero.serve.server.record import record_of
 
-    module = module_of(words)
     name = words.partition(":")[2]
     record = record_of(config.record, config.name or name, words)
+    module = module_of(words)
     serve_batched(BatchServer(module, config, name, plan, record))
     return 0
 

@@ -9,6 +9,7 @@ follows the machine, and is found each time. What somebody asked for holds for t
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ class Record:
     def __init__(self, folder: str | Path, model: str = "") -> None:
         self.folder = Path(folder)
         self.decisions = Decisions()
-        if (self.folder / FILE).exists():
+        if os.path.exists(self.folder / FILE):  # Path.exists raises for a folder of others'
             old = Decisions.from_json(read_decisions(self.folder)).replay
             known = old[_MODEL].chosen if _MODEL in old else ""
             if known == model:

@@ -150,6 +150,24 @@ def test_damaged_records_are_named(tmp_path: Path) -> None:
         Record(tmp_path)
 
 
+def test_a_folder_that_cannot_be_looked_at_ends_no_server(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = Record(tmp_path / ("x" * 300))  # as one that may not be entered, which root may
+    record.take_placement(Placement(4, 0.0005))
+    assert "decisions are not kept" in caplog.text
+
+
+def test_a_record_is_read_before_a_model_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "decisions.json").write_text("{")
+    (tmp_path / "no-model").mkdir()
+    words = ["serve", str(tmp_path / "no-model"), "--port", "0", "--record", str(tmp_path)]
+    assert main(words) == 1
+    assert "not valid JSON" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("own_s", [0.0004, 0.007, None])
 def test_where_threads_lie_is_told_as_it_is_at_this_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], own_s: float | None
