@@ -71,7 +71,7 @@ class Answerer:
         try:
             encoding = self._encoder.requests(asked, exchange.owner)
             requests = await exchange.unless_gone(encoding)
-            self._worker.submit(requests, events)
+            self._worker.submit(requests, events, exchange.asked_s)
         except BaseException:
             self._worker.release(asked.count)
             raise

@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -61,7 +62,8 @@ class Exchange:
         """The status that was answered; None: nothing yet."""
         self._unread = "transfer-encoding" in self.headers
         self._unread |= self.headers.get("content-length", "0") != "0"
-        self._late = False
+        self._late, self.asked_s = False, 0.0
+        """When the body had come."""
         self._closes = {"transfer-encoding", "content-length"} <= self.headers.keys()
         """Two lengths: who passed the request on may have taken the other one (RFC 9112, 6.1)."""
 
@@ -88,7 +90,7 @@ class Exchange:
         except TimeoutError:
             self._late = True
             raise Problem(408, f"the body did not come within {seconds:g} s") from None
-        self._unread = False
+        self._unread, self.asked_s = False, time.monotonic()
         return bytes(data)
 
     def _too_long(self, limit: int) -> NoReturn:

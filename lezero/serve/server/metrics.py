@@ -90,7 +90,7 @@ class Metrics:
             head(lines, name, kind, help)
             lines.append(f"lezero_{name} {value}")
         for name, help, histogram in (
-            ("first_token_seconds", "From arrival to the first token.", self.first_token_s),
+            ("first_token_seconds", "From a question to its first token.", self.first_token_s),
             ("between_tokens_seconds", "Between tokens of a request.", self.between_tokens_s),
         ):
             head(lines, name, "histogram", help)

@@ -64,11 +64,13 @@ Events = asyncio.Queue[Event | None]
 
 
 class _Job:
-    """A request, the text it has so far, and where its events go."""
+    """A request, the text it has so far, and where its events go. asked_s: when it came."""
 
-    def __init__(self, request: Request, answer: Answer, index: int, events: Events) -> None:
+    def __init__(
+        self, request: Request, answer: Answer, index: int, events: Events, asked_s: float
+    ) -> None:
         self.request, self.answer = request, answer
-        self.index, self.events = index, events
+        self.index, self.events, self.asked_s = index, events, asked_s
         self.last_s: float | None = None
         self.shown = 0
 
@@ -125,11 +127,12 @@ class Worker:
         with self._wake:
             self.active -= count
 
-    def submit(self, requests: Sequence[Request], events: Events) -> None:
-        """Lets requests wait for their turn, in places of theirs, which they give back."""
+    def submit(self, requests: Sequence[Request], events: Events, asked_s: float) -> None:
+        """Lets requests wait for their turn, in places of theirs, which they give back. asked_s:
+        when the question had come (`time.monotonic`), before its tokens were found."""
         coder = self._llm.coder
         jobs = [
-            _Job(x, Answer(x, coder, places=x.params.logprobs is not None), index, events)
+            _Job(x, Answer(x, coder, places=x.params.logprobs is not None), index, events, asked_s)
             for index, x in enumerate(requests)
         ]
         self._order(lambda: self._add(jobs))
@@ -343,7 +346,7 @@ class Worker:
         metrics.tokens_out += count
         if job.last_s is None:
             self._urgent = True
-            metrics.first_token_s.add(now - (request.arrived_s or now))
+            metrics.first_token_s.add(now - job.asked_s)
             metrics.tokens_asked += len(request.prompt)
             metrics.tokens_cached += request.cached
         else:
@@ -353,8 +356,8 @@ class Worker:
     def _end(self, job: _Job, event: Event) -> None:
         self._jobs.pop(job.request, None)
         self._urgent = True
-        if job.last_s is not None and job.request.arrived_s is not None:
-            self._took_s += 0.1 * (job.last_s - job.request.arrived_s - self._took_s)
+        if job.last_s is not None:
+            self._took_s += 0.1 * (job.last_s - job.asked_s - self._took_s)
         self.metrics.ended["refused" if event.refused else str(event.reason)] += 1
         self.release(1)
         self._out.append((job.events, event))

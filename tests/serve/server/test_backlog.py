@@ -36,9 +36,9 @@ def events_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers each stream with 16 MiB that come before its client has read any."""
     real = Worker.submit
 
-    def submit(self: Worker, requests: Sequence[Request], events: Events) -> None:
+    def submit(self: Worker, requests: Sequence[Request], events: Events, asked_s: float) -> None:
         if requests[0].params.max_tokens != 2:
-            return real(self, requests, events)
+            return real(self, requests, events, asked_s)
         self.release(1)
         for first in range(0, len(BODY), LETTERS):
             events.put_nowait(Event(0, BODY[first : first + LETTERS].decode(), [1]))

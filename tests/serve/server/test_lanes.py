@@ -134,6 +134,17 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
+def test_encoding_counts_as_time_to_the_first_token() -> None:
+    llm, slow = slowed(longest=2048)
+    with serving(llm) as client:
+        with client.begin({"prompt": "x" * 1100, "max_tokens": 2}) as connection:
+            until(lambda: slow.begun == 1)
+            time.sleep(0.5)
+            slow.gate.set()
+            assert b" 200 " in connection.recv(4096)
+        assert client.server.face.metrics.first_token_s.sum >= 0.5
+
+
 def test_bodies_of_modules_wait_in_a_bounded_queue_of_their_own(reading: threading.Event) -> None:
     short, long = {"inputs": [0, 0, 0, 0]}, {"inputs": [[0.0, 0, 0, 0]] * 1500}
     with serving_batches(InferModule(Net(), torch.zeros(1, 4)), queue=1) as client:

@@ -314,7 +314,7 @@ def test_steps_in_one_call_count_as_each_alone(at_once: int) -> None:
         for prompt, params in zip(([5, 6], [7, 8, 9], [3, 4], [1, 2], [6]), asked, strict=True):
             worker.reserve(1)
             events: asyncio.Queue[Event] = asyncio.Queue()
-            worker.submit([llm.request(prompt, params)], events)
+            worker.submit([llm.request(prompt, params)], events, 0.0)
             while (await events.get()).reason is None:
                 pass
         await worker.stop()
