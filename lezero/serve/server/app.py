@@ -138,8 +138,8 @@ class App:
         return self._guarded[asked]
 
     def _check_host(self, exchange: Exchange) -> None:
-        if not self.config.loopback:
-            return
+        if not self.config.loopback or "host" not in exchange.headers:
+            return  # no browser leaves it out; health checks by HTTP/1.0 do
         host = exchange.header("host").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         own = {self.config.host, f"[{self.config.host}]", *map(str.lower, self.config.allow_hosts)}
