@@ -13,7 +13,8 @@ has read what was written. Few bytes may be left then, which no timer waits for,
 
 [Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
 is answered, and so would not see its client leave. It goes on reading here, up to a bound that
-pipelined requests keep within.
+pipelined requests keep within. Empty lines before a request are ignored, since some clients end a
+body with one that its length does not count (RFC 9112, 2.2), and so is all behind the last request.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _BEHIND = 1 << 16
 class _Limited:
     """What `protocol` adds to uvicorn's without regard to other connections."""
 
+    reader: type[Any]
     app: Any
     cycle: Any
     conn: Any
@@ -49,6 +51,7 @@ class _Limited:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._app, self.app = self.app, self._answer
+        self.conn.__class__ = self.reader
 
     async def _answer(self, *asked: Any) -> None:
         """Runs the application. See [Note: answers that end early]."""
@@ -94,6 +97,23 @@ class _Limited:
         return self.cycle is None or self.cycle.response_complete
 
 
+def _reader() -> type[Any]:
+    """h11's connection that ignores what is no request; see [Note: bytes behind a request]."""
+    import h11
+
+    class Reader(h11.Connection):
+        def next_event(self) -> Any:
+            buffer = self._receive_buffer
+            if self.their_state is h11.IDLE:
+                waiting = bytes(buffer)
+                buffer.maybe_extract_at_most(len(waiting) - len(waiting.lstrip(b"\r\n")))
+            elif self.their_state is h11.MUST_CLOSE:
+                buffer.maybe_extract_at_most(len(buffer))
+            return super().next_event()
+
+    return Reader
+
+
 def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
     """uvicorn's protocol, which drops a client that takes `read_s` seconds for its headers, or
     `write_s` seconds to make room for more of its answer. most: connections; see
@@ -105,6 +125,8 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
 
     class Connection(_Limited, H11Protocol):
         """See `protocol`."""
+
+        reader = _reader()
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)

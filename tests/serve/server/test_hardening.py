@@ -279,6 +279,35 @@ def test_nothing_is_read_behind_a_request_with_two_lengths(client) -> None:
     assert told.count(b"HTTP/1.1") == told.lower().count(b"connection: close") == 1
 
 
+def test_empty_lines_between_requests_are_no_request(client) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    asked = head("/v1/completions", len(body)) + body + b"\r\n"
+    with client.connect() as connection:
+        connection.settimeout(20)
+        connection.sendall(b"\r\n" + asked)
+        told = b""
+        while b'"usage"' not in told:
+            piece = connection.recv(1 << 16)
+            assert piece, told
+            told += piece
+        connection.sendall(b"\n\r")
+        connection.sendall(b"\n" + asked + b"GET /health HTTP/1.0\r\n\r\n")
+        told += read_all(connection)
+    assert told.count(b"HTTP/1.1 ") == told.count(b"HTTP/1.1 200 ") == 3
+
+
+def test_what_comes_behind_the_last_request_is_ignored(client, llm) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    with client.connect() as connection, slow_steps(llm) as quick:
+        connection.sendall(head("/v1/completions", len(body), "connection: close") + body)
+        until(lambda: client.server.worker.active == 1)
+        connection.sendall(b"\r\nGET /health HTTP/1.0\r\n\r\n")
+        quick.wait(0.2)
+        quick.set()
+        told = read_all(connection)
+    assert told.count(b"HTTP/1.1 ") == told.count(b'"usage"') == 1
+
+
 def test_a_client_that_resets_frees_its_blocks(client, llm) -> None:
     before = client.server.metrics.ended["cancelled"]
     with slow_steps(llm):
