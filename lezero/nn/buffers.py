@@ -28,7 +28,9 @@ class KeptBuffer:
 
     def goes_with_notes(self, training: bool) -> bool:
         kept = self.buffer if self.value is None else self.value
-        now, size = self.table.get(self.name), None if kept is None else kept.shape
+        # A script's table has no `get`.
+        now = self.table[self.name] if self.name in self.table else None  # noqa: SIM401
+        size = None if kept is None else kept.shape
         return goes_with_notes(now, self.buffer, size, training)
 
     def restore(self) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.nn.buffers import BufferSnapshot
 from tests.compress.test_quantize import difference
 
 
@@ -78,7 +79,10 @@ def test_a_buffer_that_is_a_conjugate_stays_one() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("filter", [None, "1"])
 def test_a_part_in_torchscript_is_left_alone(filter: str | None) -> None:
-    model = nn.Sequential(torch.jit.script(nn.Linear(64, 64)), nn.Linear(64, 64))
+    parts = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))  # which has buffers
+    model = nn.Sequential(torch.jit.script(parts), nn.Linear(64, 64))
     data = torch.randn(3, 64)
     lz.quantize_(model, lz.Int8Weight(), data=data, filter=filter, objective="size")
     assert len(quantized_layers(model)) == 1
+    (kept, *_) = BufferSnapshot(model)._kept
+    assert not kept[1].goes_with_notes(training=False)

@@ -33,7 +33,9 @@ def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
     finally:
         changed = notes.changed()
         for module, name, buffer in held:
-            now, before = module._buffers.get(name), spill.get(("buffer", id(buffer)))
+            # A script's table has no `get`.
+            now = module._buffers[name] if name in module._buffers else None  # noqa: SIM401
+            before = spill.get(("buffer", id(buffer)))
             if module in changed and goes_with_notes(now, buffer, before.shape):
                 continue
             with torch.no_grad(), mode_of(buffer):
