@@ -2,9 +2,11 @@
 
 The function runs on fake tensors (shapes without numbers), so a model of any size is counted in
 milliseconds and nothing is allocated; parameters, gradients, buffers and random numbers stay as
-they were. Products and convolutions are counted by torch's own formulas (`flop_registry`); the
-attention of the CPU, which that table lacks, is added here. A multiply-add counts as two, attention
-as if every pair were computed, also under a causal mask (the usual convention).
+they were, and so do attributes of the modules and optimizers that the function names or is given.
+What it reaches through objects of another kind keeps the fake tensors that it assigns. Products and
+convolutions are counted by torch's own formulas (`flop_registry`); the attention of the CPU, which
+that table lacks, is added here. A multiply-add counts as two, attention as if every pair were
+computed, also under a causal mask (the usual convention).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from lezero.core.errors import ConfigError, LeZeroError
+from lezero.profiler.untouched import untouched
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -97,7 +100,7 @@ def count_flops(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     counter = _Counter(fake.from_tensor)
     try:
-        with _untouched_random(), fake, counter:
+        with untouched(function, (args, kwargs)), _untouched_random(), fake, counter:
             with nullcontext() if backward else torch.no_grad():
                 result = function(*args, **kwargs)
             if backward:

@@ -108,3 +108,36 @@ def test_the_table() -> None:
     assert "aten.addmm.default" in text
     assert "backward" in text
     assert text.splitlines()[-1].startswith("all")
+
+
+class Moving(nn.Module):
+    """Assigns a buffer, an attribute and an item of a cache in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = nn.Linear(4, 4), dict[str, torch.Tensor]()
+        self.register_buffer("center", torch.zeros(4))
+        self.last: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = self.cache["x"] = self.layer(x)
+        self.center = 0.9 * self.center + 0.1 * self.last.mean(0).detach()
+        return self.last
+
+
+@pytest.mark.parametrize("step", [False, True])
+def test_what_a_function_assigns_is_taken_back(step: bool) -> None:
+    model = Moving()
+    optimizer = torch.optim.AdamW(model.parameters())
+    center, weight = model.center, model.layer.weight.detach().clone()
+
+    def train(x: torch.Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    found = count_flops(train, torch.ones(2, 4)) if step else count_flops(model, torch.ones(2, 4))
+    assert found.total > 0
+    assert model.center is center
+    assert (model.last, model.cache, model.layer.weight.grad) == (None, {}, None)
+    assert not optimizer.state
+    assert torch.equal(model.layer.weight, weight)
