@@ -142,21 +142,6 @@ def test_a_target_with_its_host_is_understood(client) -> None:
     assert status("/http://localhost/health") == 404
 
 
-def test_a_health_check_needs_no_host(client) -> None:
-    """HAProxy's, unless told otherwise; a browser always sends one, and so does HTTP/1.1."""
-
-    def answer(head: bytes) -> bytes:
-        with client.connect() as made:
-            made.sendall(head + b"\r\n\r\n")
-            return read_all(made)[:12]
-
-    assert answer(b"OPTIONS /health HTTP/1.0") == b"HTTP/1.1 405"
-    assert answer(b"GET /health HTTP/1.0") == b"HTTP/1.1 200"
-    assert answer(b"GET /health HTTP/1.0\r\nhost:") == b"HTTP/1.1 421"
-    assert answer(b"GET http://evil.example/health HTTP/1.0") == b"HTTP/1.1 421"
-    assert answer(b"GET /health HTTP/1.1") == b"HTTP/1.1 400"
-
-
 def test_a_proxys_public_name_can_be_allowed() -> None:
     with serving(small_llm(), allow_hosts=("LLM.example.com",)) as client:
         assert client.ask("/health", host="llm.example.com").status == 200

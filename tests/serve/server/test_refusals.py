@@ -11,7 +11,7 @@ from lezero.core.errors import ConfigError
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.asked import read_asked
 from lezero.serve.server.problem import Problem, refused
-from tests.serve.server.running import serving, small_llm
+from tests.serve.server.running import Client, read_all, serving, small_llm
 
 TOO_LONG = "context_length_exceeded"
 
@@ -82,3 +82,19 @@ def test_a_prompt_is_called_as_the_client_calls_it() -> None:
 def test_of_several_prompts_the_wrong_one_is_named(given: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         small_llm().generate(given, SamplingParams(max_tokens=2))
+
+
+def test_a_health_check_needs_no_host() -> None:
+    """HAProxy's, unless told otherwise; a browser always sends one, and so does HTTP/1.1."""
+
+    def answer(client: Client, head: bytes) -> bytes:
+        with client.connect() as made:
+            made.sendall(head + b"\r\n\r\n")
+            return read_all(made)[:12]
+
+    with serving(small_llm()) as client:
+        assert answer(client, b"OPTIONS /health HTTP/1.0") == b"HTTP/1.1 405"
+        assert answer(client, b"GET /health HTTP/1.0") == b"HTTP/1.1 200"
+        assert answer(client, b"GET /health HTTP/1.0\r\nhost:") == b"HTTP/1.1 421"
+        assert answer(client, b"GET http://evil.example/health HTTP/1.0") == b"HTTP/1.1 421"
+        assert answer(client, b"GET /health HTTP/1.1") == b"HTTP/1.1 400"
