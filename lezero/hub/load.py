@@ -22,6 +22,7 @@ from lezero.core.errors import FileError
 from lezero.core.tensors import flat_bytes
 from lezero.hub.overlaps import check_overlaps
 from lezero.nn.unsized import UnsizedParameter
+from lezero.nn.versions import Versions, versioned, versions_in, versions_of
 
 _SHOWN = 5
 
@@ -45,7 +46,7 @@ def load_into(module: nn.Module, tensors: dict[str, Any], source: str, strict: b
     _check_plain(tensors, source)
     tied = _complete_ties(module, tensors, source)
     given = tensors | tied
-    missing, unexpected = _rehearse(module, given, source)
+    versions, missing, unexpected = _accepted(module, given, source, versions_in(tensors))
     _check_keys(missing, unexpected, given, source, strict)
     state = _state(module)
     _check_kinds(state, given, source)
@@ -56,7 +57,7 @@ def load_into(module: nn.Module, tensors: dict[str, Any], source: str, strict: b
         _check_meta(module, state, given, missing, source)
     changed = _changes(state, given)
     values = _assignable(module, given) if meta else given
-    module.load_state_dict(values, strict=False, assign=meta)
+    module.load_state_dict(versioned(values, versions), strict=False, assign=meta)
     return Loaded(given, changed)
 
 
@@ -132,7 +133,30 @@ def same_bits(a: object, b: object) -> bool:
     return torch.equal(flat_bytes(a.contiguous()), flat_bytes(b.contiguous()))
 
 
-def _rehearse(module: nn.Module, given: dict[str, Any], source: str) -> tuple[list[str], list[str]]:
+def _accepted(
+    module: nn.Module, given: dict[str, Any], source: str, held: Versions | None
+) -> tuple[Versions | None, list[str], list[str]]:
+    """The versions to load by, and `_rehearse` with them. Where the file holds none (safetensors):
+    the module's own, unless only a state from before there were any gives all that it needs."""
+    found, refused = None, None
+    for versions in [versions_of(module), None] if held is None else [held]:
+        try:
+            here = (versions, *_rehearse(module, given, source, versions))
+        except FileError as error:
+            refused = refused or error
+            continue
+        if not here[1]:
+            return here
+        found = found or here
+    if found is None:
+        assert refused is not None
+        raise refused
+    return found
+
+
+def _rehearse(
+    module: nn.Module, given: dict[str, Any], source: str, versions: Versions | None
+) -> tuple[list[str], list[str]]:
     """Missing and unexpected keys as the module's own loading sees them; shapes must agree."""
     memo: dict[int, Any] = {}
     for tensor in _state(module).values():
@@ -156,8 +180,8 @@ def _rehearse(module: nn.Module, given: dict[str, Any], source: str) -> tuple[li
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # copying into meta tensors is a no-op: intended
-            result = twin_module.load_state_dict(shapes, strict=False)
-    except RuntimeError as error:
+            result = twin_module.load_state_dict(versioned(shapes, versions), strict=False)
+    except Exception as error:  # a module's own loading raises what it wants
         _check_shapes(_state(module), given, source)
         text = " ".join(str(error).split())
         raise FileError(f"{source}: does not fit the module: {text}") from None

@@ -19,6 +19,7 @@ import torch
 
 from lezero.core.errors import FileError
 from lezero.core.paths import expand_home
+from lezero.nn.versions import versioned, versions_in
 
 _RESAVE = "load it where you trust it and save its state dict: torch.save(model.state_dict(), "
 _REFUSED = {
@@ -172,7 +173,7 @@ def _state_dict(file: Path, loaded: object) -> dict[str, Any]:
             f"{file}: is no state dict: {wrong[0]!r} holds a {type(value).__name__}, and a state "
             "dict maps names to tensors; save model.state_dict() into it"
         )
-    return dict(loaded)
+    return versioned(loaded, versions_in(loaded))
 
 
 def _is_state_dict(value: object) -> bool:

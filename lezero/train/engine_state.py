@@ -26,6 +26,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, CorruptError, FileError, LeZeroError
 from lezero.core.log import logger
 from lezero.files import read_generation, step_path
+from lezero.nn.versions import versioned, versions_of
 from lezero.nn.wrappers import unwrapped
 from lezero.parallel.zero import sharding_of
 from lezero.parallel.zero.sharding import shardings_in
@@ -198,7 +199,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     _warn_of_buffers(loaded)
     engine.rates.take_new()
     checkpoint.unpack_optimizer(engine.optimizer, names_of(engine), tensors, record)
-    model.load_state_dict(saved)
+    model.load_state_dict(versioned(saved, versions_of(model)))
     inner = checkpoint.inner_optimizers(engine.optimizer, names_of(engine), of_closed=True)
     for optimizer in (engine.optimizer, *inner.values()):
         if (take_exact := getattr(optimizer, "take_exact", None)) is None:

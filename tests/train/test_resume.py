@@ -17,6 +17,7 @@ from lezero.optim import AdamW, Schedule
 from lezero.train import RunConfig, Trainer
 from lezero.train.engine import Engine
 from lezero.train.loss import next_token_loss
+from tests.nn.versions import Scaled
 from tests.ranks import RankError, RankPool
 from tests.train.runs import filled_cache, one_thread
 
@@ -287,6 +288,17 @@ def test_the_extra_state_of_modules_is_saved_where_it_is_plain(tmp_path):
         linear(nn.Sequential(Keeping(object()))).save(tmp_path / "other")
     with pytest.raises(FileError, match=r"of another model: it has 0._extra_state"):
         linear(nn.Sequential(nn.Linear(2, 1))).load(tmp_path)
+
+
+def test_modules_are_told_their_own_version(tmp_path):
+    def engine(factor):
+        model = nn.Sequential(nn.Linear(4, 4), Scaled(factor, older=False))
+        return Engine(model, AdamW(model, lr=1e-2), precision="fp32")
+
+    engine(5.0).save(tmp_path)
+    other = engine(3.0)
+    other.load(tmp_path)
+    assert other.model[1].factor.item() == 5
 
 
 def test_extra_state_that_grows_is_no_other_model(tmp_path, caplog):

@@ -27,6 +27,7 @@ from lezero.compress.quantize.tensors import arranged, same_bits, strides_of
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
+from lezero.nn.versions import versioned, versions_of
 from lezero.ops.quantize import Grid
 
 FORMAT = 1  # of a folder: the manifest's document, and where in it the tensors are
@@ -130,7 +131,9 @@ def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = Tru
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name in state and state[name].shape == parameter.shape
     }
-    model.load_state_dict({**state, **given}, strict=strict, assign=True)
+    model.load_state_dict(
+        versioned({**state, **given}, versions_of(model)), strict=strict, assign=True
+    )
     for (owner, first), *others in names.values():
         one = owner._parameters[first]
         assert one is not None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from lezero.compress.quantize.modules import (
     check_names,
     quantized_layers,
 )
-from lezero.compress.quantize.tensors import kept_beside
+from lezero.compress.quantize.twins import all_or_nothing, twin
 from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import FileError, OrderError
 from lezero.core.interrupts import held_interrupts
@@ -84,10 +83,14 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     _check_values(layers, tensors, model, root)
     device = _device(model)
     state = {name.removeprefix(PREFIX): x.to(device) for name, x in tensors.items()}
-    with held_interrupts():
+    with held_interrupts(), all_or_nothing(model):
         _give_biases(model, biased)
         rebuild_(model, layers)
-        assign_(model, state)
+        try:
+            assign_(model, state)
+        except Exception as error:  # a module's own loading raises what it wants
+            text = " ".join(str(error).split())
+            raise FileError(f"{root}: does not fit the model: {text}") from error
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     return model.eval()
@@ -159,11 +162,7 @@ def _expect(
     model: nn.Module, layers: Mapping[str, Mapping[str, Any]], known: Generation, root: Path
 ) -> list[_Bias]:
     """Checks, on a twin without memory, that the tensors are those of the rebuilt model."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers(), *kept_beside(model)]:
-        twin = torch.empty_like(tensor, device="meta")
-        memo[id(tensor)] = nn.Parameter(twin) if isinstance(tensor, nn.Parameter) else twin
-    rehearsal = copy.deepcopy(model, memo)
+    rehearsal = twin(model)
     stored = _stored(known)
     biased = [
         _Bias(name, stored[f"{name}.bias"])
