@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +156,22 @@ def test_extra_state_of_a_tensor_is_kept(tmp_path: Path) -> None:
     assert torch.equal(found.kept, torch.tensor([3.0]))
     x = torch.randn(2, 64)
     assert difference(found(x), model(x)) == 0
+
+
+def test_a_metric_may_leave_the_model_in_training_mode() -> None:
+    """As code that measures in mid-training does."""
+
+    def rates(model: nn.Module, mode: bool) -> float:
+        model.train(mode)
+        return 1.0
+
+    states = []
+    for mode in (False, True):
+        model, x = made(False)
+        scheme = lz.Int8WeightActivation(activations="tensor")
+        data, metric = [x, x + 1], partial(rates, mode=mode)
+        lz.quantize_(model, scheme, data=data, metric=metric, objective="size")
+        assert not any(part.training for part in (model, model.batch_norm, model.blocks[0].up))
+        states.append(model.state_dict())
+    assert list(states[0]) == list(states[1])
+    assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())

@@ -37,7 +37,7 @@ from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
-from lezero.nn.modes import uncompiled
+from lezero.nn.modes import evaluating, uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
 # Short runs are repeated for a second, so that one busy moment does not cover them all.
@@ -341,7 +341,8 @@ def _refuse_lost(optimizer: torch.optim.Optimizer | None, leaving: dict[int, str
 
 
 def _rated(metric: Metric, model: nn.Module) -> float:
-    with passed_on_at(1):
+    # It may leave the model in training mode, as code that measures in mid-training does.
+    with passed_on_at(1), evaluating(model):
         value: Any = metric(model)
     try:
         number = float(value)
