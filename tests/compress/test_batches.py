@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import lezero as lz
+from lezero.compress.quantize.batches import read_batches
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.core import facts
 from lezero.nn.buffers import BufferSnapshot
 from tests.compress.test_quantize import difference
 
@@ -86,3 +90,32 @@ def test_a_part_in_torchscript_is_left_alone(filter: str | None) -> None:
     assert len(quantized_layers(model)) == 1
     (kept, *_) = BufferSnapshot(model)._kept
     assert not kept[1].goes_with_notes(training=False)
+
+
+class Reads(Dataset[Tensor]):
+    """Counts what is read of it."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.read = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.read += 1
+        return torch.zeros(64)
+
+
+def test_a_loader_that_memory_does_not_hold_is_not_read_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = Reads(9), Reads(9000)
+    with pytest.raises(lz.ConfigError, match=r"gave 1 batches \(.*of 4,500.*islice\(data, 64\)"):
+        read_batches(DataLoader(many, batch_size=2))
+    assert many.read == 2
+    assert len(read_batches(DataLoader(few, batch_size=2))) == 5
+    room = dataclasses.replace(facts.memory(), available=2048)
+    monkeypatch.setattr("lezero.compress.quantize.batches.memory", lambda: room)
+    with pytest.raises(lz.ConfigError, match=r"gave 3 batches \(.*of 5"):
+        read_batches(DataLoader(few, batch_size=2))
+    assert len(read_batches([torch.zeros(2, 64)] * 9)) == 9

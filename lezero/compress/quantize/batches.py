@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from lezero.nn.modes import evaluating
 from lezero.report.units import size
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
-_MOST = 4096  # batches of data that does not say how many it has
+_MOST = 4096  # batches of data that is not in memory yet
 
 
 def read_batches(data: Any) -> list[Batch]:
@@ -57,27 +57,30 @@ _ALLOWED = "a tensor, a tuple or list of arguments, or a mapping of keyword argu
 
 
 def _drawn(data: Iterable[Any]) -> list[Any]:
-    """All that `data` gives. A training loader never ends."""
+    """All that `data` gives. A training loader never ends, or gives more than memory holds."""
+    if isinstance(data, Sequence):  # in memory already
+        return [tuple(batch) if isinstance(batch, list) else batch for batch in data]
     batches: list[Any] = []
-    ends, taken = _says_its_length(data), 0
+    taken, count = 0, _length(data)
     room = memory().available // 2 or math.inf
     for batch in data:
         batches.append(tuple(batch) if isinstance(batch, list) else batch)
         taken += sum(map(nbytes, _tensors(batch)))
-        if not ends and (len(batches) > _MOST or taken > room):
+        if max(len(batches), count) > _MOST or taken > room:
+            more = f"of {count:,}" if count else "and has no end yet"
             raise ConfigError(
-                f"data: gave {len(batches):,} batches ({size(taken)}) and has no end yet; some "
-                "hundred sequences are enough: give itertools.islice(data, 64)"
+                f"data: gave {len(batches):,} batches ({size(taken)}) {more}, which are more than "
+                "fit; some hundred sequences are enough: give itertools.islice(data, 64), or a list"
             )
     return batches
 
 
-def _says_its_length(data: Any) -> bool:
+def _length(data: Any) -> int:
+    """How many batches `data` says that it has; 0: it does not say."""
     try:
-        len(data)
+        return len(data)
     except (TypeError, NotImplementedError):  # a DataLoader over a stream has a len() that raises
-        return False
-    return True
+        return 0
 
 
 def _tensors(batch: Any) -> list[Tensor]:
