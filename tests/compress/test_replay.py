@@ -333,3 +333,33 @@ def test_one_value_of_a_row_is_kept_for_the_next_block() -> None:
     model, x = Shifted(), torch.randn(4, 64)
     lz.quantize_(model, lz.Int4Weight(method="gptq"), data=[x, x + 1], objective="size")
     assert len(lz.quantization_report(model).layers) == 2
+
+
+class Exits(nn.Module):
+    """Leaves where what is in front of its blocks is sure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(3))
+        self.sure = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        sure = x.mean() > self.sure
+        for index, block in enumerate(self.parts):
+            if sure and index == 1:
+                break
+            x, _ = block(x)
+        return x
+
+
+def test_a_batch_that_left_early_does_not_come_to_later_blocks() -> None:
+    """Not even where what decides is another since it was quantized."""
+    model = Exits().eval()
+    batches = [torch.zeros(2, 16), torch.zeros(2, 16), torch.ones(2, 16)]
+    with torch.no_grad(), Spill() as spill:
+        replay = Replay(model, batches, blocks(model), spill)
+        assert replay.is_chain
+        runs = [replay.run(2, k, replay.blocks[k][1].forward) for k in (0, 1)]
+        model.sure = 2.0
+        runs += [replay.run(2, 2, replay.blocks[2][1].forward)]
+    assert runs == [True, False, False]

@@ -113,6 +113,8 @@ class Replay:
                     first_call(self.model, self.batches[batch], batch)
                 else:
                     call(self.model, self.batches[batch])
+            except _Left:
+                return False
             except Reached:
                 return True
         return False
@@ -121,6 +123,8 @@ class Replay:
         def hand_on(*args: Any, **kwargs: Any) -> Any:
             if (batch, block) in self.spill:
                 return self.spill.get((batch, block))
+            if (batch, block) not in self._shapes:  # the batch left the model before this block
+                raise _Left
             return pytree.tree_map(_blank, self._shapes[batch, block])
 
         return hand_on
@@ -241,6 +245,10 @@ class Replay:
                     module.__dict__.pop("forward", None)
                 else:
                     module.__dict__["forward"] = before[index]
+
+
+class _Left(Reached):
+    """A run came to a block whose output is not there: values led the batch past it before."""
 
 
 class OneBlock:
