@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import Scheme
+from lezero.compress.quantize.weights import CodedWeight, PackedWeight
 from lezero.ops.adamw import eight_bit
 from lezero.ops.linear import conv
+from lezero.ops.quantize import Grid
 
 
 def blocks() -> nn.Sequential:
@@ -69,3 +71,14 @@ def test_nor_where_ops_keep_tensors() -> None:
         packed = conv._prepacked(weight, ([1, 1], [0, 0], [1, 1]), 1)
         table = eight_bit.tables.__wrapped__()
     assert packed.device == table.device == weight.device
+
+
+@pytest.mark.parametrize("kind", [PackedWeight, CodedWeight])
+def test_a_weight_lies_on_one_device(kind: Any) -> None:
+    """Buffers elsewhere would be refused by DDP over NCCL."""
+    with torch.device("meta"):
+        weight = kind(Grid("int8"), (32, 64), torch.bfloat16)
+    assert {x.device.type for x in weight.buffers()} == {"meta"}
+    assert weight.dtype == torch.bfloat16
+    model = nn.ModuleList([weight]).to(torch.float16).to_empty(device="cpu")
+    assert model[0].dtype == torch.float16

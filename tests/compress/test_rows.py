@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,12 @@ def test_meta_has_panels(move: Move) -> None:
     move(model, True)
     assert {name: x.shape for name, x in model.to("meta").state_dict().items()} == shapes
     assert not any(in_rows(weight.parts()) for weight in held(model))
+
+
+def test_a_pickle_is_read_where_rows_are(move: Move) -> None:
+    model = made("int4")
+    written, state = pickle.dumps(model), copy.deepcopy(model.state_dict())
+    move(model, True)
+    found = pickle.loads(written)
+    assert all(in_rows(weight.parts()) for weight in held(found))
+    assert alike(found.state_dict(), state)

@@ -70,7 +70,7 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
     state = {name: value.to(device) for name, value in floats.items()}
     with held_interrupts():
         for name, weight in layers.items():
-            weight.like = weight.like.to(kept or weight.dtype)  # what it decodes to
+            weight.decodes_to = kept or weight.dtype
             _become(model.get_submodule(name), weight, floats.get(f"{name}.bias"))
         assign_(model, state, strict=False)
     if device.type != "cpu":

@@ -80,15 +80,11 @@ class QuantizedWeight(StandIn):
     """Codes on `grid` for a weight of `shape`; `dtype` is what it decodes to."""
 
     scale: Tensor
-    like: Tensor
 
     def __init__(self, grid: Grid, shape: Sequence[int], dtype: torch.dtype) -> None:
         super().__init__()
         self.grid, self.full_shape = grid, tuple(shape)
-        # Holds nothing but a type, which follows `.to()` as a parameter's would; not on meta, from
-        # where nothing comes back.
-        like = torch.empty(0, dtype=dtype, device="cpu")
-        self.register_buffer("like", like, persistent=False)
+        self.decodes_to = dtype  # no buffer: it would lie on another device than the codes
 
     @property
     def shape(self) -> torch.Size:
@@ -96,7 +92,7 @@ class QuantizedWeight(StandIn):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.like.dtype
+        return self.decodes_to
 
     @property
     def device(self) -> torch.device:
@@ -132,8 +128,10 @@ class QuantizedWeight(StandIn):
         return f"{self.full_shape}, {self.grid.format}, group={group}{zero}, {self.dtype}"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        names = [name for name in self._buffers if name != "like"]
-        keeping_types(self, names, lambda: super(QuantizedWeight, self)._apply(fn, recurse))
+        apply = super()._apply
+        keeping_types(self, list(self._buffers), lambda: apply(fn, recurse))
+        # The type that it decodes to follows `.to()` as a parameter's would.
+        self.decodes_to = fn(torch.empty(0, dtype=self.decodes_to, device="cpu")).dtype
         # Kernels read codes as they were laid out, whatever `.to(memory_format=…)` asks of images.
         for name, buffer in self._buffers.items():
             self._buffers[name] = None if buffer is None else buffer.contiguous()
@@ -250,6 +248,11 @@ class PackedWeight(QuantizedWeight):
     def _settle(self) -> None:
         """Takes the layout of its device. See [Note: layouts of a packed weight]."""
         self.packed, self.scale, self.zero = settled(self.parts(), *self._sizes())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or one that was pickled and may lie on another device now."""
+        super().__setstate__(state)
+        self._settle()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         changed = super()._apply(fn, recurse)
