@@ -102,3 +102,18 @@ def test_other_models_are_saved_as_before(tmp_path: Path) -> None:
     second.save_pretrained(tmp_path / "d")
     written = json.loads((tmp_path / "d" / "config.json").read_text())
     assert written["quantization_config"] == {"quant_method": "another"}
+
+
+@pytest.mark.parametrize("method", ["lezero", "gptq", "another"])
+def test_a_model_that_is_plain_again_is_saved_as_one(method: str, tmp_path: Path) -> None:
+    """Its config says how the folder was quantized that it was built for."""
+    given = config()
+    model = lz.quantize_(llama(given), lz.Int8Weight(), objective="size")
+    given.quantization_config = {"quant_method": method}
+    lz.dequantize_(model)
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert ("quantization_config" in written) == (method == "another")
+    if method != "another":
+        tokens = torch.arange(8)[None]
+        assert torch.equal(opened(tmp_path)(tokens).logits, model(tokens).logits)

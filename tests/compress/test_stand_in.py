@@ -173,3 +173,22 @@ def test_nf4_compiles_whole_and_exports() -> None:
             ids = torch.randint(0, 64, (rows, 6))
             assert torch.allclose(compiled(ids), model(ids), atol=1e-6)
             assert torch.allclose(exported.module()(ids), model(ids), atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8Weight(), lz.Fp8()], ids=lambda x: type(x).__name__)
+def test_a_transposed_weight_reads_as_the_float_layers(scheme: Any) -> None:
+    """Also a square one, whose shape does not tell."""
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    for N, K in ((64, 64), (96, 64)):
+        torch.manual_seed(0)
+        layer, x = kind(N, K), torch.randn(5, K)
+        nn.init.normal_(layer.weight)
+        weight = lz.quantize_(nn.Sequential(layer), scheme, objective="size")[0].weight
+        wanted = layer(x) - layer.bias
+        plain: Any = weight
+        if N == K:
+            assert torch.equal(F.linear(x, plain), F.linear(x, weight.decode()))
+        for product in (x @ plain, x @ weight.decode(), F.linear(x, plain.T)):
+            torch.testing.assert_close(product, wanted, rtol=1e-3, atol=1e-2)
+        assert (*plain.shape, plain.size(0), len(plain)) == (K, N, K, K)
+        assert torch.equal(lz.dequantize_(nn.Sequential(layer))[0].weight, weight.decode())

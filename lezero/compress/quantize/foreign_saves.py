@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ from lezero.core.log import logger
 
 _LOG = logger("compress")
 _MARK = {"quantized_by": "lz.quantize_", "instead": "lz.save_quantized"}
+_READ = ("lezero", "gptq", "awq")  # what `load_quantized` makes quantized layers of
 
 
 def mark_saves(quantized: Callable[[nn.Module], Any]) -> None:
@@ -54,3 +55,15 @@ def mark_saves(quantized: Callable[[nn.Module], Any]) -> None:
 
     save_pretrained.marks = True  # type: ignore[attr-defined]
     kind.save_pretrained = save_pretrained
+
+
+def forget_form(model: nn.Module) -> None:
+    """Takes what says how the layers were stored from the configs of a model that is plain again:
+    `save_pretrained` would write it. Where transformers itself quantized others it stays."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    for part in model.modules():
+        held = getattr(getattr(part, "config", None), "__dict__", {})
+        form = held.get("quantization_config")
+        if isinstance(form, Mapping) and form.get("quant_method") in _READ:
+            del held["quantization_config"]

@@ -56,6 +56,7 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         self.float_class = type(was)
         self.trains = was.get_parameter("weight").requires_grad
+        weight.transposed = self.transposed
         self.weight = weight
         self.register_parameter("bias", bias)
         self.register_buffer("input_scale", input_scale)
@@ -194,7 +195,7 @@ class QuantizedConv(QuantizedLayer):
         if self.input_scale is None or self.input_zero is None:
             convolve = F.conv1d if len(self.weight.full_shape) == 3 else F.conv2d
             bias = self.bias if self.bias is None else self.bias.to(x.dtype)
-            return convolve(x, self.weight.decode(x.dtype), bias, **places)
+            return convolve(x, self.weight.decoded(x.dtype), bias, **places)
         assert isinstance(self.weight, CodedWeight)
         check_type(x, "int8")
         scale = self.weight.scale.flatten()

@@ -38,8 +38,8 @@ class OrderedWeight(PackedWeight):
         for own, found in super().decoded_rows(count):
             yield own, found[:, torch.argsort(self.order)]
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
-        found = super().decode(dtype)
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        found = super().decoded(dtype)
         return found[:, torch.argsort(self.order)]
 
     def linear(

@@ -41,6 +41,7 @@ class StandIn(nn.Module, ABC):
 
     requires_grad = False
     grad = None
+    transposed = False  # `linear` multiplies with its transpose
 
     # `==` of two modules is their identity: torch looks them up in lists and dicts, where an answer
     # for each element would be no answer.
@@ -99,7 +100,8 @@ class StandIn(nn.Module, ABC):
         kwargs = kwargs or {}
         if function is F.linear:  # first, as torch.compile cannot follow the check
             x, weight, bias = _linear(*args, **kwargs)
-            if isinstance(weight, StandIn) and not isinstance(x, StandIn):
+            kernel = isinstance(weight, StandIn) and not weight.transposed
+            if kernel and not isinstance(x, StandIn):
                 return weight.linear(cast(x, weight), _decode(bias), 16, None)
         _check_reads(function, args, kwargs)
         plain = {name: _plain(value) for name, value in kwargs.items()}

@@ -22,6 +22,7 @@ from lezero.compress.quantize.batches import (
 )
 from lezero.compress.quantize.budget import check_budget, need_finite, output_difference
 from lezero.compress.quantize.buffers import kept_buffers
+from lezero.compress.quantize.foreign_saves import forget_form
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
 from lezero.compress.quantize.modules import QuantizedLayer, check_module, quantized_layers
@@ -123,11 +124,11 @@ def dequantize_(model: Model) -> Model:
     layers = quantized_layers(model)
     if not layers:
         raise OrderError("lz.dequantize_: no layer of this model is quantized")
-    made: dict[tuple[int, bool], nn.Parameter] = {}
+    made: dict[int, nn.Parameter] = {}
     # It may be trained later, whatever mode the caller is in.
     with held_interrupts(), torch.inference_mode(False), torch.no_grad():
         for layer in layers.values():
-            key = (id(layer.weight), layer.transposed)
+            key = id(layer.weight)
             if key not in made:
                 made[key] = _parameter(layer)
             layer.give_back(made[key])
@@ -135,12 +136,12 @@ def dequantize_(model: Model) -> Model:
             ledger.forget(module, "quantize_")
             module.__dict__.pop(REPORT, None)
         take_nested(model)
+        forget_form(model)
     return model
 
 
 def _parameter(layer: QuantizedLayer) -> nn.Parameter:
-    weight = layer.weight.decode()
-    return nn.Parameter(weight.T.contiguous() if layer.transposed else weight, layer.trains)
+    return nn.Parameter(layer.weight.decode(), layer.trains)
 
 
 def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -> None:

@@ -77,7 +77,11 @@ def check_type(x: Tensor, form: str) -> None:
 
 
 class QuantizedWeight(StandIn):
-    """Codes on `grid` for a weight of `shape`; `dtype` is what it decodes to."""
+    """Codes on `grid` for a weight of `shape`; `dtype` is what it decodes to.
+
+    `transposed`: the float layer has the weight as (K, N), transformers' `Conv1D`. So those see it
+    who read it as a tensor; codes, `full_shape` and all that kernels read are (N, K).
+    """
 
     scale: Tensor
 
@@ -88,7 +92,7 @@ class QuantizedWeight(StandIn):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self.full_shape)
+        return torch.Size(self.full_shape[::-1] if self.transposed else self.full_shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,14 +107,19 @@ class QuantizedWeight(StandIn):
         """Bytes that are held; what is saved differs by padding at most."""
         return sum(x.nbytes for x in self._buffers.values() if x is not None)
 
-    @abstractmethod
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight that the codes stand for, of `shape`."""
+        found = self.decoded(dtype)
+        return found.T.contiguous() if self.transposed else found
+
+    @abstractmethod
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The same, of `full_shape`."""
 
     def decoded_rows(self, count: int) -> Iterator[tuple[slice, Tensor]]:
         """The weight in fp32, `count` rows or somewhat more at a time where that is possible, with
         which rows they are."""
-        yield slice(None), self.decode(torch.float32)
+        yield slice(None), self.decoded(torch.float32)
 
     @abstractmethod
     def linear(
@@ -201,7 +210,7 @@ class PackedWeight(QuantizedWeight):
             made = unpack(some, rows.stop - rows.start, K, bits=grid.bits, group=self.group)
             yield rows, dequantize(*made, grid)
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         codes, scale, zero = self.unpacked()
         grid = self.grid if self.group else replace(self.grid, group="row")
         return dequantize(codes, scale, zero, grid, dtype or self.dtype)
@@ -323,7 +332,7 @@ class CodedWeight(QuantizedWeight):
         weight.zero = None if made.zero is None else made.zero.to(kept)
         return weight
 
-    def decode(self, dtype: torch.dtype | None = None) -> Tensor:
+    def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         wide = self._wide(self.codes.view(self._stored()), self.scale, self.zero, self._flat()[1])
         return wide.view(self.full_shape).to(dtype or self.dtype)
 
@@ -334,7 +343,7 @@ class CodedWeight(QuantizedWeight):
             check_type(x, self.grid.format)
             return linear_fp8(x, self.codes, self.scale, bias)
         bias = bias if bias is None else bias.to(x.dtype)
-        return F.linear(x, self.decode(x.dtype), bias)
+        return F.linear(x, self.decoded(x.dtype), bias)
 
     def rows(self, ids: Tensor) -> Tensor:
         flat = ids.flatten()
