@@ -323,7 +323,6 @@ class Engine:
         self, form: Forms, micros: list[Batch], counts: list[int], total: int
     ) -> torch.Tensor:
         """Gradients of the mean over all `total` units; returns the sum over them."""
-        world = groups.world_size()
         summed = LossSum(self.place)
         running = self.gradients.micros(counts, total)
         for i in running:
@@ -335,7 +334,7 @@ class Engine:
             ):
                 with self.precision.autocast():
                     loss = self.gradients.loss(form.loss, micro)
-                    scaled = loss * (count * world / total)
+                    scaled = loss * (count * groups.world_size() / total)
                 form.backward(self.precision.scaler.scale(scaled))
             if count:
                 summed.add(loss, count)
