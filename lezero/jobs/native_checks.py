@@ -21,8 +21,8 @@ class NativeOpsCheck(Check):
                 found.append(
                     Finding(
                         severity="note",
-                        title=f"no kernel of '{op['name']}' suits this processor",
-                        cause=f"It lacks the instruction sets; {op['otherwise']}.",
+                        title=f"no kernel of '{op['name']}' suits this machine",
+                        cause=f"There is none for its processor or its system; {op['otherwise']}.",
                     )
                 )
         for fix, failed in by_fix.items():

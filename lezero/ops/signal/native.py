@@ -1,7 +1,8 @@
-"""The library of the words: atomics and the kernel's futex, the same for every processor."""
+"""The library of the words: atomics and Linux's futex, the same for every processor."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from lezero.ops.native import Kernel, Native
@@ -10,7 +11,7 @@ _FOLDER = Path(__file__).parent
 
 NATIVE = Native(
     "signal",
-    (Kernel("generic", frozenset(), (_FOLDER / "words.c",)),),
+    (Kernel("generic", frozenset(), (_FOLDER / "words.c",)),) if sys.platform == "linux" else (),
     registration=_FOLDER / "registration.cpp",
     otherwise="ranks of one host exchange through Gloo, not through shared memory",
 )
