@@ -19,11 +19,14 @@ from lezero.ops.build import kept
 
 _FORM = "2"
 """Of what is kept of a vocabulary; another one is made again."""
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""The end of a text, of a turn, and of a message that waits for a tool."""
+_ENDS = tuple(f"{kind}_token_id" for kind in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"))
+"""The end of a text, of a turn, of a message that waits for a tool, and of a gap's filling, where
+another file or repository would begin."""
 _NAMED_ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "</s>"}
 _NAMED_ENDS |= {"<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
-_NAMED_ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<eos>", "[EOS]"}
+_NAMED_ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<eos>", "[EOS]", "<|fim_pad|>", "<fim-pad>", "<PAD>"}
+_NAMED_ENDS |= {"<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"}
+_NAMED_ENDS |= {"<|file_sep|>"}
 """What llama.cpp takes for ends too, of what models of these architectures have."""
 
 

@@ -6,6 +6,7 @@ gradients and an optimizer's state, would hold tensors without numbers from then
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 _DEEPEST = 3  # of an optimizer's state: its table, that of a parameter, a list in it
+_TABLES = {dict, list, OrderedDict, defaultdict}  # those of other types may refuse to be written
 
 
 @contextmanager
@@ -63,5 +65,5 @@ def _tables(table: Any, depth: int) -> Iterator[Any]:
     yield table
     if depth:
         for value in list(table.values() if isinstance(table, dict) else table):
-            if isinstance(value, dict | list):
+            if type(value) in _TABLES:
                 yield from _tables(value, depth - 1)

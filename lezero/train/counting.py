@@ -114,9 +114,12 @@ class Counter:
         return _not_ignored(values, self.ignored)
 
 
-def _ignored_by(model: nn.Module | None) -> int:
-    """The label that a model's own loss leaves out: those that segment images may leave out 255."""
+def _ignored_by(model: nn.Module | None) -> int | None:
+    """The label that a model's own loss leaves out: those that segment images may leave out 255,
+    but with one class their mean is over all pixels."""
     config = _config_of(model, "ForSemanticSegmentation")
+    if getattr(config, "num_labels", None) == 1:
+        return None
     named = (getattr(config, f"{kind}loss_ignore_index", None) for kind in ("semantic_", ""))
     return next((index for index in named if isinstance(index, int)), IGNORED)
 
@@ -137,10 +140,11 @@ def _of_ctc(model: nn.Module | None) -> str | None:
 def _config_of(model: nn.Module | None, kind: str) -> Any:
     """The config of a model of transformers whose class ends in `kind`, also within a wrapper."""
     modules = [] if model is None else model.modules()
-    return next((m.config for m in modules if type(m).__name__.endswith(kind)), None)
+    named = (m for m in modules if type(m).__name__.endswith(kind))
+    return next((m.config for m in named if hasattr(m, "config")), None)
 
 
-def _not_ignored(values: Any, ignored: int) -> int:
+def _not_ignored(values: Any, ignored: int | None) -> int:
     """How many entries of a tensor or array carry loss; none is ignored where its type cannot hold
     that label (torch would take 156 for -100 among those of 8 bits without a sign)."""
     limits = torch.iinfo if isinstance(values, torch.Tensor) else np.iinfo
@@ -148,7 +152,7 @@ def _not_ignored(values: Any, ignored: int) -> int:
         kind = limits(values.dtype)
     except (TypeError, ValueError):  # fractions, or true and false
         return math.prod(values.shape)
-    held = kind.min <= ignored <= kind.max
+    held = ignored is not None and kind.min <= ignored <= kind.max
     return int((values != ignored).sum()) if held else math.prod(values.shape)
 
 

@@ -63,3 +63,17 @@ def test_a_group_larger_than_any_number_is_one_of_all_inputs() -> None:
     assert order is None
     with pytest.raises(ValueError, match="has no groups"):
         foreign._order(torch.arange(64, dtype=torch.int32), 64, 32 * 10**19)
+
+
+def test_a_model_that_refuses_the_values_is_as_it_was(tmp_path: Path) -> None:
+    model = folder(tmp_path, GPTQ)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not these values")
+
+    model.norm.register_load_state_dict_pre_hook(refuse)
+    with pytest.raises(lz.FileError, match="does not fit the model: not these values"):
+        load_quantized(tmp_path, model)
+    assert not quantized_layers(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -20,7 +20,11 @@ from tests.models.test_gguf import CONFIG, gguf, write
 
 @pytest.mark.parametrize(
     ("ids", "ends"),
-    [({}, set()), ({"eos": 3, "eot": 5, "eom": 1999}, {3, 5, 1999}), ({"eos": 3, "eot": 3}, {3})],
+    [
+        ({}, set()),
+        ({"eos": 3, "eot": 5, "eom": 1999}, {3, 5, 1999}),
+        ({"eos": 3, "fim_pad": 4}, {3, 4}),
+    ],
 )
 def test_the_ends_of_text_turn_and_message_are_told(
     ids: dict[str, int], ends: set[int], tmp_path: Path
@@ -41,13 +45,13 @@ def test_ends_that_a_file_does_not_give_are_found_by_name(
 
     def add_with_ends(writer: Any, tokens: list[str]) -> None:
         tokens[1990:1994] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"]
-        tokens[1994:1997] = ["<|endoftext|>", "<|end_of_text|>", "x"]
+        tokens[1994:1997] = ["<|endoftext|>", "<|end_of_text|>", "<|file_sep|>"]
         add(writer, tokens)
         writer.add_token_types([1] * 1990 + [3, 4, 1, 3, 3, 3, 3] + [1] * 3)
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_token_list", add_with_ends)
     model, ids = Transformer(CONFIG), {"tokenizer__ggml__eos_token_id": 5}
-    named = {1990, 1991, 1993, 1994, 1995}
+    named = {1990, 1991, 1993, 1994, 1995, 1996}
     file = write(tmp_path / "a.gguf", model, **ids)
     assert gguf_end_tokens(file) == {5, *named}
     ids["tokenizer__ggml__eot_token_id"] = 6

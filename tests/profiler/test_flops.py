@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -110,11 +112,19 @@ def test_the_table() -> None:
     assert text.splitlines()[-1].startswith("all")
 
 
+class Frozen(dict[str, int]):
+    """As the configs of diffusers' models are."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("frozen")
+
+
 class Moving(nn.Module):
     """Assigns a buffer, an attribute and an item of a cache in each call."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = Frozen(width=4)
         self.layer, self.cache = nn.Linear(4, 4), dict[str, torch.Tensor]()
         self.register_buffer("center", torch.zeros(4))
         self.last: torch.Tensor | None = None
@@ -139,5 +149,6 @@ def test_what_a_function_assigns_is_taken_back(step: bool) -> None:
     assert found.total > 0
     assert model.center is center
     assert (model.last, model.cache, model.layer.weight.grad) == (None, {}, None)
+    assert model.config == {"width": 4}
     assert not optimizer.state
     assert torch.equal(model.layer.weight, weight)

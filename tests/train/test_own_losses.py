@@ -13,32 +13,44 @@ from lezero.train.engine import Engine
 hf = pytest.importorskip("transformers")
 
 
-def segformer(kind=hf.SegformerForSemanticSegmentation):
+def segformer(kind=hf.SegformerForSemanticSegmentation, classes=300):
     torch.manual_seed(0)
     sizes = {"hidden_sizes": [8, 8], "depths": [1, 1], "num_attention_heads": [1, 1]}
     parts = {"num_encoder_blocks": 2, "sr_ratios": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2]}
     config = hf.SegformerConfig(
-        **sizes, **parts, mlp_ratios=[1, 1], decoder_hidden_size=8, num_labels=300,
+        **sizes, **parts, mlp_ratios=[1, 1], decoder_hidden_size=8, num_labels=classes,
         hidden_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
     )  # fmt: skip
     return kind(config).eval()
 
 
-def test_pixels_that_a_models_own_loss_leaves_out_do_not_count():
-    pixels, labels = torch.randn(4, 3, 16, 16), torch.randint(3, (4, 16, 16))
+@pytest.mark.parametrize("classes", [300, 1])  # of one class the mean is over all pixels
+def test_pixels_that_a_models_own_loss_leaves_out_do_not_count(classes):
+    pixels, labels = torch.randn(4, 3, 16, 16), torch.randint(min(3, 2 * classes), (4, 16, 16))
     labels[:2, 1:] = 255  # almost nothing of the first micro-batch
     made = []
     for accumulate in (1, 2):
-        model = segformer()
+        model = segformer(classes=classes)
         model.decode_head.batch_norm = nn.Identity()  # would see other batches
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         engine = Engine(model, optimizer, precision="fp32", accumulate=accumulate, compile="off")
         found = engine.train_step({"pixel_values": pixels, "labels": labels})
-        assert found.tokens == (labels != 255).sum()
+        assert found.tokens == (labels.numel() if classes == 1 else (labels != 255).sum())
         made.append((found.loss, nn.utils.parameters_to_vector(model.parameters()).detach()))
     (loss, weights), (same_loss, same_weights) = made
     assert loss == pytest.approx(same_loss, rel=1e-5)
     torch.testing.assert_close(weights, same_weights)
+
+
+def test_a_module_of_ones_own_with_such_a_name_is_counted_as_any():
+    class UNetForSemanticSegmentation(nn.Linear):
+        pass
+
+    class MineForCTC(nn.Linear):
+        pass
+
+    for kind in (UNetForSemanticSegmentation, MineForCTC):
+        assert Counter("tokens", kind(2, 2))({"labels": torch.tensor([255, 3, -100])}) == 2
 
 
 def test_a_class_of_images_is_counted_whatever_its_number():

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize.foreign import Foreign, Layer, read_layer
 from lezero.compress.quantize.forms import several
-from lezero.compress.quantize.layout import assign_, missing_buffers
+from lezero.compress.quantize.layout import assign_from, missing_buffers
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.nested import leave_nested
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of, not_finite
+from lezero.compress.quantize.twins import all_or_nothing
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
@@ -68,11 +69,11 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
     kept = _float_type(model, floats)
     device = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
     state = {name: value.to(device) for name, value in floats.items()}
-    with held_interrupts():
+    with held_interrupts(), all_or_nothing(model):
         for name, weight in layers.items():
             weight.decodes_to = kept or weight.dtype
             _become(model.get_submodule(name), weight, floats.get(f"{name}.bias"))
-        assign_(model, state, strict=False)
+        assign_from(root, model, state, strict=False)
     if device.type != "cpu":
         model.to(device)
     if isinstance(model, Transformer):

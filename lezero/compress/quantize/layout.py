@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,12 +82,16 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> nn.Module:
+def rebuild_(
+    model: nn.Module,
+    description: Mapping[str, Mapping[str, Any]],
+    place: torch.device | None = None,
+) -> nn.Module:
     """Gives the float `model` the quantized layers of `describe`, without values, in place.
 
-    The layers lie on the device of the weights they replace; `load_state_dict` fills them (with
-    `assign=True` where that is meta). Raises `FileError` for a layer that the model does not have
-    or that has another shape, before anything is changed.
+    place: where the layers lie; by default on the device of the weights they replace.
+    `load_state_dict` fills them (with `assign=True` where that is meta). Raises `FileError` for a
+    layer that the model does not have or that has another shape, before anything is changed.
     """
     modules = dict(model.named_modules())
     for name, about in description.items():
@@ -98,9 +103,9 @@ def rebuild_(model: nn.Module, description: Mapping[str, Mapping[str, Any]]) -> 
             module.__class__ = FoldedBatchNorm
             module.__dict__.update(_parameters={}, _buffers={})
             continue
-        place = module._parameters["weight"]
-        assert place is not None
-        with place.device:
+        replaced = module._parameters["weight"]
+        assert replaced is not None
+        with place or replaced.device:
             shared = about["shares_with"]  # the model itself has the name ""
             weight = None if shared is None else weights.get(shared)
             if weight is None:
@@ -141,6 +146,17 @@ def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = Tru
             other = module._parameters[name]
             if other is not None and other is not one and same_bits(one, other):
                 module._parameters[name] = one
+
+
+def assign_from(
+    root: Path, model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
+) -> None:
+    """`assign_` of what a folder holds; `FileError` where the model refuses it."""
+    try:
+        assign_(model, state, strict=strict)
+    except Exception as error:  # a module's own loading raises what it wants
+        text = " ".join(str(error).split())
+        raise FileError(f"{root}: does not fit the model: {text}") from error
 
 
 def missing_buffers(made: nn.Module, model: nn.Module) -> list[str]:

@@ -22,7 +22,7 @@ from lezero.compress.quantize.layout import (
     FORMAT,
     MANIFEST,
     PREFIX,
-    assign_,
+    assign_from,
     missing_buffers,
     rebuild_,
 )
@@ -85,12 +85,8 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     state = {name.removeprefix(PREFIX): x.to(device) for name, x in tensors.items()}
     with held_interrupts(), all_or_nothing(model):
         _give_biases(model, biased)
-        rebuild_(model, layers)
-        try:
-            assign_(model, state)
-        except Exception as error:  # a module's own loading raises what it wants
-            text = " ".join(str(error).split())
-            raise FileError(f"{root}: does not fit the model: {text}") from error
+        rebuild_(model, layers, torch.device("meta"))  # the floats are kept beside the state
+        assign_from(root, model, state)
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     return model.eval()

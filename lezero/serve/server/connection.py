@@ -64,6 +64,9 @@ class _Limited:
 
     def handle_events(self) -> None:
         super().handle_events()  # type: ignore[misc]
+        if self.conn.dropped > _BEHIND:
+            self.transport.abort()
+            return
         if self.flow.read_paused and not self._between() and not self.cycle.more_body:
             # See [Note: bytes behind a request].
             if len(self.conn.trailing_data[0]) > _BEHIND:
@@ -102,12 +105,15 @@ def _reader() -> type[Any]:
     import h11
 
     class Reader(h11.Connection):
+        dropped = 0
+
         def next_event(self) -> Any:
             buffer = self._receive_buffer
             if self.their_state is h11.IDLE:
                 waiting = bytes(buffer)
                 buffer.maybe_extract_at_most(len(waiting) - len(waiting.lstrip(b"\r\n")))
             elif self.their_state is h11.MUST_CLOSE:
+                self.dropped += len(buffer)
                 buffer.maybe_extract_at_most(len(buffer))
             return super().next_event()
 

@@ -188,3 +188,18 @@ def test_an_answer_that_was_given_up_leaves_no_connection() -> None:
                     await asyncio.sleep(0.001)
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_what_comes_behind_the_last_request_has_an_end_too() -> None:
+    async def run() -> None:
+        async with answering(rest_s=5.0) as (connect, _):
+            pair = await connect()
+            pair[1].write(ASKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            cut = asyncio.create_task(is_cut(pair))
+            for _ in range(5):  # in pieces, as more than is read at once would be one
+                with contextlib.suppress(ConnectionError):
+                    pair[1].write(b"x" * (1 << 14))
+                await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(cut, 2)
+
+    asyncio.run(asyncio.wait_for(run(), 10))
