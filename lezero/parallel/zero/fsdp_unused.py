@@ -37,6 +37,7 @@ class Unused:
             if part.reduce_grads:
                 for one in part.fsdp_params:
                     self._complete(one)
+                _settle_types(part)
             reduce(*arguments)
 
         return post_backward
@@ -76,3 +77,17 @@ class Unused:
                     one.sharded_param.grad = None
         self._used.clear()
         self._new.clear()
+
+
+def _settle_types(part: Any) -> None:
+    """Torch takes the types of the sums from what was trained at first: anew where others are now.
+
+    What was collected before is in the type of the sums, and torch wants one type of all.
+    """
+    trained = (one for one in part.fsdp_params if one.sharded_param.requires_grad)
+    if any(one.orig_dtype != part._orig_dtype for one in trained):
+        part._init_mp_dtypes()
+    if any(one.unsharded_accumulated_grad is not None for one in part.fsdp_params):
+        for one in part.fsdp_params:
+            if one.unsharded_accumulated_grad is None:
+                one.to_accumulated_grad_if_needed()

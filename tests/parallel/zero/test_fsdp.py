@@ -147,6 +147,34 @@ def test_ranks_may_use_different_parameters(ranks, world, axes):
         assert first["bias"] is not None
 
 
+def in_two_types(kind):
+    """Gradients in bf16 and in fp32: collected under no_sync before, or of what was frozen."""
+    fsdp.fits, found = lambda *_: True, []
+    for compute in ("bf16", "auto"):
+        model = make(Sizes).requires_grad_(kind != "frozen")
+        shard_(model, Zero(stage=3, compute=compute))
+        for step, tokens in enumerate(batches(2, groups.world_size(), groups.rank())):
+            model.choose(groups.rank(), step)
+            if kind == "frozen" and step == 0:
+                loss_of(model, tokens)
+                model.requires_grad_()
+                continue
+            with no_sync(model) if step == 0 else contextlib.nullcontext():
+                loss_of(model, tokens).backward()
+        found.append(gradients_of(model))
+    low, full = found
+    for name, gradient in full.items():
+        assert (gradient is None) == (low[name] is None), name
+        if gradient is not None:
+            assert low[name].dtype is torch.float32
+            torch.testing.assert_close(low[name], gradient, rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", ["collected", "frozen"])
+def test_sums_in_16_bits_are_wide_whatever_was_used_and_trained_before(ranks, kind):
+    ranks(2, in_two_types, kind)
+
+
 def choices():
     cuda, mesh = torch.device("cuda"), Mesh({"shard": 2})
     model = make(Vectors)
