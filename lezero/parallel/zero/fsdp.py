@@ -9,6 +9,7 @@ wires with a codec.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -86,7 +87,7 @@ class FsdpSharding:
         self._parts = _split_modules(model)
         for part in self._parts:
             part.set_custom_reduce_scatter(_Mutable(self))
-        Unused([part._get_fsdp_state() for part in self._parts], self._reduced())
+        self.unused = Unused([part._get_fsdp_state() for part in self._parts], self._reduced())
         # Torch takes for the root what is called first, and then refuses the model around a block.
         self._parts[0]._get_fsdp_state()._lazy_init()
 
@@ -202,10 +203,15 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
         assert isinstance(parameter, DTensor)
         assert isinstance(parameter.placements[-1], Shard)
         setattr(parameter, OWNED, Owned(name, sharding))
-        Outside(parameter, name, sharding, lambda owner: owner.weight)
+        reached = functools.partial(_reached, shard=id(parameter))
+        Outside(parameter, name, sharding, lambda owner: owner.weight, reached)
         if before[name] is not parameter:
             retire(before[name], name)
     return sharding
+
+
+def _reached(sharding: FsdpSharding, shard: int) -> None:
+    sharding.unused.reached(shard)
 
 
 def _world(mesh: Mesh) -> int:

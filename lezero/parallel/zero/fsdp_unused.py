@@ -25,7 +25,7 @@ class Unused:
         self._parts = list(parts)
         self._parameters = [one for part in parts for one in part.fsdp_params]
         self._used: set[int] = set()
-        self._new: set[int] = set()  # whose gradient is zeros made here, and nothing else
+        self._new: set[int] = set()  # of shards whose gradient is zeros made here, and nothing else
         for part in parts:
             part.post_backward = self._with_zeros(part, part.post_backward)
         for state in states:  # the one whose backward begins first calls it
@@ -51,7 +51,11 @@ class Unused:
             return
         whole.grad = torch.zeros_like(whole)
         if one.sharded_param.grad is None:
-            self._new.add(id(one))
+            self._new.add(id(one.sharded_param))
+
+    def reached(self, shard: int) -> None:
+        """A gradient came to the shard of this id itself, as of a penalty."""
+        self._new.discard(shard)
 
     def _with_end(self, end: Callable[[], None]) -> Callable[[], None]:
         def final_callback() -> None:
@@ -73,7 +77,7 @@ class Unused:
             dist.all_reduce(flags)
         if not all(used):  # only then the host waits for the device
             for one, count in zip(self._parameters, flags.tolist(), strict=True):
-                if not count and id(one) in self._new:
+                if not count and id(one.sharded_param) in self._new:
                     one.sharded_param.grad = None
         self._used.clear()
         self._new.clear()

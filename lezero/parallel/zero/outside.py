@@ -20,13 +20,20 @@ from lezero.core.errors import OrderError
 
 
 class Outside:
-    """Of one parameter. `weight(owner)`: what the caller multiplies this rank's loss by. The owner
-    is not kept: torch may never let go of a cycle through a tensor's hook."""
+    """Of one parameter. `weight(owner)`: what the caller multiplies this rank's loss by;
+    `reached(owner)` is called when a gradient comes. The owner is not kept: torch may never let go
+    of a cycle through a tensor's hook."""
 
     def __init__(
-        self, parameter: DTensor, name: str, owner: object, weight: Callable[[Any], float]
+        self,
+        parameter: DTensor,
+        name: str,
+        owner: object,
+        weight: Callable[[Any], float],
+        reached: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._name, self._owner, self._weight = name, weakref.ref(owner), weight
+        self._reached = reached
         self._averaged = False
         whole = parameter.full_tensor
 
@@ -51,7 +58,10 @@ class Outside:
     def _check(self, _: torch.Tensor) -> None:
         averaged, self._averaged = self._averaged, False
         owner = self._owner()
-        if not averaged and owner is not None and self._weight(owner) != 1:
+        if owner is None:
+            return
+        self._reached(owner)
+        if not averaged and self._weight(owner) != 1:
             raise OrderError(
                 f"a gradient reached '{self._name}' from outside of the model, as of a penalty, by "
                 "operations on the shards of the ranks, whose batches count unlike: each would "

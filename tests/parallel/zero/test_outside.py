@@ -11,6 +11,7 @@ from lezero.comm.mesh import Mesh
 from lezero.core import groups
 from lezero.parallel.zero import Zero, fsdp, shard_
 from tests.parallel.zero.models import VOCAB, WIDTH, Tiny, batches, make
+from tests.parallel.zero.test_fsdp import Sizes
 from tests.parallel.zero.test_models import differences, gradients_of
 
 
@@ -68,6 +69,25 @@ def outside(stage, axes, through_fsdp):
 )
 def test_what_reaches_a_whole_parameter_is_averaged(ranks, world, stage, axes, through_fsdp):
     assert ranks(world, outside, stage, axes, through_fsdp, timeout_s=60) == [[]] * world
+
+
+def before_the_forward(through_fsdp):
+    """A penalty of all parameters, also of those that no rank's batch uses."""
+    if through_fsdp:
+        fsdp.fits = lambda *_: True
+    model, plain = shard_(make(Sizes, torch.float64), Zero(stage=3)), make(Sizes, torch.float64)
+    tokens = next(batches(1))
+    for one in (model, plain):
+        one.choose(0, 0)
+        penalty = sum(taken(p).pow(2).sum() for p in one.parameters())
+        (one(tokens).square().mean() + penalty).backward()
+    assert plain.blocks[0].experts[0].weight.grad is not None
+    return list(differences(gradients_of(model), gradients_of(plain)))
+
+
+@pytest.mark.parametrize("through_fsdp", [False, True])
+def test_a_penalty_before_the_forward_is_kept_where_no_rank_uses_the_parameter(ranks, through_fsdp):
+    assert ranks(2, before_the_forward, through_fsdp) == [[], []]
 
 
 def counted(form):
