@@ -21,12 +21,13 @@ Options = dict[str, Any]
 
 
 class Agreed(NamedTuple):
-    """Over all ranks: counted units, on how many of them a stop was asked for, and the sum of what
-    says how outdated their gradients are."""
+    """Over all ranks: counted units, on how many of them a stop was asked for, the sum of what says
+    how outdated their gradients are, and whether each counted as many units."""
 
     counted: int
     stops: int
     outdated: int
+    alike: bool
 
 
 def before_step(
@@ -41,14 +42,24 @@ def before_step(
     """
     every = [others, *optimizer.param_groups]
     values = [[_rounded(group[key]) for key in _compared(group)] for group in every]
-    mark = zlib.crc32(repr(values).encode()) % _MARKS
-    mine = torch.tensor([count, int(stop), outdated, mark, mark * mark])
-    *sums, marks, squares = groups.all_reduce_sum(mine, "counts").tolist()
-    found = Agreed(*sums)
-    # Equal numbers, and no others, have a mean square that is the square of their mean.
-    if groups.world_size() * squares != marks * marks and not found.outdated:
+    mine = torch.tensor([count, int(stop), outdated, *_marked(count), *_marked(values)])
+    *sums, counts, squares, marks, their_squares = groups.all_reduce_sum(mine, "counts").tolist()
+    counted, stops, late = sums
+    found = Agreed(counted, stops, late, _equal(counts, squares))
+    if not _equal(marks, their_squares) and not late:
         _compare(groups.gather_objects(_named(others, optimizer)))
     return found
+
+
+def _marked(value: Any) -> tuple[int, int]:
+    """A mark of the value, and its square."""
+    mark = zlib.crc32(repr(value).encode()) % _MARKS
+    return mark, mark * mark
+
+
+def _equal(total: int, squares: int) -> bool:
+    """Equal numbers, and no others, have a mean square that is the square of their mean."""
+    return groups.world_size() * squares == total * total
 
 
 def _compared(group: Options) -> list[str]:

@@ -293,8 +293,7 @@ class Engine:
             return count, stop
         outdated = self.gradients.outdated()
         found = before_step(count, stop, outdated, self.optimizer, clip=self.clip)
-        if found.outdated:
-            self.gradients.renew(found.outdated)
+        self.gradients.agreed(found)
         return found.counted, bool(found.stops)
 
     def _set_lr(self) -> float:

@@ -25,6 +25,7 @@ from lezero.parallel.zero import Sharding, grad_norm, no_sync, sharding_of
 from lezero.parallel.zero.agreement import agree
 from lezero.parallel.zero.norm import root_of_sum, squares
 from lezero.parallel.zero.sharding import shardings_in
+from lezero.train.agreement import Agreed
 from lezero.train.counting import Batch
 from lezero.train.loss import LossFunction, scalar
 
@@ -51,8 +52,9 @@ class Gradients:
         whose gradients meet, or, from `OTHERS` on, others are trained now."""
         return 0
 
-    def renew(self, outdated: int) -> None:
-        """When that is so on any rank; every rank calls it together, with the sum over all."""
+    def agreed(self, found: Agreed) -> None:
+        """Before a step of several ranks, with what they told each other: renews what is outdated
+        on any. Every rank calls it together."""
 
     def micros(self, counts: list[int], total: int) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
@@ -113,11 +115,14 @@ class Replicated(Gradients):
             return OTHERS
         return int(not self._passes.settled)
 
-    def renew(self, outdated: int) -> None:
-        if outdated >= OTHERS:
+    def agreed(self, found: Agreed) -> None:
+        if not found.outdated:
+            return
+        others = found.outdated >= OTHERS
+        if others:
             trained = {n: "trained" for n, p in self.model.named_parameters() if p.requires_grad}
             agree("the parameters that are trained", trained)
-        self._wrap(sync=outdated >= OTHERS)
+        self._wrap(sync=others)
 
     def _wrap(self, sync: bool) -> None:
         """DDP knows for ever which parameters were trained when it was built, and until the end of
@@ -236,7 +241,7 @@ class Sharded(Gradients):
         self.stage: int = sharding.stage
         self._backward = getattr(sharding, "backward", None)  # FSDP2 has its own
         self._muted: Any = sharding if self._backward is None else self._backward
-        self._weight = 1.0
+        self._alike = True
         if groups.world_size() > 1:
             watch.Watch.start()
         there = weakref.ref(run)  # the model, and with it its wires, may live on
@@ -250,19 +255,21 @@ class Sharded(Gradients):
         if self._backward is not None and any(b.written for b in self._backward.buckets):
             self._backward.recover()
 
+    def agreed(self, found: Agreed) -> None:
+        self._alike = found.alike
+
     def micros(self, counts: list[int], total: int) -> list[int]:
-        self._weight = sum(counts) * groups.world_size() / total
         return list(range(len(counts)))
 
     @contextlib.contextmanager
     def micro(self, *, counts: bool, last: bool) -> Iterator[None]:
-        self._muted.mute, self._muted.weight = not counts, self._weight
+        self._muted.mute, self._muted.alike = not counts, self._alike
         collect = self.stage < 2 and not last
         try:
             with no_sync(self.model) if collect else contextlib.nullcontext(), self._explained():
                 yield
         finally:
-            self._muted.mute, self._muted.weight = False, 1.0
+            self._muted.mute, self._muted.alike = False, True
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

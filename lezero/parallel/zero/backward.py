@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 class Backward:
     """Drives the buckets of one sharded model. `sync` False collects without reducing; with `mute`
-    this rank's gradients count as zeros, whatever they are. `weight`: what the caller
-    multiplies this rank's loss by, 1 in the mean over the ranks.
+    this rank's gradients count as zeros, whatever they are. `alike`: the caller weighs the losses
+    of all ranks alike.
 
     `gated`: blocks are gathered in backward (stage 3). `on_end` is called when a backward is over,
     to release the units; `on_sums` after it, where the gradients were summed. `due`: the model has
@@ -48,7 +48,7 @@ class Backward:
         self.buckets = list(buckets)
         self.lent, self.helds = lent, list(helds)
         self.on_end, self.on_sums = on_end, on_sums
-        self.sync, self.mute, self.weight = True, False, 1.0
+        self.sync, self.mute, self.alike = True, False, True
         self.active = self.due = False
         self._of = {held: bucket for bucket in buckets for held in bucket.segment.helds}
         self._gated = gated

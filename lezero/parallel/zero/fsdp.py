@@ -72,7 +72,7 @@ class FsdpSharding:
     """What `sharding_of(model)` gives for a model under FSDP2: the public part of `Sharding`.
 
     With `mute` this rank's gradients count as zeros in what a backward reduces, whatever they are.
-    `weight`: what the caller multiplies this rank's loss by, 1 in the mean over the ranks.
+    `alike`: the caller weighs the losses of all ranks alike.
     """
 
     def __init__(self, model: nn.Module, config: Zero, mesh: Mesh) -> None:
@@ -82,7 +82,7 @@ class FsdpSharding:
         self.structure = Structure(
             model, [(part, name) for part in model.modules() for name in part._parameters]
         )
-        self.mute, self.weight = False, 1.0
+        self.mute, self.alike = False, True
         self._sync = True
         self._parts = _split_modules(model)
         for part in self._parts:
@@ -204,7 +204,7 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
         assert isinstance(parameter.placements[-1], Shard)
         setattr(parameter, OWNED, Owned(name, sharding))
         reached = functools.partial(_reached, shard=id(parameter))
-        Outside(parameter, name, sharding, lambda owner: owner.weight, reached)
+        Outside(parameter, name, sharding, lambda owner: owner.alike, reached)
         if before[name] is not parameter:
             retire(before[name], name)
     return sharding

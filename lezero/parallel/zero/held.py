@@ -122,7 +122,7 @@ class Held:
         parameter.requires_grad_()  # only then torch takes a hook, which outlives a freeze
         parameter.register_hook(self._aligned)
         parameter.requires_grad_(trained)
-        Outside(parameter, self.name, self, lambda held: held.segment.unit.sharding.backward.weight)
+        Outside(parameter, self.name, self, lambda held: held.segment.unit.sharding.backward.alike)
 
     def _aligned(self, gradient: torch.Tensor) -> torch.Tensor:
         parameter: Any = self.sharded

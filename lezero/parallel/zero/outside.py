@@ -20,19 +20,19 @@ from lezero.core.errors import OrderError
 
 
 class Outside:
-    """Of one parameter. `weight(owner)`: what the caller multiplies this rank's loss by;
-    `reached(owner)` is called when a gradient comes. The owner is not kept: torch may never let go
-    of a cycle through a tensor's hook."""
+    """Of one parameter. `alike(owner)`: whether the losses of all ranks weigh the same, as every
+    rank knows; `reached(owner)` is called when a gradient comes. The owner is not kept: torch may
+    never let go of a cycle through a tensor's hook."""
 
     def __init__(
         self,
         parameter: DTensor,
         name: str,
         owner: object,
-        weight: Callable[[Any], float],
+        alike: Callable[[Any], bool],
         reached: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        self._name, self._owner, self._weight = name, weakref.ref(owner), weight
+        self._name, self._owner, self._alike = name, weakref.ref(owner), alike
         self._reached = reached
         self._averaged = False
         whole = parameter.full_tensor
@@ -61,7 +61,7 @@ class Outside:
         if owner is None:
             return
         self._reached(owner)
-        if not averaged and self._weight(owner) != 1:
+        if not averaged and not self._alike(owner):
             raise OrderError(
                 f"a gradient reached '{self._name}' from outside of the model, as of a penalty, by "
                 "operations on the shards of the ranks, whose batches count unlike: each would "

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 import lezero as lz
 from lezero.comm.mesh import Mesh
 from lezero.core import groups
+from lezero.core.errors import OrderError
 from lezero.parallel.zero import Zero, fsdp, shard_
 from tests.parallel.zero.models import VOCAB, WIDTH, Tiny, batches, make
 from tests.parallel.zero.test_fsdp import Sizes
@@ -90,14 +91,11 @@ def test_a_penalty_before_the_forward_is_kept_where_no_rank_uses_the_parameter(r
     assert ranks(2, before_the_forward, through_fsdp) == [[], []]
 
 
-def counted(form):
-    """Steps of the Engine whose ranks count 1 and 3 parts of a batch, then 2 each."""
+def counted():
+    """Steps of the Engine whose two ranks count 2 parts of a batch each, then 1 and 3."""
 
     def loss(model, batch):
-        weight = model.head.weight
-        split = form == "split"
-        penalty = taken(weight.pow(2).sum()) if split else taken(weight).pow(2).sum()
-        return model(batch["x"]).square().mean() + 0.01 * penalty
+        return model(batch["x"]).square().mean() + 0.01 * taken(model.head.weight).pow(2).sum()
 
     model = make(Tiny, torch.float64, tied=False)
     if groups.world_size() > 1:
@@ -112,10 +110,30 @@ def counted(form):
     return taken(model.head.weight.detach())
 
 
-def test_the_engine_counts_a_penalty_once_and_refuses_what_it_cannot_weigh(ranks):
-    plain = counted("whole")
+def test_the_engine_counts_a_penalty_once(ranks):
+    plain = counted()
     assert plain.shape == (VOCAB, WIDTH)
-    for found in ranks(2, counted, "whole"):
+    for found in ranks(2, counted):
         torch.testing.assert_close(found, plain, rtol=1e-9, atol=1e-12)
-    with pytest.raises(Exception, match=r"weigh it by its own.*parameter.full_tensor\(\)"):
-        ranks(2, counted, "split")
+
+
+def refused():
+    """Of three ranks, whose losses weigh 0.8, 1 and 1.2; then of ranks that count alike."""
+    model = shard_(make(Tiny, torch.float64, tied=False), Zero(stage=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model, batch):
+        penalty = taken(model.head.weight.pow(2).sum())
+        return model(batch["x"]).square().mean() + 0.01 * penalty
+
+    options = {"precision": "fp32", "compile": "off", "attention": "torch"}
+    engine = lz.Engine(model, optimizer, loss=loss, counted=lambda b: len(b["x"]), **options)
+    x = torch.arange(6 * 5).reshape(6, 5) % VOCAB
+    told = r"weigh it by its own.*parameter.full_tensor\(\)"
+    with pytest.raises(OrderError, match=told):
+        engine.train_step({"x": x[: 4 + groups.rank()]})
+    assert engine.train_step({"x": x}).step == 1
+
+
+def test_every_rank_refuses_what_one_cannot_weigh_also_where_its_own_batch_is_the_mean(ranks):
+    ranks(3, refused)
