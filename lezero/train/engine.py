@@ -323,7 +323,7 @@ class Engine:
     ) -> torch.Tensor:
         """Gradients of the mean over all `total` units; returns the sum over them."""
         summed = LossSum(self.place)
-        running = self.gradients.micros(counts, total)
+        running = self.gradients.micros(counts)
         for i in running:
             micro, count, last = rewrapped(micros[i]), counts[i], i == running[-1]
             place = groups.rank() * len(micros) + i

@@ -56,7 +56,7 @@ class Gradients:
         """Before a step of several ranks, with what they told each other: renews what is outdated
         on any. Every rank calls it together."""
 
-    def micros(self, counts: list[int], total: int) -> list[int]:
+    def micros(self, counts: list[int]) -> list[int]:
         """Which micro-batches to run: those in which something counts, and at least one, since
         gradients meet in the last backward and every rank must have one."""
         return [i for i, count in enumerate(counts) if count] or [len(counts) - 1]
@@ -258,7 +258,7 @@ class Sharded(Gradients):
     def agreed(self, found: Agreed) -> None:
         self._alike = found.alike
 
-    def micros(self, counts: list[int], total: int) -> list[int]:
+    def micros(self, counts: list[int]) -> list[int]:
         return list(range(len(counts)))
 
     @contextlib.contextmanager
