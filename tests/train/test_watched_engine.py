@@ -65,7 +65,7 @@ def test_a_rank_with_one_batch_less_is_named(ranks):
     pattern = (
         r"DistributedError: the ranks parted at collective \d+: rank 1 entered all_reduce of "
         r"'evaluation loss' \(float64 \[4\]\) at tests/train/test_watched_engine\.py:\d+, where "
-        r"rank 0 entered all_reduce of 'counts' \(int64 \[5\]\) at tests/train/test_watched"
+        r"rank 0 entered all_reduce of 'counts' \(int64 \[\d+\]\) at tests/train/test_watched"
     )
     assert re.match(pattern, first), first
     assert first == second
