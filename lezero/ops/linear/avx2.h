@@ -13,10 +13,11 @@ typedef struct {
 } ints;
 
 /* How many rows' sums registers hold beside weights. */
-enum { MOST_WHOLE = BYTES ? 6 : 4, MOST_BLOCKS = 4, MOST_DIGITS = 4, MOST_BF16 = 4 };
+enum { MOST_WHOLE = BYTES ? 6 : 4, MOST_BLOCKS = 4, MOST_DIGITS = 2, MOST_BF16 = 4 };
 enum { MOST_HALVES = MOST_BLOCKS, MOST_ROWS = 6 };
-/* Whether tokens of so many digits lie as words beside weights of so many bits. */
-#define WORDS(bits, digits) ((digits) == 2 || ((bits) == 8 && !BYTES))
+/* Whether tokens of so many digits lie as words beside weights of so many bits: where words are
+ * multiplied by one instruction those of two digits do, elsewhere what has no SHORT_SUMS. */
+#define WORDS(bits, digits) (BYTES ? (digits) == 2 : (bits) == 8)
 /* Beside bf16 weights tokens lie in fp32; bytes of a pair of their inputs. */
 enum { FLOATS = 1, PAIR_BYTES = 8 };
 /* Two panels are two streams of memory; with more tokens one leaves registers for their sums. */
@@ -109,13 +110,17 @@ INLINE ints dot_codes(ints sum, ints w, token_codes x, const int words) {
 #ifndef VNNI
 /* Where weights have 4 bits, a sum of 16 bits holds what 32 inputs add to one of two: 16 · 15 · 127. */
 #define SHORT_SUMS
+/* In assembly, or gcc 12 adds the products to each other first, and spills them. */
 INLINE __m256i short8(__m256i sum, __m256i w, __m256i x) {
-  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
-  __asm__("" : "+x"(sum)); /* or gcc 12 adds the products to each other first, and spills them */
-  return sum;
+  __m256i out;
+  __asm__("vpaddw %2, %1, %0" : "=x"(out) : "%x"(sum), "xm"(_mm256_maddubs_epi16(w, x)));
+  return out;
 }
 INLINE ints dot_short(ints sum, ints w, token_codes x) {
   return BOTH(ints, short8(sum.a, w.a, x.even), short8(sum.b, w.b, x.even));
+}
+INLINE ints first_short(ints w, token_codes x) {
+  return BOTH(ints, _mm256_maddubs_epi16(w.a, x.even), _mm256_maddubs_epi16(w.b, x.even));
 }
 INLINE ints add_short(ints sum, ints pairs) {
   const __m256i one = _mm256_set1_epi16(1);

@@ -78,7 +78,7 @@ INLINE void scatter(int8_t *to, const void *from, const int count, const int siz
 }
 
 typedef struct {
-  int limit; /* whether values may exceed the scale, which was given */
+  int limit; /* whether values may exceed the scale, which was given; never with 16 bits */
   int lines;
   int8_t *to; /* the first four inputs of the tile's first token */
   token_steps step;
@@ -89,7 +89,7 @@ INLINE void digits16(const token_part *p, int8_t *at, floats v, floats inverse, 
   const int size = words ? 8 : 4; /* of four inputs */
   int8_t bytes[32];
   v = product(v, inverse);
-  if (!two && p->limit) v = limited(v, 127);
+  if (p->limit) v = limited(v, 127);
   const ints q = rounded(v);
   if (two && !words) {
     const ints high = high_digit(q), low = low_digit(q, high);
@@ -159,12 +159,13 @@ INLINE void find_scales(const lezero_linear *l, const block_rows *b, block_place
   scales_of(most, two ? 32639 : 127, l->x_scale, found->scale, found->inverse);
 }
 
-/* x: the tile's tokens. two: of 16 bits, whose digits are apart where they are bytes. */
+/* x: the tile's tokens. two: of 16 bits, whose digits are apart where they are bytes; words ask for it
+ * once a run only. */
 INLINE void codes_in(const lezero_linear *l, const workspace *w, const token_tile *t, const void *x,
                      const int two, const int words, const int type) {
   const int D = two && !words ? 2 : 1;
   const int64_t R = t->rows, all = R * w->blocks;
-  const token_part part = {l->x_scale != 0, IN_LINES(l), t->codes, steps_of(w, R)};
+  const token_part part = {!two && l->x_scale, IN_LINES(l), t->codes, steps_of(w, R)};
   const int off = SIGNED_BYTES && l->bits == 8 ? 128 : 0;
   const int middle = (l->zero ? 0 : l->bits == 8 ? 128 : 8) - off;
   const block_rows whole = {x, 1, l->K, l->K}, blocks = {x, w->blocks, w->block, l->K};
@@ -196,7 +197,8 @@ INLINE void codes_in(const lezero_linear *l, const workspace *w, const token_til
 
 static void prepare_codes(const lezero_linear *l, const workspace *w, const token_tile *t,
                           const void *x) {
-  if (l->x_bits == 16) BY_TYPE(l->x_type, codes_in, l, w, t, x, 1, WORDS(8, 2));
-  else if (w->words && WORDS(8, 1)) BY_TYPE(l->x_type, codes_in, l, w, t, x, 0, 1);
+  const int two = l->x_bits == 16, any = WORDS(8, 1) || WORDS(8, 2) || WORDS(4, 2);
+  if (any && w->words) BY_TYPE(l->x_type, codes_in, l, w, t, x, two, 1);
+  else if (two && !(WORDS(8, 2) && WORDS(4, 2))) BY_TYPE(l->x_type, codes_in, l, w, t, x, 1, 0);
   else BY_TYPE(l->x_type, codes_in, l, w, t, x, 0, 0);
 }

@@ -111,15 +111,15 @@ INLINE void fetch(const int P, const uint8_t *w0, const uint8_t *w1,
   }
 }
 
-/* The same for scales and zero points, which lie two groups to a line. */
-INLINE void fetch_scales(const lezero_linear *l, const panel_pair *p, const int P, const int first,
-                         int64_t group, const fetching *f) {
-  if (group & 1) return;
-  const int64_t at = group * (l->scale_type == LEZERO_FP32 ? 64 : 32);
-  UNROLL for (int i = first; i < first + P; i++) {
-    prefetch_far(p->scale[i] + f->scale + at);
-    if (l->zero) prefetch_far(p->zero[i] + f->zero + at);
-  }
+/* Where the scales and zero points of P panels' current group are; without zero points they are null. */
+typedef struct {
+  const char *scale[2], *zero[2];
+} group_place;
+
+/* The same for what lies there. */
+INLINE void fetch_scales(const group_place *g, const int P, const fetching *f) {
+  UNROLL for (int i = 0; i < P; i++) prefetch_far(g->scale[i] + f->scale);
+  if (g->zero[0]) UNROLL for (int i = 0; i < P; i++) prefetch_far(g->zero[i] + f->zero);
 }
 
 /* Bytes of four inputs of a token. */
@@ -135,54 +135,65 @@ INLINE void dot_fours(const int R, const int P, const int words, ints b0, ints b
   }
 }
 
+/* What meets: the weights of two panels, and codes of a tile's tokens. Sums move it behind what they took. */
+typedef struct {
+  const uint8_t *w0, *w1;
+  const int8_t *a;
+} meeting;
+
 /* Sums of whole numbers over `fours` of inputs, 8 bits a code. */
-INLINE void sum_bytes(const int R, const int P, const int words, const uint8_t *w0,
-                      const uint8_t *w1, const int8_t *a, int64_t fours, const fetching *m,
-                      const uint8_t **next, ints acc[][2]) {
-  for (int64_t k = 0; k < fours; k++, w0 += LINE, w1 += LINE, a += FOUR_BYTES(words) * R) {
-    fetch(P, w0, w1, m, next);
-    dot_fours(R, P, words, load_bytes(w0), P == 2 ? load_bytes(w1) : all_ints(0), a, acc);
+INLINE void sum_bytes(const int R, const int P, const int words, meeting *at, int64_t fours,
+                      const fetching *m, const uint8_t **next, ints acc[][2]) {
+  for (; fours; fours--, at->w0 += LINE, at->w1 += LINE, at->a += FOUR_BYTES(words) * R) {
+    fetch(P, at->w0, at->w1, m, next);
+    const ints b1 = P == 2 ? load_bytes(at->w1) : all_ints(0);
+    dot_fours(R, P, words, load_bytes(at->w0), b1, at->a, acc);
   }
 }
 
 /* The same for 4 bits a code: a line holds eight inputs of each output. */
-INLINE void sum_halves(const int R, const int P, const int words, const uint8_t *w0,
-                       const uint8_t *w1, const int8_t *a, int64_t eights, const fetching *m,
-                       const uint8_t **next, ints acc[][2]) {
+INLINE void sum_halves(const int R, const int P, const int words, meeting *at, int64_t eights,
+                       const fetching *m, const uint8_t **next, ints acc[][2]) {
   const int four = FOUR_BYTES(words) * R;
-  for (int64_t k = 0; k < eights; k++, w0 += LINE, w1 += LINE, a += 2 * four) {
-    fetch(P, w0, w1, m, next);
-    const ints l0 = load_line(w0), l1 = P == 2 ? load_line(w1) : all_ints(0);
-    dot_fours(R, P, words, low_halves(l0), low_halves(l1), a, acc);
-    dot_fours(R, P, words, high_halves(l0), high_halves(l1), a + four, acc);
+  for (; eights; eights--, at->w0 += LINE, at->w1 += LINE, at->a += 2 * four) {
+    fetch(P, at->w0, at->w1, m, next);
+    const ints l0 = load_line(at->w0), l1 = P == 2 ? load_line(at->w1) : all_ints(0);
+    dot_fours(R, P, words, low_halves(l0), low_halves(l1), at->a, acc);
+    dot_fours(R, P, words, high_halves(l0), high_halves(l1), at->a + four, acc);
   }
 }
 
 #ifdef SHORT_SUMS
-/* pairs[row][panel] += a · w for four inputs of each of R tokens, as bytes. */
-INLINE void short_fours(const int R, const int P, ints b0, ints b1, const int8_t *a,
-                        ints pairs[][2]) {
+/* pairs[row][panel] = (begun ? pairs[row][panel] : 0) + a · w for four inputs of each of R tokens, as
+ * bytes. */
+INLINE void short_fours(const int R, const int P, const int begun, ints b0, ints b1,
+                        const int8_t *a, ints pairs[][2]) {
   UNROLL for (int r = 0; r < R; r++) {
     const token_codes x = read_codes(a + FOUR_BYTES(0) * r, 0);
-    pairs[r][0] = dot_short(pairs[r][0], b0, x);
-    if (P == 2) pairs[r][1] = dot_short(pairs[r][1], b1, x);
+    pairs[r][0] = begun ? dot_short(pairs[r][0], b0, x) : first_short(b0, x);
+    if (P == 2) pairs[r][1] = begun ? dot_short(pairs[r][1], b1, x) : first_short(b1, x);
   }
 }
 
-/* sum_halves for tokens of bytes, by sums of 16 bits, which hold 32 inputs. */
-INLINE void sum_short(const int R, const int P, const uint8_t *w0, const uint8_t *w1, const int8_t *a,
-                      int64_t eights, const fetching *m, const uint8_t **next, ints acc[][2]) {
-  for (; eights; eights -= 4) {
-    ints pairs[MOST_HALVES][2];
-    UNROLL for (int r = 0; r < R; r++) pairs[r][0] = pairs[r][1] = all_ints(0);
-    for (int k = 0; k < 4; k++, w0 += LINE, w1 += LINE, a += 2 * FOUR_BYTES(0) * R) {
-      fetch(P, w0, w1, m, next);
-      const ints l0 = load_line(w0), l1 = P == 2 ? load_line(w1) : all_ints(0);
-      short_fours(R, P, low_halves(l0), low_halves(l1), a, pairs);
-      short_fours(R, P, high_halves(l0), high_halves(l1), a + FOUR_BYTES(0) * R, pairs);
-    }
-    UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
-      acc[r][i] = add_short(acc[r][i], pairs[r][i]);
+/* sum_halves for 32 inputs of tokens of bytes, which sums of 16 bits hold; acc begins with `start`, or
+ * null. */
+INLINE void sum_short(const int R, const int P, meeting *at, const fetching *m, const uint8_t **next,
+                      const int32_t *start, ints acc[][2]) {
+  const int four = FOUR_BYTES(0) * R;
+  ints pairs[MOST_HALVES][2];
+  UNROLL for (int k = 0; k < 4; k++) {
+    fetch(P, at->w0 + LINE * k, at->w1 + LINE * k, m, next);
+    const ints l0 = load_line(at->w0 + LINE * k);
+    const ints l1 = P == 2 ? load_line(at->w1 + LINE * k) : all_ints(0);
+    const int8_t *a = at->a + 2 * four * k;
+    short_fours(R, P, k, low_halves(l0), low_halves(l1), a, pairs);
+    short_fours(R, P, 1, high_halves(l0), high_halves(l1), a + four, pairs);
+  }
+  at->w0 += 4 * LINE, at->w1 += 4 * LINE, at->a += 8 * four;
+  UNROLL for (int r = 0; r < R; r++) {
+    const ints begin = start ? all_ints(start[r]) : all_ints(0);
+    UNROLL for (int i = 0; i < P; i++)
+      acc[r][i] = add_short(start ? begin : acc[r][i], pairs[r][i]);
   }
 }
 #endif
@@ -195,7 +206,8 @@ INLINE void whole_tile(const lezero_linear *l, const workspace *w, const token_t
   UNROLL for (int i = 0; i < 2; i += P) {
     ints acc[MOST_WHOLE][2];
     UNROLL for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = all_ints(t->start[r]);
-    sum_bytes(R, P, WORDS(8, 1), p->weight[i], p->weight[1], t->codes, w->padded / 4, m, &next, acc);
+    meeting at = {p->weight[i], p->weight[1], t->codes};
+    sum_bytes(R, P, WORDS(8, 1), &at, w->padded / 4, m, &next, acc);
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int j = 0; j < P; j++)
       f->count[r][i + j] = settled(acc[r][j]);
   }
@@ -223,34 +235,42 @@ INLINE void blocks_panels(const lezero_linear *l, const workspace *w, const toke
                           const int bits, const int first, const uint8_t **next) {
   floats sum[MOST_HALVES][2];
   UNROLL for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all_floats(0);
-  const int8_t *a = t->codes;
+  meeting at = {p->weight[first], p->weight[1], t->codes};
+  group_place g = {{p->scale[first], p->scale[1]}, {p->zero[first], p->zero[1]}};
   const int32_t *start = t->start;
   const float *total = t->total, *x_scale = t->scale;
-  const uint8_t *w0 = p->weight[first], *w1 = p->weight[1];
-  int64_t group = 0, left = w->in_group; /* of the group's blocks */
-  for (int64_t b = 0; b < w->blocks; b++) {
-    const int64_t inputs = least(w->block, w->padded - b * w->block);
-    if (left == 0) left = w->in_group, group++;
-    left--;
+  const int64_t group = l->scale_type == LEZERO_FP32 ? 64 : 32; /* bytes */
+  int64_t left = w->in_group, rest = w->padded; /* of the group's blocks, and of inputs */
+  for (int64_t blocks = w->blocks; blocks; blocks--) {
+    const int64_t inputs = least(w->block, rest);
     ints acc[MOST_HALVES > 2 * MOST_DIGITS ? MOST_HALVES : 2 * MOST_DIGITS][2];
-    UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(start[i]);
-    if (m->ahead) fetch_scales(l, p, P, first, group, m);
-    if (bits == 8) sum_bytes(R * D, P, words, w0, w1, a, inputs / 4, m, next, acc);
 #ifdef SHORT_SUMS
-    else if (!words) sum_short(R * D, P, w0, w1, a, inputs / 8, m, next, acc);
+    if (bits == 4 && !words) {
+      sum_short(R * D, P, &at, m, next, start, acc);
+      for (int64_t i = 32; i < inputs; i += 32) sum_short(R * D, P, &at, m, next, 0, acc);
+    } else
 #endif
-    else sum_halves(R * D, P, words, w0, w1, a, inputs / 8, m, next, acc);
+    {
+      UNROLL for (int i = 0; i < R * D; i++) acc[i][0] = acc[i][1] = all_ints(start[i]);
+      if (bits == 8) sum_bytes(R * D, P, words, &at, inputs / 4, m, next, acc);
+      else sum_halves(R * D, P, words, &at, inputs / 8, m, next, acc);
+    }
+    if (m->ahead && left == w->in_group) fetch_scales(&g, P, m);
     UNROLL for (int i = 0; i < P; i++) {
-      const floats scale = read16(p->scale[first + i], l->scale_type, 16 * group, 16);
+      const floats scale = read16(g.scale[i], l->scale_type, 0, 16);
       if (l->zero) {
-        const floats zero = read16(p->zero[first + i], l->scale_type, 16 * group, 16);
+        const floats zero = read16(g.zero[i], l->scale_type, 0, 16);
         add_block(R, D, 1, fine, i, scale, zero, total, x_scale, acc, sum);
       } else {
         add_block(R, D, 0, fine, i, scale, scale, total, x_scale, acc, sum);
       }
     }
-    a += inputs / 4 * FOUR_BYTES(words) * R * D, w0 += inputs * 2 * bits, w1 += inputs * 2 * bits;
-    start += R * D, total += R, x_scale += R;
+    start += R * D, total += R, x_scale += R, rest -= inputs;
+    if (--left == 0) {
+      left = w->in_group;
+      UNROLL for (int i = 0; i < P; i++) g.scale[i] += group;
+      if (l->zero) UNROLL for (int i = 0; i < P; i++) g.zero[i] += group;
+    }
   }
   UNROLL for (int r = 0; r < R; r++) UNROLL for (int i = 0; i < P; i++)
     f->sum[r][first + i] = sum[r][i];
@@ -347,8 +367,13 @@ TILE any_a8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 
 TILE any_a8w4(GIVEN) { switch (t->rows) { SOME(MOST_HALVES, blocks_tile, COMMA 1 COMMA 0 COMMA 4) } }
 TILE any_b8w8(GIVEN) { switch (t->rows) { FEW(MOST_BLOCKS, blocks_tile, COMMA 1 COMMA 1 COMMA 8) } }
 TILE any_b8w4(GIVEN) { switch (t->rows) { SOME(MOST_HALVES, blocks_tile, COMMA 1 COMMA 1 COMMA 4) } }
-TILE any_a16w8(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 1 COMMA 8) } }
-TILE any_a16w4(GIVEN) { switch (t->rows) { FEW(MOST_DIGITS, blocks_tile, COMMA 2 COMMA 1 COMMA 4) } }
+#define MOST_16(bits, most) (WORDS(bits, 2) ? (most) : MOST_DIGITS)
+TILE any_a16w8(GIVEN) {
+  switch (t->rows) { FEW(MOST_16(8, MOST_BLOCKS), blocks_tile, COMMA 2 COMMA 1 COMMA 8) }
+}
+TILE any_a16w4(GIVEN) {
+  switch (t->rows) { FEW(MOST_16(4, MOST_HALVES), blocks_tile, COMMA 2 COMMA 1 COMMA 4) }
+}
 
 static void multiply_vectors(const lezero_linear *l, int64_t first, int64_t count,
                              const void *scratch, int64_t begin, int64_t end) {
