@@ -113,7 +113,7 @@ INLINE ints dot_codes(ints sum, ints w, token_codes x, const int words) {
 /* In assembly, or gcc 12 adds the products to each other first, and spills them. */
 INLINE __m256i short8(__m256i sum, __m256i w, __m256i x) {
   __m256i out;
-  __asm__("vpaddw %2, %1, %0" : "=x"(out) : "%x"(sum), "xm"(_mm256_maddubs_epi16(w, x)));
+  __asm__("vpaddw %2, %1, %0" : "=x"(out) : "%x"(sum), "x"(_mm256_maddubs_epi16(w, x)));
   return out;
 }
 INLINE ints dot_short(ints sum, ints w, token_codes x) {
