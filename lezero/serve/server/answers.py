@@ -118,6 +118,7 @@ class Answerer:
         except Problem as problem:
             if exchange.status is None:
                 raise
+            events.close()  # others need the room while the client is told
             await _fail(exchange, problem, chunks)
             return
         if exchange.status is None:
@@ -150,8 +151,9 @@ async def _until_ended(events: Backlog, count: int) -> AsyncIterator[Event]:
             raise Problem(500, event.error or "the engine failed", code="engine_error")
         if event.reason == "cancelled":
             raise Problem(503, "the server is shutting down", retry_s=5)
-        events.refuse_beyond()
         count -= event.reason is not None
+        if count:
+            events.refuse_beyond()
         yield event
 
 

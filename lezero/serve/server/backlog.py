@@ -35,6 +35,10 @@ class Backlog(asyncio.Queue["Event | None"]):
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the room back; what comes later is not counted."""
         self._hold(0)
         self._held.end(self._task)
         self._closed = True  # what still comes is dropped with the queue

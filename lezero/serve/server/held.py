@@ -29,15 +29,15 @@ class Held:
     def refuse_beyond(self, more: int) -> None:
         """Raises `Problem` (503) where an answer of so many bytes is too much beside others; one of
         any size is taken alone."""
-        if not self.bytes or self.bytes + more <= self._most:
+        if self._fits(more):
             return
         self._cut_off()
-        problem = f"answers of {self.bytes >> 10} KiB are made or wait to be read, as many as may"
-        raise Problem(503, f"{problem}; try again later", code="overloaded", retry_s=1)
+        raise self._full()
 
     def refuse_growth(self, own: int) -> None:
         """The same for an answer that is on its way and counted, of which `own` bytes stay until
-        it ends; 400 where these alone are too much, so that it is of no use to ask again."""
+        it ends; 400 where these alone are too much, so that it is of no use to ask again. Where
+        another one is being cut off, whose room comes back at once, it goes on."""
         if own > self._most:
             raise Problem(
                 400,
@@ -45,7 +45,8 @@ class Held:
                 "ends; ask for fewer tokens (n times max_tokens) or fewer log-probabilities",
                 param="logprobs",
             )
-        self.refuse_beyond(0)
+        if not (self._fits(0) or self._is_cutting_off() or self._cut_off()):
+            raise self._full()
 
     @contextmanager
     def sending(self) -> Iterator[None]:
@@ -66,9 +67,21 @@ class Held:
         """Notes that it has nothing to send."""
         self._sending.pop(task, None)
 
-    def _cut_off(self) -> None:
+    def _fits(self, more: int) -> bool:
+        return not self.bytes or self.bytes + more <= self._most
+
+    def _full(self) -> Problem:
+        problem = f"answers of {self.bytes >> 10} KiB are made or wait to be read, as many as may"
+        return Problem(503, f"{problem}; try again later", code="overloaded", retry_s=1)
+
+    def _is_cutting_off(self) -> bool:
+        return any(task.cancelling() for task in self._sending)
+
+    def _cut_off(self) -> bool:
+        """Whether there was somebody to be cut off."""
         before = asyncio.get_running_loop().time() - self._patience_s
         for task, since in self._sending.items():  # the oldest comes first
             if since < before and not task.cancelling():
                 task.cancel()
-                return
+                return True
+        return False

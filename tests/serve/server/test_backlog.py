@@ -14,7 +14,7 @@ import pytest
 from lezero.serve.answer import Named
 from lezero.serve.request import Request
 from lezero.serve.sampling import TokenLogprob
-from lezero.serve.server.answers import Answerer
+from lezero.serve.server.answers import Answerer, _until_ended
 from lezero.serve.server.asked import read_asked
 from lezero.serve.server.backlog import Backlog
 from lezero.serve.server.coded import TokenText
@@ -192,3 +192,48 @@ def test_log_probabilities_are_written_one_by_one(form: Any) -> None:
     for choice, part in zip(told, parts, strict=True):
         assert part is not None
         assert choice["logprobs"] == json.loads(as_json(part))["choices"][0]["logprobs"]
+
+
+def test_answers_go_on_where_a_slow_reader_gives_way() -> None:
+    """The reader was cut off, and every other answer with log-probabilities ended beside it."""
+
+    async def run() -> None:
+        held, begun = Held(10_000, 0.0), asyncio.Event()
+
+        async def slow() -> None:
+            with Backlog(held) as events:
+                events.put_nowait(Event(0, "a" * 20_000))
+                begun.set()
+                await asyncio.sleep(60)
+
+        reader = asyncio.create_task(slow())
+        await begun.wait()
+        await asyncio.sleep(0.01)
+        with Backlog(held) as one, Backlog(held) as other:
+            for events in (one, other):
+                events.put_nowait(Event(0, "a", [1], [NAMED]))
+                await asyncio.wait_for(events.get(), 1)
+            assert held.bytes > 20_000
+            one.refuse_beyond()  # cuts the reader off
+            other.refuse_beyond()  # who is going
+            await asyncio.wait([reader])
+            assert reader.cancelled()
+            held.bytes += 20_000
+            with pytest.raises(Problem, match="try again later"):
+                one.refuse_beyond()
+            one.close()
+            held.bytes -= 20_000
+        assert held.bytes == 0
+
+    asyncio.run(run())
+
+
+def test_the_last_event_of_an_answer_is_not_refused() -> None:
+    async def run() -> None:
+        held = Held(1000, 60.0)
+        with Backlog(held) as events:
+            held.bytes += 5000
+            events.put_nowait(Event(0, "a", [1], [NAMED], reason="length"))
+            assert [event.text async for event in _until_ended(events, 1)] == ["a"]
+
+    asyncio.run(run())
