@@ -18,6 +18,7 @@ from lezero.core.errors import ConfigError, LeZeroError, OrderError
 from lezero.core.interrupts import held_interrupts
 from lezero.serve.answer import Answer
 from lezero.serve.llm import LLM
+from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 
 _AHEAD = 4
@@ -51,8 +52,9 @@ def answer_lines(
                 found = next(numbered, None)
                 left = found is not None
                 if found is not None:
+                    named, asked = _read(llm, *found, base)
                     with held_interrupts():  # what is begun is ended below
-                        waiting.append(_start(llm, *found, base))
+                        waiting.append((named, _begun(llm, found[0], asked)))
             while waiting and _is_done(waiting[0][1]):
                 told = _told(llm, *waiting[0])
                 waiting.popleft()
@@ -65,21 +67,35 @@ def answer_lines(
                 llm.end(answer)
 
 
-def _start(
+def _read(
     llm: LLM, number: int, text: str, base: dict[str, Any]
-) -> tuple[dict[str, Any], Answer | str]:
-    """What names a line, and the answer that it begins, or what is wrong with it."""
+) -> tuple[dict[str, Any], Request | str]:
+    """What names a line, and what it asks for, or what is wrong with it."""
     named: dict[str, Any] = {"line": number}
     try:
         data = _object(text)
         if "id" in data:
             named["id"] = _id(data["id"])
-        return named, _begin(llm, data, base)
-    except OrderError:  # of this process, not of the line
-        raise
+        return named, _request(llm, data, base)
     except Exception as error:  # a tokenizer may raise anything
-        kind = "" if isinstance(error, LeZeroError | ValueError) else f"{type(error).__name__}: "
-        return named, f"line {number}: {kind}{error}"
+        return named, _wrong(number, error)
+
+
+def _begun(llm: LLM, number: int, asked: Request | str) -> Answer | str:
+    """The answer to what a line asks for, or what is wrong with it."""
+    if isinstance(asked, str):
+        return asked
+    try:
+        return llm.begin(asked)
+    except Exception as error:
+        return _wrong(number, error)
+
+
+def _wrong(number: int, error: Exception) -> str:
+    if isinstance(error, OrderError):  # of this process, not of the line
+        raise error
+    kind = "" if isinstance(error, LeZeroError | ValueError) else f"{type(error).__name__}: "
+    return f"line {number}: {kind}{error}"
 
 
 def _id(value: Any) -> str | int:
@@ -88,7 +104,7 @@ def _id(value: Any) -> str | int:
     return value
 
 
-def _begin(llm: LLM, data: dict[str, Any], base: dict[str, Any]) -> Answer:
+def _request(llm: LLM, data: dict[str, Any], base: dict[str, Any]) -> Request:
     own = {key: value for key, value in data.items() if key not in _NO_PARAMS}
     params = SamplingParams(**{**base, **own})
     prompt = data["prompt"] if "prompt" in data else llm.chat_tokens(data["messages"])
@@ -98,7 +114,7 @@ def _begin(llm: LLM, data: dict[str, Any], base: dict[str, Any]) -> Answer:
         prompt = llm.request(prompt, params).prompt
         most = max(1, min(params.max_tokens, llm.room - len(prompt)))
         params = params.model_copy(update={"max_tokens": most})
-    return llm.begin(llm.request(prompt, params, priority=data.get("priority", 0)))
+    return llm.request(prompt, params, priority=data.get("priority", 0))
 
 
 def _object(text: str) -> dict[str, Any]:
