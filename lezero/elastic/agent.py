@@ -214,44 +214,45 @@ def _explained(failure: Failure) -> bool:
 def main() -> NoReturn:
     """Runs one launcher from the JSON in `argv[1]` and exits with the job's status."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda got, _: os._exit(128 + got))
+        # No function of Python's runs while torch waits for the first launcher, for minutes.
+        signal.signal(number, signal.SIG_DFL)
     job = json.loads(sys.argv[1])
     die_with_parent(job["parent"], signal.SIGTERM)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # orphans of a rank come to us
     if not job["debug"]:
         logging.disable(logging.CRITICAL)
-    folder = Path(tempfile.mkdtemp(prefix="lezero-launch-"))
-    output = Output(folder, job["ranks"], job["show_all"])
-    try:
-        status = _run(job, folder, output)
-    finally:
-        output.close()
-        shutil.rmtree(folder, ignore_errors=True)
+    status = _start(job)
     sys.stdout.flush()
     os._exit(status)  # torch's store threads would hold a normal exit back
 
 
-def _run(job: dict[str, Any], folder: Path, output: Output) -> int:
-    agent: Agent | None = None
-    handler: RendezvousHandler | None = None
+def _start(job: dict[str, Any]) -> int:
     try:
-        handler = _meeting(job)
+        handler = _meeting(job)  # a signal meanwhile must leave nothing behind
+    except Exception as error:
+        return _fail(job, error)
+    folder = Path(tempfile.mkdtemp(prefix="lezero-launch-"))
+    output = Output(folder, job["ranks"], job["show_all"])
+    try:
+        return _run(job, handler, folder, output)
+    finally:
+        output.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(job: dict[str, Any], handler: RendezvousHandler, folder: Path, output: Output) -> int:
+    agent: Agent | None = None
+    try:
         agent = Agent(_spec(job, handler), _Logs(folder, output), output, *_manners(job))
         agent.run()
         handler.shutdown()
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    except RendezvousConnectionError as error:
-        return _fail(job, error, f"no launcher answers at {job['endpoint']}")
-    except RendezvousError as error:
-        where, few = job["endpoint"], job["nodes"][0]
-        return _fail(job, error, f"fewer than {few} machines met at {where}: {error}")
     except Exception as error:
-        if agent is not None and agent.status:  # the job's own failure is the news
-            return _tell(agent)
-        return _fail(job, error, f"the launcher failed: {error}")
-    return _tell(agent)
+        if agent is None or isinstance(error, RendezvousError) or not agent.status:
+            return _fail(job, error)
+    return _tell(agent)  # also where the job's own failure is the news
 
 
 def _tell(agent: Agent) -> int:
@@ -260,12 +261,18 @@ def _tell(agent: Agent) -> int:
     return agent.status
 
 
-def _fail(job: dict[str, Any], error: Exception, text: str) -> int:
+def _fail(job: dict[str, Any], error: Exception) -> int:
     if job["debug"]:
         import traceback
 
         traceback.print_exception(error)
-    say(f"error: {text}")
+    where = job["endpoint"]
+    if isinstance(error, RendezvousConnectionError):
+        say(f"error: no launcher answers at {where}")
+    elif isinstance(error, RendezvousError):
+        say(f"error: fewer than {job['nodes'][0]} machines met at {where}: {error}")
+    else:
+        say(f"error: the launcher failed: {error}")
     return 1
 
 

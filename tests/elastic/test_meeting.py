@@ -32,6 +32,12 @@ DynamicRendezvousHandler.num_nodes_waiting = lambda self: int(os.path.exists(sys
 from lezero.elastic.agent import main
 main()
 """
+ALONE = """
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+c10d_rendezvous_backend._matches_machine_hostname = lambda host: False
+from lezero.elastic.agent import main
+main()
+"""
 RANK = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(__file__).parent
@@ -104,3 +110,18 @@ def test_launchers_wait_for_each_other_as_long_as_was_said(
     assert second._store.timeout == timedelta(seconds=60)  # type: ignore[attr-defined]
     with pytest.raises(RendezvousTimeoutError):
         first.next_rendezvous()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_first_machine_is_waited_for_ends_the_launcher(number: int) -> None:
+    """Torch heard it when it gave up, after twenty minutes."""
+    with socket.create_server(("localhost", 0)) as silent:
+        silent.settimeout(60)
+        alone = {**job(silent.getsockname()[1], 600), "parent": os.getpid()}
+        agent = subprocess.Popen([sys.executable, "-c", ALONE, json.dumps(alone)])
+        try:
+            with silent.accept()[0]:
+                agent.send_signal(number)
+                assert agent.wait(30) == -number
+        finally:
+            agent.kill()
