@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lezero.core.errors import ConfigError, LeZeroError
+from lezero.nn.wrappers import unwrapped
 from lezero.ops.cross_entropy.reference import IGNORED
 from lezero.train.randomness import seeded
 
@@ -138,10 +139,22 @@ def _of_ctc(model: nn.Module | None) -> str | None:
 
 
 def _config_of(model: nn.Module | None, kind: str) -> Any:
-    """The config of a model of transformers whose class ends in `kind`, also within a wrapper."""
-    modules = [] if model is None else model.modules()
-    named = (m for m in modules if type(m).__name__.endswith(kind))
-    return next((m.config for m in named if hasattr(m, "config")), None)
+    """The config of a model of transformers whose class ends in `kind`, also within a wrapper: not
+    of a part of another model, which has a loss of its own."""
+    while model is not None and not type(model).__name__.endswith(kind):
+        model = _inside(model)
+    return getattr(model, "config", None)
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    """What a wrapper calls and returns the outputs of."""
+    if (inner := unwrapped(model)) is not model:
+        return inner
+    if isinstance(model, nn.Sequential) and len(model) == 1:
+        return model[0]
+    if type(model).__module__.split(".")[0] == "peft":
+        return model._modules.get("base_model") or model._modules.get("model")
+    return None
 
 
 def _not_ignored(values: Any, ignored: int | None) -> int:

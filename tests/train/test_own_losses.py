@@ -53,6 +53,19 @@ def test_a_module_of_ones_own_with_such_a_name_is_counted_as_any():
         assert Counter("tokens", kind(2, 2))({"labels": torch.tensor([255, 3, -100])}) == 2
 
 
+def test_a_model_with_a_loss_of_its_own_around_such_a_model_is_counted_as_any():
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+    labels = {"labels": torch.tensor([[[255, 3, -100]]])}
+    inner = segformer()
+    assert Counter("tokens", Around(inner))(labels) == 2
+    assert Counter("tokens", nn.DataParallel(nn.Sequential(inner)))(labels) == 2
+    assert Counter("tokens", inner)({"labels": torch.tensor([[[255, 3, 4]]])}) == 2
+
+
 def test_a_class_of_images_is_counted_whatever_its_number():
     labels = torch.tensor([255, 3])
     for model in (segformer(hf.SegformerForImageClassification), None):
