@@ -17,9 +17,12 @@ Versions = Mapping[str, Mapping[str, Any]]
 
 
 def versions_in(state: Mapping[str, Any]) -> Versions | None:
-    """By name of module; None where `state` does not carry them."""
-    found: Versions | None = getattr(state, "_metadata", None)
-    return found
+    """By name of module; None where `state` does not carry them, or something else instead."""
+    found = getattr(state, "_metadata", None)
+    if not isinstance(found, Mapping):
+        return None
+    known = all(isinstance(x, str) and isinstance(about, Mapping) for x, about in found.items())
+    return found if known else None
 
 
 def versions_of(module: nn.Module) -> Versions:

@@ -49,3 +49,12 @@ def test_a_file_from_before_versions_gives_what_torch_takes_it_to_give(tmp_path:
     old = {k: x + 1 for k, x in norm.state_dict().items() if k != "num_batches_tracked"}
     save_file(old, tmp_path / "model.safetensors")
     assert from_pytorch(norm, tmp_path / "model.safetensors").weight.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize("said", [5, {"": 5}, {3: {}}])
+def test_what_is_no_list_of_versions_is_none(tmp_path: Path, said: Any) -> None:
+    state: Any = OrderedDict(nn.Linear(2, 2).state_dict())
+    state._metadata = said
+    torch.save(state, tmp_path / "model.pt")
+    made = from_pytorch(nn.Linear(2, 2), tmp_path / "model.pt")
+    assert torch.equal(made.weight, state["weight"])
