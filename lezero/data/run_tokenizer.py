@@ -28,7 +28,7 @@ def save_as_trained(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _leave_out_frame(folder: Path) -> None:
     file, about = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    content = read_object(file)
+    content = read_object(file, file.stat().st_size)  # which was written just now
     frame = content.get("post_processor")
     if frame is None or frame.get("type") == "ByteLevel":  # that one tells offsets alone
         return

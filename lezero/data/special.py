@@ -125,13 +125,14 @@ def end_of_model(inner: Any, folder: Path, settings: Mapping[str, Any]) -> int:
     )
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no file. Raises `FileError` for anything else."""
+def read_object(path: Path, limit: int = _LIMIT) -> dict[str, Any]:
+    """A JSON object; empty where there is no file. Raises `FileError` for anything else, and for
+    more than `limit` bytes."""
     if not path.is_file():
         return {}
     try:
-        if path.stat().st_size > _LIMIT:
-            raise FileError(f"{path}: larger than {_LIMIT >> 20} MiB; copy the model's file again")
+        if path.stat().st_size > limit:
+            raise FileError(f"{path}: larger than {limit >> 20} MiB; copy the model's file again")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, FileError):
