@@ -73,9 +73,11 @@ def _with_ids(state: dict[str, Any], said: dict[str, Any], file: Path) -> Any:
 
 
 def _id(said: dict[str, Any]) -> dict[str, int]:
-    """The ids that the file gives its named tokens, by name."""
+    """The ids that the file gives its named tokens, by name: of those that it has."""
     ids = {name: said.get(f"{name}_token_id") for name in _NAMED}
-    return {name: i for name, i in ids.items() if type(i) is int}
+    tokens = said.get("tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    return {name: i for name, i in ids.items() if type(i) is int and 0 <= i < count}
 
 
 def _put_spaces(found: Any, prefix: bool) -> None:

@@ -154,6 +154,8 @@ def assign_from(
     """`assign_` of what a folder holds; `FileError` where the model refuses it."""
     try:
         assign_(model, state, strict=strict)
+    except (MemoryError, torch.OutOfMemoryError):  # which is not the folder's fault
+        raise
     except Exception as error:  # a module's own loading raises what it wants
         text = " ".join(str(error).split())
         raise FileError(f"{root}: does not fit the model: {text}") from error

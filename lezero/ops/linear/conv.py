@@ -119,7 +119,8 @@ def reference(
     groups: int,
 ) -> Tensor:
     """The formula, in fp32; in fp64 where so many inputs meet that sums in fp32 would stray."""
-    kind = torch.float32 if weight[0].numel() <= _MOST_INPUTS else torch.float64
+    few = weight[0].numel() <= _MOST_INPUTS or x.device.type == "mps"  # which has no fp64
+    kind = torch.float32 if few else torch.float64
     a, bad_B = _activations(x, x_scale, x_zero)
     a = a.to(kind) - x_zero.reshape(()).float()
     convolve = F.conv1d if x.dim() == 3 else F.conv2d
