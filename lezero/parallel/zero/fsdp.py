@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,8 @@ from lezero.core.errors import OrderError
 from lezero.nn.blocks import blocks
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.fsdp_unused import Unused
-from lezero.parallel.zero.held import local, retire
+from lezero.parallel.zero.held import local, register, retire
+from lezero.parallel.zero.instead import adopt, stands_in
 from lezero.parallel.zero.layout import Part, Rows
 from lezero.parallel.zero.outside import Outside
 from lezero.parallel.zero.structure import Structure
@@ -90,6 +91,8 @@ class FsdpSharding:
         self.unused = Unused([part._get_fsdp_state() for part in self._parts], self._reduced())
         # Torch takes for the root what is called first, and then refuses the model around a block.
         self._parts[0]._get_fsdp_state()._lazy_init()
+        for group in self._reduced():
+            group.unshard = _checked(group, group.unshard)
 
     @property
     def layout(self) -> dict[str, Part]:
@@ -171,6 +174,37 @@ def _groups_in(state: Any) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     found = [state._fsdp_param_group] if several is None else several
     return [group for group in found if group is not None]
+
+
+def _checked(group: Any, gather: Callable[..., None]) -> Callable[..., None]:
+    """`gather`, after a look at what is registered: torch would put its own over that, unread."""
+
+    def unshard(*arguments: Any, **keywords: Any) -> None:
+        if group.is_sharded:
+            for one in group.fsdp_params:
+                _check(one)
+        gather(*arguments, **keywords)
+
+    return unshard
+
+
+def _check(one: Any) -> None:
+    info = one._module_info
+    modules, names = (
+        (info.module, *info.shared_modules),
+        (info.param_name, *info.shared_param_names),
+    )
+    for module, name in zip(modules, names, strict=True):
+        found = module._parameters.get(name)
+        if found is one.sharded_param:
+            continue
+        if stands_in(one._param_fqn, found):
+            raise OrderError(
+                f"functional_call: FSDP2 computes with its own '{one._param_fqn}', not with what "
+                "was given; use lz.Zero(stage=2), or copy values into the parameters"
+            )
+        adopt(one._param_fqn, one.sharded_param, found)
+        register(module, name, one.sharded_param)
 
 
 def _kept(parameter: Any) -> bool:

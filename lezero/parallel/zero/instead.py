@@ -12,34 +12,34 @@ from torch.nn.utils import stateless
 
 from lezero.core.errors import OrderError
 from lezero.core.frames import frames_stay
-from lezero.parallel.zero.held import Held, local, retire
+from lezero.parallel.zero.held import local, retire
 
 if TYPE_CHECKING:
     from types import FrameType
 
 
-def adopt(held: Held, found: nn.Parameter | None) -> None:
-    """Takes the values of a parameter that somebody registered in place of the sharded one."""
-    same = found is not None and type(found.data) is type(held.sharded.data)
-    if not same or found is None or found.shape != held.sharded.shape:
+def adopt(name: str, sharded: nn.Parameter, found: torch.Tensor | None) -> None:
+    """Takes the values of a parameter that somebody registered in place of the sharded one, which
+    the caller registers again."""
+    same = isinstance(found, nn.Parameter) and type(found.data) is type(sharded.data)
+    if not isinstance(found, nn.Parameter) or not same or found.shape != sharded.shape:
         raise OrderError(
-            f"parameter '{held.name}' was replaced after sharding by one that is not sharded "
+            f"parameter '{name}' was replaced after sharding by one that is not sharded "
             "alike; load or assign it before lz.shard_, or copy into the sharded parameter"
         )
     with torch.no_grad():
-        held.local().copy_(local(found.detach()))
-        retire(found, held.name)
-    held.show(held.sharded)
+        local(sharded.detach()).copy_(local(found.detach()))
+        retire(found, name)
 
 
-def stands_in(held: Held, found: torch.Tensor | None) -> bool:
-    """Whether `found`, registered in place of `held`, is there for one `functional_call` alone,
-    which computes with it as it is and puts the parameter back."""
+def stands_in(name: str, found: torch.Tensor | None) -> bool:
+    """Whether `found`, registered in place of parameter `name`, is there for one `functional_call`
+    alone, which computes with it as it is and puts the parameter back."""
     if found is None or (isinstance(found, nn.Parameter) and not _lent_by_torch(found)):
         return False
     if isinstance(found, DTensor):
         raise OrderError(
-            f"functional_call: what was given for parameter '{held.name}' is split over the ranks; "
+            f"functional_call: what was given for parameter '{name}' is split over the ranks; "
             "give whole tensors, made from those of full_parameters(model) or with .full_tensor()"
         )
     return True

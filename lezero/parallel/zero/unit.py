@@ -46,7 +46,7 @@ def _show(held: Held, parameter: nn.Parameter) -> None:
         if attribute not in module._parameters:
             continue  # `check` tells of it
         found = module._parameters[attribute]
-        if found is held.sharded or found is held.full or not stands_in(held, found):
+        if found is held.sharded or found is held.full or not stands_in(held.name, found):
             register(module, attribute, parameter)
 
 
@@ -297,8 +297,9 @@ class Unit:
             for module, attribute in held.places:
                 found = module._parameters.get(attribute)
                 ours = found is held.sharded or found is held.full
-                if not ours and not stands_in(held, found):
-                    adopt(held, found)
+                if not ours and not stands_in(held.name, found):
+                    adopt(held.name, held.sharded, found)
+                    held.show(held.sharded)
                     self._versions = []
             held.check_memory()
         if [held.version() for held in self.helds] != self._versions:

@@ -42,7 +42,8 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_whole_values(model: nn.Module, sharding: Sharding | FsdpSharding) -> None:
-    """From now on `model.load_state_dict` takes whole tensors too, of which it keeps the rows."""
+    """From now on `model.load_state_dict` takes whole tensors too, of which it keeps the rows, and
+    copies values into the parameters that there are, with `assign=True` too."""
 
     def cut(_: nn.Module, state: dict[str, Any], prefix: str, *__: object) -> None:
         layout = sharding.layout
@@ -62,3 +63,15 @@ def take_whole_values(model: nn.Module, sharding: Sharding | FsdpSharding) -> No
             )
 
     model.register_load_state_dict_pre_hook(cut)
+    for module in model.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_copied)
+
+
+def _copied(
+    module: nn.Module, _: dict[str, Any], __: str, metadata: dict[str, Any], *___: object
+) -> None:
+    """Undoes `assign=True`: an optimizer would hold either the parameters from before, or new ones
+    of which the sharding does not know."""
+    if not any(p is not None and p.is_meta for p in module._parameters.values()):
+        metadata["assign_to_params_buffers"] = False

@@ -14,17 +14,9 @@ from lezero.comm.wire import Wire
 from lezero.core import groups
 from lezero.core.errors import ConfigError, OrderError
 from lezero.parallel.zero import Zero, clip_grad_norm_, fsdp, no_sync, shard_, sharding_of
-from tests.parallel.zero.models import WIDTH, Tiny, batches, loss_of, make, whole
+from tests.parallel.zero.models import WIDTH, Vectors, batches, loss_of, make, whole
 from tests.parallel.zero.test_experts import Experts
 from tests.parallel.zero.test_models import differences, gradients_of
-
-
-class Vectors(Tiny):
-    """FSDP2 takes no parameters without dims."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor([1.5]))
 
 
 def train(steps, axes=None):
@@ -82,6 +74,54 @@ def loaded():
 def test_whole_weights_load_into_shards(ranks):
     for found, state in ranks(2, loaded):
         assert all(torch.equal(value, state[name]) for name, value in found.items())
+
+
+def registered():
+    """Parameters put in place of others, before the first forward and after it."""
+    fsdp.fits = lambda *_: True
+    model, plain = shard_(make(Vectors, torch.float64), Zero(stage=3)), make(Vectors, torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for tokens in batches(2):
+        for one in (model, plain):
+            one.norm.weight = torch.nn.Parameter(one.norm.weight.detach() * 0.5)
+            up = one.blocks[1].up
+            up.weight = torch.nn.Parameter(up.weight.detach() * 2)
+        lost = torch.optim.SGD([model.norm.weight], lr=0.1)
+        steps = torch.optim.SGD(plain.parameters(), lr=0.1), optimizer
+        for one, step in zip((plain, model), steps, strict=True):
+            loss_of(one, tokens).backward()
+            step.step()
+            step.zero_grad()
+        now = whole(model)
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(now[name], parameter.detach())
+        with pytest.raises(OrderError, match=r"no longer in the model \('norm.weight'"):
+            lost.step()
+    model.norm.weight = torch.nn.Parameter(plain.norm.weight.detach())
+    with pytest.raises(OrderError, match=r"'norm.weight' was replaced after sharding by one"):
+        model(tokens)
+
+
+def test_a_replaced_parameter_is_taken_over(ranks):
+    ranks(2, registered)
+
+
+def functional():
+    fsdp.fits = lambda *_: True
+    model, plain = shard_(make(Vectors), Zero(stage=3)), make(Vectors)
+    tokens = next(batches(1))
+    for named in ("scale", "blocks.1.up.weight"):
+        given = {named: plain.get_parameter(named).detach() * 0}
+        for values in (given, {name: torch.nn.Parameter(value) for name, value in given.items()}):
+            with pytest.raises(OrderError, match=f"computes with its own '{named}'"):
+                torch.func.functional_call(model, values, (tokens,))
+    for one in (model, plain):
+        loss_of(one, tokens).backward()
+    assert not list(differences(gradients_of(model), gradients_of(plain)))
+
+
+def test_functional_call_is_refused_and_leaves_the_model_whole(ranks):
+    ranks(2, functional)
 
 
 def evaluated():

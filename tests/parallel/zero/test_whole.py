@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
 
-from lezero.parallel.zero import Zero, materialize_, shard_, sharding_of
-from tests.parallel.zero.models import Tiny, batches, loss_of, make, whole
+from lezero.parallel.zero import Zero, fsdp, materialize_, shard_, sharding_of
+from tests.parallel.zero.models import Tiny, Vectors, batches, loss_of, make, whole
 
 
 def loaded_whole():
@@ -73,3 +73,39 @@ def test_weights_that_were_kept_come_back(ranks, stage):
     for wrong, kept in ranks(2, kept_weights, stage):
         assert wrong == []
         assert kept <= total * (1 if stage == 0 else 0.6) + 8  # only what the rank has
+
+
+def assigned(use):
+    """`assign=True` with an optimizer from before the load, or from after it; and after steps."""
+    if use == "FSDP2":
+        fsdp.fits = lambda *_: True
+    for late in (False, True):
+        model, plain = shard_(make(Vectors), Zero(stage=3 if use == "FSDP2" else use)), Vectors()
+        state = copy.deepcopy(plain.state_dict())
+        for _ in range(2):
+            if late:
+                model.load_state_dict(state, assign=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.load_state_dict(state, assign=True)
+            plain.load_state_dict(state)
+            assert all(torch.equal(value, state[name]) for name, value in whole(model).items())
+            for one in (model, plain):
+                one.zero_grad()
+                loss_of(one, next(batches(1))).backward()
+            optimizer.step()
+            torch.optim.SGD(plain.parameters(), lr=0.1).step()
+            now = whole(model)
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(now[name], parameter.detach())
+        rows = {name: value.clone() for name, value in model.blocks[1].state_dict().items()}
+        with torch.no_grad():
+            for parameter in model.blocks[1].parameters():
+                parameter.zero_()
+        model.blocks[1].load_state_dict(rows, assign=True)
+        assert all(torch.equal(value, now[name]) for name, value in whole(model).items())
+        sharding_of(model).close()
+
+
+@pytest.mark.parametrize("use", [0, 3, "FSDP2"])
+def test_weights_that_a_load_would_assign_are_copied(ranks, use):
+    ranks(2, assigned, use)
