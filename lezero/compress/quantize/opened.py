@@ -82,11 +82,12 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     tensors = read_generation(root, select=wanted.__contains__).tensors
     _check_values(layers, tensors, model, root)
     device = _device(model)
-    state = {name.removeprefix(PREFIX): x.to(device) for name, x in tensors.items()}
+    state = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
     with held_interrupts(), all_or_nothing(model):
         _give_biases(model, biased)
         rebuild_(model, layers, torch.device("meta"))  # the floats are kept beside the state
         assign_from(root, model, state)
+        model._apply(lambda x: x if x.is_meta else x.to(device))  # no second copy of all codes
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     return model.eval()
