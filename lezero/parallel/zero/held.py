@@ -173,8 +173,10 @@ class Held:
     def version(self) -> tuple[int, int]:
         """Changes when somebody changes the registered parameter in place, or its memory."""
         parameter: Any = self.sharded
-        inner = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-        return int(parameter._version + inner._version), int(inner.data_ptr())
+        inner = local(parameter)
+        # Other memory of shards is refused by `check_memory`; asking where it lies takes time.
+        at = inner.data_ptr() if self.segment.link is None else 0
+        return parameter._version + inner._version, at
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,8 @@ class Sharding:
     def gather(self) -> None:
         """Makes the copies whole that last from step to step (stages 1 and 2); on every rank.
 
-        A forward pass does it by itself, the first one after a step or a load: where only some
-        ranks are about to run one, all of them call this before.
+        A forward pass does it by itself, the first one after a step, a load or a change by hand:
+        where only some ranks are about to run one, all of them call this before.
         """
         with torch.inference_mode(False), torch.no_grad():  # the copies live on into training
             self.start_lasting()
@@ -152,7 +152,16 @@ class Sharding:
             self.finish_others(unit, task)
         if outside and not any(u.depth for u in self.units):
             self.structure.check()
+            self._check_lasting()
             self._last["forward"] = None
+
+    def _check_lasting(self) -> None:
+        """Notices on every rank alike what was changed by hand, also in a layer that this rank
+        leaves out: the others are about to gather it."""
+        if self.lines.shard is not None:
+            for unit in self.units:
+                if unit.slots is None and unit.altered:
+                    unit.check()
 
     def start_lasting(self) -> None:
         """Starts to gather what `gather` makes whole: all of it, since a rank may go on to another

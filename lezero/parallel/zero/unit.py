@@ -119,6 +119,11 @@ class Unit:
         return self.is_root or (self.task is not None and not self.in_backward)
 
     @property
+    def altered(self) -> bool:
+        """Whether parameters were changed by hand since it was last known."""
+        return [held.version() for held in self.helds] != self._versions
+
+    @property
     def computing(self) -> bool:
         return self.depth > 0 or self.in_backward
 
@@ -302,7 +307,7 @@ class Unit:
                     held.show(held.sharded)
                     self._versions = []
             held.check_memory()
-        if [held.version() for held in self.helds] != self._versions:
+        if self.altered:
             self.changed()
 
     def _claim(self) -> None:

@@ -108,11 +108,10 @@ class Dropping(Tiny):
 def layers_left_out(stage):
     model = shard_(make(Dropping), Zero(stage=stage))
     found = []
-    for factor in (1.0, 0.5):
+    for changed in (None, model, model.blocks[0]):
         with torch.no_grad():
-            for parameter in model.parameters():
-                if factor != 1:
-                    parameter.mul_(factor)
+            for parameter in changed.parameters() if changed else ():
+                parameter.mul_(0.5)
         loss_of(model, next(batches(1))).backward()
         model.zero_grad()
         found.append(whole(model))
@@ -121,9 +120,13 @@ def layers_left_out(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_ranks_may_leave_out_layers_from_the_first_forward_on(ranks, stage):
-    """And after a change of all: what lasts is gathered whole, whatever a rank goes on to."""
-    (first, halved), other = ranks(2, layers_left_out, stage)
+    """And after a change of all, or of one layer that a rank leaves out: what lasts is gathered
+    whole, whatever a rank goes on to."""
+    (first, halved, last), other = ranks(2, layers_left_out, stage)
     for name, value in first.items():
         assert torch.equal(value, other[0][name])
         assert torch.equal(halved[name], value / 2)
         assert torch.equal(halved[name], other[1][name])
+        again = name.startswith("blocks.0.")
+        assert torch.equal(last[name], halved[name] / 2 if again else halved[name])
+        assert torch.equal(last[name], other[2][name])
