@@ -57,6 +57,7 @@ class Backward:
         self._recorder: Recorder | None = None
         self._turns: Turns | None = None
         self._aside: dict[Held, torch.Tensor | None] = {}
+        self._collecting: set[Bucket] = set()  # on some rank, maybe: every rank knows the same
 
     def begin(self) -> None:
         """Called by whatever notices first that a backward runs."""
@@ -68,6 +69,7 @@ class Backward:
             if self.sync:
                 self._begin_turns()
             else:
+                self._collecting.update(bucket for bucket in self.buckets if bucket.trainable)
                 self.lent.wide = True
 
     def _begin_turns(self) -> None:
@@ -160,7 +162,8 @@ class Backward:
             bucket.launch()
         self._finish_all()
         agree_on_scalars(self.lent.lines, self.buckets)
-        self.lent.wide = False
+        self._collecting = {bucket for bucket in self._collecting if not bucket.trainable}
+        self.lent.wide = bool(self._collecting)  # of frozen ones nothing was reduced
         for bucket in self.buckets:
             bucket.deposit(used)
         for held, bucket in self._of.items():
