@@ -39,7 +39,7 @@ def test_the_model_is_served_asked_and_ended(model: Path) -> None:
     assert said["question"] == "continue 'The function'"
     assert said["answer"]
     assert said["asked"] == "through the package openai"
-    assert re.match(r"tokens/s of one request: [\d,]+ likeliest, ", said["forecast"])
+    assert re.match(r"tokens/s of one request: [\d,.]+ likeliest, ", said["forecast"])
     assert " tokens/s for one alone where chance draws them, " in said["measured"]
     assert lines[-1] == "server      ended cleanly (SIGTERM, exit status 0)"
 

@@ -146,7 +146,10 @@ def test_a_model_that_gives_no_token_is_told() -> None:
     assert llm.engine.pool.used_count == 0
 
 
-def test_what_breaks_later_is_told_and_served(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_breaks_later_is_told_and_served(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "_ANSWER_S", 60)  # no answer is cut short
     llm = LLM(small(), weights="fp32")
     run = llm.program.run
 
