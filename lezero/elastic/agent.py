@@ -12,6 +12,7 @@ a dead round mislead the next one: half of the restarts hang. `TORCH_DISABLE_SHA
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import logging
 import os
@@ -44,6 +45,7 @@ from lezero.elastic.failure import Failure, explain, first_cause, read_record
 from lezero.elastic.output import Output
 from lezero.elastic.worker import ERROR_FILE, STARTS, die_with_parent, python_command
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _MONITOR_S = 0.05
 _PEER_GRACE_S = 5.0
 _READ_S = 60
@@ -213,8 +215,9 @@ def _explained(failure: Failure) -> bool:
 
 def main() -> NoReturn:
     """Runs one launcher from the JSON in `argv[1]` and exits with the job's status."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # No function of Python's runs while torch waits for the first launcher, for minutes.
+    for (
+        number
+    ) in _SIGNALS:  # Python's functions do not run while torch waits for the first launcher
         signal.signal(number, signal.SIG_DFL)
     job = json.loads(sys.argv[1])
     die_with_parent(job["parent"], signal.SIGTERM)
@@ -233,12 +236,19 @@ def _start(job: dict[str, Any]) -> int:
     except Exception as error:
         return _fail(job, error)
     folder = Path(tempfile.mkdtemp(prefix="lezero-launch-"))
+    for number in _SIGNALS:  # until there are ranks
+        signal.signal(number, functools.partial(_leave, folder))
     output = Output(folder, job["ranks"], job["show_all"])
     try:
         return _run(job, handler, folder, output)
     finally:
         output.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _leave(folder: Path, number: int, _: object) -> NoReturn:
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + number)
 
 
 def _run(job: dict[str, Any], handler: RendezvousHandler, folder: Path, output: Output) -> int:

@@ -125,3 +125,20 @@ def test_a_signal_while_the_first_machine_is_waited_for_ends_the_launcher(number
                 assert agent.wait(30) == -number
         finally:
             agent.kill()
+
+
+def test_a_signal_while_other_machines_are_waited_for_leaves_nothing(tmp_path: Path) -> None:
+    alone = {**job(1, 600), "endpoint": "localhost:0", "parent": os.getpid()}
+    command = [sys.executable, "-c", "from lezero.elastic.agent import main; main()"]
+    where = {**os.environ, "TMPDIR": str(tmp_path)}
+    agent = subprocess.Popen([*command, json.dumps(alone)], env=where)
+    end = time.monotonic() + 60
+    try:
+        while not list(tmp_path.glob("lezero-launch-*/*")):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        agent.terminate()
+        assert agent.wait(30) == 128 + signal.SIGTERM
+    finally:
+        agent.kill()
+    assert not list(tmp_path.iterdir())
