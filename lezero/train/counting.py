@@ -152,7 +152,8 @@ def _inside(model: nn.Module) -> nn.Module | None:
         return inner
     if isinstance(model, nn.Sequential) and len(model) == 1:
         return model[0]
-    if type(model).__module__.split(".")[0] == "peft":
+    # Also where FSDP2 made a class of it, which says that it is torch's.
+    if any(kind.__module__.split(".")[0] == "peft" for kind in type(model).__mro__):
         return model._modules.get("base_model") or model._modules.get("model")
     return None
 

@@ -64,6 +64,10 @@ def test_a_model_with_a_loss_of_its_own_around_such_a_model_is_counted_as_any():
     assert Counter("tokens", Around(inner))(labels) == 2
     assert Counter("tokens", nn.DataParallel(nn.Sequential(inner)))(labels) == 2
     assert Counter("tokens", inner)({"labels": torch.tensor([[[255, 3, 4]]])}) == 2
+    adapted = type("PeftModel", (nn.Module,), {"__module__": "peft.peft_model"})
+    model = type("FSDPPeftModel", (adapted,), {"__module__": "torch.distributed.fsdp"})()
+    model.base_model = inner
+    assert Counter("tokens", model)({"labels": torch.tensor([[[255, 3, 4]]])}) == 2
 
 
 def test_a_class_of_images_is_counted_whatever_its_number():
