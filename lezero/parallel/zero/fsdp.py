@@ -198,7 +198,7 @@ def _check(one: Any) -> None:
         found = module._parameters.get(name)
         if found is one.sharded_param:
             continue
-        if stands_in(one._param_fqn, found):
+        if stands_in(found):
             raise OrderError(
                 f"functional_call: FSDP2 computes with its own '{one._param_fqn}', not with what "
                 "was given; use lz.Zero(stage=2), or copy values into the parameters"

@@ -32,10 +32,15 @@ def adopt(name: str, sharded: nn.Parameter, found: torch.Tensor | None) -> None:
         retire(found, name)
 
 
-def stands_in(name: str, found: torch.Tensor | None) -> bool:
-    """Whether `found`, registered in place of parameter `name`, is there for one `functional_call`
+def stands_in(found: torch.Tensor | None) -> bool:
+    """Whether `found`, registered in place of a parameter, is there for one `functional_call`
     alone, which computes with it as it is and puts the parameter back."""
-    if found is None or (isinstance(found, nn.Parameter) and not _lent_by_torch(found)):
+    return found is not None and (not isinstance(found, nn.Parameter) or _lent_by_torch(found))
+
+
+def stands_in_whole(name: str, found: torch.Tensor | None) -> bool:
+    """The same, for parameter `name`; `OrderError` for one that is split over the ranks."""
+    if not stands_in(found):
         return False
     if isinstance(found, DTensor):
         raise OrderError(

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_map
 from lezero.core.errors import OrderError
 from lezero.core.function_modes import past_modes
 from lezero.parallel.zero.held import Held, register
-from lezero.parallel.zero.instead import adopt, stands_in
+from lezero.parallel.zero.instead import adopt, stands_in_whole
 from lezero.parallel.zero.segment import Segment, Whole
 from lezero.parallel.zero.tensors import new_tensors, returned
 
@@ -46,7 +46,7 @@ def _show(held: Held, parameter: nn.Parameter) -> None:
         if attribute not in module._parameters:
             continue  # `check` tells of it
         found = module._parameters[attribute]
-        if found is held.sharded or found is held.full or not stands_in(held.name, found):
+        if found is held.sharded or found is held.full or not stands_in_whole(held.name, found):
             register(module, attribute, parameter)
 
 
@@ -302,7 +302,7 @@ class Unit:
             for module, attribute in held.places:
                 found = module._parameters.get(attribute)
                 ours = found is held.sharded or found is held.full
-                if not ours and not stands_in(held.name, found):
+                if not ours and not stands_in_whole(held.name, found):
                     adopt(held.name, held.sharded, found)
                     held.show(held.sharded)
                     self._versions = []

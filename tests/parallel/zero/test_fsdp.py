@@ -112,7 +112,8 @@ def functional():
     tokens = next(batches(1))
     for named in ("scale", "blocks.1.up.weight"):
         given = {named: plain.get_parameter(named).detach() * 0}
-        for values in (given, {name: torch.nn.Parameter(value) for name, value in given.items()}):
+        own = {named: torch.nn.Parameter(given[named])}
+        for values in (given, own, {named: model.get_parameter(named).detach() * 0}):
             with pytest.raises(OrderError, match=f"computes with its own '{named}'"):
                 torch.func.functional_call(model, values, (tokens,))
     for one in (model, plain):
