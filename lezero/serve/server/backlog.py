@@ -62,7 +62,7 @@ class Backlog(asyncio.Queue["Event | None"]):
         """Raises `Problem` where log-probabilities make the answer too much, alone or beside
         others."""
         if self._kept:
-            self._held.refuse_growth(self._kept)
+            self._held.refuse_growth(self._kept, self._bytes)
 
     def _hold(self, length: int) -> None:
         self._held.bytes += length - self._bytes

@@ -34,10 +34,10 @@ class Held:
         self._cut_off()
         raise self._full()
 
-    def refuse_growth(self, own: int) -> None:
-        """The same for an answer that is on its way and counted, of which `own` bytes stay until
-        it ends; 400 where these alone are too much, so that it is of no use to ask again. Where
-        another one is being cut off, whose room comes back at once, it goes on."""
+    def refuse_growth(self, own: int, whole: int) -> None:
+        """The same for an answer that is on its way and counted with `whole` bytes, of which `own`
+        stay until it ends; 400 where these alone are too much, so that it is of no use to ask
+        again. Where another one is being cut off, whose room comes back at once, it goes on."""
         if own > self._most:
             raise Problem(
                 400,
@@ -45,7 +45,8 @@ class Held:
                 "ends; ask for fewer tokens (n times max_tokens) or fewer log-probabilities",
                 param="logprobs",
             )
-        if not (self._fits(0) or self._is_cutting_off() or self._cut_off()):
+        alone = self.bytes <= whole
+        if not (alone or self._fits(0) or self._is_cutting_off() or self._cut_off()):
             raise self._full()
 
     @contextmanager

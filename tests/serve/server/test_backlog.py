@@ -237,3 +237,22 @@ def test_the_last_event_of_an_answer_is_not_refused() -> None:
             assert [event.text async for event in _until_ended(events, 1)] == ["a"]
 
     asyncio.run(run())
+
+
+def test_an_answer_alone_is_not_told_to_wait_for_others() -> None:
+    """What waited to be told beside its log-probabilities was the others' fault."""
+
+    async def run() -> None:
+        held = Held(3000, 60.0)
+        with Backlog(held) as events:
+            events.put_nowait(Event(0, "a", [1], [NAMED]))
+            events.put_nowait(Event(0, "a" * 500))
+            await events.get()
+            assert held.bytes > 3000
+            events.refuse_beyond()
+            held.bytes += 1
+            with pytest.raises(Problem, match="try again later"):
+                events.refuse_beyond()
+            held.bytes -= 1
+
+    asyncio.run(run())
