@@ -215,9 +215,8 @@ def _explained(failure: Failure) -> bool:
 
 def main() -> NoReturn:
     """Runs one launcher from the JSON in `argv[1]` and exits with the job's status."""
-    for (
-        number
-    ) in _SIGNALS:  # Python's functions do not run while torch waits for the first launcher
+    for number in _SIGNALS:
+        # No function of Python's runs while torch waits for the first launcher, for minutes.
         signal.signal(number, signal.SIG_DFL)
     job = json.loads(sys.argv[1])
     die_with_parent(job["parent"], signal.SIGTERM)

@@ -159,8 +159,8 @@ INLINE void find_scales(const lezero_linear *l, const block_rows *b, block_place
   scales_of(most, two ? 32639 : 127, l->x_scale, found->scale, found->inverse);
 }
 
-/* x: the tile's tokens. two: of 16 bits, whose digits are apart where they are bytes; words ask for it
- * once a run only. */
+/* x: the tile's tokens. two: of 16 bits, whose digits are apart where they are bytes; no literal beside
+ * words, which are made alike. */
 INLINE void codes_in(const lezero_linear *l, const workspace *w, const token_tile *t, const void *x,
                      const int two, const int words, const int type) {
   const int D = two && !words ? 2 : 1;
