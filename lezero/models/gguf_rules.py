@@ -8,6 +8,7 @@ from typing import Any
 
 from lezero.core.errors import FileError
 from lezero.models.gguf_header import read_gguf_header
+from lezero.models.gguf_splits import split_of
 
 CONTROL = 3
 NOT_WRITTEN = (CONTROL, 4)
@@ -27,9 +28,10 @@ def follow_llama_cpp(made: Any, file: Path) -> Any:
     """`made`, a tokenizer of `tokenizers` that transformers read from `file`, put right.
 
     Special tokens keep the ids of the file: transformers spells those of a byte-level vocabulary in
-    bytes, and adds them behind it. Texts begin with the first token where llama.cpp adds it, and in
+    bytes, and adds them behind it. Words are cut as the file names it, which transformers knows of
+    some names only. Texts begin with the first token where llama.cpp adds it, and in
     SentencePiece vocabularies with a space behind special tokens too. Raises `FileError` where a
-    special token cannot keep its id.
+    special token cannot keep its id, and for a cut that is not known.
     """
     keys = [f"tokenizer.ggml.{name}" for name in _LISTS]
     metadata = read_gguf_header(file, whole=keys).metadata
@@ -41,8 +43,9 @@ def follow_llama_cpp(made: Any, file: Path) -> Any:
     found = _with_ids(state, said, file)
     if pieces:
         _put_spaces(found, said.get("add_space_prefix") is not False)
-    elif said.get("pre") in _WHOLE:
-        found.model.ignore_merges = True
+    else:
+        found.pre_tokenizer = split_of(said.get("pre"), file)
+        found.model.ignore_merges = said.get("pre") in _WHOLE
     _put_ends(found, said, begins=pieces or said.get("pre") in _BEGINS)
     return found
 

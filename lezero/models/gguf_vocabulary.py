@@ -17,7 +17,7 @@ from lezero.models.gguf_header import read_gguf_header
 from lezero.models.gguf_rules import NOT_WRITTEN, follow_llama_cpp
 from lezero.ops.build import kept
 
-_FORM = "2"
+_FORM = "3"
 """Of what is kept of a vocabulary; another one is made again."""
 _ENDS = tuple(f"{kind}_token_id" for kind in ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"))
 """The end of a text, of a turn, of a message that waits for a tool, and of a gap's filling, where

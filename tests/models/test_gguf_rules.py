@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 BYTES = ["h", "i", "hi", "x", "Ġ", "ĠĠ", "a"]
+DIGITS = [*BYTES, "1", "11", "ĉ", "ĉa", "Ġ1", "!", "!1"]
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,8 @@ def write(path: Path, model: str, tokens: list[str], types: dict[int, int], **sa
     if model == "llama":
         writer.add_token_scores([-float(i) for i in range(len(tokens))])
     else:
-        writer.add_token_merges(["h i", "Ġ Ġ"])
+        merges = ["h i", "Ġ Ġ", "1 1", "ĉ a", "Ġ 1", "! 1"]
+        writer.add_token_merges([x for x in merges if x.replace(" ", "") in tokens])
     adds = {int: writer.add_uint32, str: writer.add_string, bool: writer.add_bool}
     for key, value in said.items():
         adds[type(value)](f"tokenizer.ggml.{key}", value)
@@ -56,6 +58,42 @@ def test_special_tokens_outside_the_byte_alphabet_keep_their_ids(tmp_path: Path)
     gguf_tokenizer(file, save_to=str(tmp_path / "saved"))
     saved = load_tokenizer(tmp_path / "saved")
     assert (saved.eos, saved.start, saved.encode(f"hi{END}")) == (8, (7,), [2, 8])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tokens"),
+    [  # as llama.cpp gives them
+        ("smollm", "x  1", ["x", "ĠĠ", "1"]),
+        ("smollm", "x 11", ["x", "Ġ", "1", "1"]),
+        ("gpt-2", "x  11", ["x", "Ġ", "Ġ", "11"]),
+        ("gpt-2", "\ta", ["ĉ", "a"]),
+        ("deepseek-coder", "\ta 11", ["ĉa", "Ġ", "1", "1"]),
+        ("llama-bpe", "x 11", ["x", "Ġ", "11"]),
+        ("qwen2", "x  11", ["x", "Ġ", "Ġ", "1", "1"]),
+        ("default", "x 11!", ["x", "Ġ", "11", "!"]),
+    ],
+)
+def test_words_are_cut_as_the_file_names_it(
+    tmp_path: Path, name: str, text: str, tokens: list[str]
+) -> None:
+    found = gguf_tokenizer(write(tmp_path / "a.gguf", "gpt2", DIGITS, {}, pre=name))
+    assert found.convert_ids_to_tokens(found(text).input_ids) == tokens
+    assert found.decode(found(text).input_ids) == text
+
+
+def test_a_cut_that_nobody_names_is_llama_cpps_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = gguf_tokenizer(write(tmp_path / "a.gguf", "gpt2", DIGITS, {}))
+    assert found.convert_ids_to_tokens(found("x 11!").input_ids) == ["x", "Ġ", "11", "!"]
+    assert "does not say how it cuts a text into words" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["of-tomorrow", 7])
+def test_a_cut_that_is_not_known_is_refused(tmp_path: Path, name: Any) -> None:
+    file = write(tmp_path / "a.gguf", "gpt2", DIGITS, {}, pre=name)
+    with pytest.raises(FileError, match=rf"tokenizer\.ggml\.pre is {name!r}.*Hugging Face folder"):
+        gguf_tokenizer(file)
 
 
 def test_a_special_token_that_is_there_twice_is_refused(tmp_path: Path) -> None:
