@@ -25,7 +25,7 @@ _ENOUGH = 64
 _LATELY = 256
 _FEW = 32
 _USUALLY = 0.75
-_SHIFT = 1.15
+_SHIFT, _ANOTHER = 1.15, 1.5
 _WATCHED = (1.0, 2.0, 4.0, 8.0)
 """Works, in full steps, whose time is watched: where it changes, another plan may be the best."""
 _LOOK = 128
@@ -221,8 +221,17 @@ class Batcher:
                     self._beyond.append(took / ask.foretold_s)
         if learn:
             self.curve.learn(batch.work, seconds)
-        if not self._fixed and self._search is None:
+        if not self._fixed and (self._search is None or self._is_past):
             self._search = self._new_search()
+
+    @property
+    def _is_past(self) -> bool:
+        """Whether the search that runs looks for the plan of another machine: a short slowdown is
+        often over before its plan is found."""
+        before = self._basis[0]
+        works = [x * self._full_work for x in _WATCHED]
+        changed = [self.curve.seconds(work) / before.seconds(work) for work in works]
+        return not all(1 / _ANOTHER < x < _ANOTHER for x in changed)
 
     @property
     def is_searching(self) -> bool:

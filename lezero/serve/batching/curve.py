@@ -27,6 +27,7 @@ _BEFORE = 3
 _LARGE, _MOST_WEIGHT = 1.2, 30
 _WILDEST = 8.0
 _BEND = 0.15
+_JUMP = 1.15
 _APART = 0.04
 _MOST_KNOTS = 96
 _RECENT = 64
@@ -111,7 +112,9 @@ class Curve:
     def _take_scale(self) -> None:
         over = [seconds / self._on(self._base, work) for work, seconds in self._lately]
         if len(over) == _LATELY:
-            self.scale = _between(self.scale, over)
+            before, self.scale = self.scale, _between(self.scale, over)
+            if not 1 / _JUMP < self.scale / before < _JUMP:
+                self.ratios.clear()  # they tell of the jump, and not of how steps vary
 
     def _add_knot(self, work: float) -> None:
         """Adds a knot where there is none near, on the line as it was."""

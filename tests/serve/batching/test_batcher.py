@@ -90,6 +90,22 @@ def test_a_machine_that_slows_down_in_mid_run() -> None:
     assert made.curve.seconds(2) == pytest.approx(3 * linear(2, 0), rel=0.25)
 
 
+@pytest.mark.parametrize(("times", "lasts", "seed"), [(8, 1, 0), (8, 2, 2), (10, 2, 2), (12, 2, 0)])
+def test_a_short_slowdown_leaves_the_plan(times: int, lasts: int, seed: int) -> None:
+    drawn = random.Random(seed)
+    usual = lambda work: 0.004 + 0.0005 * work  # noqa: E731
+
+    def seconds(work: float, now: float) -> float:
+        slow = times if 4 <= now < 4 + lasts else 1
+        return usual(work) * slow * (1 + 0.3 * drawn.random())
+
+    made = batcher(curve=measured(lambda work, now: usual(work)))
+    told = drive(made, stream(900, 12_000, seed=seed + 7), seconds)
+    assert made.plan.work > 40, "before it was 48; 20 to 32 remained"
+    assert made.plan.rate > 1000
+    assert sum(x > 5 + lasts for x in told.refused) < 1500  # up to 5,000 before, until the end
+
+
 def test_a_machine_that_speeds_up_is_used() -> None:
     made = batcher(curve=measured(lambda work, now: 3 * linear(work, now)))
     told = drive(made, stream(330, 4000), linear)
