@@ -14,6 +14,7 @@ from lezero.data.special import special_tokens
 from lezero.data.tokenizer import start_of
 from lezero.models import gguf_end_tokens, gguf_tokenizer, stop_tokens
 from lezero.models.huggingface import read_json
+from lezero.serve.sampling import SamplingParams
 from lezero.serve.template import render
 
 Message = Mapping[str, Any]
@@ -64,6 +65,15 @@ class Coder:
     def special_tokens(self) -> Mapping[int, str]:
         """What tokens are called that leave nothing behind in a text, by id."""
         return getattr(self._inner, "special", {})
+
+    def with_named_ends(self, params: SamplingParams) -> SamplingParams:
+        """With special tokens that stop strings name as tokens that end the answer, since they
+        leave nothing in its text."""
+        ends = {token for token, text in self.special_tokens.items() if text in params.stop}
+        if ends <= set(params.stop_token_ids):
+            return params
+        ids = (*params.stop_token_ids, *sorted(ends - set(params.stop_token_ids)))
+        return params.model_copy(update={"stop_token_ids": ids})
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token that may be half a character; None where they are not known."""

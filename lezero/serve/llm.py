@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, OrderError
 from lezero.core.forked import need_threads_of
 from lezero.core.interrupts import held_interrupts, let_in, letting_in
 from lezero.memory.pool import give_back_free_blocks
@@ -38,7 +38,7 @@ from lezero.serve.paying import WhilePaying
 from lezero.serve.program import Program
 from lezero.serve.prompts import (
     Prompt,
-    as_list,
+    check_tokens,
     each_params,
     listed_tokens,
     several_prompts,
@@ -73,10 +73,11 @@ class LLM:
     the same tokens and gets the same weights; it guesses while that is faster.
 
     Streams and calls may overlap, and come from several threads: whoever takes a step takes it for
-    all. priority: requests with a lower number run first, and give their blocks up last.
+    all. Beside a `Server` that runs with it they are refused. priority: requests with a lower
+    number run first, and give their blocks up last.
 
     Errors: `ConfigError` for values and requests that do not fit, `FileError` for a model that does
-    not open.
+    not open, `OrderError` beside a server.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class LLM:
         self._numbers, self._process = itertools.count(), os.getpid()
         self._answers: dict[Request, Answer] = {}
         self._left: deque[Answer] = deque()
-        self._lock = threading.Lock()
+        self._lock, self._served = threading.Lock(), False
 
     def _blocks(self, cache_bytes: int | None, max_requests: int, draft: Program | None) -> int:
         """How many blocks of cache there is room for."""
@@ -231,6 +232,7 @@ class LLM:
         """Lets a request wait for its turn; its answer grows with each `advance`."""
         answer = Answer(request, self.coder)
         with self._alone():
+            self._refuse_if_served()
             self.engine.add(request)
             self._answers[request] = answer
         return answer
@@ -239,6 +241,8 @@ class LLM:
         """One step of the engine, for all that has begun. Ctrl-C waits for its end."""
         need_threads_of(self._process, "this LLM")
         with self._alone():
+            if self._served:  # all that had begun has ended, in steps of other threads
+                return
             for request, tokens in self.engine.step().tokens.items():
                 if request in self._answers:
                     self._answers[request].take(tokens, self.engine.scheduler)
@@ -265,6 +269,24 @@ class LLM:
             finally:
                 self._end_left()
 
+    @contextmanager
+    def served(self) -> Iterator[None]:
+        """Within it the engine is a server's, whose thread takes the steps. Raises `OrderError`
+        where another one has it, or answers are under way."""
+        with self._alone():
+            self._refuse_if_served()
+            if self.engine.busy:
+                raise OrderError("this LLM has answers under way; end them before it is served")
+            self._served = True
+        try:
+            yield
+        finally:
+            self._served = False
+
+    def _refuse_if_served(self) -> None:
+        if self._served:
+            raise OrderError("this LLM answers over HTTP; ask its server, or open another LLM")
+
     def _end_left(self) -> None:
         """Where another has the lock, it does so once it has given it back. Called where Ctrl-C
         waits."""
@@ -289,6 +311,7 @@ class LLM:
         several = enumerate(several_prompts(prompts))
         given = [self.passage(prompt, f"prompts[{number}]") for number, prompt in several]
         with self._alone():
+            self._refuse_if_served()
             return embed(self.engine, given)
 
     def passage(self, prompt: Prompt, name: str) -> list[int]:
@@ -345,7 +368,9 @@ class LLM:
         if isinstance(prompt, str) and not tokens:
             end = self._coder().end_token
             tokens = [] if end is None else self._known_tokens([end], called)
-        params = self._with_named_ends(self._own.added_to(params))
+        params = self._own.added_to(params)
+        if self.coder is not None:
+            params = self.coder.with_named_ends(params)
         number = next(self._numbers)
         return Request(f"request-{number}", tokens, params, priority, ends, sample, called=called)
 
@@ -362,28 +387,8 @@ class LLM:
         tokens = (
             self._coder().encode(sound_text(prompt, name)) if text else listed_tokens(prompt, name)
         )
-        most = self.program.vocab - 1
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise ConfigError(
-                    f"{name}: holds {token!r}, allowed are text or whole numbers{as_list(token)}"
-                )
-            if not 0 <= token <= most:
-                held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
-                raise ConfigError(f"{name}: holds {held}, allowed is 0 to {most}")
+        check_tokens(tokens, self.program.vocab, name)
         return tokens
-
-    def _with_named_ends(self, params: SamplingParams) -> SamplingParams:
-        """With special tokens that stop strings name as tokens that end the answer, since they
-        leave nothing in its text."""
-        if not params.stop or self.coder is None:
-            return params
-        named = self.coder.special_tokens.items()
-        ends = {token for token, text in named if text in params.stop}
-        if ends <= set(params.stop_token_ids):
-            return params
-        ids = (*params.stop_token_ids, *sorted(ends - set(params.stop_token_ids)))
-        return params.model_copy(update={"stop_token_ids": ids})
 
     def _coder(self) -> Coder:
         if self.coder is None:

@@ -29,6 +29,18 @@ def listed_tokens(prompt: Any, name: str) -> list[int]:
     return list(prompt)
 
 
+def check_tokens(tokens: Sequence[Any], vocab: int, name: str) -> None:
+    """`ConfigError` for what is no token of a model that has `vocab` of them."""
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ConfigError(
+                f"{name}: holds {token!r}, allowed are text or whole numbers{as_list(token)}"
+            )
+        if not 0 <= token < vocab:
+            held = f"token {token}" if abs(token) < 10**30 else "a token of more than 30 digits"
+            raise ConfigError(f"{name}: holds {held}, allowed is 0 to {vocab - 1}")
+
+
 def as_list(value: Any) -> str:
     """What an error adds where somebody gave numbers of torch or numpy."""
     return "; make a list of it with .tolist()" if is_array(value) else ""

@@ -9,6 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from lezero.serve.server.exchange import JSON, Exchange
@@ -20,8 +21,8 @@ Handler = Callable[[Exchange], Awaitable[None]]
 class Face(ABC):
     """A model as the server sees it. name: for clients. answered: HTTP answers by route and status.
 
-    The host calls `rehearse`, then in its event loop `start`, and in the end `cancel_all` and
-    `stop`; the application calls the others for clients.
+    The host enters `alone` and calls `rehearse` within it, then in its event loop `start`, and in
+    the end `cancel_all` and `stop`; the application calls the others for clients.
     """
 
     name: str
@@ -37,6 +38,10 @@ class Face(ABC):
     @abstractmethod
     def stalled_s(self) -> float:
         """How long the step takes that runs now."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Within it nobody else runs the model."""
+        return nullcontext()
 
     @abstractmethod
     def rehearse(self) -> None:

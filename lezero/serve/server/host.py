@@ -69,10 +69,11 @@ class Host:
         """Serves until a signal comes or `stop` is called. ready: called once it answers. alone:
         the process does nothing else, and ends where the last step does not."""
         try:
-            self.face.rehearse()
-            with room_for_connections(self.config.connections) as most:
-                self._take(most)
-                asyncio.run(self._serve(ready, alone))
+            with self.face.alone():
+                self.face.rehearse()
+                with room_for_connections(self.config.connections) as most:
+                    self._take(most)
+                    asyncio.run(self._serve(ready, alone))
         finally:
             self._socket.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lezero.serve.llm import LLM
@@ -44,6 +45,9 @@ class LanguageFace(Face):
 
     def stalled_s(self) -> float:
         return self.worker.stalled_s()
+
+    def alone(self) -> AbstractContextManager[None]:
+        return self.llm.served()
 
     def rehearse(self) -> None:
         self.tried = rehearse(self.llm.engine, self.llm.room)

@@ -16,7 +16,9 @@ from lezero.serve.threads import placement_lines
 
 
 class Server(Host):
-    """One language model at one address; see `Host`."""
+    """One language model at one address; see `Host`. From when it runs until it has ended, `llm` is
+    its own: calls and streams in Python raise `OrderError`, as it does itself where some are under
+    way, or another server runs with it."""
 
     def __init__(self, llm: LLM, config: ServeConfig | None = None, name: str = "model") -> None:
         config = config or ServeConfig()
