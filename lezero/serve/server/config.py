@@ -56,7 +56,8 @@ class ServeConfig(Config):
     answers_bytes: int = Field(default=1 << 29, ge=1024)
     """Bytes of all answers, and parts of streams, that are made or wait for their clients to read
     them; beyond it requests are told to come again (503). One answer of any size is made alone, but
-    for log-probabilities, with which an answer ends there."""
+    for log-probabilities, with which an answer ends there. As many bytes of bodies may be on their
+    way, counted apart; beyond it those of more than 64 KiB are refused so."""
     read_s: float = Field(default=20.0, gt=0)
     """Seconds in which a client must have sent its headers, and then its body."""
     write_s: float = Field(default=30.0, gt=0)

@@ -43,7 +43,7 @@ _ALWAYS = (("x-content-type-options", "nosniff"), ("cache-control", "no-store"))
 
 
 class Exchange:
-    """What the client sent, and a way to answer it once. held: what counts the answer's bytes."""
+    """What the client sent, and a way to answer it once. held: what counts the bytes of both."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, held: Held) -> None:
         self._receive, self._send = receive, send
@@ -71,7 +71,8 @@ class Exchange:
         return self.headers.get(name, "")
 
     async def read(self, limit: int, seconds: float) -> bytes:
-        """The whole body. Raises `Problem` when it is too long (before it is read) or too slow."""
+        """The whole body. Raises `Problem` when it is too long (before it is read), too slow, or
+        too much beside others'."""
         declared = self.header("content-length")
         if declared.isdigit() and int(declared[:20]) > limit:
             self._too_long(limit)
@@ -82,16 +83,21 @@ class Exchange:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
-                    data += message.get("body", b"")
+                    piece = message.get("body", b"")
+                    data += piece
+                    self.held.bodies += len(piece)
                     if len(data) > limit:
                         self._too_long(limit)
+                    self.held.refuse_body(len(data))
                     if not message.get("more_body", False):
-                        break
+                        self._unread, self.asked_s = False, time.monotonic()
+                        return bytes(data)
         except TimeoutError:
             self._late = True
             raise Problem(408, f"the body did not come within {seconds:g} s") from None
-        self._unread, self.asked_s = False, time.monotonic()
-        return bytes(data)
+        finally:
+            self.held.bodies -= len(data)
+            data.clear()  # the traceback of an error has it until that is answered
 
     def _too_long(self, limit: int) -> NoReturn:
         raise Problem(

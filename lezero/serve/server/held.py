@@ -1,10 +1,14 @@
-"""The memory of answers that are made or on their way, over all clients.
+"""The memory of answers that are made or on their way, and of bodies that come, over all clients.
 
 A request gives its place back before its answer is read, so that a client that reads slowly keeps
 nobody from the model; its answer, or what a stream has yet to send, stays in memory as long.
 [Note: slow readers give way] Where answers hold as much as they may, new requests are refused. A
 few clients could keep that up for hours, so each refusal cuts off the one that has read for the
 longest, if that is longer than a client may leave an answer unread.
+
+[Note: bodies apart] Bodies that are being read have a count of their own: those of clients that
+send slowly would else keep others' answers from being made. Only long ones are refused. Of short
+ones there are no more than connections.
 """
 
 from __future__ import annotations
@@ -16,14 +20,20 @@ from typing import Any
 
 from lezero.serve.server.problem import Problem
 
+_SHORT = 1 << 16
+"""Bytes of a body that is taken whatever others send."""
+
 
 class Held:
-    """most: bytes of all answers beyond which none is begun. patience_s: see
-    [Note: slow readers give way]."""
+    """most: bytes of all answers beyond which none is begun, and of all bodies beyond which no long
+    one is read on. patience_s: see [Note: slow readers give way]."""
 
     def __init__(self, most: int, patience_s: float) -> None:
         self._most, self._patience_s = most, patience_s
         self.bytes = 0
+        """Of answers."""
+        self.bodies = 0
+        """Bytes of bodies that are being read."""
         self._sending: dict[asyncio.Task[Any], float] = {}
 
     def refuse_beyond(self, more: int) -> None:
@@ -33,6 +43,13 @@ class Held:
             return
         self._cut_off()
         raise self._full()
+
+    def refuse_body(self, length: int) -> None:
+        """Raises `Problem` (503) where others' bodies, beside one that has come so far and is
+        counted, take as much as may be read; see [Note: bodies apart]."""
+        if length > _SHORT and self.bodies - length > self._most:
+            problem = f"bodies of {self.bodies >> 10} KiB are being read, as many as may"
+            raise Problem(503, f"{problem}; try again later", code="overloaded", retry_s=1)
 
     def refuse_growth(self, own: int, whole: int) -> None:
         """The same for an answer that is on its way and counted with `whole` bytes, of which `own`

@@ -1,8 +1,9 @@
-"""How much memory answers take, all together, while their clients read them."""
+"""How much memory all answers take while their clients read them, and all bodies that come."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -17,7 +18,7 @@ from lezero.serve.server import batched, embedded, inference
 from lezero.serve.server.embedding import Embeddings, told_embeddings
 from lezero.serve.server.exchange import JSON, Exchange
 from tests.serve.server.batch_running import Net, serving_batches
-from tests.serve.server.running import serving, small_llm, until
+from tests.serve.server.running import head, read_all, serving, small_llm, until
 from tests.serve.server.test_slow_readers import BODY, asked, with_long_answer
 
 MIB = 1 << 20
@@ -76,6 +77,41 @@ def test_embeddings_count_before_they_are_made() -> None:
         held.bytes = 0
         assert client.ask("/v1/embeddings", {"input": ["a"] * 1024}).status == 200, "alone"
         until(lambda: held.bytes == 0)
+
+
+def test_bodies_that_come_count_apart_and_long_ones_are_refused() -> None:
+    long = {"prompt": "abc", "max_tokens": 2, "user": "x" * (100 << 10)}
+    with serving(small_llm(), answers_bytes=MIB) as client, contextlib.ExitStack() as stack:
+        held = client.server.app.held
+
+        def begin(length: int) -> socket.socket:
+            made = stack.enter_context(client.connect())
+            made.sendall(head("/v1/completions", MIB) + b" " * length)
+            return made
+
+        senders = [begin(900 << 10) for _ in range(2)]  # no one of them is alone too much
+        until(lambda: held.bodies == 1800 << 10)
+        refused = client.ask("/v1/completions", long)
+        assert (refused.status, refused.error["code"]) == (503, "overloaded")
+        assert "bodies of " in refused.error["message"]
+        assert refused.headers["retry-after"] == "1"
+        assert client.complete("abc", max_tokens=2).status == 200, "a short body"
+        until(lambda: (held.bodies, held.bytes) == (1800 << 10, 0))
+        with begin(100 << 10) as third:
+            told = read_all(third)  # behind a second, in which what it sends is thrown away
+            assert told.startswith(b"HTTP/1.1 503 ")
+            assert b"connection: close" in told
+        senders.pop().close()
+        until(lambda: held.bodies == 900 << 10)
+        assert client.ask("/v1/completions", long).status == 200
+        stack.close()
+        until(lambda: held.bodies == 0)
+
+
+def test_a_body_of_any_size_is_read_alone() -> None:
+    with serving(small_llm(), answers_bytes=1024) as client:
+        asked_for = {"prompt": "abc", "max_tokens": 2, "user": "x" * (500 << 10)}
+        assert client.ask("/v1/completions", asked_for).status == 200
 
 
 class Sized(torch.nn.Module):
