@@ -44,6 +44,7 @@ class _Limited:
     cycle: Any
     conn: Any
     flow: Any
+    scope: Any
     transport: Any
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
@@ -79,9 +80,10 @@ class _Limited:
 
         if not _answered(self.cycle):
             body = as_json(Problem(400, msg).body())
+            sent = b"" if not self._between() and self.scope["method"] == "HEAD" else body
             kind = [("content-type", JSON), ("content-length", str(len(body)))]
             head = h11.Response(status_code=400, headers=[*kind, ("connection", "close")])
-            for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (head, h11.Data(data=sent), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
 

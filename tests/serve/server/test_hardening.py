@@ -210,6 +210,16 @@ def test_a_body_that_breaks_http(client, late, caplog) -> None:
     assert not caplog.records
 
 
+def test_a_head_whose_body_breaks_http_is_answered_without_a_body(client, caplog) -> None:
+    asked = b"HEAD / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+    with client.connect() as connection:
+        connection.sendall(asked)
+        told = read_all(connection)
+    assert told.startswith(b"HTTP/1.1 400 ")
+    assert told.endswith(b"\r\n\r\n")
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "late", [b"", b"\r\n", b"GET /health HTTP/1.1\r\n"], ids=["", "a line", "the next request"]
 )
