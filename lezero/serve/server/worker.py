@@ -140,7 +140,8 @@ class Worker:
     async def embed(self, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         """Embeddings, made between steps, in a place that stays the caller's.
 
-        Raises `NumericsError`, and `EngineError` for what is not the prompts' fault.
+        Raises `NumericsError`, `ConfigError` where this model makes none, and `EngineError` for
+        what is not the prompts' fault.
         """
         future: asyncio.Future[list[Tensor]] = self._loop.create_future()
 
@@ -229,7 +230,7 @@ class Worker:
             error = self._embedder.step()
         finally:
             self._step_began = None
-        if error is not None and not isinstance(error, NumericsError):
+        if error is not None and not isinstance(error, NumericsError | ConfigError):
             _LOG.error("an embedding failed", exc_info=error)
             self.metrics.failed_steps += 1
             self._end_if_broken(error)
@@ -382,7 +383,7 @@ def _settle(future: asyncio.Future[list[Tensor]], outcome: Outcome) -> None:
         return
     if isinstance(outcome, list):
         future.set_result(outcome)
-    elif isinstance(outcome, NumericsError | EngineError):
+    elif isinstance(outcome, NumericsError | ConfigError | EngineError):
         future.set_exception(outcome)
     else:
         future.set_exception(EngineError("the engine failed while it embedded this"))

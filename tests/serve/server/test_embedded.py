@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from lezero.core.errors import ConfigError
 from tests.serve.server.running import Client, serving, until
 from tests.serve.server.test_worker import PARAMS, POISON, alone, poisoned_llm, prompts
 
@@ -83,6 +84,23 @@ def test_an_engine_that_fails_tells_its_client(caplog: Any) -> None:
         assert embed(client, [[98, 1]]).status == 200
         assert client.ask("/health").status == 200
         assert client.server.metrics.failed_steps == 1
+
+
+def test_a_model_that_makes_no_embeddings_says_so(caplog: Any) -> None:
+    llm = poisoned_llm()
+
+    def states(fed: Any) -> Any:  # as of transformers' models whose base gives logits
+        raise ConfigError("x gives no hidden states by themselves, so it makes no embeddings")
+
+    llm.program.states = states  # type: ignore[method-assign]
+    with serving(llm) as client:
+        found = embed(client, [[99, 1]])
+        assert found.status == 400
+        assert "makes no embeddings" in found.error["message"]
+        assert found.error["param"] is None
+        assert client.server.metrics.failed_steps == 0
+        until(lambda: llm.engine.pool.used_count == 0)
+    assert not caplog.records
 
 
 def test_a_client_that_leaves_gives_its_place_up_and_a_full_server_says_so() -> None:
