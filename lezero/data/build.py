@@ -35,7 +35,7 @@ from lezero.data.tokenizer import (
 from lezero.files.folder import aside, commit
 
 _NEWS_S = 20.0
-_BUILD = 11
+_BUILD = 12
 """Form of the findings, the split and what is read: a folder of another form is made again."""
 _LARGEST = 64 << 20
 _log = logger("data")
@@ -201,9 +201,15 @@ def _key(config: DataConfig, train: list[str], held: list[str]) -> str:
     for paths in (train, held):
         parts.append(len(paths))
         for path in paths:
-            parts.append(corpus.identity() if path == corpus.NAME else _stamp(path))
+            parts.append(corpus.identity() if path == corpus.NAME else _named(path))
     parts += map(_held_in, _tokenizer_files(config))
     return store.digest_of(parts)
+
+
+def _named(path: str) -> tuple[object, ...]:
+    """A text's stamp and the ending of the name it goes by, which says how it is read: a link may
+    have another than the file."""
+    return (os.path.basename(path).lower().rpartition(".")[2], *_stamp(path))
 
 
 def _held_in(path: str) -> tuple[object, ...]:

@@ -31,6 +31,16 @@ def test_a_file_that_changed_under_its_old_time_is_read_anew(tmp_path: Path) -> 
     assert trained_on(tmp_path / "cache", **settings) == b"the other words\0"
 
 
+def test_a_link_that_says_otherwise_how_a_file_is_read_is_read_anew(tmp_path: Path) -> None:
+    """A .json is left out, with the advice to name it .jsonl."""
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "b.json").write_text('{"text": "more"}\n')
+    (tmp_path / "b.jsonl").symlink_to("b.json")
+    for name, text in (("b.json", b"some text\0"), ("b.jsonl", b"some text\0more\0")):
+        settings = {"train": [str(tmp_path / "a.txt"), str(tmp_path / name)], "validation": 0.0}
+        assert trained_on(tmp_path / "cache", **settings) == text
+
+
 def test_a_file_that_is_held_out_from_now_on_is_no_longer_trained_on(tmp_path: Path) -> None:
     files = [str(tmp_path / f"{name}.txt") for name in "abc"]
     for path in files:
