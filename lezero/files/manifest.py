@@ -23,6 +23,7 @@ READABLE_FROM = "0.1.0"
 _FILE_NAME = re.compile(r"tensors-[a-z0-9-]{1,64}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_TENSORS, _MAX_FILES, _MAX_DIMS, _MAX_SIZE = 1 << 20, 1 << 16, 64, 1 << 62
+_MAX_HEADER = 1 << 28  # more than other readers of safetensors take
 
 T = TypeVar("T")
 
@@ -177,6 +178,8 @@ def _file(name: str, data: _Fields) -> FileEntry:
     size, header = data.count("size"), data.count("header", 8)
     if header > size:
         raise data.bad("its header is longer than the file")
+    if header > _MAX_HEADER:
+        raise data.bad(f"its header is longer than {_MAX_HEADER:,} bytes")
     return FileEntry(size, header, data.digest(data.data.get("digest")))
 
 

@@ -142,7 +142,11 @@ def _open_files(
         if found != entry.size:
             raise _wrong_size(path / file, manifest, file, found)
         target = memoryview(bytearray(entry.header))
-        if read_digested(opened[file], 0, target) != entry.digest:
+        try:
+            header = read_digested(opened[file], 0, target)
+        except OSError as error:
+            raise CorruptError(f"{where}: its header cannot be read ({error.strerror})") from None
+        if header != entry.digest:
             raise CorruptError(f"{where}: its header is not what was written")
     return opened
 

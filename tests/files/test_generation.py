@@ -279,6 +279,21 @@ def test_missing_and_swapped_files(two):
         read_generation(second)
 
 
+@pytest.mark.parametrize("begin", [0, 1])
+def test_a_disk_that_fails_to_read_is_damage(two, monkeypatch, begin):
+    """So that an older generation, which may be good, is tried."""
+    real = os.preadv
+
+    def failing(descriptor, buffers, at):
+        if (at > 0) == begin:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(CorruptError, match=rf"{FILE}.*cannot be read \(Input/output error"):
+        read_generation(two[1])
+
+
 def test_links_and_devices_are_never_opened(two):
     _, path = two
     (path / FILE).rename(path / "real")

@@ -1,6 +1,7 @@
 """Manifests made by a stranger: the digest is right, what they say is not."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -113,6 +114,19 @@ def test_too_many_tensors_are_refused_at_once(forge, monkeypatch):
 
     with pytest.raises(CorruptError, match="more than 1,000 tensors"):
         read_generation(forge(change))
+
+
+def test_a_claimed_header_of_a_terabyte_is_refused_without_allocating(forge):
+    """A sparse file is as long as it likes, for nothing."""
+
+    def change(body):
+        body["files"][FILE].update(size=2**40 + 16, header=2**40)
+        part(body)["begin"] = 2**40
+
+    path = forge(change)
+    os.truncate(path / FILE, 2**40 + 16)
+    with pytest.raises(CorruptError, match="its header is longer than 268,435,456 bytes"):
+        read_generation(path)
 
 
 def test_a_claimed_terabyte_is_refused_without_allocating(forge):
