@@ -19,6 +19,9 @@ from lezero.files.tensorfile import DTYPES
 FORMAT = 1
 NAME = "manifest.json"
 READABLE_FROM = "0.1.0"
+LIMIT = 512 << 20
+"""Largest manifest, in bytes: each tensor has about 200 for each rank that writes a part of it. One
+made to fill memory takes some 25 times its size when it is parsed."""
 
 _FILE_NAME = re.compile(r"tensors-[a-z0-9-]{1,64}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -91,7 +94,7 @@ class Manifest:
     documents: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The sealed file. `FileError` when a document is not JSON or the whole is too large."""
+        """The sealed file. `FileError` when a document is not JSON or the whole over `LIMIT`."""
         for name, document in self.documents.items():
             sealed.check_json(document, f"document '{name}'")
         body = {
@@ -104,7 +107,7 @@ class Manifest:
             "tensors": {name: tensor_json(entry) for name, entry in self.tensors.items()},
             "documents": self.documents,
         }
-        return sealed.seal(FORMAT, body)
+        return sealed.seal(FORMAT, body, LIMIT)
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str, version: str) -> Manifest:

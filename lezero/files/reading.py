@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from lezero.core.errors import CapacityError, CorruptError, FileError
-from lezero.files import folder, sealed
+from lezero.files import folder
 from lezero.files.generation import Generation, step_of, version
-from lezero.files.manifest import NAME, Manifest, Part
+from lezero.files.manifest import LIMIT, NAME, Manifest, Part
 from lezero.files.tensorfile import DTYPES, Form, empty_bytes, read_digested
 
 _INLINE = 4 << 20  # less than this is read without threads
@@ -94,7 +94,7 @@ def read_documents(path: Path) -> dict[str, Any]:
 
 
 def _manifest(path: Path, at: int) -> Manifest:
-    raw = folder.read_small(NAME, f"{path / NAME}", sealed.LIMIT, at)
+    raw = folder.read_small(NAME, f"{path / NAME}", LIMIT, at)
     manifest = Manifest.from_bytes(raw, f"{path / NAME}", version())
     named = step_of(path)
     if named is not None and named != manifest.step:

@@ -16,22 +16,25 @@ from typing import Any
 from lezero.core.errors import CorruptError, FileError
 
 LIMIT = 64 << 20
-"""Largest sealed file that is read or written, in bytes."""
+"""Largest sealed file that is read or written, in bytes, where no other is named."""
 
 _HEAD = b'{"digest":"'
 _ZEROS = b"0" * 64
 _DEPTH = 64
 
 
-def seal(format: int, body: Mapping[str, Any]) -> bytes:
-    """The bytes of a sealed file. Raises `FileError` when `body` is not plain JSON or too large."""
+def seal(format: int, body: Mapping[str, Any], limit: int | None = None) -> bytes:
+    """The bytes of a sealed file, at most `limit` (`LIMIT`). Raises `FileError` when `body` is not
+    plain JSON or too large."""
+    limit = LIMIT if limit is None else limit
     check_json(body, "the file")
     fields = {"digest": _ZEROS.decode(), "format": format, **body}
     text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-    if len(text) > LIMIT:
+    if len(text) > limit:
         raise FileError(
-            f"{len(text):,} bytes of JSON; at most {LIMIT:,} are allowed. "
-            "Keep bulk data in tensors, not in documents."
+            f"{len(text):,} bytes of JSON; at most {limit:,} are allowed. "
+            "Keep bulk data in tensors, not in documents, and write many small tensors from fewer "
+            "ranks."
         )
     digits = hashlib.sha256(text).hexdigest().encode()
     return _HEAD + digits + text[len(_HEAD) + len(digits) :]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 
 import pytest
 import torch
@@ -114,6 +115,29 @@ def test_too_many_tensors_are_refused_at_once(forge, monkeypatch):
 
     with pytest.raises(CorruptError, match="more than 1,000 tensors"):
         read_generation(forge(change))
+
+
+def test_a_manifest_may_be_larger_than_other_sealed_files(tmp_path, monkeypatch):
+    """Thousands of tensors of many ranks are more than those ever hold."""
+    monkeypatch.setattr("lezero.files.sealed.LIMIT", 1000)
+    tensors = {f"tensor {number}": torch.zeros(1) for number in range(10)}
+    path = write_generation(tmp_path, 1, tensors=tensors, documents={})
+    assert len(read_generation(path).tensors) == 10
+    monkeypatch.setattr("lezero.files.manifest.LIMIT", 1000)
+    with pytest.raises(FileError, match=r"at most 1,000 are allowed.*from fewer ranks"):
+        write_generation(tmp_path, 2, tensors=tensors, documents={})
+
+
+def test_a_manifest_that_is_too_large_is_not_read(forge):
+    path = forge(lambda b: None)
+    os.truncate(path / "manifest.json", 2**40)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptError, match="larger than 536,870,912 bytes"):
+            read_generation(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_claimed_header_of_a_terabyte_is_refused_without_allocating(forge):
