@@ -90,12 +90,16 @@ class Counter:
         except LeZeroError:
             raise
         except Exception as error:
-            with torch.enable_grad():  # a loss may need gradients of its own
-                drawn(batch)  # a model that fails on its own batch says so itself
+            where = f"labels are {IGNORED}"
+            if "device-side assert" in str(error):  # after which the device runs nothing more
+                where += ", or on the whole batch: this process can ask its device no more"
+            else:
+                with torch.enable_grad():  # a loss may need gradients of its own
+                    drawn(batch)  # a model that fails on its own batch says so itself
             raise ConfigError(
                 "counted: whether the model shifts 'labels' by one could not be found out, since "
-                f"its loss fails where labels are {IGNORED} ({type(error).__name__}: {error}). Say "
-                "what the loss is the mean over: counted='samples' or a function count(batch)"
+                f"its loss fails where {where} ({type(error).__name__}: {error}). Say what the "
+                "loss is the mean over: counted='samples' or a function count(batch)"
             ) from error
         both_nan = with_first != with_first and without != without
         self.shifted = both_nan or abs(with_first - without) <= 1e-6 * abs(without)

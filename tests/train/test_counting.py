@@ -166,6 +166,21 @@ def test_a_model_that_cannot_be_asked_is_an_error_and_a_broken_one_speaks_for_it
         own_engine(Own(False)).train_step({**batch, "unknown": batch["x"]})
 
 
+def test_a_gpu_that_died_of_the_question_is_not_asked_again():
+    """Every later call fails there, that of the batch itself too."""
+    called = []
+
+    class Embeds(Own):
+        def forward(self, x, labels):
+            called.append(1)
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    batch = {"x": torch.zeros(2, 3).long(), "labels": torch.ones(2, 3).long()}
+    with pytest.raises(ConfigError, match=r"whether the model shifts.*assert.*counted='samples'"):
+        own_engine(Embeds(False)).train_step(batch)
+    assert len(called) == 1
+
+
 def test_labels_without_a_token_dim_and_targets_need_no_question():
     count = Counter("auto")
     targets = torch.tensor([[1, -100], [2, 3]])
