@@ -47,6 +47,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
+        self._taker = 0
         self._launchers: set[str] = set()
         self._again = False
         """Whether a launcher started its ranks before."""
@@ -110,6 +111,9 @@ class RunFolder:
     def release(self) -> None:
         """Lets other runs use the folder; the end of the process does it too."""
         if self._lock is not None:
+            if self._taker == os.getpid():
+                with suppress(OSError):  # a forked child that lives on has the lock with its copy
+                    fcntl.flock(self._lock, fcntl.LOCK_UN)
             os.close(self._lock)
             self._lock = None
 
@@ -127,7 +131,7 @@ class RunFolder:
                 if error.errno in _BUSY:
                     os.close(lock)
                     return False
-            self._lock = lock
+            self._lock, self._taker = lock, os.getpid()
             return True
 
     def begin(self) -> None:

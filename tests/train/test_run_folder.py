@@ -60,6 +60,32 @@ def test_a_second_run_is_refused_until_the_first_is_gone(tmp_path, monkeypatch):
     again.release()
 
 
+def test_a_forked_child_that_lives_on_does_not_keep_the_folder(tmp_path, monkeypatch):
+    """As a worker of a loader, or what a callback started, may; nor does it give it away."""
+    monkeypatch.setattr(run_folder, "_WAIT_S", 0.3)
+    mine, again = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    mine.create()
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        if not (other := os.fork()):
+            mine.release()
+            os._exit(0)
+        os.waitpid(other, 0)
+        with pytest.raises(FileError, match="another run"):
+            again.create()
+        mine.release()
+        again.create()
+        again.release()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
 def test_a_write_that_fails_names_its_path(tmp_path, monkeypatch):
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
