@@ -23,6 +23,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import FileError
 from lezero.core.flags import flag
 from lezero.data.detokenizer import Detokenizer
+from lezero.files.folder import sync_folder
 from lezero.models import generate
 
 if TYPE_CHECKING:
@@ -205,11 +206,16 @@ def flat(data: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def write_aside(path: Path, text: str) -> None:
-    """Writes a small text file in one step: whoever reads sees the old one or the new one."""
+    """Writes a small text file in one step: whoever reads sees the old one or the new one, after a
+    power cut too."""
     aside = path.with_name(path.name + ".tmp")
     try:
-        aside.write_text(text, encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
+        sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             aside.unlink()

@@ -97,6 +97,17 @@ def test_a_write_that_fails_names_its_path(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A config of no bytes after a power cut is no run's: the run refused its own folder."""
+    done = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, n=name, real=real: (done.append(n), real(*a)))
+    write_aside(tmp_path / "config.yaml", "text")
+    assert done == ["fsync", "replace", "fsync"]
+    assert (tmp_path / "config.yaml").read_text() == "text"
+
+
 def test_a_prompt_of_bytes_that_are_no_text():
     writer = Writer.__new__(Writer)
     with pytest.raises(ConfigError, match="prompt: holds bytes that are no UTF-8"):
