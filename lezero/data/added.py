@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,10 @@ def with_declared(
     added_tokens.json (if `old_list`) for what tokenizer.json does not add. Special tokens that
     settings name without an id are added if they are in the vocabulary; what it lacks no model has
     learned, so that, other than in transformers, it stays text. So does, with a warning, a listed
-    token that the tokenizer cannot give the listed id, or that is new and not of the model; one of
-    its vocabulary keeps the id there.
+    token that the tokenizer cannot give the listed id, or that is new and not of the model, also
+    where tokenizer.json adds it; one of its vocabulary keeps the id there.
     """
+    inner, left_out = _of_model(inner, folder, rows)
     known = inner.get_added_tokens_decoder()
     named, settings = both_settings(folder)
     is_listed = _LISTED in settings
@@ -47,7 +49,7 @@ def with_declared(
     flags = {repr(token) for token in known.values()}
     changed = [(i, x) for i, x in sorted(listed.items()) if x.content and repr(x) not in flags]
     of_model = [(i, x) for i, x in changed if rows is None or i < rows or _has(inner, x)]
-    if beyond := [x for x in changed if x not in of_model]:
+    if beyond := [x for x in changed if x not in of_model and x[1].content not in left_out]:
         _LOG.warning(
             "%s lists tokens beyond the %d of the model, %s: they stay text", path, rows,
             _shown(beyond),
@@ -62,7 +64,25 @@ def with_declared(
     hidden = {token.content for token in known.values() if token.special}
     if any(token.content in hidden and not token.special for token in fit):
         inner = type(inner).from_str(inner.to_str())  # else the package goes on to hide them
-    return inner, bool(beyond)
+    return inner, bool(beyond or left_out)
+
+
+def _of_model(inner: Any, folder: Path, rows: int | None) -> tuple[Any, set[str]]:
+    """The tokenizer without tokens that it adds beyond those of the model, and their texts; as it
+    is where it puts one of them around a text itself."""
+    added = sorted(inner.get_added_tokens_decoder().items())
+    plain = inner.get_vocab(with_added_tokens=False)
+    beyond = [(i, x) for i, x in added if rows is not None and i >= rows and x.content not in plain]
+    if not beyond or {i for i, _ in beyond} & set(inner.encode("a").ids):
+        return inner, set()
+    _LOG.warning(
+        "%s adds tokens beyond the %d of the model, %s: they stay text",
+        folder / "tokenizer.json", rows, _shown(beyond),
+    )  # fmt: skip
+    texts = {token.content for _, token in beyond}
+    content = json.loads(inner.to_str())
+    content["added_tokens"] = [x for x in content["added_tokens"] if x["content"] not in texts]
+    return type(inner).from_str(json.dumps(content)), texts
 
 
 def _has(inner: Any, token: Any) -> bool:

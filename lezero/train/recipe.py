@@ -68,9 +68,14 @@ def model_config(config: RunConfig, vocab: int) -> TransformerConfig:
     """The model's full shape; checks that it can read the run's sequences."""
     shape = _shape(config, config.model, vocab)
     if config.model.folder is not None and shape.vocab < vocab:
+        advice = f"use the model's own: data.tokenizer={{folder: {config.model.folder}}}"
+        if config.data.tokenizer.folder == config.model.folder:
+            advice = (
+                f"copy the model's own tokenizer into {config.model.folder} again, or make the "
+                f"model larger (in transformers: model.resize_token_embeddings({vocab}))"
+            )
         raise ConfigError(
-            f"model.folder: the model has {shape.vocab} tokens and the tokenizer {vocab}; "
-            f"use the model's own: data.tokenizer={{folder: {config.model.folder}}}"
+            f"model.folder: the model has {shape.vocab} tokens and the tokenizer {vocab}; {advice}"
         )
     if shape.longest < config.data.sequence:
         raise ConfigError(

@@ -209,6 +209,37 @@ def test_a_new_token_beyond_the_model_stays_text_after_a_save_too(
         assert load_tokenizer(tmp_path / "saved").vocab_size == rows
 
 
+@pytest.mark.parametrize("listed_too", [False, True])
+def test_a_token_that_is_added_beyond_the_model_stays_text(
+    tmp_path: Path, monkeypatch: Any, caplog: Any, listed_too: bool
+) -> None:
+    """As where one to pad with was added in tokenizer.json itself."""
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    more = {"302": {**PLAIN, "content": "<s>"}} if listed_too else {}
+    folder = folder_of(tmp_path / "made", named(added_tokens_decoder=more, pad_token="<s>"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 302}))
+    found = load_tokenizer(folder)
+    (said,) = caplog.messages
+    assert "tokenizer.json adds tokens beyond the 302 of the model, '<s>' as 302: they stay" in said
+    found.save(tmp_path / "saved")
+    for each in (found, load_tokenizer(tmp_path / "saved")):
+        assert (each.vocab_size, each.digest) == (302, found.digest)
+        assert each.decode(each.encode("a <s>")) == "a <s>"
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 301}))
+    assert load_tokenizer(folder).vocab_size == 302, "plain vocabulary is never left out"
+
+
+def test_a_token_beyond_the_model_that_begins_each_text_is_not_left_out(tmp_path: Path) -> None:
+    """The model's run says what is wrong then."""
+    folder = folder_of(tmp_path, {})
+    begin = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 302)])
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = begin
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 302}))
+    assert load_tokenizer(folder).vocab_size == 303
+
+
 def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "made", {})
     file = folder / "tokenizer.json"

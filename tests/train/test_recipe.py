@@ -90,6 +90,15 @@ def test_a_model_from_a_folder_is_trained_on_its_own_tokenizer(tmp_path):
                 refused(RunConfig.parse(made))
 
 
+def test_a_tokenizer_with_more_tokens_than_its_model_is_told_what_helps(tmp_path):
+    folder, other = str(tmp_path / "model"), str(tmp_path / "other")
+    save_hf(Transformer(TransformerConfig(**SHAPE)), tmp_path / "model")
+    for place, advice in ((folder, r"own tokenizer into .*embeddings\(70\)"), (other, "use the")):
+        made = config(tmp_path, model={"folder": folder}, data__tokenizer={"folder": place})
+        with pytest.raises(ConfigError, match=f"has 64 tokens and the tokenizer 70; .*{advice}"):
+            recipe.model_config(made, 70)
+
+
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_validation_passes_are_micro_batches_of_the_same_rows(tmp_path, accumulate):
     made = config(tmp_path, train={"batch": 8, "accumulate": accumulate})
