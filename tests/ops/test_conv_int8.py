@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,8 +137,38 @@ def test_gradients_are_those_of_the_dequantized_weight(
     torch.testing.assert_close(bias.grad, 2 * out.detach().float().sum(places), rtol=near, atol=0.1)
 
 
-def test_torch_knows_the_op() -> None:
-    given = layer((2, 4, 6, 6), (5, 4, 3, 3), torch.float32)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "a part of contiguous": lambda x: x[:, :, 1:, 1:],
+    "a part of channels last": lambda x: x.contiguous(memory_format=torch.channels_last)[..., 1:],
+    "transposed": lambda x: x.transpose(2, 3),
+    "one channel, many times": lambda x: x[:, :1].expand(-1, 4, -1, -1),
+}
+
+
+@pytest.mark.parametrize("bad", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_outputs_lie_as_torchs_do(name: str, bad: bool) -> None:
+    given = layer((2, 4, 7, 6), (5, 4, 3, 3), torch.float32)
+    given["x"][0, 0, 3, 3] = math.nan if bad else 0
+    given["x"] = LAYOUTS[name](given["x"])
+    wanted = torch.nn.functional.conv2d(given["x"], given["weight"].float())
+    assert conv_int8(**given).stride() == wanted.stride()
+
+
+def test_images_that_lie_either_way_give_contiguous_outputs() -> None:
+    for x_shape, options in (((2, 1, 6, 6), {}), ((2, 4, 1, 1), {"padding": (1, 1)})):
+        given = layer(x_shape, (5, x_shape[1], 2, 2), torch.float32)
+        for x in (given["x"], given["x"].contiguous(memory_format=torch.channels_last)):
+            found = conv_int8(**{**given, "x": x}, **options)
+            assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_torch_knows_the_op(name: str) -> None:
+    given = layer((2, 4, 7, 6), (5, 4, 3, 3), torch.float32)
+    given["x"] = LAYOUTS[name](given["x"]).detach()
     given["x"].requires_grad_()
     given["bias"].requires_grad_()
     rest = ([1, 1], [0, 0], [1, 1], 1)

@@ -165,7 +165,7 @@ class QuantizedConv(QuantizedLayer):
     """A convolution of one or two dims with an 8-bit weight, a scale for each output channel.
 
     With `input_scale` and `input_zero` (static activations) it computes in int8; else the weight is
-    decoded at each use.
+    decoded at each use. Outputs lie in memory as inputs do, channels last or contiguous.
     """
 
     input_zero: Tensor | None
