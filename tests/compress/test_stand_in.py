@@ -111,6 +111,31 @@ def test_it_is_read_as_the_decoded_tensor(name: str) -> None:
     assert torch.equal(found, wanted)
 
 
+def test_conversions_give_a_tensor() -> None:
+    """All that a module and a tensor both have: the module's would convert the weight in place."""
+    both = {n for n in dir(nn.Module) if hasattr(Tensor, n) and not n.startswith("_")}
+    for name in both - {"requires_grad_"}:
+        assert getattr(type(weight(lz.Fp8())), name) is not getattr(nn.Module, name)
+    for scheme in (lz.Int8Weight(), lz.Fp8()):
+        made = weight(scheme)
+        plain, kept = made.decode(), list(made.buffers())
+        for name in ("cpu", "double", "float", "half"):
+            found = getattr(made, name)()
+            assert isinstance(found, Tensor)
+            assert torch.equal(found, getattr(plain, name)())
+        assert made.dtype == torch.float32
+        assert all(x is y for x, y in zip(made.buffers(), kept, strict=True))
+
+
+def test_a_model_converts_its_weights_all_the_same() -> None:
+    model = lz.quantize_(nn.Sequential(nn.Linear(32, 32)), lz.Int8Weight(), objective="size")
+    made: Any = model[0].weight
+    assert model.cpu()[0].weight is made
+    assert model.double()[0].weight is made
+    assert made.dtype == torch.float64
+    assert made.decode().dtype == torch.float64
+
+
 def test_16_bits_stay_so_as_a_tensor() -> None:
     model = lz.quantize_(nn.Sequential(nn.Linear(32, 32)).bfloat16(), lz.Fp8(), objective="size")
     assert torch.as_tensor(model[0].weight).dtype == torch.bfloat16

@@ -28,15 +28,17 @@ _OPERATORS = [
 ]
 # How NumPy and `torch.as_tensor` ask for the values.
 _EXCHANGES = ["__array__", "__dlpack__", "__dlpack_device__"]
-_METHODS = ["to", "type", "float", "half", "bfloat16"]
+# Those of `nn.Module` would convert the weight itself.
+_TYPES = ["to", "type", "float", "double", "half", "bfloat16"]
+_DEVICES = ["cpu", "cuda", "ipu", "mtia", "xpu"]
 
 
 class StandIn(nn.Module, ABC):
     """Torch's functions, a tensor's methods and its operators work on the decoded weight.
 
     `F.linear` multiplies with the codes. What would write to the weight is an `AttributeError`.
-    `.to()`, `.float()` and the like give a tensor, as a parameter's do; those of the model reach
-    the weight by `_apply`.
+    `.to()`, `.float()`, `.cpu()` and the like give a tensor, as a parameter's do; those of the
+    model reach the weight by `_apply`.
     """
 
     requires_grad = False
@@ -152,5 +154,5 @@ def _decoded(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in [*(f"__{name}__" for name in _OPERATORS), *_EXCHANGES, *_METHODS]:
+for _name in [*(f"__{name}__" for name in _OPERATORS), *_EXCHANGES, *_TYPES, *_DEVICES]:
     setattr(StandIn, _name, _decoded(_name))
