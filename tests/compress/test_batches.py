@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -119,3 +120,23 @@ def test_a_loader_that_memory_does_not_hold_is_not_read_whole(
     with pytest.raises(lz.ConfigError, match=r"gave 3 batches \(.*of 5"):
         read_batches(DataLoader(few, batch_size=2))
     assert len(read_batches([torch.zeros(2, 64)] * 9)) == 9
+
+
+@pytest.mark.parametrize(
+    ("batch", "kinds"),
+    [
+        ({"input": np.zeros((2, 64), np.float32)}, "ndarray"),
+        (
+            {"input_ids": [[1, 2], [3, 4]], "mask": [[1, 1], [1, 1]], "use_cache": False},
+            "list, bool",
+        ),
+        ((np.zeros((2, 64)),), "ndarray"),
+    ],
+    ids=["arrays", "lists", "tuple"],
+)
+def test_a_batch_without_tensors_is_not_called_empty(batch: Any, kinds: str) -> None:
+    said = f"batch 0 holds no tensor, but {kinds}; convert .*return_tensors='pt'.*torch.as_tensor"
+    with pytest.raises(lz.ConfigError, match=said):
+        read_batches([batch])
+    with pytest.raises(lz.ConfigError, match="batch 0 is empty"):
+        read_batches([{}])

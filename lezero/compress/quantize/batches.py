@@ -44,6 +44,11 @@ def read_batches(data: Any) -> list[Batch]:
                 f"data: batch {index} is a {type(batch).__name__}, allowed is {_ALLOWED}"
             )
         tensors = _tensors(batch)
+        if not tensors and pytree.tree_leaves(plain(batch)):
+            raise ConfigError(
+                f"data: batch {index} holds no tensor, but {_kinds(batch)}; convert arrays and "
+                "lists: return_tensors='pt' of a tokenizer, torch.as_tensor(…)"
+            )
         if not tensors or any(tensor.numel() == 0 for tensor in tensors):
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise ConfigError(
@@ -85,6 +90,12 @@ def _length(data: Any) -> int:
 
 def _tensors(batch: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(plain(batch)) if isinstance(leaf, Tensor)]
+
+
+def _kinds(batch: Any) -> str:
+    parts = plain(batch)
+    values = parts.values() if isinstance(parts, dict) else parts
+    return ", ".join(dict.fromkeys(type(value).__name__ for value in values))
 
 
 def copied(batch: Batch) -> Batch:
