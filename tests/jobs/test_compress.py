@@ -84,6 +84,15 @@ def test_the_command_writes_a_folder_that_loads(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_scheme_in_its_short_form_takes_fields(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("{model: m, out: o, scheme: int4_weight}")
+    made = CompressConfig.load(path, ["scheme.group=32", "scheme.scales=minmax"])
+    assert made.scheme == lz.Int4Weight(group=32, scales="minmax")
+    assert CompressConfig.load(path, ["scheme=nf4"]).scheme == lz.Nf4()
+    assert CompressConfig.load(path, ["scheme=nf4", "objective=size"]).objective == "size"
+
+
 def test_a_budget_that_is_not_met_writes_nothing(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
