@@ -13,6 +13,7 @@ from torch import nn
 import lezero as lz
 from lezero.compress.quantize import capture, folds, journal, opened, replay, verb
 from tests.compress.test_bad_input import small, tokens, unchanged
+from tests.compress.test_nested import MASK, encoder
 
 pytestmark = pytest.mark.usefixtures("ctrl_c")
 AWQ = lz.Int4Weight(group=32, method="awq")
@@ -61,6 +62,21 @@ def test_what_is_done_stays_done(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lz.quantization_report(model).layers
     with pytest.raises(lz.OrderError, match="quantized already"):
         lz.quantize_(model, AWQ, data=tokens())
+
+
+def test_an_encoder_that_is_done_takes_padded_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, model, x = verb.ledger.record, encoder(), torch.randn(2, 6, 64)
+
+    def pressing(*args: Any) -> None:
+        press()
+        real(*args)
+
+    monkeypatch.setattr(verb.ledger, "record", pressing)
+    with pytest.raises(KeyboardInterrupt):
+        lz.quantize_(model, lz.Int8Weight(), filter="!layers.0.*", objective="size")
+    assert lz.quantization_report(model).layers
+    with torch.no_grad():
+        assert model(x, src_key_padding_mask=MASK).shape == x.shape
 
 
 @pytest.mark.parametrize("nth", [1, 2])

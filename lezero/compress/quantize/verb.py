@@ -148,28 +148,30 @@ def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -
     """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
     model = request.model
     before = {id(p): name for name, p in model.named_parameters()}
-    with held_interrupts(), quiet(model), Spill() as spill, kept_buffers(model, spill):
-        held = [*model.parameters(), *model.buffers(), *kept_beside(model)]
-        journal = Journal(spill, sharing_memory(held))
-        del held
-        try:
-            slower = _quantize(request, journal, spill)
-            here = {id(p) for p in model.parameters()}
-            _refuse_lost(optimizer, {key: x for key, x in before.items() if key not in here})
-            let_in()
-        except BaseException:
-            with held_interrupts():
+    # To the end: what `quiet` put back is put right behind it.
+    with held_interrupts():
+        with quiet(model), Spill() as spill, kept_buffers(model, spill):
+            held = [*model.parameters(), *model.buffers(), *kept_beside(model)]
+            journal = Journal(spill, sharing_memory(held))
+            del held
+            try:
+                slower = _quantize(request, journal, spill)
+                here = {id(p) for p in model.parameters()}
+                _refuse_lost(optimizer, {key: x for key, x in before.items() if key not in here})
+                let_in()
+            except BaseException:
+                with held_interrupts():
+                    journal.undo()
+                raise
+            if quantized_layers(model) and not slower:
+                ledger.record(model, "quantize_")
+            else:
                 journal.undo()
-            raise
-        if quantized_layers(model) and not slower:
-            ledger.record(model, "quantize_")
-        else:
-            journal.undo()
-            sites = {site.name: site for site, _ in request.targets.values()}
-            bits = {name: 8 * site.nbytes / site.numel for name, site in sites.items()}
-            request.report.undone(slower, bits)
-        model.__dict__[REPORT] = request.report
-    leave_nested(model)
+                sites = {site.name: site for site, _ in request.targets.values()}
+                bits = {name: 8 * site.nbytes / site.numel for name, site in sites.items()}
+                request.report.undone(slower, bits)
+            model.__dict__[REPORT] = request.report
+        leave_nested(model)
 
 
 def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
