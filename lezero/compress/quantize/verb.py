@@ -71,8 +71,9 @@ def quantize_(
     Args:
         config: `Int8Weight`, `Int8WeightActivation`, `Int4Weight`, `Fp8` or `Nf4`.
         data: calibration batches: an iterable of tensors, tuples of arguments or mappings of
-            keyword arguments, or one of these as the only batch. It goes through the model block by
-            block, so that memory stays near that of the model (docs/quantization.md).
+            keyword arguments, or one of these as the only batch (a list is always several). It goes
+            through the model block by block, so that memory stays near that of the model
+            (docs/quantization.md).
         filter: patterns of layer names ("*.mlp.*"; after a "!" of those to leave out), or a
             function of (name, module); other layers stay as they are (a norm whose outputs only
             chosen layers read may take in the scales of their channels).
