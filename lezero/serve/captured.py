@@ -29,6 +29,7 @@ from lezero.core.log import logger
 from lezero.models import Transformer
 from lezero.ops import cuda_source
 from lezero.ops.decoder import cuda_step
+from lezero.ops.linear.cuda_few import MOST_TOKENS
 from lezero.serve.decoding import Decoder
 from lezero.serve.flight import Flight
 from lezero.serve.plain import PlainProgram, projected
@@ -40,6 +41,9 @@ _LOG = logger("serve")
 _SOME, _MOST = 4, 64
 """Sequences of a replayed step: at least beside others (by arithmetic, not measured), at most."""
 _PIECES = 64
+_CLEARLY = 0.95
+"""Of our attention's time: Triton's is taken only below it. Their bits differ, and near figures
+would choose by chance."""
 
 
 class CapturedProgram(PlainProgram):
@@ -54,7 +58,7 @@ class CapturedProgram(PlainProgram):
         self._decoder = Decoder(model) if Decoder.suits(model) else None
         self._best_B = torch.zeros(_MOST, dtype=torch.int64, device=self.place)
         self._steps: dict[tuple[int, int], Step | None] = {}
-        self._launches = cuda_source.runs(self.place)
+        self._launches, self._many_plainly = cuda_source.runs(self.place), False
         self.tried: dict[int, dict[str, float]] = {}
         """By number of blocks: seconds of a step by "cuda" attention and by "triton"'s; none where
         Triton's did not run."""
@@ -138,6 +142,12 @@ class CapturedProgram(PlainProgram):
             # thread waits for the device meanwhile, and the next one may not.
             of_cuda = isinstance(error, torch.AcceleratorError) or "out of memory" in str(error)
             built = step is None or step.ran or of_cuda
+            if sizes[0] > MOST_TOKENS and self._decodes(sizes[0]) and not built:
+                # These are Triton's alone, so that it says nothing of what fewer sequences take.
+                plainly = "steps of %d sequences and more run as plain operations: %s"
+                _LOG.warning(plainly, MOST_TOKENS + 1, error)
+                self._many_plainly = True
+                return self._made(sizes)
             if self._attends(sizes) and not built:
                 _LOG.warning("our attention does not run here, Triton's is tried: %s", error)
                 assert self._decoder is not None
@@ -164,11 +174,17 @@ class CapturedProgram(PlainProgram):
 
     def _capture_into(self, step: Step) -> None:
         flying_B = self._best_B.clone()  # the step's first run writes there
+        step.kept = self._model.rope.cos_TP, self._model.rope.sin_TP
         try:
             step.fill([], self._nobody)
             step.replay, step.logits_BV = self._capture(lambda: self._decode(step))
         finally:
             self._best_B.copy_(flying_B)
+
+    def _decodes(self, sequences: int) -> bool:
+        """Whether a step of so many takes the decoder's kernels."""
+        plainly = self._many_plainly and sequences > MOST_TOKENS
+        return self._decoder is not None and not plainly
 
     def _attends(self, sizes: tuple[int, int]) -> bool:
         """Whether steps of these sizes can take our attention."""
@@ -177,7 +193,8 @@ class CapturedProgram(PlainProgram):
     def _take_faster(self, sizes: tuple[int, int]) -> None:
         if self._decoder is not None:
             took = self.tried.get(sizes[1], {})
-            self._decoder.prefers_triton = bool(took) and took["triton"] < took["cuda"]
+            faster = bool(took) and took["triton"] < _CLEARLY * took["cuda"]
+            self._decoder.prefers_triton = faster
 
     def _settled(self, ours: Step | None, sizes: tuple[int, int]) -> Step | None:
         """The same step by the attention that is faster with so many blocks: tried once."""
@@ -221,9 +238,10 @@ class CapturedProgram(PlainProgram):
         else:
             last_B = self._best_B[step.row_B.clamp(min=0)]
             token_B = torch.where(step.row_B < 0, step.token_B, last_B.clamp(min=0))
-        if self._decoder is None:
+        if not self._decodes(len(token_B)):
             logits_BV = self._plainly(step, token_B)
         else:
+            assert self._decoder is not None
             assert self._keys is not None
             assert self._values is not None
             places = (step.position_B, step.table_BW, self._keys, self._values)

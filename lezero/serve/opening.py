@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -67,6 +68,8 @@ _READ = (nn.Linear.forward, nn.Embedding.forward, nn.RMSNorm.forward, nn.Module.
 _OURS = ("lezero.", "torch.nn.utils.")
 """Where more such classes are, and what makes a weight out of others."""
 _LOG = logger("serve")
+_CAPTURED: WeakSet[Transformer] = WeakSet()
+"""Models whose weights captured graphs read where they lie."""
 
 
 ReadCoder = Callable[[], Coder]
@@ -268,7 +271,7 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
 
     Raises `ConfigError` for weights that the model cannot have, and for a model that is used up.
     """
-    if any(isinstance(block, Taken) for block in model.layers):
+    if model in _CAPTURED or any(isinstance(block, Taken) for block in model.layers):
         raise ConfigError(
             "model: was given to an LLM before, which took its weights and used it up; build or "
             "open it again"
@@ -305,7 +308,10 @@ def _fuses(model: Transformer, weights: Weights) -> bool:
 def _in_modules(model: Transformer, weights: Weights) -> Program:
     """The program that runs the modules of a model where they are."""
     model = _in_one_type(model, weights, model.norm.weight.device.type)
-    return CapturedProgram(model) if CapturedProgram.suits(model) else PlainProgram(model)
+    if not CapturedProgram.suits(model):
+        return PlainProgram(model)
+    _CAPTURED.add(model)  # graphs have the addresses of what another program may convert
+    return CapturedProgram(model)
 
 
 def _refuse_own_code(model: Transformer) -> None:

@@ -28,6 +28,8 @@ class Step:
 
     replay: Callable[[], None]
     logits_BV: Tensor
+    kept: tuple[Tensor, ...] = ()
+    """What the graph has the addresses of and others may replace."""
     ran = False
     """Whether it was launched once, graph or not."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lezero.core import device
+from lezero.core.errors import ConfigError
 from lezero.ops.decoder import cuda_step
 from lezero.serve.captured import _PIECES, CapturedProgram, best_token
 from lezero.serve.engine import Engine
 from lezero.serve.flight import Flight
+from lezero.serve.opening import program_of
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Fed, Program
 from lezero.serve.request import Request
@@ -187,6 +190,46 @@ def test_kernels_that_cannot_be_built_give_way_to_plain_operations(
     assert answers(captured, 200) == answers(PlainProgram(model), 200)
     assert (captured._decoder is not None) == stays
     assert all((step is None) == stays for step in captured._steps.values())
+
+
+def test_kernels_of_many_sequences_that_cannot_be_built_leave_those_of_few() -> None:
+    class Broken(WithoutSlices):
+        def logits(self, token_B: Tensor, *given: Any) -> Tensor:
+            if len(token_B) > 16:
+                raise NotImplementedError("shared memory")
+            return F.one_hot(token_B + 1, 256).double()
+
+    captured = CapturedProgram(small().double(), again)
+    kernels = captured._decoder = Broken()  # type: ignore[assignment]
+    captured.reserve(40)
+    many = captured.launch([Fed([5], 0, [i], [0]) for i in range(17)])
+    assert many is not None
+    few = captured.launch([Fed([5], 0, [0], [0])])
+    assert few is not None
+    assert few.tokens() == [6]
+    assert captured._decoder is kernels
+    assert all(captured._steps.values())
+
+
+def test_a_graph_keeps_tables_that_the_model_replaces() -> None:
+    captured = CapturedProgram(model := small().double(), again)
+    captured.reserve(8)
+    table = model.rope.cos_TP
+    assert captured.launch([Fed([5], 0, [1], [0])]) is not None
+    model.double()  # makes tables anew
+    assert model.rope.cos_TP is not table
+    (step,) = captured._steps.values()
+    assert step is not None
+    assert any(kept is table for kept in step.kept)
+
+
+def test_a_model_that_graphs_read_is_given_to_one_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CapturedProgram, "suits", staticmethod(lambda model: True))
+    model = small()
+    program_of(model, "fp32")
+    with pytest.raises(ConfigError, match="given to an LLM before"):
+        program_of(model, "bf16")
+    program_of(copy.deepcopy(model), "fp32")
 
 
 def test_launches_that_cannot_be_compiled_give_way_to_plain_operations(
