@@ -25,7 +25,7 @@ from lezero.core.errors import OrderError
 from lezero.nn.blocks import blocks
 from lezero.parallel.zero.config import Zero
 from lezero.parallel.zero.fsdp_unused import Unused
-from lezero.parallel.zero.held import local, register, retire
+from lezero.parallel.zero.held import local, mark_alike, register, retire
 from lezero.parallel.zero.instead import adopt, stands_in
 from lezero.parallel.zero.layout import Part, Rows
 from lezero.parallel.zero.outside import Outside
@@ -240,6 +240,7 @@ def apply(model: nn.Module, config: Zero, mesh: Mesh) -> FsdpSharding:
         reached = functools.partial(_reached, shard=id(parameter))
         Outside(parameter, name, sharding, lambda owner: owner.alike, reached)
         if before[name] is not parameter:
+            mark_alike(parameter, before[name])
             retire(before[name], name)
     return sharding
 

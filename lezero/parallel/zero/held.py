@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 REPLACED = "_lezero_replaced"
 HELD = "_lezero_held"
+_NO_USERS = ("_lezero", "_dynamo", "_is_param", "full_tensor")
+"""How attributes begin that are LeZero's, or what torch knows of one tensor and of no other."""
 
 
 class Mark(NamedTuple):
@@ -66,6 +68,15 @@ def _stale(name: str, _: torch.Tensor) -> None:
     )
 
 
+def mark_alike(parameter: torch.Tensor, old: torch.Tensor) -> None:
+    """Gives `parameter` the attributes that somebody has set on `old`, whose place it takes, such
+    as a `_no_weight_decay` that tells the optimizer's groups apart."""
+    own = vars(parameter)
+    for name, value in vars(old).items():
+        if not name.startswith(_NO_USERS):
+            own.setdefault(name, value)
+
+
 def register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Puts `parameter` where the module has one of that name."""
     if isinstance(module, nn.RNNBase):  # it keeps a list of its own beside the table
@@ -104,6 +115,7 @@ class Held:
         """Makes `parameter` the registered one; an optimizer that holds the old one is told so."""
         old = self.sharded
         if old is not parameter:
+            mark_alike(parameter, old)
             retire(old, self.name)
         parameter.requires_grad_(old.requires_grad)
         setattr(parameter, HELD, self)

@@ -13,7 +13,7 @@ from torch import nn
 
 from lezero.comm.link import Link
 from lezero.comm.pending import Pending
-from lezero.parallel.zero.held import Held, distributed
+from lezero.parallel.zero.held import Held, distributed, mark_alike
 from lezero.parallel.zero.layout import Layout
 from lezero.parallel.zero.lines import Lines
 
@@ -132,6 +132,7 @@ class Segment:
             # .data: a version counter of their own, which a gather into `whole` does not move
             data = held.sharded.data if whole is None else whole.views[at].data
             held.full = nn.Parameter(data, requires_grad=held.sharded.requires_grad)
+            mark_alike(held.full, held.sharded)
 
     @torch.no_grad()
     def gather(self) -> None:
