@@ -17,7 +17,7 @@ import torch
 
 from lezero.comm.account import OPERATIONS
 from lezero.comm.pending import IN_FLIGHT
-from lezero.comm.shared_memory import Place, SharedMemory
+from lezero.comm.shared_memory import Place, SharedMemory, available
 from lezero.core import groups, observer
 from lezero.core.errors import DistributedError
 from lezero.ops import signal
@@ -59,10 +59,10 @@ class Handshake:
     def __init__(
         self, group: torch.distributed.ProcessGroup, names: list[int], memory: SharedMemory
     ) -> None:
-        if not all(groups.gather_objects(signal.available(), group)):
+        if not all(groups.gather_objects(available(), group)):
             raise DistributedError(
-                "ranks share memory only on Linux and with a compiler (lz doctor); "
-                "set wire.topology: flat"
+                "ranks share memory only on Linux, with a compiler (lz doctor) and where os has "
+                "memfd_create and pidfd_open, and the kernel allows them; set wire.topology: flat"
             )
         self.rank, self.size, self.names = group.rank(), group.size(), names
         self._number = 0

@@ -19,6 +19,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from lezero.comm import shared_memory
 from lezero.comm.account import Account
 from lezero.comm.buffers import Buffers
 from lezero.comm.flat import Flat
@@ -28,7 +29,6 @@ from lezero.comm.route import Route
 from lezero.comm.shared import Shared
 from lezero.comm.topology import Hosts, find_hosts
 from lezero.core import device, groups, observer
-from lezero.ops import signal
 
 _FIRST, _LARGEST = 1 << 16, 1 << 25
 _LONG_S = 0.01  # a transfer that takes so long tells the bandwidth
@@ -85,7 +85,7 @@ def probe(mesh: Mesh, axis: str) -> Topology:
     found = []
     if any(len(host) > 1 for host in hosts_of_all):
         shared: Route | None = None
-        if local is not None and signal.available():
+        if local is not None and shared_memory.available():
             mine = next(host for host in inside if groups.rank() in host)
             with observer.unseen():  # a host of one rank has none
                 shared = Shared(local, mine)

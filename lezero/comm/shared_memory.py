@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from lezero.core.errors import DistributedError
+from lezero.ops import signal
 
 
 class Place(NamedTuple):
@@ -103,6 +104,19 @@ class SharedMemory:
         self._blocks.insert(at, block)
         self._mapped[block.place.owner, block.place.fd] = block
         return block
+
+
+def available() -> bool:
+    """True where ranks can share memory: on Linux, with a compiler, where this Python (some are
+    built for an older Linux) and this kernel let a process make memory and watch another."""
+    if not signal.available():
+        return False
+    try:
+        os.close(create(1))
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def create(nbytes: int) -> int:

@@ -18,7 +18,6 @@ import torch
 from lezero.comm import shared_memory
 from lezero.core import groups
 from lezero.core.log import logger
-from lezero.ops import signal
 
 _TOKEN_BYTES = 16
 
@@ -54,7 +53,7 @@ def find_hosts(group: torch.distributed.ProcessGroup) -> Hosts:
     """
     fd = -1
     token = secrets.token_bytes(_TOKEN_BYTES)
-    able = signal.available()
+    able = shared_memory.available()
     try:
         if able:
             fd = shared_memory.create(_TOKEN_BYTES)
@@ -86,7 +85,8 @@ def _partition(machines: list[str], opens: list[list[bool]]) -> tuple[tuple[int,
     if apart:
         logger("comm").info(
             "ranks of one machine cannot open each other's memory (another user, a process "
-            "namespace, no compiler): they exchange through Gloo"
+            "namespace, no compiler, a Python or a kernel without memfd_create or pidfd_open): "
+            "they exchange through Gloo"
         )
     return tuple(map(tuple, hosts))
 
