@@ -318,14 +318,22 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            seen = set()
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            seen = set()  # here, since `<<` will put others' keys in front of those that are there
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
                 if key.value in seen:
-                    said = f"line {key.start_mark.line + 1}: '{key.value}' is there twice"
-                    raise yaml.constructor.ConstructorError(None, None, said)
+                    said = f"'{key.value}' is there twice"
+                    raise yaml.composer.ComposerError(None, None, said, key.start_mark)
                 seen.add(key.value)
-            return dict(super().construct_mapping(node, deep))
+            return node
+
+        def construct_object(self, node: Any, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (LookupError, ValueError):  # of a tag that the text does not fit
+                said = f"{node.value!r:.80} is not understood as {node.tag.rpartition(':')[2]}"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark) from None
 
         def construct_integer(self, node: Any) -> int:
             text = self.construct_scalar(node)

@@ -122,6 +122,36 @@ def test_a_tag_of_yaml_1_1_is_refused(text: str) -> None:
         set_path({}, f"a={text}")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: !!bool maybe", "line 2: 'maybe' is not understood as bool"),
+        ("[!!float '']", "line 1: '' is not understood as float"),
+        ("!!float x", "line 1: 'x' is not understood as float"),
+    ],
+)
+def test_a_text_that_its_tag_does_not_fit_is_told(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        load_yaml(text)
+
+
+MERGED = """
+a: &a {x: 1}
+base:
+  inner: &b {<<: *a, x: 2}
+c: {<<: *b}
+d: {<<: [*a, *b], x: 3}
+"""
+
+
+def test_what_is_merged_may_be_there_already() -> None:
+    found = load_yaml(MERGED)
+    assert (found["base"], found["c"], found["d"]) == ({"inner": {"x": 2}}, {"x": 2}, {"x": 3})
+    for text in ("{x: 1, x: 2}", "a: &a {x: 1}\nb: {y: 1, <<: *a, y: 2}"):
+        with pytest.raises(ValueError, match=r"^line [12]: '[xy]' is there twice$"):
+            load_yaml(text)
+
+
 @pytest.mark.parametrize("text", ["1:30", "0b11", "10:00"])
 def test_what_is_no_number_in_yaml_1_2_is_refused_as_one(text: str) -> None:
     data: dict[str, object] = {}
