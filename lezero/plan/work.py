@@ -63,8 +63,13 @@ def attention_flops(call: Call) -> float:
     count = (5.0 if _backward(call) else 2.0) * 2 * k.shape[-2]
     for extent in q.shape:
         count *= extent
-    causal = any(value is True for value in (*call.args, *call.kwargs.values()))
-    return count / 2 if causal else count
+    return count / 2 if _causal(call) else count
+
+
+def _causal(call: Call) -> bool:
+    names = [argument.name for argument in call.op._schema.arguments]
+    given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+    return given.get("is_causal", given.get("causal")) is True  # ours has the shorter name
 
 
 def _backward(call: Call) -> bool:

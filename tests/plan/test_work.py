@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import lezero.ops.attention  # noqa: F401 - registers lezero::attention
 from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import attention_flops, flops, shrink, small_enough, tensor_facts, work_bytes
 
@@ -31,6 +32,22 @@ def test_flops_of_attention_count_the_triangle_once() -> None:
     assert attention_flops(Call(op, (q, q, q, 0.0, True), {}, key)) == 4 * 2 * 4 * 128 * 128 * 32
 
 
+def test_only_the_flag_of_the_triangle_is_taken_for_it() -> None:
+    q, whole = fact(2, 4, 128, 64), 4 * 2 * 4 * 128 * 128 * 64
+    op = aten._scaled_dot_product_efficient_attention.default
+    key = "aten._scaled_dot_product_efficient_attention.default("
+    for args, kwargs, expected in (
+        ((q, q, q, None, True), {}, whole),  # it is to return the sums
+        ((q, q, q, None, True, 0.0, True), {}, whole / 2),
+        ((q, q, q, None, False), {"is_causal": True}, whole / 2),
+    ):
+        assert attention_flops(Call(op, args, kwargs, key)) == expected
+    ours = torch.ops.lezero.attention.default
+    for causal, expected in ((True, whole / 2), (False, whole)):
+        call = Call(ours, (q, q, q, causal, 0.125), {}, "lezero.attention.default(")
+        assert attention_flops(call) == expected
+
+
 def test_a_large_product_is_cut_and_scaled() -> None:
     large = product(1 << 15, 1 << 13, 1 << 13)
     smaller, scale = shrink(large)
@@ -41,9 +58,11 @@ def test_a_large_product_is_cut_and_scaled() -> None:
 @pytest.mark.parametrize("samples", [1, 4])
 def test_long_attention_is_cut_to_what_runs_in_a_moment(samples: int) -> None:
     q, sums = fact(samples, 4, 100_000, 16), fact(samples, 4, 100_000)
-    name = "aten._scaled_dot_product_flash_attention_for_cpu"
-    forward = Call(aten.dot, (q, q, q, 0.0, True), {}, f"{name}.default(", (q, sums))
-    backward = Call(aten.dot, (q, q, q, q, q, sums, 0.0, True), {}, f"{name}_backward.default(")
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    op, back = getattr(aten, name).default, getattr(aten, f"{name}_backward").default
+    forward = Call(op, (q, q, q, 0.0, True), {}, f"aten.{name}.default(", (q, sums))
+    given = (q, q, q, q, q, sums, 0.0, True)
+    backward = Call(back, given, {}, f"aten.{name}_backward.default(")
     for call in (forward, backward):
         smaller, scale = shrink(call)
         assert attention_flops(smaller) < 1e10
