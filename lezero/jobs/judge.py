@@ -294,10 +294,13 @@ class Judge:
             expected = self.beside.parameters[name]
             found = parameter.to(expected.device)
             self.equal &= torch.equal(found, expected)
+            if not found.numel():
+                continue
             difference = (found - expected).abs()
             eps = torch.finfo(parameter.dtype).eps
             rounded = 8 * eps * learning_rate(self.train, step)  # of gradients of that type
             share = difference / (4 * eps * expected.abs() + max(moved, rounded))
+            share = torch.where(difference == 0, 0.0, share)  # where nothing is allowed either
             at = int(share.argmax())
             gap, part = float(difference.flatten()[at]), float(share.flatten()[at])
             one = Largest(gap, gap / part if part else moved, part, step + 1, name)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lezero.core.errors import ConfigError
 from lezero.data import Loader
+from lezero.jobs.judge import Judge
 from lezero.jobs.plain_loop import global_batch, learning_rate
 from lezero.jobs.verification import Largest
 from lezero.jobs.verify import verify
@@ -48,6 +49,20 @@ def test_a_healthy_run_is_within_tolerance(run, train):
     assert found.update.share < 0.75
     assert found.loss.share < 0.75
     assert found.figures[0].loss == pytest.approx(found.figures[0].plain_loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("final", [0.0, 0.1])
+def test_zeros_in_a_step_that_moves_nothing_and_no_elements_are_no_fault(final):
+    """At a learning rate of 0 no difference is allowed where a parameter is 0."""
+    train = TrainConfig(lr=0.5, steps=1, schedule={"kind": "linear", "final": final})
+    model = torch.nn.ParameterDict({"none": torch.ones(0), "bias": torch.zeros(2)})
+    judge = Judge(model, train, "fp32", 0)
+    assert judge._judge_update(0, dict(model)).share == 0
+    assert not judge.partings
+    for other in (0.5, math.nan):
+        judge.partings.clear()
+        judge._judge_update(0, {**model, "bias": torch.tensor([0.0, other])})
+        assert [one.parameter for one in judge.partings] == ["bias"]
 
 
 def test_compiled_blocks_are_within_tolerance(ranks, text, tmp_path):
