@@ -46,6 +46,10 @@ def test_only_the_flag_of_the_triangle_is_taken_for_it() -> None:
     for causal, expected in ((True, whole / 2), (False, whole)):
         call = Call(ours, (q, q, q, causal, 0.125), {}, "lezero.attention.default(")
         assert attention_flops(call) == expected
+        given = (q, q, q, q, q, fact(2, 4, 128), causal, 0.125)
+        back = torch.ops.lezero.attention_backward.default
+        call = Call(back, given, {}, "lezero.attention_backward.default(")
+        assert attention_flops(call) == 2.5 * expected
 
 
 def test_a_large_product_is_cut_and_scaled() -> None:
