@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lezero.plan.trace import Call, TensorFact
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+_ATTENTION = ("aten._scaled_dot_product", "lezero.attention.", "lezero.attention_backward.")
 
 
 class Most(NamedTuple):
@@ -56,7 +57,7 @@ def flops(call: Call) -> float:
 
 def attention_flops(call: Call) -> float:
     """Floating-point operations of fused attention: two products forward, five backward."""
-    if not call.key.startswith(("aten._scaled_dot_product", "lezero.attention")):
+    if not call.key.startswith(_ATTENTION):
         return 0.0
     q = _queries(call)
     k = list(tensor_facts(call.args))[2 if _backward(call) else 1]
