@@ -98,9 +98,26 @@ def from_hf(data: dict[str, Any], source: str = "config.json") -> TransformerCon
     return config
 
 
+def unread(quantization_config: Any) -> str:
+    """Why nothing here opens weights that were quantized so, and what to do; "" of other ones."""
+    said = quantization_config if isinstance(quantization_config, dict) else {}
+    if said.get("quantized_by") == "lz.quantize_":
+        return (
+            "was written by save_pretrained from a model that lz.quantize_ had quantized, which "
+            "leaves its weights out; write it again with lz.save_quantized"
+        )
+    if said.get("quant_method") == "compressed-tensors":
+        return (
+            "is in the compressed-tensors layout, which is written here for other servers and "
+            "not read; take the folder of lz.save_quantized without layout=, or the float model"
+        )
+    return ""
+
+
 def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
     if data.get("quantization_config") is not None:
-        raise FileError(f"{source}: the weights are quantized; lz.load_quantized opens them")
+        opens = "the weights are quantized; lz.load_quantized opens them"
+        raise FileError(f"{source}: {unread(data['quantization_config']) or opens}")
     act = data.get("hidden_act", "silu")
     if act not in ("silu", "swish"):  # two names of one function
         raise FileError(f"{source}: hidden_act {act!r} is not supported; supported is 'silu'")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lezero.comm.whole import whole
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, OrderError
 from lezero.core.interrupts import held_interrupts
 from lezero.core.paths import expand_home
 from lezero.files.folder import aside, held_alone, sync_files
@@ -109,13 +109,28 @@ def name_there(name: str) -> str:
 
 
 def export(model: nn.Module) -> dict[str, Tensor]:
-    """The model's parameters by name, whole, on the CPU. Meta tensors are a `ConfigError`."""
+    """The model's parameters by name, whole, on the CPU. Meta tensors are a `ConfigError`, buffers
+    that are part of the model's state an `OrderError`: the layout has no place for them."""
     state: dict[str, Tensor] = {}
+    if kept := _kept_buffers(model):
+        raise OrderError(
+            f"{kept[0]} is no parameter, so that this folder would lack it: a quantized model is "
+            "written by lz.save_quantized, or is plain again after lz.dequantize_"
+        )
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"{name} is on the meta device: the model has no weights to save yet")
         state[name] = whole(parameter.detach(), name).to("cpu").contiguous()
     return state
+
+
+def _kept_buffers(model: nn.Module) -> list[str]:
+    return [
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
 
 
 def _write_weights(state: Mapping[str, Tensor], root: Path, shard_bytes: int) -> None:

@@ -228,10 +228,12 @@ class Transformer(nn.Module):
             cos, sin = self.rope.gather(positions_BT)
             seen_BS = positions_BT if cache is None else cache.extend_positions(positions_BT)
             mask = visible(positions_BT, seen_BS, self.config.sliding_window)
+        # Not the condition itself, which is no bool while T is traced as a symbol.
+        causal = True if mask is None and T > 1 else False  # noqa: SIM210
         x_BTD = self.embed_tokens(tokens_BT)
         for index, block in enumerate(self.layers):
             layer = None if cache is None else cache.layers[index]
-            x_BTD = block(x_BTD, cos, sin, mask, mask is None and T > 1, layer)
+            x_BTD = block(x_BTD, cos, sin, mask, causal, layer)
         x_BTD = self.norm(x_BTD[:, -1:] if last else x_BTD)
         if self.lm_head is not None:
             return self.lm_head(x_BTD)

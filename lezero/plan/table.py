@@ -28,6 +28,11 @@ _TIMES = {
 }
 
 
+def _within(error: float) -> str:
+    """An error as people read it: beyond 1 only one side of it says something."""
+    return f"±{error:.0%}" if error < 1 else f"at most {1 + error:.1f} times as much"
+
+
 def render(forecast: Forecast) -> str:
     """Tables of memory and time, what the run will take, and whether it fits."""
     memory_error = forecast.stated_error["memory"]
@@ -39,7 +44,7 @@ def render(forecast: Forecast) -> str:
         f"{_parameters(forecast.parameters)} parameters, {forecast.precision}, {forecast.form}, "
         f"attention by {forecast.attention}, {ranks}, {forecast.tokens_per_step:,} tokens a step",
         "",
-        f"Peak memory of a rank (±{memory_error:.0%})",
+        f"Peak memory of a rank ({_within(memory_error)})",
     ]
     for name, count in forecast.memory_parts.items():
         lines.append(f"  {name:<14}{size(count):>11}   {_MEANING.get(name, '')}".rstrip())
@@ -48,7 +53,7 @@ def render(forecast: Forecast) -> str:
         f"  {'total':<14}{size(forecast.memory_bytes):>11}   {share:.0%} of "
         f"{size(forecast.limit_bytes)} free for a rank",
         "",
-        f"Time of a step (±{time_error:.0%})",
+        f"Time of a step ({_within(time_error)})",
     ]
     for name, seconds in forecast.time_parts.items():
         share = seconds / forecast.step_seconds if forecast.step_seconds else 0.0

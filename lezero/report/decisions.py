@@ -82,6 +82,8 @@ def read_decisions(run: str | os.PathLike[str]) -> dict[str, Any]:
         if path.is_dir():
             path = path / FILE
         data = json.loads(path.read_bytes())
+    except FileError:
+        raise
     except FileNotFoundError:
         raise FileError(
             f"{path.parent}: there is no {FILE} in it; a run writes it when it starts. "

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import lezero as lz
+from lezero.core.errors import FileError
 
 transformers = pytest.importorskip("transformers")
 
@@ -102,6 +103,23 @@ def test_other_models_are_saved_as_before(tmp_path: Path) -> None:
     second.save_pretrained(tmp_path / "d")
     written = json.loads((tmp_path / "d" / "config.json").read_text())
     assert written["quantization_config"] == {"quant_method": "another"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ({"quantized_by": "lz.quantize_"}, "save_pretrained.*lz.save_quantized"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors layout.*not read"),
+    ],
+)
+def test_folders_that_nothing_opens_say_so_wherever_they_are_given(
+    entry: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    written = {**config().to_dict(), "quantization_config": entry}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    for opens in (lz.models.load_hf, lz.load_quantized):
+        with pytest.raises(FileError, match=why):
+            opens(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["lezero", "gptq", "another"])

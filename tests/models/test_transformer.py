@@ -178,6 +178,20 @@ def test_a_block_compiles_as_one_graph_for_any_length(change: dict[str, Any]) ->
     torch._dynamo.reset()
 
 
+def test_it_is_exported_and_compiled_for_any_length() -> None:
+    torch._dynamo.reset()
+    model = build(kv_heads=2)
+    length = torch.export.Dim("length", min=2, max=16)
+    shapes = ({1: length},)
+    exported = torch.export.export(model, (some_tokens(2, 8),), dynamic_shapes=shapes).module()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for T in (8, 5, 16):
+        tokens = some_tokens(2, T)
+        torch.testing.assert_close(exported(tokens), model(tokens))
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    torch._dynamo.reset()
+
+
 def test_what_does_not_fit_is_a_clear_error() -> None:
     model = build()
     with pytest.raises(ConfigError, match="33 tokens is longer than the model's context of 32"):

@@ -320,6 +320,8 @@ def test_the_table_shows_parts_totals_and_the_stated_error() -> None:
     for word in ("parameters", "activations", "(±", "±25%", "tokens/s", "100 steps", "Fits."):
         assert word in text
     assert text.startswith(f"{made.parameters:,} parameters, "), "a small number is exact"
+    wide = replace(made, stated_error={"memory": 1.25, "time": 0.25})
+    assert "of a rank (at most 2.2 times as much)" in render(wide)
     assert render(replace(made, parameters=26_140_000)).startswith("26.1M parameters, ")
     lacking = foresee(limit=1 << 20)
     assert "Does not fit." in render(lacking)

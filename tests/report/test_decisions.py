@@ -92,7 +92,7 @@ def test_damaged_files_are_explained(tmp_path, content, message):
 
 
 def test_missing_folder_and_file(tmp_path):
-    with pytest.raises(FileError, match="no such run folder"):
+    with pytest.raises(FileError, match=r"x: no such run folder$"):
         read_decisions(tmp_path / "x")
     with pytest.raises(FileError, match="cannot be read"):
         read_decisions(tmp_path / ("x" * 300))  # as one that may not be entered

@@ -29,7 +29,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.core.interrupts import held_interrupts
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
-from lezero.models.hf_config import from_hf
+from lezero.models.hf_config import from_hf, unread
 from lezero.models.huggingface import (
     no_regular_file,
     read_json,
@@ -123,6 +123,8 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
             f"{root}: manifest.json is missing, which says what the tensors are: the folder is "
             "damaged; copy it again, or write it again with lz.save_quantized"
         )
+    if why := unread(found):
+        raise FileError(f"{where}: {why}")
     if method not in ("gptq", "awq"):
         raise FileError(
             f"{where}: quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq'"
