@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from lezero.compress.quantize import (
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.facts import cache_folder
+from lezero.core.log import say
 from lezero.data import EvalLoader, Rows, TokenizerConfig, prepare
 from lezero.files.folder import aside, contents
 from lezero.hub.foreign import is_foreign, load_foreign
@@ -27,6 +29,7 @@ from lezero.hub.opened import open_model
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, gguf_tokenizer
+from lezero.report.units import span
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def compress(config: CompressConfig) -> Compressed:
             data=calibration or None,
             filter=config.filter,
             objective=config.objective,
-            metric=lambda made: perplexity(_logits_of(made), held),
+            metric=_told(held),
             budget=config.budget,
         )
         report = quantization_report(model)
@@ -76,6 +79,32 @@ def compress(config: CompressConfig) -> Compressed:
         assert after is not None
         saved = save_quantized(model, config.out, tokenizer_folder=folder, layout=config.layout)
         return Compressed(saved, report, before, after)
+
+
+def _told(held: list[dict[str, Tensor]]) -> Callable[[nn.Module], float]:
+    """Perplexity on `held`, with lines for those who wait: it takes hours where a processor lacks
+    the type of the weights."""
+    left = ["of the model as it is"]
+
+    def metric(model: nn.Module) -> float:
+        which = left.pop() if left else "after quantization"
+        logits, begun = _logits_of(model), time.monotonic()
+        done = 0
+
+        def forward(tokens: Tensor) -> Tensor:
+            nonlocal done
+            found, done = logits(tokens), done + 1
+            if done == 1:
+                seconds = span((time.monotonic() - begun) * len(held))
+                say(f"perplexity {which}: {len(held)} batches, some {seconds}")
+            return found
+
+        value = perplexity(forward, held)
+        if which.endswith("as it is"):
+            say("calibrating and quantizing, block by block")
+        return value
+
+    return metric
 
 
 def _open(config: CompressConfig, spare: Path) -> tuple[nn.Module, Path]:

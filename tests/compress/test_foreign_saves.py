@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import lezero as lz
-from lezero.core.errors import FileError
+from lezero.core.errors import FileError, OrderError
+from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,6 +104,20 @@ def test_other_models_are_saved_as_before(tmp_path: Path) -> None:
     second.save_pretrained(tmp_path / "d")
     written = json.loads((tmp_path / "d" / "config.json").read_text())
     assert written["quantization_config"] == {"quant_method": "another"}
+
+
+def test_a_quantized_model_of_our_own_is_not_saved_without_its_weights(tmp_path: Path) -> None:
+    """As it might be over its float ones."""
+    shape = {"vocab": 96, "dim": 64, "layers": 1, "heads": 2, "ffn": 64, "context": 64}
+    save_hf(Transformer(TransformerConfig(**shape)), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    model = lz.quantize_(load_hf(tmp_path), lz.Int8Weight(), objective="size")
+    with pytest.raises(OrderError, match=r"weight\.packed is no parameter.*lz\.save_quantized"):
+        save_hf(model, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    save_hf(lz.dequantize_(model), tmp_path)
+    tokens = torch.arange(8)[None]
+    assert torch.equal(load_hf(tmp_path)(tokens), model(tokens))
 
 
 @pytest.mark.parametrize(

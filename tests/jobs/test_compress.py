@@ -71,7 +71,10 @@ def test_the_command_writes_a_folder_that_loads(
     path.write_text(yaml.safe_dump(settings(place, tmp_path, budget=0.5)))
     assert main(["compress", str(path), "--set", "scheme.scales=minmax"]) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    told = [line.partition(", some")[0] for line in err.splitlines()]
+    first, last = "perplexity of the model as it is", "perplexity after quantization"
+    middle = "calibrating and quantizing, block by block"
+    assert told == [f"{first}: 2 batches", middle, f"{last}: 2 batches"]
     for said in ("int4 g32", "size: ", "perplexity on held-out text: ", "saved: "):
         assert said in out
     made = lz.load_quantized(tmp_path / "out")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lezero.core.errors import ConfigError, CorruptError, FileError, OrderError
+from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
 from lezero.models.hf_config import from_hf, to_hf
 from lezero.models.rope import frequencies
@@ -382,16 +382,6 @@ def test_a_failed_save_leaves_what_was_there(
         save_hf(build(tied=False), tmp_path / "out")
     assert torch.equal(logits(load_hf(tmp_path / "out")), logits(model))
     assert list(tmp_path.glob(".*")) == []
-
-
-def test_what_is_no_parameter_is_not_left_out(tmp_path: Path) -> None:
-    """As the codes of a quantized model are, over whose float weights it might be saved."""
-    save_hf(model := build(tied=False), tmp_path / "out")
-    before = (tmp_path / "out" / "model.safetensors").read_bytes()
-    model.layers[0].mlp.register_buffer("codes", torch.zeros(1))
-    with pytest.raises(OrderError, match=r"layers\.0\.mlp\.codes.*lz\.save_quantized"):
-        save_hf(model, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
 
 
 def test_a_model_without_weights_cannot_be_saved(tmp_path: Path) -> None:
