@@ -87,5 +87,6 @@ def _refuse_what_is_not_causal(config: Any, place: str) -> None:
     if not goes_on or bidirectional or config.is_encoder_decoder:
         raise FileError(
             f"{place}: model_type {kind!r} with architectures {named} is no causal language model, "
-            "which could continue a text; lz.quantize_ and lz serve --module take any module"
+            "which could continue a text; lz serve takes encoders of BERT's kind, lz.quantize_ and "
+            "lz serve --module any module"
         )

@@ -128,8 +128,10 @@ def _build(known: Generation, root: Path) -> Transformer:
     shape = known.documents.get("model")
     if shape is None:
         raise FileError(
-            f"{root}: the model is not of LeZero's own, so build it (best inside "
-            "lezero.nn.meta.parameters_on_meta()) and give it: lz.load_quantized(folder, model)"
+            f"{root}: the model is no lezero.models.Transformer, so build it (best inside "
+            "lezero.nn.meta.parameters_on_meta(); lezero.models.load_bert of the float folder for "
+            "an encoder of ours) and give it: lz.load_quantized(folder, model). Answers by lz.LLM "
+            "or a command need a model that lezero.models.load_hf opened before lz.quantize_"
         )
     try:
         config = TransformerConfig.parse(shape, f"{root / MANIFEST}: model")
