@@ -28,7 +28,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_table(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", config]) == 0
     text = capsys.readouterr().out
-    assert "Peak memory of a rank (±" in text
+    assert "Peak memory of a rank (" in text
     assert "Fits." in text
 
 
