@@ -2,7 +2,7 @@
 
 Merges never cross words, so that another cut gives a model pieces that it was not taught. Each name
 stands for one or more expressions, of which each cuts on what those before it left: llama.cpp's
-(`src/llama-vocab.cpp`), of the families that are read here.
+(`src/llama-vocab.cpp`), for most names that it knows.
 """
 
 from __future__ import annotations
