@@ -27,6 +27,7 @@ _FILE_NAME = re.compile(r"tensors-[a-z0-9-]{1,64}\.safetensors")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MAX_TENSORS, _MAX_FILES, _MAX_DIMS, _MAX_SIZE = 1 << 20, 1 << 16, 64, 1 << 62
 _MAX_HEADER = 1 << 28  # more than other readers of safetensors take
+_MAX_CHUNK = 1 << 30  # a chunk is read whole, to see whether it is damaged
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ class Manifest:
     def from_fields(cls, fields: Mapping[str, Any], where: str) -> Manifest:
         """Checks every field; raises `CorruptError` for the first that cannot be."""
         data = _Fields(fields, where)
-        chunk = data.count("chunk", 1)
+        chunk = data.count("chunk", 1, _MAX_CHUNK)
         files = {n: _file(n, e) for n, e in data.each("files", _MAX_FILES)}
         tensors = {n: _tensor(e, files, chunk) for n, e in data.each("tensors", _MAX_TENSORS)}
         made = cls(
@@ -150,9 +151,9 @@ class _Fields:
             raise self.bad(f"'{key}' should be {kind.__name__}, found {str(value)[:40]!r}")
         return value
 
-    def count(self, key: str, least: int = 0) -> int:
+    def count(self, key: str, least: int = 0, most: int = _MAX_SIZE) -> int:
         value = self.take(key, int)
-        if not least <= value <= _MAX_SIZE:
+        if not least <= value <= most:
             raise self.bad(f"'{key}' is out of range")
         return value
 

@@ -62,6 +62,7 @@ FORGERIES = {
     "digest": (lambda b: part(b).update(chunks=["zz"]), "64 hexadecimal"),
     "no digest": (lambda b: part(b).update(chunks=[]), "wrong number of digests"),
     "chunk": (lambda b: b.update(chunk=0), "'chunk' is out of range"),
+    "vast chunk": (lambda b: b.update(chunk=1 << 40), "'chunk' is out of range"),
     "tiny chunk": (lambda b: b.update(chunk=1), "wrong number"),
     "size": (lambda b: b["files"][FILE].update(size=10**15), "do not fill"),
     "header": (lambda b: b["files"][FILE].update(header=10**15), "header is longer"),

@@ -145,8 +145,9 @@ def _check_tokenizer(folder: Path) -> None:
     if (folder / "config.json").is_file() and not holds_tokenizer(folder):
         raise ConfigError(
             f"model: {folder} holds no tokenizer, without which answers have no text; copy the "
-            "files of the model's into it (tokenizer.json, tokenizer_config.json). lz.LLM opens it "
-            "for prompts that are tokens"
+            "files of the model's into it (tokenizer.json, tokenizer_config.json). lz.LLM opens "
+            "language models without one, for prompts that are tokens; lz serve --module serves "
+            "models of other kinds"
         )
 
 
