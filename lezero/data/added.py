@@ -9,11 +9,12 @@ from typing import Any
 
 from lezero.core.errors import FileError
 from lezero.core.log import logger
-from lezero.data.special import SETTINGS, both_settings, read_object
+from lezero.data.special import SETTINGS, all_settings, both_settings, read_object
 
 OLD_LIST = "added_tokens.json"
 _LISTED = "added_tokens_decoder"
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
+_NOT_NEEDED = ("pad_token", _EXTRA, _OLD_EXTRA)
 _LOG = logger("data")
 _SHOWN = 5
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -69,11 +70,15 @@ def with_declared(
 
 def _of_model(inner: Any, folder: Path, rows: int | None) -> tuple[Any, set[str]]:
     """The tokenizer without tokens that it adds beyond those of the model, and their texts; as it
-    is where it puts one of them around a text itself."""
+    is where one of them begins or ends texts or is put around them: config.json is older then."""
+    inner.no_padding()
     added = sorted(inner.get_added_tokens_decoder().items())
     plain = inner.get_vocab(with_added_tokens=False)
     beyond = [(i, x) for i, x in added if rows is not None and i >= rows and x.content not in plain]
-    if not beyond or {i for i, _ in beyond} & set(inner.encode("a").ids):
+    named = {name: x for name, x in all_settings(folder).items() if name not in _NOT_NEEDED}
+    needed, _ = _specials(folder, {}, named)
+    around = set(inner.encode("a").ids)
+    if not beyond or any(i in around or x.content in needed for i, x in beyond):
         return inner, set()
     _LOG.warning(
         "%s adds tokens beyond the %d of the model, %s: they stay text",

@@ -218,6 +218,9 @@ def test_a_token_that_is_added_beyond_the_model_stays_text(
     more = {"302": {**PLAIN, "content": "<s>"}} if listed_too else {}
     folder = folder_of(tmp_path / "made", named(added_tokens_decoder=more, pad_token="<s>"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": 302}))
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.enable_padding(pad_id=302, pad_token="<s>", length=9)  # as left by padding="max_length"
+    inner.save(str(folder / "tokenizer.json"))
     found = load_tokenizer(folder)
     (said,) = caplog.messages
     assert "tokenizer.json adds tokens beyond the 302 of the model, '<s>' as 302: they stay" in said
@@ -238,6 +241,15 @@ def test_a_token_beyond_the_model_that_begins_each_text_is_not_left_out(tmp_path
     inner.save(str(folder / "tokenizer.json"))
     (folder / "config.json").write_text(json.dumps({"vocab_size": 302}))
     assert load_tokenizer(folder).vocab_size == 303
+
+
+def test_a_token_that_ends_texts_is_not_left_out_beside_an_older_config(tmp_path: Path) -> None:
+    """Of a model that was made smaller or never grown; a run of a new model takes all tokens."""
+    folder = folder_of(tmp_path, named(eos_token="<s>"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 302, "eos_token_id": 0}))
+    found = load_tokenizer(folder)
+    assert (found.vocab_size, found.eos) == (303, 302)
+    assert found.encode("a<s>")[-1] == 302
 
 
 def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
