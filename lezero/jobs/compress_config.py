@@ -105,8 +105,8 @@ class CompressConfig(Config):
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Self:
         """Reads a YAML file and applies `a.b=value` overrides; `ConfigError` explains problems."""
         data = read_yaml(str(path))
-        if isinstance(data.get("scheme"), str):  # the short form, which overrides go into
-            data["scheme"] = {"kind": data["scheme"]}
         for assignment in overrides or []:
+            if isinstance(data.get("scheme"), str):  # the short form, which overrides go into
+                data["scheme"] = {"kind": data["scheme"]}
             set_path(data, assignment)
         return cls.parse(data, str(path))

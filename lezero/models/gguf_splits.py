@@ -50,13 +50,15 @@ _DEEPSEEK_V3 = (
 _THREE_DIGITS = r"\p{N}{1,3}"
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _LLAMA3, _QWEN2 = (_words(_THREE_DIGITS),), (_words(r"\p{N}"),)
+_MARKED = r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"  # marks go with letters, not with signs
+_QWEN35 = _words(r"\p{N}", _MARKED).replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
 _GPT4O, _ONE_DIGIT = (_cases(_THREE_DIGITS, f"{_ENDINGS}?"),), (r"\p{N}", _GPT2)
 
 _FAMILIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
     ("dbrx smaug-bpe glm4 chatglm-bpe", _LLAMA3),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
-    ("qwen35", (_words(r"\p{N}").replace(r"\p{L}+", r"[\p{L}\p{M}]+"),)),
+    ("qwen35", (_QWEN35,)),
     ("tekken", (_cases(r"\p{N}"),)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
     (

@@ -273,15 +273,17 @@ class LLM:
     def served(self) -> Iterator[None]:
         """Within it the engine is a server's, whose thread takes the steps. Raises `OrderError`
         where another one has it, or answers are under way."""
-        with self._alone():
-            self._refuse_if_served()
-            if self.engine.busy:
-                raise OrderError("this LLM has answers under way; end them before it is served")
-            self._served = True
+        taken = False
         try:
+            with self._alone():  # which lets a Ctrl-C in at its end
+                self._refuse_if_served()
+                if self.engine.busy:
+                    raise OrderError("this LLM has answers under way; end them before it is served")
+                self._served = taken = True
             yield
         finally:
-            self._served = False
+            if taken:
+                self._served = False
 
     def _refuse_if_served(self) -> None:
         if self._served:

@@ -92,6 +92,8 @@ def test_a_scheme_in_its_short_form_takes_fields(tmp_path: Path) -> None:
     path.write_text("{model: m, out: o, scheme: int4_weight}")
     made = CompressConfig.load(path, ["scheme.group=32", "scheme.scales=minmax"])
     assert made.scheme == lz.Int4Weight(group=32, scales="minmax")
+    named = CompressConfig.load(path, ["scheme=nf4", "scheme.group=32"])
+    assert named.scheme == lz.Nf4(group=32)
     assert CompressConfig.load(path, ["scheme=nf4"]).scheme == lz.Nf4()
     assert CompressConfig.load(path, ["scheme=nf4", "objective=size"]).objective == "size"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from lezero.core.errors import FileError
 from lezero.data import load_tokenizer
 from lezero.models import gguf_tokenizer
+from lezero.models.gguf_splits import split_of
 
 gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
 BEGIN, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
@@ -79,6 +82,20 @@ def test_words_are_cut_as_the_file_names_it(
     found = gguf_tokenizer(write(tmp_path / "a.gguf", "gpt2", DIGITS, {}, pre=name))
     assert found.convert_ids_to_tokens(found(text).input_ids) == tokens
     assert found.decode(found(text).input_ids) == text
+
+
+def test_words_are_cut_as_by_transformers_where_it_knows_the_name(tmp_path: Path) -> None:
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    signs = "aZé中ى١9 7\t\n\r .,!'\"/(_$€❤\ufe0f\u0301\u0940ǅ\u00a0\u200d😀"
+    drawn = random.Random(0)
+    texts = ["".join(drawn.choices(signs, k=12)) for _ in range(200)] + ["I ❤\ufe0f you 'Re it's"]
+    for name, expression in mapping.GGUF_PRE_TOKENIZER_SPLITS.items():
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(expression), "isolated")
+        bytes_ = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        right = tokenizers.pre_tokenizers.Sequence([split, bytes_])
+        mine = split_of(name, tmp_path)
+        for text in texts:
+            assert mine.pre_tokenize_str(text) == right.pre_tokenize_str(text), (name, text)
 
 
 def test_a_cut_that_nobody_names_is_llama_cpps_and_told(

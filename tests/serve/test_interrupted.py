@@ -72,3 +72,19 @@ def test_ctrl_c_at_any_moment_leaves_the_engine_to_others(what: str) -> None:
     llm.end(answer)
     assert llm.generate([1, 2, 3], GREEDY)[0].tokens == wanted
     assert llm.engine.pool.used_count == 0
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_as_a_server_begins_or_ends_leaves_the_model_to_python() -> None:
+    llm = LLM(small(), weights="bf16")
+
+    def serve() -> None:
+        with llm.served():
+            pass
+
+    number = 1
+    while pressed_at(number, serve):
+        number += 1
+        assert not llm._served and not llm._lock.locked(), number
+    assert number > 30
+    assert llm.generate([1, 2, 3], GREEDY)[0].error is None
