@@ -289,7 +289,9 @@ def _matched(
         if members not in saved:
             shown = ", ".join(sorted(members)[:5])
             raise FileError(
-                f"group {number} of the optimizer ({shown}…) was not a group when it was saved"
+                f"group {number} of the optimizer ({shown}…) was not a group when it was saved; "
+                f"build it with the {len(saved)} of then. lezero.optim has two of a module, whose "
+                "norms, biases and embeddings are not decayed, and one of model.parameters()"
             )
         near = device_of(group["params"])
         options = {k: from_json(v, near) for k, v in saved[members]["options"].items()}

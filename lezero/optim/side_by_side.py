@@ -5,7 +5,9 @@ torch's fused optimizers walk a weight, its gradient and its moments side by sid
 element as they lie in memory, and never look at their strides. Where one lies otherwise (a
 transposed or channels-last gradient that was assigned, moments of a checkpoint of another layout)
 each weight gets the step of another one; and of a weight with gaps (a slice of a larger one) they
-change what lies in the gaps. torch's other implementations are right there.
+change what lies in the gaps. Nor do they look at sizes: where a weight grew behind its moments
+(transformers' `resize_token_embeddings` keeps the parameter), they write beyond these. torch's
+other implementations are right there, or say so.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lezero.core.errors import ConfigError
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -40,16 +44,20 @@ def side_by_side(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _lie_plainly(parameter: Tensor, grad: Tensor, states: Mapping[Tensor, Any]) -> bool:
-    """Whether all is contiguous, as it nearly always is: this is asked of each at every step."""
+    """Whether all is contiguous and of one size, as it nearly always is: this is asked of each at
+    every step."""
     if type(parameter) is not nn.Parameter or not parameter.is_contiguous():
         return False
     if grad.layout != torch.strided or not grad.is_contiguous():
         return False
     if not (state := states.get(parameter)):
-        return True
-    first, second, largest = map(state.get, _MOMENTS)
-    alike = first is None or (first.is_contiguous() and second.is_contiguous())
-    return alike and (largest is None or largest.is_contiguous())
+        return grad.shape == parameter.shape
+    size = parameter.shape
+    for key in _MOMENTS:
+        moment = state.get(key)
+        if moment is not None and not (moment.is_contiguous() and moment.shape == size):
+            return False
+    return grad.shape == size
 
 
 def _lay(parameter: Tensor, grad: Tensor, state: dict[str, Any], later: Callable[..., Any]) -> None:
@@ -57,6 +65,13 @@ def _lay(parameter: Tensor, grad: Tensor, state: dict[str, Any], later: Callable
         return  # which torch refuses
     moments = {key: state[key] for key in _MOMENTS if key in state}
     every = [_held(x) for x in (parameter, grad, *moments.values())]
+    for key, value in zip(("its gradient", *moments), every[1:], strict=True):
+        if value.shape != every[0].shape:
+            raise ConfigError(
+                f"optimizer: a parameter is {tuple(every[0].shape)} and {key} "
+                f"{tuple(value.shape)}: it was resized after the optimizer was made; build a new "
+                "optimizer, and a new Engine where one runs it"
+            )
     if all(x.is_contiguous() for x in every):
         return
     weight = every[0]

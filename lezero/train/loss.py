@@ -178,6 +178,13 @@ def _rows_of(column: Any, rows: range, size: int, name: str) -> Any:
         return torch.nested.as_nested_tensor(
             list(column.unbind()[rows.start : rows.stop]), layout=column.layout
         )
+    if isinstance(column, torch.Tensor) and column.is_sparse:  # nor have these
+        return column.index_select(0, torch.arange(rows.start, rows.stop, device=column.device))
+    if isinstance(column, torch.Tensor) and column.layout != torch.strided:
+        raise ConfigError(
+            f"the {name} is {str(column.layout).removeprefix('torch.')}, which cannot be "
+            "cut into micro-batches; give a list of ready-made ones, or a sparse_coo tensor"
+        )
     return column[rows.start : rows.stop]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from lezero.core.errors import ConfigError
 from lezero.optim import AdamW
 from lezero.parallel.zero import Zero, full_state_dict, shard_
 from tests.ranks import RankPool
@@ -225,3 +226,22 @@ def of_shards(stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_shards_whose_gradients_lie_otherwise(ranks: RankPool, stage: int) -> None:
     assert max(ranks(2, of_shards, stage)) < 1e-12
+
+
+@pytest.mark.parametrize("rows", [2, 4, 4000])
+def test_a_parameter_that_was_resized_in_place_is_refused(rows: int) -> None:
+    """torch's kernels would read and write beyond its moments."""
+    model = nn.Linear(3, 40)
+    optimizer = AdamW(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+    step()
+    model.weight.data, model.bias.data = torch.ones(rows, 3), torch.ones(rows)
+    with pytest.raises(ConfigError, match=rf"is \({rows}, 3\) and exp_avg \(40, 3\).*a new opti"):
+        step()
+    optimizer = AdamW(model.parameters())
+    step()

@@ -85,6 +85,7 @@ def test_ctrl_c_as_a_server_begins_or_ends_leaves_the_model_to_python() -> None:
     number = 1
     while pressed_at(number, serve):
         number += 1
-        assert not llm._served and not llm._lock.locked(), number
+        assert not llm._served, number
+        assert not llm._lock.locked(), number
     assert number > 30
     assert llm.generate([1, 2, 3], GREEDY)[0].error is None

@@ -241,6 +241,14 @@ def test_a_jagged_batch_is_cut_by_rows():
         assert all(map(torch.equal, cut["x"].unbind(), wanted))
 
 
+def test_a_sparse_batch_is_cut_by_rows():
+    x = torch.diag(torch.arange(1.0, 5))
+    for cut, wanted in zip(split({"x": x.to_sparse(), "y": x}, 2), x.split(2), strict=True):
+        assert torch.equal(cut["x"].to_dense(), wanted)
+    with pytest.raises(ConfigError, match=r"'x' is sparse_csr, which.*ready-made ones"):
+        split({"x": x.to_sparse_csr(), "y": x}, 2)
+
+
 class NoUpdate(dict):
     """As the outputs of transformers' models, which may be another model's batch."""
 
