@@ -158,7 +158,7 @@ class CapturedProgram(PlainProgram):
                     "CUDA kernels do not run here, or Triton's beside them; others are tried: %s"
                 )
                 _LOG.warning(kinds, error)
-                self._launches = False
+                self._launches = self._many_plainly = False
                 if self._decoder is not None:
                     self._decoder.slices = False
                 return self._made(sizes)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -68,7 +68,7 @@ _READ = (nn.Linear.forward, nn.Embedding.forward, nn.RMSNorm.forward, nn.Module.
 _OURS = ("lezero.", "torch.nn.utils.")
 """Where more such classes are, and what makes a weight out of others."""
 _LOG = logger("serve")
-_CAPTURED: WeakSet[Transformer] = WeakSet()
+_CAPTURED: WeakKeyDictionary[Transformer, ref[CapturedProgram]] = WeakKeyDictionary()
 """Models whose weights captured graphs read where they lie."""
 
 
@@ -271,7 +271,10 @@ def program_of(model: Transformer, weights: Weights, *, x_blocks: bool | None = 
 
     Raises `ConfigError` for weights that the model cannot have, and for a model that is used up.
     """
-    if model in _CAPTURED or any(isinstance(block, Taken) for block in model.layers):
+    graphs = _CAPTURED.get(model)
+    if graphs is not None and graphs() is not None:
+        raise ConfigError("model: another LLM runs it; delete that one first, or open it again")
+    if any(isinstance(block, Taken) for block in model.layers):
         raise ConfigError(
             "model: was given to an LLM before, which took its weights and used it up; build or "
             "open it again"
@@ -310,8 +313,9 @@ def _in_modules(model: Transformer, weights: Weights) -> Program:
     model = _in_one_type(model, weights, model.norm.weight.device.type)
     if not CapturedProgram.suits(model):
         return PlainProgram(model)
-    _CAPTURED.add(model)  # graphs have the addresses of what another program may convert
-    return CapturedProgram(model)
+    made = CapturedProgram(model)
+    _CAPTURED[model] = ref(made)  # its graphs have the addresses of what another may convert
+    return made
 
 
 def _refuse_own_code(model: Transformer) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lezero.core import device
-from lezero.core.errors import ConfigError
 from lezero.ops.decoder import cuda_step
 from lezero.serve.captured import _PIECES, CapturedProgram, best_token
 from lezero.serve.engine import Engine
 from lezero.serve.flight import Flight
-from lezero.serve.opening import program_of
 from lezero.serve.plain import PlainProgram
 from lezero.serve.program import Fed, Program
 from lezero.serve.request import Request
@@ -211,6 +208,27 @@ def test_kernels_of_many_sequences_that_cannot_be_built_leave_those_of_few() -> 
     assert all(captured._steps.values())
 
 
+def test_cuda_kernels_that_cannot_be_built_leave_triton_many_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Kernels(WithoutSlices):
+        def logits(self, token_B: Tensor, *given: Any) -> Tensor:
+            return F.one_hot(token_B + 1, 256).double()
+
+    def broken(*_: Any) -> Tensor:
+        raise RuntimeError("NVRTC does not compile step.cu")
+
+    monkeypatch.setattr(cuda_step, "chosen", broken)
+    captured = CapturedProgram(small().double(), again)
+    kernels = captured._decoder = Kernels()  # type: ignore[assignment]
+    captured._launches = True
+    captured.reserve(40)
+    many = captured.launch([Fed([5], 0, [i], [0]) for i in range(17)])
+    assert many is not None
+    assert many.tokens() == [6] * 17
+    assert captured._decoder is kernels
+
+
 def test_a_graph_keeps_tables_that_the_model_replaces() -> None:
     captured = CapturedProgram(model := small().double(), again)
     captured.reserve(8)
@@ -221,15 +239,6 @@ def test_a_graph_keeps_tables_that_the_model_replaces() -> None:
     (step,) = captured._steps.values()
     assert step is not None
     assert any(kept is table for kept in step.kept)
-
-
-def test_a_model_that_graphs_read_is_given_to_one_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CapturedProgram, "suits", staticmethod(lambda model: True))
-    model = small()
-    program_of(model, "fp32")
-    with pytest.raises(ConfigError, match="given to an LLM before"):
-        program_of(model, "bf16")
-    program_of(copy.deepcopy(model), "fp32")
 
 
 def test_launches_that_cannot_be_compiled_give_way_to_plain_operations(

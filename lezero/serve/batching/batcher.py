@@ -22,6 +22,7 @@ from lezero.serve.batching.plan import LATE, Plan, Search, finished, tune
 MOST = 256
 _MIX = 512
 _ENOUGH = 64
+_RATIOS = 32
 _LATELY = 256
 _FEW = 32
 _USUALLY = 0.75
@@ -314,12 +315,15 @@ class Batcher:
         self._planned_s = [curve.seconds(x * self._full_work) for x in _WATCHED]
 
     def _new_search(self) -> Search[Plan] | None:
-        """A search for a plan, where things are no longer what they were when this one was made."""
+        """A search for a plan, where things are no longer what they were when this one was made,
+        and it is known how steps vary, which a jump makes forget."""
         mean = sum(self._mix) / len(self._mix)
         now_s = [self.curve.seconds(x * self._full_work) for x in _WATCHED]
         changed = [a / b for a, b in zip(now_s, self._planned_s, strict=True)]
         changed.append(mean / self._mean)
-        if self._seen < _ENOUGH or all(1 / _SHIFT < x < _SHIFT for x in changed):
+        if self._seen < _ENOUGH or len(self.curve.ratios) < _RATIOS:
+            return None
+        if all(1 / _SHIFT < x < _SHIFT for x in changed):
             return None
         self._basis = copy.deepcopy(self.curve), list(self._mix)
         basis, waiting = self._basis, self.most_waiting

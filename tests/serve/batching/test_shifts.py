@@ -39,6 +39,22 @@ def test_a_short_slowdown_leaves_the_plan(times: int, lasts: int, seed: int) -> 
     assert sum(x > 5 + lasts for x in told.refused) < 1500  # up to 5,000 before, until the end
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2, 3])
+def test_the_plan_of_a_slower_machine_knows_how_steps_vary(seed: int) -> None:
+    """Some 290 requests a second can be answered in time then; without outliers 588 could."""
+    drawn = random.Random(seed)
+    usual = lambda work: 0.004 + 0.0005 * work  # noqa: E731
+
+    def seconds(work: float, now: float) -> float:
+        slow, outlier = 2 if now >= 4 else 1, 2 if drawn.random() < 0.07 else 1
+        return usual(work) * slow * outlier
+
+    made = batcher(curve=measured(lambda work, now: usual(work)))
+    drive(made, stream(500, 8000, seed=seed + 7), seconds)
+    assert made.plans == 2
+    assert made.plan.rate < 500
+
+
 def test_a_machine_that_speeds_up_is_used() -> None:
     made = batcher(curve=measured(lambda work, now: 3 * linear(work, now)))
     told = drive(made, stream(330, 4000), linear)
