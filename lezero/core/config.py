@@ -132,7 +132,9 @@ def _reason(cls: type[BaseModel], item: Any) -> str:
     message = _allowed(kind, str(item["msg"]))
     if kind == "value_error":  # one about a whole section names the fields that it is about
         return message if isinstance(value, Mapping) else f"{message} (got {shown})"
-    return f"got {shown}, allowed is {message}"
+    field = _model_at(cls, item["loc"][:-1]).model_fields.get(str(item["loc"][-1]))
+    none = ", or null" if field and type(None) in get_args(field.annotation) else ""
+    return f"got {shown}, allowed is {message}{none}"
 
 
 def _allowed(kind: str, said: str) -> str:

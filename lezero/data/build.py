@@ -35,7 +35,7 @@ from lezero.data.tokenizer import (
 from lezero.files.folder import aside, commit
 
 _NEWS_S = 20.0
-_BUILD = 12
+_BUILD = 13
 """Form of the findings, the split and what is read: a folder of another form is made again."""
 _LARGEST = 64 << 20
 _log = logger("data")

@@ -64,6 +64,13 @@ class DataConfig(Config):
     max_file_bytes: int = Field(1 << 30, ge=1, le=1 << 34)
     """Text: larger files are bad files, since one text file is one document held in memory."""
 
+    @property
+    def names_pairs(self) -> bool:
+        """Whether the fields of pairs were named and that of texts was not: of a line with both
+        the pair is meant then."""
+        pair = (self.prompt_field, self.response_field)
+        return self.text_field == "text" and pair != ("prompt", "response")
+
     # What a validator accepts beside its field's own type must be said for the schema of editors.
     @field_validator("train", mode="before", json_schema_input_type=str | _Names)
     @classmethod

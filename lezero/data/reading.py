@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data import corpus
 from lezero.data.config import DataConfig
 
+_LOG = logger("data")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 LINE_ENDINGS = (".jsonl", ".ndjson")
 _NAMED, _KEPT = 20, 10_000
@@ -55,6 +57,8 @@ class Findings:
     reasons: Counter[str] = field(default_factory=Counter)
     places: dict[str, dict[str, Place]] = field(default_factory=dict)
     """Reason → file → what is wrong there; at most `_KEPT` files a reason are named."""
+    both: int = 0
+    """Lines of JSONL with a text and a pair."""
 
     def bad(
         self,
@@ -77,6 +81,16 @@ class Findings:
             files[file].count += 1
         elif len(files) < _KEPT:
             files[file] = Place(1, line)
+
+    def has_both(self, where: str, config: DataConfig) -> None:
+        """Says once that a line has a text and a pair, of which the text is taken."""
+        if not self.both:
+            _LOG.warning(
+                "%s: has '%s', which is taken, beside '%s' and '%s'; to learn from such pairs, set "
+                "data.text_field to a name that no line has",
+                where, config.text_field, config.prompt_field, config.response_field,
+            )  # fmt: skip
+        self.both += 1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -274,9 +288,13 @@ def _record(
         findings.bad(where, "no JSON object", detail, refuse=refuse, file=path)
         return None
     pair = (config.prompt_field, config.response_field)
-    needed = (config.text_field,) if config.text_field in record else pair
-    missing = [name for name in needed if name not in record]
-    if missing:
+    held = {name for name, value in record.items() if value is not None}  # null: as not there
+    needed: tuple[str, ...] = pair
+    if config.text_field in held and not (config.names_pairs and held.issuperset(pair)):
+        needed = (config.text_field,)
+        if held.issuperset(pair):
+            findings.has_both(where, config)
+    if not held.issuperset(needed):
         detail = f"has neither '{config.text_field}' nor {' and '.join(map(repr, pair))}"
         findings.bad(where, "missing field", detail, refuse=refuse, file=path)
         return None

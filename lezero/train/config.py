@@ -101,6 +101,7 @@ class TrainConfig(Config):
     weight_decay: float = Field(0.1, ge=0)
     """Not applied to norms, biases and embeddings."""
     clip: float | None = Field(1.0, gt=0)
+    """The largest gradient norm; null clips nothing."""
     schedule: Schedule = Schedule()
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     compile: Literal["auto", "off", "blocks", "step"] = "auto"

@@ -25,10 +25,12 @@ class Prospect:
     ceiling: float | None
 
     def share_of_ceiling(self, seconds: float) -> float | None:
-        """Share (0 to 1) of the measured GEMM ceiling that a step of `seconds` reached."""
+        """Share (0 to 1) of the measured GEMM ceiling that a step of `seconds` reached; None where
+        none was measured, or what was is none: of a type that small products alone are tried in."""
         if not self.ceiling or seconds <= 0:
             return None
-        return self.flops / seconds / self.ceiling
+        share = self.flops / seconds / self.ceiling
+        return share if share <= 1 else None
 
 
 def _with_network(spec: StepSpec) -> StepSpec:

@@ -148,8 +148,9 @@ def _forecast(section: Section, facts: RunFacts) -> None:
         levels = []
         if memory.forecast is not None:
             off = (memory.stated or 0.0) * memory.forecast
-            label = f"forecast peak ± {percent(memory.stated)}" if off else "forecast peak"
-            low, high = (memory.forecast - off, memory.forecast + off) if off else (None, None)
+            label = f"forecast peak, {_stated(memory)}" if off else "forecast peak"
+            span_of = max(0.0, memory.forecast - off), memory.forecast + off
+            low, high = span_of if off else (None, None)
             levels.append(Level(memory.forecast, label, low, high))
         plot = LinePlot(
             "Memory",
@@ -179,9 +180,18 @@ def _compared_row(label: str, say: Any, compared: Compared) -> tuple[object, ...
         say(compared.forecast),
         say(compared.measured),
         compared.verdict(),
-        "n/a" if compared.stated is None else f"± {percent(compared.stated)}",
+        _stated(compared),
         tag("strong", held, class_=compared.tone or None),
     )
+
+
+def _stated(compared: Compared) -> str:
+    """Beyond 100% only one side of the error says something."""
+    if compared.stated is None:
+        return "n/a"
+    if compared.stated < 1:
+        return f"± {percent(compared.stated)}"
+    return f"at most {1 + compared.stated:.1f} times as much"
 
 
 def _parts(parts: Mapping[str, Any]) -> list[Bar]:

@@ -45,6 +45,7 @@ def fails(capfd):
         ("train.steps=many", "train.steps: got 'many', allowed is a valid integer"),
         ("train.steps=1.5", "train.steps: got 1.5"),
         ("train.lr=-1", "train.lr: got -1, allowed is greater than 0"),
+        ("train.clip=0", "train.clip: got 0, allowed is greater than 0, or null"),
         ("model.layers=0", "model.layers: got 0, allowed is greater than or equal to 1"),
         ("train.precision=fp8", "train.precision: got 'fp8', allowed is 'auto', 'fp32', 'bf16'"),
         ("train.betas=[1,2,3]", "train.betas"),

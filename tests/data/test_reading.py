@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 
 import pytest
@@ -49,6 +50,40 @@ def test_field_names_and_formats_are_configurable(tmp_path):
         tmp_path, format="jsonl", text_field="body", prompt_field="q", response_field="a"
     )
     assert [(d.prompt, d.text) for d in found] == [(None, "text"), ("ask", "answer")]
+
+
+BOTH = {"text": "Q: ask A: answer", "prompt": "ask", "response": "answer"}
+
+
+def test_of_a_text_and_a_pair_in_one_line_the_fields_that_were_named_are_taken(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    jsonl(tmp_path / "a.jsonl", {**BOTH, "output": "answer"}, {"text": "more"})
+    pairs, _ = documents(tmp_path, response_field="output")
+    assert [(d.prompt, d.text) for d in pairs] == [("ask", "answer"), (None, "more")]
+    pairs, _ = documents(tmp_path, text_field="none", on_bad_file="skip")
+    assert [(d.prompt, d.text) for d in pairs] == [("ask", "answer")]
+    assert not caplog.messages
+    jsonl(tmp_path / "a.jsonl", BOTH, {**BOTH, "text": "more"})
+    texts, findings = documents(tmp_path)
+    assert [(d.prompt, d.text) for d in texts] == [(None, BOTH["text"]), (None, "more")]
+    assert findings.both == 2
+    (said,) = caplog.messages
+    assert "line 1: has 'text', which is taken, beside 'prompt' and 'response'" in said
+
+
+def test_null_is_a_field_that_is_not_there(tmp_path):
+    """As tables are written that have texts and pairs."""
+    jsonl(
+        tmp_path / "a.jsonl",
+        {"text": "one", "prompt": None, "response": None},
+        {**BOTH, "text": None},
+        dict.fromkeys(BOTH),
+    )
+    found, findings = documents(tmp_path)
+    assert [(d.prompt, d.text) for d in found] == [(None, "one"), ("ask", "answer")]
+    assert findings.reasons == {"missing field": 1}
 
 
 BAD_LINES = {

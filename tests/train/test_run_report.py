@@ -97,6 +97,17 @@ def test_key_figures(run):
     assert words(root.find("body/header/p")).startswith("100 of 100 steps · 6,400 tokens")
 
 
+def test_an_error_beyond_100_percent_has_one_side(run):
+    """Of small models, whose forecast may be off by no less than 32 MiB."""
+    told = {**FORECAST, "stated_error": {"memory": 1.4, "time": 0.25}}
+    (run / "forecast.json").write_text(json.dumps(told))
+    held = words(sections(page(run))["Forecast against measured"])
+    assert "forecast peak, at most 2.4 times as much" in held
+    assert "± 25%" in held
+    assert "140%" not in held
+    assert "−" not in held, "memory is never negative"
+
+
 @pytest.mark.parametrize(("changed", "then"), [(True, "2 KiB"), (False, "97.7 KiB")])
 def test_the_forecast_is_held_against_the_steps_that_it_is_of(tmp_path, changed, then):
     (tmp_path / "forecast.json").write_text(json.dumps({"memory_bytes": 2048, "step_seconds": 2.0}))
@@ -125,7 +136,7 @@ def test_plots_show_loss_validation_resume_memory_and_rates(run):
     marks = [e for e in found["Loss"].iter("line") if e.get("class") == "mark"]
     assert len(marks) == 1
     forecast = words(found["Forecast against measured"])
-    for text in ("forecast peak ± 10%", "measured", "parameters", "matrix products"):
+    for text in ("forecast peak, ± 10%", "measured", "parameters", "matrix products"):
         assert text in forecast
     assert [e for e in found["Forecast against measured"].iter("rect") if e.get("class") == "band"]
     titles = [f.text for s in found.values() for f in s.iter("figcaption")]
