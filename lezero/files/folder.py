@@ -99,7 +99,10 @@ def move_in(made: Path, target: Path, last: str) -> None:
                 moved.append(target / name)
         except OSError:
             for path in moved:
-                path.unlink(missing_ok=True)
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
             raise
         sync_folder(target)
 
@@ -222,8 +225,13 @@ def make_folder(path: Path) -> None:
 
 
 def sync_files(folder: Path) -> None:
-    """Makes what the files in a folder hold durable; a disk that is full may say so here only."""
+    """Makes what the files in a folder and in those within hold durable; a disk that is full may
+    say so here only."""
     for path in folder.iterdir():
+        if path.is_dir():
+            sync_files(path)
+            sync_folder(path)
+            continue
         with open(path, "rb") as file:
             os.fsync(file.fileno())
 

@@ -19,6 +19,14 @@ from lezero.core.paths import expand_home
 from lezero.files import read_generation
 from lezero.models import Bert, bert_config, load_bert
 from lezero.models.huggingface import read_json
+from lezero.models.sentence_files import (
+    LENGTHS,
+    PROMPTS,
+    STAGES,
+    kind_of,
+    listed_stages,
+    stays_within,
+)
 
 Pooling = Literal["mean", "cls", "max"]
 _POOLINGS = get_args(Pooling)
@@ -27,7 +35,7 @@ _OLD_KEYS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
 }
-_STAGES = ("Transformer", "Pooling", "Normalize")
+_BUILT = ("Transformer", "Pooling", "Normalize")
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,10 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
     root = Path(expand_home(place))
     config = bert_config(read_json(root / "config.json"), str(root / "config.json"))
     pooling, normalize, prompt = _POOLINGS[0], True, _prompt(root)
-    settings = _read_if_there(root / "sentence_bert_config.json")
+    settings = _read_if_there(root / LENGTHS)
     longest = min(config.context, _longest(root, settings))
-    if (root / "modules.json").is_file():
-        stages = _stages(root / "modules.json")
+    if (root / STAGES).is_file():
+        stages = _stages(root / STAGES)
         normalize = "Normalize" in stages
         if "Pooling" in stages:
             pooling = _pooling(root / stages["Pooling"] / "config.json", prompt)
@@ -88,21 +96,11 @@ def open_encoder(folder: EncoderFolder, dtype: torch.dtype | None = None) -> Ber
 
 def _stages(path: Path) -> dict[str, str]:
     """Stage → folder, of `modules.json`, which is a list."""
-    import json
-
-    try:
-        listed: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise FileError(f"{path}: not readable JSON: {error}") from None
     stages: dict[str, str] = {}
-    for item in listed if isinstance(listed, list) else [None]:
-        kind, place = (
-            (item.get("type"), item.get("path")) if isinstance(item, dict) else (None, None)
-        )
-        name = str(kind).rpartition(".")[2]
-        if name not in _STAGES or not isinstance(place, str) or Path(place).name != place:
-            raise FileError(f"{path}: stage {kind!r} is not built; built are {', '.join(_STAGES)}")
-        stages[name] = place
+    for kind, place in listed_stages(path):
+        if kind_of(kind) not in _BUILT or not stays_within(place):
+            raise FileError(f"{path}: stage {kind!r} is not built; built are {', '.join(_BUILT)}")
+        stages[kind_of(kind)] = str(place)
     return stages
 
 
@@ -125,7 +123,7 @@ def _longest(root: Path, settings: dict[str, Any]) -> int:
 
 def _prompt(root: Path) -> str:
     """The prompt that sentence-transformers puts before a text where its user names none."""
-    path = root / "config_sentence_transformers.json"
+    path = root / PROMPTS
     settings = _read_if_there(path)
     name, prompts = settings.get("default_prompt_name"), settings.get("prompts")
     if name is None:

@@ -101,7 +101,9 @@ def test_what_a_writer_left_in_an_empty_folder_is_no_content_and_others_work_is(
 
 
 def test_a_move_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rename = os.rename
+    rename, out = os.rename, tmp_path / "out"
+    given = sentence_folder(tmp_path / "a", Pooling="1_Pooling")
+    out.mkdir()
 
     def failing(source: Any, target: Any) -> None:
         if Path(target).name == "manifest.json":
@@ -111,8 +113,98 @@ def test_a_move_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", failing)
         with pytest.raises(lz.FileError, match="Input/output error"):
-            save_quantized(quantized(), tmp_path)
-    assert os.listdir(tmp_path) == []
+            save_quantized(quantized(), out, tokenizer_folder=given)
+    assert os.listdir(out) == []
+
+
+def sentence_folder(root: Path, **stages: str) -> Path:
+    """A tokenizer beside what sentence-transformers writes; stages: folders by kind."""
+    bytes_tokenizer().save(root)
+    listed = [{"type": f"sentence_transformers.models.{k}", "path": v} for k, v in stages.items()]
+    (root / "modules.json").write_text(json.dumps(listed))
+    for name in ("sentence_bert_config.json", "config_sentence_transformers.json"):
+        (root / name).write_text(json.dumps({"of": name}))
+    for place in stages.values():
+        (root / place).mkdir(exist_ok=True)
+        (root / place / "config.json").write_text(json.dumps({"in": place}))
+    return root
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+SENTENCE = {"modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"}
+
+
+def test_how_texts_become_vectors_is_kept_and_saved_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = sentence_folder(tmp_path / "a", Transformer="0_Transformer", Pooling="1_Pooling")
+    (given / "1_Pooling" / "notes.txt").write_text("not about pooling")
+    model, out = quantized(), tmp_path / "q"
+    synced, fsync = set(), os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}").rpartition(".tmp-")[2])
+        fsync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        save_quantized(model, out, tokenizer_folder=given)
+    kept = SENTENCE | {"1_Pooling/config.json"}
+    assert {name for name in tree(out) if (given / name).is_file()} >= kept
+    assert not any("Transformer" in name or "notes" in name for name in tree(out))
+    for name in kept:
+        assert (out / name).read_bytes() == (given / name).read_bytes()
+        assert any(path.endswith(f"/{name}") for path in synced)
+    assert any(path.endswith("/1_Pooling") for path in synced)
+    save_quantized(model, out, tokenizer_folder=given)
+    assert tree(out) >= kept
+    (out / "1_Pooling" / "thesis.txt").write_text("years of work")
+    with pytest.raises(lz.FileError, match=r"other files \(1_Pooling\)"):
+        save_quantized(model, out, tokenizer_folder=given)
+    (out / "1_Pooling" / "thesis.txt").unlink()
+    save_quantized(model, out)
+    assert not tree(out) & kept
+    (out / "2_Mine").mkdir()
+    with pytest.raises(lz.FileError, match=r"other files \(2_Mine\)"):
+        save_quantized(model, out)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["..", "../b", "../../b", "/etc", "1_Pooling/deep", "", ".", ".hidden", "config.json",
+     "manifest.json", "tensors-00000.safetensors"],
+)  # fmt: skip
+def test_no_stage_leaves_the_folder_or_takes_the_place_of_a_file(
+    place: str, tmp_path: Path
+) -> None:
+    given = sentence_folder(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    for folder in (tmp_path, tmp_path / "b"):
+        (folder / "config.json").write_text("{}")
+    if place and not place.startswith(("/", "..")):
+        (given / place).mkdir(parents=True, exist_ok=True)
+        if place != "config.json":  # the tokenizer's folder may hold no such folder, but nothing
+            (given / place / "config.json").write_text("{}")  # reads it before it is copied
+    if place == "config.json":
+        (given / place).rmdir()
+    stages = [{"type": "x.Pooling", "path": place}, {"type": "x.Pooling", "path": 3}, 7]
+    (given / "modules.json").write_text(json.dumps(stages))
+    out = save_quantized(quantized(), tmp_path / "out" / "q", tokenizer_folder=given)
+    assert {path.name for path in out.iterdir() if path.is_dir()} == set()
+    assert tree(out) >= SENTENCE
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "config.json", "out"]
+    assert os.listdir(tmp_path / "out") == ["q"]
+
+
+def test_stages_that_cannot_be_read_are_copied_as_they_are(tmp_path: Path) -> None:
+    given = sentence_folder(tmp_path / "a", Pooling="1_Pooling")
+    (given / "modules.json").write_text("{not json")
+    out = save_quantized(quantized(), tmp_path / "q", tokenizer_folder=given)
+    assert tree(out) & (SENTENCE | {"1_Pooling/config.json"}) == SENTENCE
+    assert (out / "modules.json").read_text() == "{not json"
 
 
 @pytest.mark.parametrize("order", [[0], [0, 1, 1]], ids=["dropped", "added"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import lezero as lz
 from lezero.core.errors import FileError
 from lezero.hub.encoder import describe_encoder, is_encoder, open_encoder
+from lezero.models import load_bert
 from lezero.serve.batching.encoder import SentenceEncoder
 from tests.serve.server.batch_running import tiny_encoder
 
@@ -113,6 +115,7 @@ def test_a_plain_folder_is_pooled_by_the_mean_and_normalised(tmp_path: Path) -> 
     [
         ("modules.json", [{"type": "x.models.Dense", "path": "2_Dense"}], "Dense"),
         ("modules.json", [{"type": "x.models.Pooling", "path": "../../etc"}], "Pooling"),
+        ("modules.json", [{"type": "x.models.Pooling", "path": ".."}], "Pooling"),
         ("modules.json", {}, "not built"),
         ("modules.json", [3], "not built"),
         ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
@@ -130,6 +133,32 @@ def test_what_is_not_built_is_refused(
     (folder / file).write_text(json.dumps(data))
     with pytest.raises(FileError, match=message):
         describe_encoder(folder)
+
+
+@torch.no_grad()
+def test_a_quantized_folder_answers_as_the_one_it_was_made_of(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a", pooling_mode_cls_token=True)
+    stages = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps(stages[:2]))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    prompts = {"prompts": {"query": "hello "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tokenizer_class": "Theirs"}))
+    model = load_bert(folder)
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    saved = lz.save_quantized(model, tmp_path / "q", tokenizer_folder=folder)
+    assert json.loads((saved / "config.json").read_text())["tokenizer_class"] == "Theirs"
+    one, two = SentenceEncoder(folder, "fp32"), SentenceEncoder(saved)
+    assert replace(two.folder, path=folder, is_quantized=False) == one.folder
+    assert (two.folder.pooling, two.folder.normalize, two.longest) == ("cls", False, 20)
+    for text in ("world", "the cat sat on the mat", "a dog on the sea " * 9):
+        tokens = one.tokens(text)
+        assert two.tokens(text) == tokens
+        assert two.cut(tokens) == one.cut(tokens)
+        (x,), (y,) = one.run([one.cut(tokens)]), two.run([one.cut(tokens)])
+        assert float(torch.cosine_similarity(x, y, dim=0)) > 0.99
+        assert float(y.norm()) == pytest.approx(float(x.norm()), rel=0.05)
 
 
 @torch.no_grad()

@@ -32,11 +32,13 @@ from lezero.compress.quantize.modules import check_module, check_names
 from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.core.errors import ConfigError, FileError, NumericsError, OrderError
 from lezero.core.paths import expand_home
+from lezero.data.special import read_object
 from lezero.files import commit_parts, read_documents, step_of, write_part
 from lezero.files.folder import aside_for, cannot_write, contents, sync_files
 from lezero.models import Transformer, token_entries, tokenizer_files
 from lezero.models.hf_config import to_hf
 from lezero.models.huggingface import read_json
+from lezero.models.sentence_files import sentence_files
 
 LAYOUTS = ("lezero", "compressed-tensors")
 _SHOWN = 5
@@ -53,11 +55,12 @@ def save_quantized(
 
     layout: "lezero" keeps every bit and is what `lz.load_quantized` reads; "compressed-tensors" is
     for other servers (`lezero.compress.quantize.exported` says what it can hold). Files of a
-    tokenizer are copied from `tokenizer_folder`, and what is said there of which tokens end a text
-    and how tokens are chosen. A folder that was written by this in the same layout is replaced; any
-    other that holds something, and one to which files were added, is refused. Raises `OrderError`
-    when no layer is quantized, `ConfigError` for what a layout cannot hold, `NumericsError` for
-    parameters that are NaN and scales that are no finite numbers, and `FileError`.
+    tokenizer are copied from `tokenizer_folder`, and what is said there of which tokens end a text,
+    how tokens are chosen and, in the first layout, how sentence-transformers makes vectors of
+    texts. A folder that was written by this in the same layout is replaced; any other that holds
+    something, and one to which files were added, is refused. Raises `OrderError` when no layer is
+    quantized, `ConfigError` for what a layout cannot hold, `NumericsError` for parameters that are
+    NaN and scales that are no finite numbers, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
     check_names(model, "lz.save_quantized")
@@ -75,7 +78,8 @@ def save_quantized(
     _check_target(root, layout)
     if layout == "compressed-tensors":
         return export_compressed_tensors(model, root, tokenizer_folder)
-    copies = tokenizer_files(tokenizer_folder)
+    copies = [(path, path.name) for path in tokenizer_files(tokenizer_folder)]
+    copies += sentence_files(tokenizer_folder)
     documents: dict[str, Any] = {
         DOCUMENT: {"format": FORMAT, "readable_from": READABLE_FROM, "layers": layers}
     }
@@ -85,7 +89,7 @@ def save_quantized(
         documents["model"] = model.actual_config.to_dict()
         config |= said
     else:
-        config = said | config  # what its own config says counts
+        config = _tokenizer_class(tokenizer_folder) | said | config  # its own config counts
     report = model.__dict__.get(REPORT)
     if isinstance(report, QuantizationReport):
         documents["decisions"] = report.decisions.to_json()
@@ -100,10 +104,13 @@ def save_quantized(
     return root
 
 
-def _write_beside(made: Path, copies: Sequence[Path], config: Any, decisions: Any) -> None:
-    """What lies beside the tensors, durably."""
-    for path in copies:
-        shutil.copyfile(path, made / path.name)
+def _write_beside(
+    made: Path, copies: Sequence[tuple[Path, str]], config: Any, decisions: Any
+) -> None:
+    """What lies beside the tensors, durably. copies: files, and where each goes."""
+    for path, name in copies:
+        (made / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, made / name)
     if config:
         text = json.dumps(config, indent=2, sort_keys=True) + "\n"
         (made / "config.json").write_text(text, encoding="utf-8")
@@ -130,12 +137,26 @@ def _check_target(root: Path, layout: str) -> None:
         ours = {MANIFEST, "config.json", "decisions.json"}
         with suppress(FileError):
             ours |= {path.name for path in tokenizer_files(root)}
+        ours |= _sentence_names(root)
         strange = sorted(x for x in there - ours if not fnmatchcase(x, "tensors-*.safetensors"))
         if strange:
             raise FileError(
                 f"{root}: holds other files ({', '.join(strange[:_SHOWN])}), which would be lost; "
                 "move them, or name a new folder"
             )
+
+
+def _tokenizer_class(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Which of transformers' tokenizers reads a folder's files, where config.json says it."""
+    found = {} if folder is None else read_object(Path(expand_home(folder)) / "config.json")
+    return {name: found[name] for name in ("tokenizer_class",) if name in found}
+
+
+def _sentence_names(root: Path) -> set[str]:
+    """What says in a folder how texts become vectors; a stage's folder if no more is in it."""
+    names = {Path(name) for _, name in sentence_files(root)}
+    whole = (x for x in names if len(x.parts) == 1 or os.listdir(root / x.parent) == [x.name])
+    return {name.parts[0] for name in whole}
 
 
 def _layout_of(root: Path) -> str | None:

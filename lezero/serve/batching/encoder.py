@@ -20,6 +20,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, FileError, need_extra
 from lezero.core.facts import cpu
 from lezero.core.first_calls import settle_first_calls
+from lezero.hub.bert_text import bert_normalizer
 from lezero.hub.encoder import EncoderFolder, describe_encoder, open_encoder
 from lezero.models import Bert
 from lezero.models.bert import flops
@@ -237,6 +238,10 @@ def _tokenizer(folder: EncoderFolder) -> Any:
         made = Tokenizer.from_file(str(path))
     except Exception as error:
         raise FileError(f"{path}: cannot be read ({error})") from None
+    if isinstance(made.normalizer, normalizers.BertNormalizer):
+        given = bert_normalizer(folder.path)
+        if given is not None:
+            made.normalizer = normalizers.BertNormalizer(**given)
     made.no_padding()
     made.no_truncation()
     if folder.lower:

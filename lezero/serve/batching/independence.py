@@ -50,12 +50,26 @@ def check_rows(
     example, *others = examples[: 1 + _FURTHER]
     try:
         (found,) = run([example])
+    except ConfigError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        if len(examples) > 1 and _runs(run, examples):
+            raise ConfigError(
+                f"module: fails on the example's first row alone ({problem}); rows must be "
+                "answerable one by one"
+            ) from error
+        raise ConfigError(f"module: fails on its example ({problem})") from error
+    try:
         twice = run([example, example])
     except ConfigError:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"module: fails on its example ({problem})") from error
+        raise ConfigError(
+            f"module: fails on its example's first row twice in a step ({problem}); requests share "
+            "steps, so dim 0 must take any size"
+        ) from error
     for beside in twice:
         _compare(found, beside, coarseness)
     on_cpu = runs_on_cpu()
@@ -81,6 +95,14 @@ def check_rows(
         )
     if not on_cpu and alone.refused:
         _check_survival(run, example)
+
+
+def _runs(run: Run, rows: Sequence[Row]) -> bool:
+    try:
+        run(rows)
+    except Exception:
+        return False
+    return True
 
 
 class _Alone:

@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from lezero.core.errors import ConfigError
+from lezero.core.log import logger
 from lezero.serve.batching.curve import Curve
 
 COUNTS = (
@@ -19,6 +21,7 @@ COUNTS = (
 )
 """Items of the steps to measure; kernels begin another tile just past multiples of 8, if at all."""
 _REPEATS = 3
+_LOG = logger("serve")
 
 
 class BatchedModel(ABC):
@@ -29,6 +32,8 @@ class BatchedModel(ABC):
     """Work of usual requests, for the first plan; real ones take their place."""
     on_cpu: bool = True
     """Whether it runs on a CPU alone: an error on an accelerator may end all that follows."""
+    is_users: bool = False
+    """Whether what it runs is a user's own, which may not take as many items as a step may have."""
 
     @abstractmethod
     def run(self, items: Sequence[Any]) -> Sequence[Any]:
@@ -52,19 +57,50 @@ class BatchedModel(ABC):
         return None
 
 
-def measured(model: BatchedModel, target_s: float, seconds: float = 10.0) -> Curve:
-    """Runs the samples of `model`, up to steps that take longer than the target, and `seconds` in
-    all at most. This also builds kernels and touches memory before the first client is let in."""
+def measured(
+    model: BatchedModel, target_s: float, seconds: float = 10.0, most: int = COUNTS[-1]
+) -> tuple[Curve, int]:
+    """Runs the samples of `model`, up to `most` items, steps that take longer than the target, and
+    `seconds` in all at most. This also builds kernels and touches memory before the first client is
+    let in. Returns the curve, and how many items a step may have: `most`, or as many as the last
+    step that ran where a user's module fails on a larger one.
+
+    Raises `ConfigError` where such a module fails on a single item.
+    """
     found: list[tuple[float, float]] = []
-    end = time.perf_counter() + seconds
-    for items in model.samples():
+    end, ran = time.perf_counter() + seconds, 0
+    for sample in model.samples():
+        items = sample[:most]
         work = sum(model.work(item) for item in items)
-        model.run(items)
-        took = [_timed(model, items) for _ in range(_REPEATS)]
+        try:
+            model.run(items)
+            took = [_timed(model, items) for _ in range(_REPEATS)]
+        except Exception as error:
+            if not model.is_users:
+                raise
+            _check_failure(model, len(items), ran, error)
+            return Curve(found), ran
         found += [(work, x) for x in took]
-        if min(took) > target_s or time.perf_counter() > end:
+        ran = len(items)
+        if ran >= most or min(took) > target_s or time.perf_counter() > end:
             break
-    return Curve(found)
+    return Curve(found), most
+
+
+def _check_failure(model: BatchedModel, count: int, ran: int, error: Exception) -> None:
+    """Warns of a step that failed where smaller ones ran; `ConfigError` where none does."""
+    problem = f"{type(error).__name__}: {error}"
+    if not ran:
+        raise ConfigError(f"module: fails on a step of {count} ({problem})") from error
+    try:  # an accelerator may have stopped for good
+        model.run(next(model.samples()))
+    except Exception as after:
+        raise ConfigError(
+            f"module: a step of {count} rows fails ({problem}), and then one of 1 does too; give "
+            f"--batch {ran} or fewer"
+        ) from after
+    text = "steps of %d rows fail (%s): batches have up to %d"
+    _LOG.warning(text, count, problem, ran)
 
 
 def _timed(model: BatchedModel, items: Sequence[Any]) -> float:

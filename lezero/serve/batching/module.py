@@ -47,11 +47,14 @@ class InferModule(BatchedModel):
     whose outputs have no batch dim, or whose rows see each other.
     """
 
+    is_users = True
+
     def __init__(self, module: nn.Module, example: Any, largest: Any = None) -> None:
         if not isinstance(module, nn.Module):
             raise ConfigError(f"module: got a {type(module).__name__}, allowed is an nn.Module")
         settle_first_calls()
-        self._module = module.eval()
+        self._module = module
+        _to_answer(module)
         self._left_out: set[str] = set()
         self._positional = not isinstance(example, Mapping)
         self.example = _named(example, "example")
@@ -155,9 +158,17 @@ class InferModule(BatchedModel):
         tensors = {name: x for name, x in outputs.items() if isinstance(x, Tensor)}
         self._devices.update(x.device.type for x in tensors.values())
         kept = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        if not kept or any(x.layout is not torch.strided for x in kept.values()):
-            raise ConfigError(f"module: gives a {type(found).__name__}, allowed are dense tensors")
+        if not kept:
+            raise ConfigError(
+                f"module: gives a {type(found).__name__}, in which no tensor is found; return a "
+                "tensor, mapping, list or tuple of them"
+            )
         for name, x in kept.items():
+            if x.layout is not torch.strided:
+                raise ConfigError(
+                    f"output {name}: got the layout {str(x.layout).removeprefix('torch.')}, "
+                    "allowed are dense tensors; return x.to_dense()"
+                )
             if x.is_complex() and x.dtype != torch.complex64:  # safetensors has no other
                 kind = str(x.dtype).removeprefix("torch.")
                 raise ConfigError(
@@ -179,7 +190,7 @@ class InferModule(BatchedModel):
 def module_of(words: str) -> InferModule:
     """The module of "PACKAGE.MODULE:FUNCTION": the function gives (module, example) or (module,
     example, largest). This imports and runs that code, as the user asked; it is looked for in the
-    working folder too, as `python -m` does.
+    working folder first, as `python -m` does, and a module that is imported already stays.
 
     Raises `ConfigError` for what cannot be imported, fails, or gives something else.
     """
@@ -187,21 +198,38 @@ def module_of(words: str) -> InferModule:
     if not place or not name.isidentifier():
         raise ConfigError(f"module: got {words!r}, allowed is {_FORM}")
     here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)
+    if not sys.path or sys.path[0] not in ("", here):
+        sys.path.insert(0, here)
+    was_there = place in sys.modules
     try:
-        factory = getattr(importlib.import_module(place), name)
+        found = importlib.import_module(place)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise ConfigError(f"module: {words!r} cannot be imported ({problem})") from error
+    file = getattr(found, "__file__", None) or "a module within Python"
+    if was_there:
+        file = f"{file}, which was imported already"
+    factory = getattr(found, name, None)
+    if factory is None:
+        raise ConfigError(f"module: {words!r} cannot be imported: no {name} in {file}")
     try:
         made = factory()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"module: {words} failed ({problem})") from error
+        raise ConfigError(f"module: {words} of {file} failed ({problem})") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(f"module: {words} must give (module, example) or (…, largest)")
+        raise ConfigError(f"module: {words} of {file} must give (module, example) or (…, largest)")
     return InferModule(*made)
+
+
+def _to_answer(module: nn.Module) -> None:
+    """Puts a module in eval mode. An exported program has its mode baked in and refuses another;
+    it stays as it is, but what is beside it in a module that holds it goes along."""
+    try:
+        module.eval()
+    except NotImplementedError:
+        for inner in module.children():
+            _to_answer(inner)
 
 
 def _named(given: Any, what: str) -> Row:

@@ -60,7 +60,7 @@ class BatchMetrics:
             f"batching    up to {max(1, round(plan.work / mean))} a step, delay "
             f"{_ms(plan.delay_s)}, for 99% within {_ms(batcher.target_s)}",
         ]
-        if not plan.rate:
+        if not round(plan.rate):
             target = _ms(batcher.target_s)
             return [*lines, f"forecast    no rate holds {target} here; give a higher --p99-ms"]
         rate = f"{plan.rate:,.0f} usual requests a second"

@@ -6,10 +6,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lezero.core.errors import ConfigError
-from lezero.serve.batching.batcher import Batcher, FullError
+from lezero.serve.batching.batcher import MOST, Batcher, FullError
 from lezero.serve.batching.encoder import TOPIC, SentenceEncoder
 from lezero.serve.batching.model import measured
 from lezero.serve.batching.module import InferModule
@@ -69,13 +70,17 @@ class BatchFace(Face):
 
     def rehearse(self) -> None:
         """Measures steps of rising size, and looks for the first plan."""
-        target_s = self._config.p99_ms / 1000
+        target_s, plan = self._config.p99_ms / 1000, self._plan
+        curve, most = measured(self.model, target_s, most=min(MOST, plan.most if plan else MOST))
+        if plan is not None and plan.most > most:
+            plan = replace(plan, most=most)
         self.batcher = Batcher(
-            measured(self.model, target_s),
+            curve,
             target_s=target_s,
             waiting=self._config.queue,
+            most=most,
             mix=self.model.usual,
-            plan=self._plan,
+            plan=plan,
         )
         self.runner = Runner(self.model, self.batcher, self.metrics.latency_s.add, self._take_plan)
         self._take_plan()

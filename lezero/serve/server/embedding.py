@@ -63,7 +63,8 @@ def _inputs(value: Any) -> list[str | list[int]]:
     if isinstance(value, list) and value and all(map(is_whole, value)):
         return [value]
     if not isinstance(value, list) or not 1 <= len(value) <= _MOST:
-        raise wrong("input", f"required: text, 1 to {_MOST} texts, or tokens")
+        given = f"got {len(value)} texts; " if isinstance(value, list) else ""
+        raise wrong("input", f"{given}required: text, 1 to {_MOST} texts, or tokens")
     for number, item in enumerate(value):
         tokens = isinstance(item, list) and item and all(map(is_whole, item))
         if not isinstance(item, str) and not tokens:

@@ -13,7 +13,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
 from lezero.serve.batching import encoder
 from lezero.serve.batching.encoder import LEAST_COSINE, SentenceEncoder
-from lezero.serve.batching.model import measured
+from lezero.serve.batching.model import COUNTS, measured
 from tests.serve.server.batch_running import tiny_encoder
 
 
@@ -79,7 +79,8 @@ def test_what_a_text_costs_grows_with_its_tokens(folder: Path) -> None:
     encoder = SentenceEncoder(folder, "fp32")
     assert encoder.work([5]) == pytest.approx(1.0)
     assert 2 < encoder.work([5, 5]) < 3
-    curve = measured(encoder, 10.0, seconds=0.2)
+    curve, most = measured(encoder, 10.0, seconds=0.2)
+    assert most == COUNTS[-1]
     assert 0 < curve.seconds(1) <= curve.seconds(1000)
 
 

@@ -205,3 +205,32 @@ def test_a_model_that_a_wrapper_hides_may_be_on_an_accelerator(
     wraps = Wraps(gives, registered)
     assert InferModule(wraps, torch.tensor([[2, 3, 2]])).on_cpu == on_cpu
     assert (wraps.seen == {2, 3}) != on_cpu  # else other numbers are tried too
+
+
+class Least(nn.Module):
+    """Takes so many rows at once at least, and so many at most."""
+
+    def __init__(self, least: int, most: int) -> None:
+        super().__init__()
+        self.least, self.most = least, most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.least <= len(x) <= self.most:
+            raise ValueError(f"not {len(x)}")
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "message"),
+    [
+        (Least(2, 9), 4, r"the example's first row alone \(ValueError: not 1\); rows must be"),
+        (Least(9, 9), 4, r"fails on its example \(ValueError: not 1\)"),
+        (Least(2, 9), 1, r"fails on its example \(ValueError: not 1\)"),
+        (Least(1, 1), 1, r"first row twice in a step \(ValueError: not 2\); .* any size"),
+    ],
+)
+def test_a_module_that_wants_other_counts_is_told_which_fail(
+    module: nn.Module, rows: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        InferModule(module, torch.zeros(rows, 4))

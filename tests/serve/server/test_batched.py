@@ -115,6 +115,12 @@ def test_what_is_wrong_is_named(server, fields, param) -> None:
     assert found.error["param"] == param
 
 
+def test_too_many_texts_are_counted(server) -> None:
+    found = server.ask("/v1/embeddings", {"input": ["x"] * 2049})
+    assert found.status == 400
+    assert "got 2049 texts; required: text, 1 to 2048 texts" in found.error["message"]
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [("", "input[0]"), (["hello", ""], "input[1]"), (" \n", "input[0]"), ([[2, 3]], "input[0]")],
