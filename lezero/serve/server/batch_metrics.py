@@ -60,10 +60,11 @@ class BatchMetrics:
             f"batching    up to {max(1, round(plan.work / mean))} a step, delay "
             f"{_ms(plan.delay_s)}, for 99% within {_ms(batcher.target_s)}",
         ]
-        if not round(plan.rate):
+        if not plan.rate:
             target = _ms(batcher.target_s)
             return [*lines, f"forecast    no rate holds {target} here; give a higher --p99-ms"]
-        rate = f"{plan.rate:,.0f} usual requests a second"
+        many = f"{plan.rate:,.0f}" if plan.rate >= 10 else f"{plan.rate:.2g}"
+        rate = f"{many} usual requests a second"
         return [*lines, f"forecast    {rate} of the model alone, HTTP aside"]
 
     def ended(self, runner: Runner) -> list[str]:
