@@ -59,9 +59,11 @@ class SamplingParams(Config):
     They are those of the model: before penalties, temperature and filters.
     """
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod
-    def _one_is_enough(cls, value: Any) -> Any:
+    def _one_or_none_is_enough(cls, value: Any) -> Any:
+        if value is None:
+            return ()
         return (value,) if isinstance(value, str) else value
 
     @field_validator("*", mode="before")

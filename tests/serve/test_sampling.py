@@ -48,6 +48,12 @@ def test_one_stop_string_needs_no_tuple() -> None:
     assert SamplingParams(stop="\n\n").stop == ("\n\n",)
 
 
+def test_none_is_none() -> None:
+    """vLLM's default."""
+    assert SamplingParams(stop=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams.parse({"stop": None, "stop_token_ids": None}).to_dict()["stop"] == []
+
+
 def test_numbers_of_numpy_and_torch_are_what_they_hold() -> None:
     found = SamplingParams(
         seed=np.int64(5),
