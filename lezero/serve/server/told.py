@@ -122,10 +122,13 @@ class Teller:
         }
 
     def _likeliest(self, one: Named) -> dict[str, float]:
-        """By name, and always the token itself, as with OpenAI. Of tokens with one name, as halves
-        of letters, the likeliest stays, but for the token's own name."""
-        found = {self._text.of(token): value for token, value in reversed(one.logprob.likeliest)}
-        return {**found, self._text.of(one.token, one.lost): one.logprob.logprob}
+        """By name, best first, and always the token itself, as with OpenAI. Of tokens with one
+        name, as halves of letters, the likeliest stays, but for the token's own name."""
+        found: dict[str, float] = {}
+        for token, value in one.logprob.likeliest:
+            found.setdefault(self._text.of(token), value)
+        found[self._text.of(one.token, one.lost)] = one.logprob.logprob
+        return dict(sorted(found.items(), key=lambda pair: pair[1], reverse=True))
 
     def _token(self, one: Named) -> dict[str, Any]:
         likeliest = [self._entry(*pair) for pair in one.logprob.likeliest]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+import torch
 from tokenizers import decoders, models, normalizers
 
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.serve.coder import Coder, open_coder
 from lezero.serve.llm import LLM
+from lezero.serve.program import Fed
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.coded import TokenText
-from tests.serve.models import says, small
+from tests.serve.models import runs, says, small
 from tests.serve.server.running import serving
 
 WORDS = ["\u2581the", "the", "\u2581cat", "cat", "\u2581a", "a", "s", "."]
@@ -88,6 +91,7 @@ def test_names_together_are_the_text_and_the_likeliest_of_a_name_stays(coder: Co
         assert own == value_of_own
         best.pop(name, None)
         assert found == best
+        assert list(found) == list(best), "best first"
 
 
 @pytest.mark.parametrize("logprobs", [0, 2])
@@ -102,6 +106,7 @@ def test_a_drawn_token_is_among_the_likeliest_that_are_told(coder: Coder, logpro
         told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True
     ):
         assert best[name] == value
+        assert list(best.values()) == sorted(best.values(), reverse=True)
         assert len(best) <= logprobs + 1
         rare += len(best) == logprobs + 1
     assert rare
@@ -185,6 +190,30 @@ def test_a_chat_names_a_token_that_is_cut_with_the_bytes_that_are_left() -> None
             found = [byte for one in choice["logprobs"]["content"] for byte in one["bytes"]]
             assert bytes(found).decode() == left
             assert answer["usage"]["completion_tokens"] > len(choice["logprobs"]["content"])
+
+
+def test_of_equal_names_the_likeliest_stays_in_its_place() -> None:
+    """Halves of characters all read U+FFFD."""
+    llm = LLM(small(vocab=257), coder=Coder(bytes_tokenizer(), frozenset()), weights="bf16")
+    scores = {0xC3: 9.0, ord("b"): 8.0, 0xE4: 7.0, ord("a"): 6.0}
+
+    def run(fed: Sequence[Fed]) -> torch.Tensor:
+        found = torch.zeros(sum(len(one.rows) for one in fed), llm.program.vocab)
+        for token, score in scores.items():
+            found[:, token] = score
+        return found
+
+    runs(llm.program, run)
+    asked = {"temperature": 0, "max_tokens": 1, "logprobs": 4}
+    with serving(llm) as client:
+        (choice,) = client.complete([1], **asked).json["choices"]
+        scores[0xE4] = 9.5
+        (other,) = client.complete([1], **{**asked, "logprobs": 3}).json["choices"]
+    for told, names in ((choice, ["\ufffd", "b", "a"]), (other, ["\ufffd", "b"])):
+        (best,) = told["logprobs"]["top_logprobs"]
+        assert list(best) == names
+        assert list(best.values()) == sorted(best.values(), reverse=True)
+        assert best["\ufffd"] == told["logprobs"]["token_logprobs"][0]
 
 
 class _OfLetters:
