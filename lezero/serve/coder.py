@@ -49,13 +49,19 @@ class Coder:
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt; the start tokens come first, where the text does not write them."""
-        found = self.encode_chat(text)
+        found = self._tokens(text)
         start = list(self.start_tokens)
         return found if found[: len(start)] == start else start + found
 
     def encode_chat(self, text: str) -> list[int]:
         """Tokens of what a chat template gave: it writes start tokens itself, where the model
-        wants them (as `apply_chat_template` of transformers)."""
+        wants them (as `apply_chat_template` of transformers). `ConfigError` for none."""
+        found = self._tokens(text)
+        if not found:
+            raise ConfigError("messages: the model's chat template gives no text for them")
+        return found
+
+    def _tokens(self, text: str) -> list[int]:
         return [int(token) for token in _without_panic(self._inner.encode, text)]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -57,6 +57,22 @@ def test_messages_are_checked():
         coder(CHATML).prompt([{"role": "user", "content": 3}])
 
 
+@pytest.mark.parametrize("nothing", ["", "{% if false %}x{% endif %}", "{# {{ messages }} #}"])
+def test_a_template_that_yields_nothing_is_told(nothing):
+    llm = LLM(small(vocab=257), coder=coder(nothing), weights="bf16")
+    said = "messages: the model's chat template gives no text for them"
+    for ask in (llm.chat, llm.chat_tokens):
+        with pytest.raises(ConfigError, match=f"^{said}$"):
+            ask(HELLO)
+    (line,) = answer_lines(llm, [json.dumps({"messages": HELLO})])
+    assert line["error"] == f"line 1: {said}"
+    with serving(llm) as client:
+        found = client.ask("/v1/chat/completions", {"messages": HELLO})
+    assert (found.status, found.error["param"], found.error["message"]) == (400, "messages", said)
+    assert llm.coder is not None
+    assert llm.coder.encode("") == []
+
+
 def test_a_folder_brings_its_template_and_special_tokens(tmp_path):
     bytes_tokenizer().save(tmp_path)
     file = tmp_path / "tokenizer_config.json"
