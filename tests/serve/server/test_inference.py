@@ -62,6 +62,13 @@ def test_numbers_that_a_type_has_are_taken(dtype: torch.dtype, value: list[Any])
     assert found.tolist() == wanted.tolist()
 
 
+def test_a_byte_order_mark_is_passed_over() -> None:
+    model = InferModule(Same(), torch.zeros(1, 3))
+    body = b"\xef\xbb\xbf" + b'{"inputs": [1, 2, 3]}'
+    ((row,), _) = read_inputs(body, JSON, model, "m")
+    assert row["input"].tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("dtype", "value", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -66,6 +67,27 @@ def test_fields_that_change_no_answer_are_passed_over(fields: dict[str, Any]) ->
 def test_usage_in_every_piece_is_passed_over() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     assert asked({}, stream=True, stream_options=options).stream_usage
+
+
+def test_a_byte_order_mark_before_a_body_is_passed_over() -> None:
+    mark = "\ufeff".encode()
+    bodies = {
+        "/v1/completions": {"prompt": "\ufeffabc", "max_tokens": 2, "temperature": 0},
+        "/v1/chat/completions": {"messages": [HELLO], "max_tokens": 2, "temperature": 0},
+        "/v1/embeddings": {"input": "abc"},
+    }
+    with serving(small_llm()) as client:
+        for path, body in bodies.items():
+            plain = json.dumps(body).encode()
+            found, expected = client.ask(path, mark + plain), client.ask(path, plain)
+            assert found.status == expected.status == 200
+            for name in ("choices", "data"):
+                assert found.json.get(name) == expected.json.get(name)
+            for wrong in (mark, mark + mark + plain, plain[:1] + mark + plain[1:]):
+                refused = client.ask(path, wrong)
+                assert refused.status == 400
+                assert refused.error["message"].startswith("the body is not JSON: Expecting ")
+                assert "utf-8-sig" not in refused.error["message"]
 
 
 def test_a_top_p_of_zero_is_the_likeliest_token() -> None:
