@@ -14,16 +14,24 @@ def plan(
         list[str] | None, typer.Option("--set", help="Override a value: train.batch=16.")
     ] = None,
     ranks: Annotated[
-        int, typer.Option("--ranks", "-n", min=1, help="Ranks that will share the batch.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--ranks",
+            "-n",
+            min=1,
+            help="Ranks that will share the batch; WORLD_SIZE where that is set, or else 1.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Forecast the memory and time of a run before anything of it is allocated.
 
     Ends with status 1 and what would fit when the run does not fit this machine. Where files of its
     data are not there, the forecast assumes text for at least one row and the status is 1, too.
+    Under `lz launch`, which sets WORLD_SIZE, rank 0 alone makes the forecast, for all ranks.
     """
     from lezero.core.errors import FileError
+    from lezero.core.launched import number
     from lezero.data.build import missing_files
     from lezero.plan import forecast
     from lezero.plan.table import render
@@ -31,9 +39,12 @@ def plan(
     from lezero.train.config import RunConfig
     from lezero.train.recipe import plan_inputs
 
+    started = max(1, number("WORLD_SIZE", 1))
+    if started > 1 and number("RANK"):  # rank 0 tells it for all, and times alone what it forecasts
+        return
     asked = RunConfig.load(config, set_)
     missing = missing_files(asked.data)
-    build, spec = plan_inputs(asked, world=ranks)
+    build, spec = plan_inputs(asked, world=ranks or started)
     made = forecast(build, spec, hardware())
     assumed = f"text for at least one row of {asked.data.sequence:,} tokens" if missing else None
     if json:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import lezero.profiler
+import lezero.train.recipe
 from lezero.cli.main import main
+from lezero.train.config import RunConfig
+from lezero.train.recipe import plan_inputs
 from tests.leaks import own_cache
 
 
@@ -38,6 +42,37 @@ def test_json(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["ranks"] == 2
     assert found["tokens_per_step"] == 8 * 32
     assert {"memory_bytes", "memory_parts", "step_seconds", "time_parts"} <= set(found)
+
+
+def test_the_ranks_are_those_that_were_started_and_the_first_tells_it(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worlds: list[int] = []
+
+    def inputs(asked: RunConfig, world: int) -> Any:
+        worlds.append(world)
+        return plan_inputs(asked, world=1)  # quicker: nothing is timed while others compute
+
+    monkeypatch.setattr(lezero.train.recipe, "plan_inputs", inputs)
+
+    def planned(*words: str, **started: str) -> int | None:
+        for name in ("WORLD_SIZE", "RANK"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in started.items():
+            monkeypatch.setenv(name, value)
+        assert main(["plan", config, "--json", *words]) == 0
+        told = capsys.readouterr()
+        assert told.err == ""
+        assert len(told.out.splitlines()) == len(worlds)
+        return worlds.pop() if worlds else None
+
+    assert planned(WORLD_SIZE="2", RANK="0") == planned(WORLD_SIZE="2") == 2
+    assert planned("-n", "4", WORLD_SIZE="2", RANK="0") == 4
+    assert planned(WORLD_SIZE="2", RANK="1") is planned("-n", "4", WORLD_SIZE="2", RANK="1") is None
+    assert planned() == planned(RANK="3") == planned(WORLD_SIZE="1", RANK="0") == 1
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert main(["plan", config]) == 2
+    assert "WORLD_SIZE='two': allowed is a whole number" in capsys.readouterr().err
 
 
 def test_too_large_is_told_with_what_would_fit(
