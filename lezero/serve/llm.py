@@ -38,6 +38,7 @@ from lezero.serve.paying import WhilePaying
 from lezero.serve.program import Program
 from lezero.serve.prompts import (
     Prompt,
+    check_ends,
     check_tokens,
     each_params,
     listed_tokens,
@@ -361,11 +362,7 @@ class LLM:
         ends = self._own.end_tokens if self.coder is None else self.coder.end_tokens
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ConfigError(f"priority: got {priority!r}, allowed are whole numbers")
-        if params.stop and self.coder is None:
-            raise ConfigError(
-                "stop: this model has no tokenizer, so that its answers have no text; give "
-                "stop_token_ids, or a coder"
-            )
+        check_ends(params, self.program.vocab, has_text=self.coder is not None)
         tokens = self._known_tokens(prompt, called)
         if isinstance(prompt, str) and not tokens:
             end = self._coder().end_token

@@ -41,6 +41,17 @@ def check_tokens(tokens: Sequence[Any], vocab: int, name: str) -> None:
             raise ConfigError(f"{name}: holds {held}, allowed is 0 to {vocab - 1}")
 
 
+def check_ends(params: SamplingParams, vocab: int, has_text: bool) -> None:
+    """`ConfigError` for what could never end an answer: strings where it has no text, and tokens
+    that a model with `vocab` of them lacks."""
+    if params.stop and not has_text:
+        raise ConfigError(
+            "stop: this model has no tokenizer, so that its answers have no text; give "
+            "stop_token_ids, or a coder"
+        )
+    check_tokens(params.stop_token_ids, vocab, "stop_token_ids")
+
+
 def as_list(value: Any) -> str:
     """What an error adds where somebody gave numbers of torch or numpy."""
     return "; make a list of it with .tolist()" if is_array(value) else ""

@@ -189,6 +189,11 @@ def test_the_cache_and_the_prompt_are_checked():
     llm = LLM(small(), weights="bf16", context=64)
     with pytest.raises(ConfigError, match="max_tokens: got 128"):
         llm.generate([1, 2, 3])
+    for wrong in (VOCAB, 10**30):
+        with pytest.raises(
+            ConfigError, match=f"stop_token_ids: holds .*allowed is 0 to {VOCAB - 1}"
+        ):
+            llm.stream([1], SamplingParams(stop_token_ids=(0, VOCAB - 1, wrong)))
     with pytest.raises(ConfigError, match=f"prompt: holds token {VOCAB}, allowed is 0 to"):
         llm.generate([1, VOCAB], GREEDY)
     for long in (10**30, -(10**5000)):  # Python does not even write the second

@@ -150,6 +150,8 @@ def test_logprobs(client) -> None:
         ({"extra_body": {"min_p": "0.1"}}, "min_p"),
         ({"extra_body": {"repetition_penalty": "1.1"}}, "repetition_penalty"),
         ({"extra_body": {"stop_token_ids": ["5"]}}, "stop_token_ids"),
+        ({"extra_body": {"stop_token_ids": [5, 257]}}, "stop_token_ids"),
+        ({"extra_body": {"stop_token_ids": [-1]}}, "stop_token_ids"),
         ({"extra_body": {"best_of": True}}, "best_of"),
         ({"extra_body": {"echo": 0}}, "echo"),
         ({"messages": []}, "messages"),
