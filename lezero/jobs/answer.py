@@ -14,7 +14,7 @@ from lezero.core import device
 from lezero.core.errors import ConfigError, FileError, NumericsError
 from lezero.core.paths import expand_home
 from lezero.hub.foreign import is_foreign
-from lezero.jobs.writer import TOKENS, open_writer
+from lezero.jobs.writer import open_writer
 from lezero.memory.pool import give_back_free_blocks
 from lezero.serve.forecast import compared, resident_bytes
 from lezero.serve.generation_config import read_generation
@@ -54,13 +54,12 @@ def continued(
         weights = "fp32"
     if tokens is not None and tokens < 1:
         raise ConfigError(f"tokens: got {tokens}, allowed is 1 or more")
-    params = SamplingParams.parse(sampling)
+    params = SamplingParams.parse(sampling | ({} if tokens is None else {"max_tokens": tokens}))
     speculate: Speculate = "off" if draft is None else "draft"
     llm = LLM(model, weights=weights, kv=kv, max_requests=1, speculate=speculate, draft=draft)
-    given = llm.request(prompt, params).prompt
-    most = tokens or max(1, min(TOKENS, llm.room - len(given)))
+    pieces = llm.stream(prompt, params)
     yield prompt
-    for piece in llm.stream(given, params.model_copy(update={"max_tokens": most})):
+    for piece in pieces:
         if piece.error is not None:
             raise NumericsError(piece.error)
         yield piece.text

@@ -41,6 +41,7 @@ from lezero.serve.prompts import (
     check_ends,
     check_tokens,
     each_params,
+    fitted,
     listed_tokens,
     several_prompts,
     sound_text,
@@ -355,7 +356,8 @@ class LLM:
     ) -> Request:
         """A request for `begin`. Raises `ConfigError` for tokens the model does not have.
 
-        An empty text begins with the model's start tokens, or else its end-of-text token.
+        Where `params` were not given `max_tokens`, they end where the context or the cache does. An
+        empty text begins with the model's start tokens, or else its end-of-text token.
         sample: tells answers apart that have the prompt and the seed in common. called: what errors
         call the prompt.
         """
@@ -367,7 +369,7 @@ class LLM:
         if isinstance(prompt, str) and not tokens:
             end = self._coder().end_token
             tokens = [] if end is None else self._known_tokens([end], called)
-        params = self._own.added_to(params)
+        params = fitted(self._own.added_to(params), self.room - len(tokens))
         if self.coder is not None:
             params = self.coder.with_named_ends(params)
         number = next(self._numbers)

@@ -39,9 +39,7 @@ def answer_lines(
 
     Reads ahead a few times as many lines as run at once, never the whole file.
     """
-    base = {} if params is None else params.to_dict()
-    if params is None or "max_tokens" not in params.model_fields_set:
-        base.pop("max_tokens", None)
+    base = {} if params is None else params.model_dump(exclude_unset=True)
     numbered = ((number, text) for number, text in enumerate(lines, 1) if text.strip())
     waiting: deque[tuple[dict[str, Any], Answer | str]] = deque()
     most = _AHEAD * llm.engine.scheduler.max_requests
@@ -110,10 +108,6 @@ def _request(llm: LLM, data: dict[str, Any], base: dict[str, Any]) -> Request:
     prompt = data["prompt"] if "prompt" in data else llm.chat_tokens(data["messages"])
     if not isinstance(prompt, str | list):
         raise ConfigError("prompt: is neither text nor a list of tokens")
-    if "max_tokens" not in {*base, *own}:
-        prompt = llm.request(prompt, params).prompt
-        most = max(1, min(params.max_tokens, llm.room - len(prompt)))
-        params = params.model_copy(update={"max_tokens": most})
     return llm.request(prompt, params, priority=data.get("priority", 0))
 
 

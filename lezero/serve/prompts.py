@@ -52,6 +52,16 @@ def check_ends(params: SamplingParams, vocab: int, has_text: bool) -> None:
     check_tokens(params.stop_token_ids, vocab, "stop_token_ids")
 
 
+def fitted(params: SamplingParams, left: int, usual: int | None = None) -> SamplingParams:
+    """Where nobody said how many new tokens at most: `usual` ones (by default as many as params
+    have), or the `left` ones that there is room for; at least one, so that a prompt which leaves no
+    room is refused for its own length."""
+    if "max_tokens" in params.model_fields_set:
+        return params
+    most = min(params.max_tokens if usual is None else usual, left)
+    return params.model_copy(update={"max_tokens": max(1, most)})
+
+
 def as_list(value: Any) -> str:
     """What an error adds where somebody gave numbers of torch or numpy."""
     return "; make a list of it with .tolist()" if is_array(value) else ""

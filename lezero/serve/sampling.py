@@ -25,7 +25,7 @@ class SamplingParams(Config):
     model_config = ConfigDict(strict=True)
 
     max_tokens: int = Field(default=128, ge=1)
-    """New tokens at most."""
+    """New tokens at most. Where it is not given, fewer if context or cache end before."""
     temperature: float = Field(default=1.0, ge=0.0)
     """Divides the logits; 0 takes the most likely token (greedy)."""
     top_k: int | None = Field(default=None, ge=1)

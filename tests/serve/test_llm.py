@@ -188,7 +188,7 @@ def test_a_stream_is_the_same_answer_and_ends_when_it_is_closed():
 def test_the_cache_and_the_prompt_are_checked():
     llm = LLM(small(), weights="bf16", context=64)
     with pytest.raises(ConfigError, match="max_tokens: got 128"):
-        llm.generate([1, 2, 3])
+        llm.generate([1, 2, 3], SamplingParams(max_tokens=128))
     for wrong in (VOCAB, 10**30):
         with pytest.raises(
             ConfigError, match=f"stop_token_ids: holds .*allowed is 0 to {VOCAB - 1}"
@@ -206,6 +206,28 @@ def test_the_cache_and_the_prompt_are_checked():
     with pytest.raises(ConfigError, match="context: got 4096"):
         LLM(small(), context=4096)
     assert not llm.engine.busy
+
+
+@pytest.mark.parametrize("options", [{"context": 64}, {"cache_bytes": 20_000}])
+def test_a_limit_that_nobody_gave_ends_where_context_or_cache_do(options):
+    llm = LLM(small(vocab=257), weights="bf16", coder=coder(), **options)
+    room = llm.room
+    assert 32 < room < 128
+    unsaid = SamplingParams(temperature=0, ignore_eos=True)
+    prompts = [[5] * (room - 1), [5] * (room - 9), [5]]
+    for params in (unsaid, SamplingParams.parse(unsaid.to_dict() | {"max_tokens": 1})):
+        found = llm.generate(prompts, [params, unsaid, unsaid])
+        assert [len(answer.tokens) for answer in found] == [1, 9, room - 1]
+        assert {answer.reason for answer in found} == {"length"}
+    assert sum(len(piece.tokens) for piece in llm.stream("abc", unsaid)) == room - 3
+    asked = [{"role": "user", "content": "hello"}]
+    answer = llm.chat(asked, unsaid)
+    assert len(answer.tokens) == room - answer.prompt_tokens
+    assert llm.generate([5], None)[0].reason is not None
+    for params in (None, unsaid):
+        with pytest.raises(ConfigError, match=rf"^prompt: got {room} tokens, allowed is 1 to"):
+            llm.generate([5] * room, params)
+    assert "max_tokens" not in unsaid.model_fields_set, "what was given is as it was"
 
 
 @pytest.mark.parametrize("given", [{"a": "b"}, {"a", "b"}, frozenset("ab")])

@@ -66,15 +66,13 @@ _LAST = 1000
 class Asked:
     """One HTTP request for answers: n to each prompt, or n to the messages.
 
-    max_tokens: None is as many as are usual and fit. priority: 0, or more to let others go first;
-    nobody can push ahead of those that do not ask.
+    priority: 0, or more to let others go first; nobody can push ahead of those that do not ask.
     """
 
     form: Form
     prompts: list[Prompt]
     messages: list[dict[str, Any]]
     params: SamplingParams
-    max_tokens: int | None
     n: int
     stream: bool
     stream_usage: bool
@@ -91,14 +89,12 @@ def read_asked(form: Form, data: Mapping[str, Any], model: str) -> Asked:
     given = {key: value for key, value in data.items() if value is not None}
     _check_names(form, given)
     check_model(given, model)
-    most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
     stream = truth(given, "stream")
     return Asked(
         form,
         _prompts(given.get("prompt")) if form == "text" else [],
         _messages(given.get("messages")) if form == "chat" else [],
         _params(form, given),
-        most,
         _whole(given, "n", 1, 128) or 1,
         stream,
         _stream_usage(given, stream),
@@ -128,6 +124,9 @@ def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {name: given[name] for name in _SAMPLING if name in given}
     if not isinstance(values.get("top_p"), bool) and values.get("top_p") == 0:
         values["top_p"] = _LIKELIEST_ALONE  # OpenAI's range begins with 0
+    most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
+    if most is not None:
+        values["max_tokens"] = most
     seed = _whole(given, "seed", -(1 << 63), (1 << 63) - 1)
     if seed is not None:
         values["seed"] = seed % (1 << 63)

@@ -14,7 +14,7 @@ from lezero.memory.pool import give_back_free_blocks
 from lezero.serve.coder import Coder, joined
 from lezero.serve.embed import check_prompts, longest_prompt
 from lezero.serve.llm import LLM
-from lezero.serve.prompts import Prompt
+from lezero.serve.prompts import Prompt, fitted
 from lezero.serve.request import Request
 from lezero.serve.server.asked import Asked
 from lezero.serve.server.lanes import Lanes, Value
@@ -85,11 +85,10 @@ class Encoder:
             called += f"[{number}]" if len(prompts) > 1 else ""
             first = self._llm.request(prompt, asked.params, called=called)
             tokens = list(first.prompt)
-            most = asked.max_tokens
-            if most is None:
-                most = max(1, self._llm.room - len(tokens))
-                most = most if asked.form == "chat" else min(most, _TEXT_TOKENS)
-            params = asked.params.model_copy(update={"max_tokens": most, "seed": _seed(asked)})
+            room = self._llm.room
+            usual = room if asked.form == "chat" else _TEXT_TOKENS
+            params = asked.params.model_copy(update={"seed": _seed(asked)})
+            params = fitted(params, room - len(tokens), usual)
             one = self._llm.request(tokens, params, 0, asked.priority, called)
             self._llm.engine.scheduler.refuse_what_never_fits(one)  # before there are n of it
             for request in (one, *(self._llm.sample_of(one, i) for i in range(1, asked.n))):
