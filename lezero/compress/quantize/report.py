@@ -128,14 +128,8 @@ class QuantizationReport:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _left_over(self) -> list[str]:
-        """A line when what cannot be quantized is more than a hundredth of all."""
-        left = sum(self.left_over.values())
-        share = left / max(1, left + sum(layer.weights for layer in self.layers))
-        if share < 0.01:
-            return []
-        largest = sorted(self.left_over.items(), key=lambda item: -item[1])[:5]
-        named = ", ".join(f"{name} {units.count(weights)}" for name, weights in largest)
-        return [f"in no layer that can be quantized: {units.percent(share)} of weights ({named})"]
+        line = in_no_layer(self.left_over, sum(layer.weights for layer in self.layers))
+        return [line] if line else []
 
 
 def quantization_report(model: nn.Module) -> QuantizationReport:
@@ -146,6 +140,18 @@ def quantization_report(model: nn.Module) -> QuantizationReport:
         raise OrderError("this model has no quantization report; call lz.quantize_ on it first")
     assert isinstance(found, QuantizationReport)
     return found
+
+
+def in_no_layer(left_over: Mapping[str, int], in_layers: int) -> str:
+    """A line when what cannot be quantized is at least a hundredth of all; in_layers: the weights
+    that can be."""
+    left = sum(left_over.values())
+    share = left / max(1, left + in_layers)
+    if share < 0.01:
+        return ""
+    largest = sorted(left_over.items(), key=lambda item: -item[1])[:_SHOWN]
+    each = ", ".join(f"{name} {units.count(weights)}" for name, weights in largest)
+    return f"in no layer that can be quantized: {units.percent(share)} of weights ({each})"
 
 
 def named(names: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
+from lezero.compress.quantize.suited import check_suited, notes_of_method
 from lezero.compress.quantize.tensors import kept_beside, nbytes, sharing_memory
 from lezero.compress.quantize.work import Work
 from lezero.core import device, ledger
@@ -105,6 +106,8 @@ def quantize_(
         report = QuantizationReport(decisions=decisions if decisions is not None else Decisions())
         if filter is None:
             report.left_over = left_over(model, sites)
+            report.notes += notes_of_method(model, config, targets, report.left_over)
+        check_suited(model, config, targets, report.left_over)
         return Request(model, config, targets, batches, objective, metric, budget, report)
 
     alone = data is None and metric is None and objective == "size"
@@ -149,6 +152,7 @@ def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -
     """Does what `request` asks for; whatever fails, or where nothing is kept, undoes it."""
     model = request.model
     before = {id(p): name for name, p in model.named_parameters()}
+    found = [*request.report.notes]  # they hold whatever becomes of the layers
     # To the end: what `quiet` put back is put right behind it.
     with held_interrupts():
         with quiet(model), Spill() as spill, kept_buffers(model, spill):
@@ -171,6 +175,7 @@ def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -
                 sites = {site.name: site for site, _ in request.targets.values()}
                 bits = {name: 8 * site.nbytes / site.numel for name, site in sites.items()}
                 request.report.undone(slower, bits)
+                request.report.notes += found
             model.__dict__[REPORT] = request.report
         leave_nested(model)
 
@@ -270,12 +275,6 @@ def _targets(config: Scheme, sites: list[Site], has_data: bool) -> dict[str, tup
             continue
         found.update({user.name: (site, target) for user in site.users})
     kind = type(config).__name__
-    suited = [target for site, target in found.values() if method.suits(target.grid)]
-    if found and not suited:
-        raise ConfigError(
-            f"method: '{config.recipe().method}' cannot work on what {kind} makes of these layers; "
-            "'hqq' needs zero_point=True, and of the vocabulary's matrices vocabulary='int4'"
-        )
     if not found:
         kinds = sorted({type(site.users[0].module).__name__ for site in sites})
         raise ConfigError(
