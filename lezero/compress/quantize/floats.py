@@ -33,7 +33,7 @@ class Fp8(Scheme):
     vocabulary: Literal["fp8", "keep"] = "fp8"
     """Token embeddings and output head."""
 
-    _group = field_validator("group")(lambda cls, value: check_group(value))
+    _group = field_validator("group")(lambda cls, value: check_group(value, tensor=True))
     _scales = field_validator("scales")(lambda cls, value: check_rule(value))
 
     @model_validator(mode="after")
@@ -45,7 +45,7 @@ class Fp8(Scheme):
     def target(self, site: Site) -> Target | None:
         if site.is_vocabulary and self.vocabulary == "keep":
             return None
-        group = group_for(site, self.group, 1) if site.kind == "linear" else "row"
+        group = group_for(site, self.group) if site.kind == "linear" else "row"
         rounds = site.kind == "linear" and not site.is_vocabulary
         activations = self.activations if rounds else "float"
         return Target(Grid("fp8", group=group), activations, has_kernel=False)

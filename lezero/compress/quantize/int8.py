@@ -38,7 +38,7 @@ class Int8Weight(Scheme):
     vocabulary: Literal["int8", "keep"] = "int8"
     """Token embeddings and output head."""
 
-    _group = field_validator("group")(lambda cls, value: check_group(value))
+    _group = field_validator("group")(lambda cls, value: check_group(value, tensor=True))
     _method = field_validator("method")(lambda cls, value: check_method(value))
     _scales = field_validator("scales")(lambda cls, value: check_rule(value))
 

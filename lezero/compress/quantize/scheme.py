@@ -82,17 +82,19 @@ def group_for(
         return group
     divides = [size for size in range(max(2, step), K + 1, step) if K % size == 0]
     nearest = sorted(sorted(divides, key=lambda size: abs(size - group))[:8])
-    remedy = f"{', '.join(map(str, nearest))} do" if nearest else f"no multiple of {step} does"
+    found = f"{', '.join(map(str, nearest))} do" if nearest else f"no multiple of {step} does"
+    remedy = "one that divides" if nearest or step == 1 else "'row'"
     raise ConfigError(
-        f"group: got {group}, which does not divide the {K} inputs of '{site.name}'; {remedy}. "
-        "Give one that divides, or leave the layer out with filter="
+        f"group: got {group}, which does not divide the {K} inputs of '{site.name}'; {found}. "
+        f"Give {remedy}, or leave the layer out with filter="
     )
 
 
-def check_group(group: int | str) -> int | str:
-    """`group`; `ValueError` for one that no kernel takes."""
+def check_group(group: int | str, *, tensor: bool = False) -> int | str:
+    """`group`; `ValueError` for one that no kernel takes. tensor: whether 'tensor' is allowed."""
     if isinstance(group, int) and (group < 32 or group % 32):
-        raise ValueError("allowed are multiples of 32 (32, 64, 128, …) or 'row'")
+        words = ", 'row' or 'tensor'" if tensor else " or 'row'"
+        raise ValueError(f"allowed are multiples of 32 (32, 64, 128, …){words}")
     return group
 
 
