@@ -52,3 +52,13 @@ def test_images_that_lie_channels_last_stay_so() -> None:
     last = model(x.contiguous(memory_format=torch.channels_last))
     assert last.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(last, model(x))
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8WeightActivation(), lz.Int8Weight()], ids=str)
+def test_its_bits_are_those_of_all_that_it_holds(scheme: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(8, 16, 3))
+    lz.quantize_(model, scheme, data=torch.randn(2, 8, 9, 9), objective="size")
+    (layer,) = lz.quantization_report(model).layers
+    held = {key: x.nbytes for key, x in model.state_dict().items() if key != "0.bias"}
+    assert ("0.input_zero" in held) == isinstance(scheme, lz.Int8WeightActivation)
+    assert layer.bits == 8 * sum(held.values()) / layer.weights

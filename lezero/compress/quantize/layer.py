@@ -15,6 +15,7 @@ from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import Method, Nearest
 from lezero.compress.quantize.modules import (
+    SCALES,
     QuantizedConv,
     QuantizedEmbedding,
     QuantizedLayer,
@@ -147,7 +148,8 @@ def quantized_bytes(layers: list[QuantizedLayer], users: tuple[User, ...]) -> in
         for layer, user in zip(layers, users, strict=True)
         if layer.bias is not None and user.module._parameters.get("bias") is None
     ]
-    scales = [x for layer in layers for x in (layer.input_scale,) if x is not None]
+    held = [layer._buffers.get(name) for layer in layers for name in SCALES]
+    scales = [x for x in held if x is not None]
     return layers[0].weight.nbytes + sum(x.nbytes for x in [*new, *scales])
 
 
