@@ -16,13 +16,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lezero.compress.quantize.accepted import check_type
 from lezero.compress.quantize.autocast import cast
 from lezero.compress.quantize.foreign_saves import mark_saves
 from lezero.compress.quantize.weights import (
     CodedWeight,
     PackedWeight,
     QuantizedWeight,
-    check_type,
     keeping_types,
 )
 from lezero.core.errors import ConfigError

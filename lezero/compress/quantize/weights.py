@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lezero.compress.quantize.accepted import check_rows, check_type
 from lezero.compress.quantize.stand_in import StandIn
 from lezero.core.errors import ConfigError
 from lezero.ops.linear import (
@@ -45,7 +46,6 @@ from lezero.ops.linear import (
     unpack,
 )
 from lezero.ops.linear.layout import PANEL
-from lezero.ops.linear.op import FLOATS
 from lezero.ops.quantize import (
     Grid,
     Quantized,
@@ -57,23 +57,6 @@ from lezero.ops.quantize import (
 _Marks = list[tuple[weakref.ref[Tensor], int]]
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of weights: marks, and what was made of them
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-def check_type(x: Tensor, form: str) -> None:
-    """Raises `ConfigError` where the kernels of a weight in `form` do not take `x`'s type, or `x`
-    is nested: an encoder goes on to make such batches where a part of it alone was quantized."""
-    if x.is_nested:
-        raise ConfigError(
-            f"input: got a nested tensor, which a weight in {form} does not take; set "
-            "use_nested_tensor = False on the nn.TransformerEncoder that holds the layer, or build "
-            "it with enable_nested_tensor=False"
-        )
-    if x.dtype not in FLOATS:
-        raise ConfigError(
-            f"input: got {x.dtype}, allowed for a weight in {form} are fp32, bf16 and fp16; "
-            "convert the input, as with x.float(), and a model that was made fp64 with "
-            "model.float()"
-        )
 
 
 class QuantizedWeight(StandIn):
@@ -241,6 +224,7 @@ class PackedWeight(QuantizedWeight):
 
     def rows(self, ids: Tensor) -> Tensor:
         N, K = self.full_shape
+        check_rows(self.dtype, self.grid.format)
         return embedding_int(
             *(ids, self.parts()),
             rows=N,
