@@ -372,6 +372,7 @@ def keeping_types(
 
 def _rows_of(x: Tensor, flat: Tensor) -> Tensor:
     """x[flat], but never from the end: an id below 0 is an error."""
-    if x.itemsize > 1:
+    if x.device.type == "cpu" or x.itemsize > 1:
         return x.index_select(0, flat)
+    # Not every accelerator selects float8; bytes it does, but no `torch.jit.trace` takes that view.
     return x.view(torch.uint8).index_select(0, flat).view(x.dtype)
