@@ -70,8 +70,9 @@ class Loader:
 
     def __next__(self) -> Batch:
         indices = [self.order.at(sample) for sample in self.mine(self.samples)]
-        self.samples += self.batch
-        return _collate([self.rows.row(index) for index in indices])
+        batch = _collate([self.rows.row(index) for index in indices])
+        self.samples += self.batch  # once all is read: who is interrupted gets this batch next
+        return batch
 
     def mine(self, start: int) -> range:
         """The samples of the step that starts at `start` which belong to this rank."""

@@ -75,6 +75,25 @@ def test_batch_shape_and_types():
     assert torch.equal(batch["targets"], batch["tokens"] + 1)
 
 
+def test_a_batch_whose_reading_was_interrupted_comes_next():
+    class Slow(Numbers):
+        stops = True
+
+        def row(self, index):
+            if index == 5 and self.stops:
+                self.stops = False
+                raise KeyboardInterrupt
+            return super().row(index)
+
+    loader, taken = Loader(Slow(12), 3), []
+    while len(taken) < 12:
+        try:
+            taken += step([loader])
+        except KeyboardInterrupt:
+            assert loader.samples == len(taken)
+    assert sorted(taken) == list(range(12))
+
+
 def test_state_of_other_data_is_refused():
     loader = Loader(Numbers(10), 2, seed=1)
     good = loader.state()
