@@ -8,7 +8,7 @@ is no background thread to feed, stop or resume.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -51,13 +51,7 @@ class Loader:
     def __init__(
         self, rows: Rows, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1
     ) -> None:
-        if batch < 1 or batch % world:
-            raise ConfigError(
-                f"batch: got {batch}, which {world} rank(s) cannot share evenly; "
-                f"use a multiple of {world}"
-            )
-        if not 0 <= rank < world:
-            raise ConfigError(f"rank: got {rank}, allowed is 0 to {world - 1}")
+        _check_shares(batch, rank, world)
         if len(rows) < 1:
             raise ConfigError("rows: got no row, needed is at least 1; give the data more text")
         self.rows, self.batch, self.rank, self.world = rows, batch, rank, world
@@ -70,7 +64,7 @@ class Loader:
 
     def __next__(self) -> Batch:
         indices = [self.order.at(sample) for sample in self.mine(self.samples)]
-        batch = _collate([self.rows.row(index) for index in indices])
+        batch = _collate(indices, [self.rows.row(index) for index in indices])
         self.samples += self.batch  # once all is read: who is interrupted gets this batch next
         return batch
 
@@ -133,11 +127,9 @@ class EvalLoader:
     def __init__(
         self, rows: Rows, batch: int, *, rank: int = 0, world: int = 1, limit: int | None = None
     ) -> None:
-        if batch < 1 or batch % world:
-            raise ConfigError(
-                f"batch: got {batch}, which {world} rank(s) cannot share evenly; "
-                f"use a multiple of {world}"
-            )
+        _check_shares(batch, rank, world)
+        if limit is not None and limit < 0:
+            raise ConfigError(f"limit: got {limit}, allowed is a count of steps, or None for all")
         self.rows, self.batch, self.rank, self.world = rows, batch, rank, world
         steps = -(-len(rows) // batch)
         self.steps = steps if limit is None else min(steps, limit)
@@ -150,7 +142,8 @@ class EvalLoader:
         for step in range(self.steps):
             first = step * self.batch + self.rank * part
             indices = range(first, first + part)
-            yield _collate([self._row(index) for index in indices])
+            read = [index if index < len(self.rows) else 0 for index in indices]
+            yield _collate(read, [self._row(index) for index in indices])
 
     def _row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         if index < len(self.rows):
@@ -159,9 +152,39 @@ class EvalLoader:
         return tokens, np.full_like(targets, IGNORED)
 
 
-def _collate(rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
+def _check_shares(batch: int, rank: int, world: int) -> None:
+    if world < 1:
+        raise ConfigError(f"world: got {world}, allowed is a count from 1")
+    if batch < 1 or batch % world:
+        raise ConfigError(
+            f"batch: got {batch}, which {world} rank(s) cannot share evenly; "
+            f"use a multiple of {world}"
+        )
+    if not 0 <= rank < world:
+        raise ConfigError(f"rank: got {rank}, allowed is 0 to {world - 1}")
+
+
+def _collate(indices: Sequence[int], rows: list[tuple[np.ndarray, np.ndarray]]) -> Batch:
     import torch
 
-    tokens_BT = np.stack([tokens for tokens, _ in rows]).astype(np.int64, copy=False)
-    targets_BT = np.stack([targets for _, targets in rows]).astype(np.int64, copy=False)
-    return {"tokens": torch.from_numpy(tokens_BT), "targets": torch.from_numpy(targets_BT)}
+    parts = {"tokens": [row[0] for row in rows], "targets": [row[1] for row in rows]}
+    return {
+        name: torch.from_numpy(_stacked(name, indices, part).astype(np.int64, copy=False))
+        for name, part in parts.items()
+    }
+
+
+def _stacked(name: str, indices: Sequence[int], given: list[np.ndarray]) -> np.ndarray:
+    arrays = [np.asarray(part) for part in given]
+    for index, array in zip(indices, arrays, strict=True):
+        if array.dtype.kind not in "iu":
+            raise ConfigError(
+                f"row {index}: its {name} are {array.dtype}, allowed are whole numbers: ids of "
+                "tokens, as int64"
+            )
+        if array.shape != arrays[0].shape:
+            raise ConfigError(
+                f"row {index}: its {name} have the shape {array.shape}, those of row {indices[0]} "
+                f"{arrays[0].shape}; a batch is of rows of equal length: cut or pad them"
+            )
+    return np.stack(arrays)

@@ -114,8 +114,36 @@ def test_batches_that_ranks_cannot_share_are_refused():
         Loader(Numbers(10), 3, world=2)
     with pytest.raises(ConfigError, match="allowed is 0 to 1"):
         Loader(Numbers(10), 2, rank=2, world=2)
+    for rank in (5, -1):
+        with pytest.raises(ConfigError, match=f"rank: got {rank}, allowed is 0 to 1"):
+            EvalLoader(Numbers(10), 4, rank=rank, world=2)
+    with pytest.raises(ConfigError, match="limit: got -1"):
+        EvalLoader(Numbers(10), 4, limit=-1)
+    with pytest.raises(ConfigError, match="world: got 0"):
+        Loader(Numbers(10), 4, world=0)
     with pytest.raises(ConfigError, match="no row"):
         Loader(Numbers(0), 2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "targets", "text"),
+    [
+        (np.full(3, 0.5), np.zeros(3, np.int64), "row 4: its tokens are float64"),
+        (np.zeros(3, np.uint16), np.full(3, 0.9, np.float32), "row 4: its targets are float32"),
+        (np.zeros(2, np.int64), np.zeros(3, np.int64), r"row 4: its tokens have the shape \(2,\)"),
+    ],
+)
+def test_rows_that_are_no_ids_or_of_another_length_are_named(tokens, targets, text):
+    class Odd(Numbers):
+        def row(self, index):
+            return (tokens, targets) if index == 4 else super().row(index)
+
+    with pytest.raises(ConfigError, match=text):
+        list(EvalLoader(Odd(6), 6))
+    loader = Loader(Odd(6), 6)
+    with pytest.raises(ConfigError, match="row"):
+        next(loader)
+    assert loader.samples == 0
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
