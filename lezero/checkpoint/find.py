@@ -67,7 +67,8 @@ def load(
     damaged is logged and listed in `rejected`. `mark="best"` takes the marked one of a root.
     `select` keeps only the tensors it says yes to, `rows` some rows of them; without it tensors
     come whole, however many ranks have written them. Raises `CorruptError` naming file and tensor,
-    or listing every generation when none is good, and `FileError` when there is nothing to load.
+    or listing every generation when none is good, `FileError` when there is nothing to load, and
+    `ConfigError` for rows that a tensor does not have.
     """
     return _load(Path(expand_home(path)), mark, Reader(lambda _: Wanted(select, rows)))
 

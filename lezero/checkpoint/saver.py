@@ -100,8 +100,8 @@ class Saver:
         `documents` are rank 0's. With `supersede` (rank 0's) a generation that this one would
         replace is moved aside instead, as `superseded-…`, once this one is written. Returns False
         when it was skipped (see `busy`) or when the copy does not fit in memory. Raises `FileError`
-        for tensors or documents that cannot be stored; ranks that save together all hear of it, as
-        of a write that failed.
+        for a step, tensors or documents that cannot be stored; ranks that save together all hear of
+        it, as of a write that failed.
         """
         began = time.perf_counter()
         try:
@@ -109,7 +109,7 @@ class Saver:
                 _log.warning(f"generation {step} skipped: the one before is still being written")
                 return False
             self.wait()
-            parts, problem = self._copied(tensors, documents, own or {})
+            parts, problem = self._copied(step, tensors, documents, own or {})
             if problem is None or self._crew.size > 1:  # who saves together hears of a problem
                 self._writing = step
                 self._thread = threading.Thread(
@@ -191,10 +191,15 @@ class Saver:
         return any(groups.gather_objects(mine)) if self._crew.size > 1 else mine
 
     def _copied(
-        self, tensors: Mapping[str, Tensor], documents: Mapping[str, Any], own: Mapping[str, Tensor]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        documents: Mapping[str, Any],
+        own: Mapping[str, Tensor],
     ) -> tuple[_Parts, Exception | None]:
         """What this rank writes, as it is now, or why there is nothing."""
         try:
+            step_path(self.root, step)  # refuses what is no step
             check_json(documents, "documents")
             mine, places = slices(tensors, self.leads)
             copied = self._buffers.copy({**mine, **own})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lezero.core.errors import CapacityError, CorruptError, FileError
+from lezero.core.errors import CapacityError, ConfigError, CorruptError, FileError
 from lezero.files import folder
 from lezero.files.generation import Generation, step_of, version
 from lezero.files.manifest import LIMIT, NAME, Manifest, Part
@@ -56,9 +56,10 @@ def read_generation(
 ) -> Generation:
     """Reads and verifies a generation; `select` keeps only the tensors it says yes to.
 
-    With `rows`, of some tensors only these rows are read. Raises `CorruptError`, naming file and
-    tensor, at the first byte that is not what was written; `FileError` when the folder is missing
-    or of another format; `CapacityError` when it does not fit in memory.
+    With `rows`, of some tensors only these rows are read. Raises `ConfigError` for rows that are
+    not there; `CorruptError`, naming file and tensor, at the first byte that is not what was
+    written; `FileError` when the folder is missing or of another format; `CapacityError` when it
+    does not fit in memory.
     """
     path = Path(path)
     with ExitStack() as stack:
@@ -71,7 +72,11 @@ def read_generation(
                 plain = manifest.tensors[target]
                 some = rows(name, plain.shape) if rows is not None else None
                 first, last = some or (0, plain.rows)
-                assert 0 <= first <= last <= plain.rows, f"{name}: no rows {first} to {last}"
+                if not 0 <= first <= last <= plain.rows:
+                    raise ConfigError(
+                        f"rows: got {first} to {last} of '{name}', allowed are rows from 0 to "
+                        f"{plain.rows}, the first before the last"
+                    )
                 wanted[name] = _Piece(target, first, last)
         pieces = list(dict.fromkeys(wanted.values()))
         opened = _open_files(path, at, manifest, pieces, stack)

@@ -212,6 +212,9 @@ def test_bad_arguments_raise_at_once(tmp_path):
             saver.save(1, {}, {"state": {"x": float("nan")}})
         with pytest.raises(FileError, match=r"tensor 'w'.*meta"):
             saver.save(1, {"w": torch.empty(1, device="meta")}, {})
+        for step in (-1, "5", 5.0, True):
+            with pytest.raises(FileError, match=f"step {step!r}: allowed is an integer from 0"):
+                saver.save(step, {}, {})
     assert steps(tmp_path) == []
 
 

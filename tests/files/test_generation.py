@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from lezero.core.errors import CorruptError, FileError
+from lezero.core.errors import ConfigError, CorruptError, FileError
 from lezero.files import (
     generation,
     list_generations,
@@ -153,6 +153,9 @@ def test_some_rows_are_read_of_a_tensor_in_parts(tmp_path, small_chunks):
     for rows in ((0, 50), (3, 17), (13, 29), (20, 21), (41, 50), (7, 7)):
         read = read_generation(path, rows=lambda name, shape, rows=rows: rows).tensors["w"]
         assert same_bits(read, whole[slice(*rows)])
+    for rows in ((2, 51), (-3, -1), (5, 2)):
+        with pytest.raises(ConfigError, match=f"rows: got {rows[0]} to {rows[1]} of 'w'"):
+            read_generation(path, rows=lambda name, shape, rows=rows: rows)
 
 
 @pytest.mark.parametrize(
