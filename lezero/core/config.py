@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     ValidationError,
     ValidationInfo,
@@ -30,7 +31,15 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from lezero.core.errors import ConfigError, Problem
 from lezero.core.paths import expand_home
 
-PathText = Annotated[str, AfterValidator(expand_home)]
+
+def as_text(value: Any) -> Any:
+    """A `Path` as its text; anything else as it is."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+GivenPath = Annotated[str, BeforeValidator(as_text)]
+"""A field that names a file or folder, as text or `Path`, and keeps the text."""
+PathText = Annotated[GivenPath, AfterValidator(expand_home)]
 """A field that names a file or folder: `~` stands for the user's home; `$NAME` stays as it is."""
 
 

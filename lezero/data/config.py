@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from lezero.core.config import Config
+from lezero.core.config import Config, GivenPath, as_text
 
 _Names = Annotated[tuple[str, ...], Field(min_length=1)]
 _Share = Annotated[float, Field(ge=0, lt=1)]
@@ -24,7 +24,7 @@ class TokenizerConfig(Config):
 
     train: int | None = Field(None, ge=257, le=1 << 20)
     """Trains a byte-level BPE of at most this many entries on the training text (extra `text`)."""
-    folder: str | None = None
+    folder: GivenPath | None = None
     """A Hugging Face tokenizer: its folder or its tokenizer.json (extra `text`)."""
 
     @model_validator(mode="after")
@@ -74,8 +74,8 @@ class DataConfig(Config):
     # What a validator accepts beside its field's own type must be said for the schema of editors.
     @field_validator("train", mode="before", json_schema_input_type=str | _Names)
     @classmethod
-    def _one_name(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+    def _some_names(cls, value: Any) -> Any:
+        return _names(value)
 
     @field_validator("validation", mode="before", json_schema_input_type=_Share | str | _Names)
     @classmethod
@@ -84,7 +84,7 @@ class DataConfig(Config):
             raise ValueError("allowed is a share of at least 0 and below 1, or a list of files")
         if isinstance(value, (int, float)) and not 0 <= value < 1:
             raise ValueError("a share of the text is at least 0 and below 1")
-        return (value,) if isinstance(value, str) else value
+        return _names(value)
 
     @field_validator(
         "tokenizer", mode="before", json_schema_input_type=Literal["bytes"] | TokenizerConfig
@@ -96,3 +96,11 @@ class DataConfig(Config):
                 raise ValueError("allowed is bytes, {train: entries} or {folder: path}")
             return TokenizerConfig()
         return value
+
+
+def _names(value: Any) -> Any:
+    """Paths as texts, and a list of one where it is one."""
+    if isinstance(value, list | tuple):
+        return [as_text(one) for one in value]
+    text = as_text(value)
+    return (text,) if isinstance(text, str) else value

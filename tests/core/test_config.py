@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -207,6 +208,8 @@ def test_a_path_may_begin_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="run: ~no-such-user/x: there is no user 'no-such-user'"):
         Places(run="~no-such-user/x")
     assert Places().folder is None
+    given = Places(run=Path("~/runs/x"), folder=Path("a"))
+    assert given == Places(run="~/runs/x", folder="a")
     with pytest.raises(ConfigError, match="run: got '', allowed is at least 1 character"):
         Places(run="")
 

@@ -105,6 +105,17 @@ def test_the_schema_accepts_every_documented_config(tmp_path):
             assert fits(config, value), value
 
 
+def test_paths_of_pathlib_are_taken_as_their_texts():
+    path = Path("a/b")
+    given = DataConfig(train=path, validation=path, tokenizer={"folder": path})
+    assert given == DataConfig(train="a/b", validation="a/b", tokenizer={"folder": "a/b"})
+    assert DataConfig(train=[path, "c"], validation=(path,)) == DataConfig(
+        train=["a/b", "c"], validation=["a/b"]
+    )
+    with pytest.raises(ConfigError, match=r"train\.1: got 3, allowed is a valid string"):
+        DataConfig(train=[path, 3])
+
+
 @pytest.mark.parametrize(
     ("changed", "good"),
     [
