@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class LeZeroError(Exception):
     """Base of every error that LeZero raises on purpose. Its text is meant for the user."""
@@ -19,13 +21,13 @@ class ConfigError(LeZeroError, ValueError):
         self.problems = problems
 
 
+@dataclass(frozen=True)
 class Problem:
     """One bad field of a config: its path, the value found and why it is refused."""
 
-    __slots__ = ("path", "reason", "value")
-
-    def __init__(self, path: tuple[str | int, ...], value: object, reason: str) -> None:
-        self.path, self.value, self.reason = path, value, reason
+    path: tuple[str | int, ...]
+    value: object
+    reason: str
 
     def __str__(self) -> str:
         return f"{'.'.join(map(str, self.path))}: {self.reason}" if self.path else self.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shlex
 from pathlib import Path
 from typing import Literal
@@ -192,6 +193,15 @@ def test_texts_with_underscores_stay_texts() -> None:
     found = Numbers.parse({"share": ["1_0"], "group": "a_row", "either": "1_0", "word": "1_0"})
     assert (found.share, found.group, found.either, found.word) == (("1_0",), "a_row", "1_0", "1_0")
     assert Numbers.parse({"count": "10", "many": {"a_b": 1}}).count == 10
+
+
+def test_problems_show_what_they_hold_and_stay_equal_on_their_way_to_other_processes() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Sample.parse({"stage": 7, "nope": 1})
+    there = pickle.loads(pickle.dumps(caught.value))
+    assert (str(there), there.problems) == (str(caught.value), caught.value.problems)
+    shown = repr(there.problems[0])
+    assert shown.startswith("Problem(path=('stage',), value=7, reason='got 7, allowed is ")
 
 
 class Places(Config):
