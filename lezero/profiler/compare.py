@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from lezero.core.errors import ConfigError
+
 Kind = Literal["missing", "extra", "shape", "dtype", "nan", "value"]
 _CHUNK = 1 << 20
 _BITS = {
@@ -107,7 +109,11 @@ def compare_tensors(
     """None where |actual - expected| ≤ atol + rtol·|expected| everywhere, else the difference.
 
     With both tolerances 0 elements must be equal (0.0 and -0.0 are). The devices may differ.
+    `ConfigError` for a tolerance that is negative or NaN.
     """
+    for field, tolerance in (("rtol", rtol), ("atol", atol)):
+        if not tolerance >= 0:  # nor is NaN
+            raise ConfigError(f"{field}: got {tolerance}, allowed is a number from 0")
     if expected.shape != actual.shape:
         shapes = f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
         return Difference(name, "shape", shapes)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lezero.core.errors import ConfigError
 from lezero.profiler import compare as module
 from lezero.profiler.compare import compare_states, compare_tensors
 
@@ -45,6 +46,15 @@ def test_tolerances() -> None:
     assert compare_tensors(x, y, rtol=0.01) is None
     assert compare_tensors(x, y, atol=0.5) is None
     assert compare_tensors(x, y, rtol=0.001) is not None
+
+
+@pytest.mark.parametrize("tolerance", [nan, -1e-9, -inf])
+def test_a_tolerance_that_bounds_nothing_is_refused(tolerance: float) -> None:
+    x, y = torch.ones(2), torch.zeros(2)
+    with pytest.raises(ConfigError, match=f"rtol: got {tolerance}, allowed is a number from 0"):
+        compare_tensors(x, y, rtol=tolerance)
+    with pytest.raises(ConfigError, match=f"atol: got {tolerance}, allowed is a number from 0"):
+        compare_states({"w": x}, {"w": y}, atol=tolerance)
 
 
 @pytest.mark.parametrize(
