@@ -44,6 +44,10 @@ class Loaded:
     forms: dict[str, Form] = field(default_factory=dict)
     """Type and whole shape of every stored tensor, whether it was read or not."""
 
+    def __repr__(self) -> str:
+        refused = f", {len(self.rejected)} newer refused" if self.rejected else ""
+        return f"<Loaded: step {self.step} of {self.path}, {len(self.tensors)} tensors{refused}>"
+
     def section(self, name: str) -> dict[str, Tensor]:
         """The tensors called `name/…`, without that prefix: `section("model")` is a state dict."""
         return {

@@ -59,6 +59,12 @@ class Loader:
         self.samples = 0
         """Samples taken so far by all ranks together."""
 
+    def __repr__(self) -> str:
+        return (
+            f"<Loader: {len(self.rows):,} rows, batch {self.batch}, rank {self.rank} of "
+            f"{self.world}, {self.samples:,} samples taken>"
+        )
+
     def __iter__(self) -> Iterator[Batch]:
         return self
 

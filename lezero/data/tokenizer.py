@@ -60,6 +60,9 @@ class Tokenizer:
     _apart = True
     """Whether words are encoded the same wherever they stand."""
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer: {self.vocab_size:,} ids, end of text {self.eos}>"
+
     @property
     def special(self) -> Mapping[int, str]:
         return {}

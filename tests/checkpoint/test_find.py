@@ -37,6 +37,8 @@ def test_newest_good_is_used_and_the_rest_named(root, caplog):
         assert "tensor 'model/w'" in loaded.rejected[0][1]
         assert FILE in loaded.rejected[0][1]
         assert "empty" in loaded.rejected[1][1]
+        found = f"step 1 of {loaded.path}, {len(loaded.tensors)} tensors, 2 newer refused"
+        assert repr(loaded) == f"<Loaded: {found}>"
     assert "step-00000003 is not used" in caplog.text
 
 

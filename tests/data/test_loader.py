@@ -75,6 +75,12 @@ def test_batch_shape_and_types():
     assert torch.equal(batch["targets"], batch["tokens"] + 1)
 
 
+def test_a_loader_shows_where_it_is():
+    loader = Loader(Numbers(12), 4, rank=1, world=2)
+    next(loader)
+    assert repr(loader) == "<Loader: 12 rows, batch 4, rank 1 of 2, 4 samples taken>"
+
+
 def test_a_batch_whose_reading_was_interrupted_comes_next():
     class Slow(Numbers):
         stops = True

@@ -32,6 +32,10 @@ def trained():
     return train_tokenizer(TEXTS, 400)
 
 
+def test_a_tokenizer_shows_its_size():
+    assert repr(bytes_tokenizer()) == "<Tokenizer: 257 ids, end of text 256>"
+
+
 @given(st.text())
 def test_bytes_come_back(text):
     tokenizer = bytes_tokenizer()
