@@ -53,7 +53,7 @@ class Crew:
         `tensors` and `places` are this rank's (see `rows.slices`), `documents` rank 0's. `problem`:
         why this rank cannot write. `spared`: where rank 0 puts a generation that this one replaces.
         """
-        target = step_path(root, step)
+        target = Path(root) if problem else step_path(root, step)  # the step may be the problem
         with ExitStack() as stack:
 
             def begin() -> dict[str, Any]:

@@ -220,7 +220,7 @@ class Saver:
         try:
             told = _text(problem) if problem else ""
             spared = None
-            if supersede and self.leads:
+            if supersede and self.leads and not told:
                 spared = _place_aside(step_path(self.root, step), read_marks(self.root)[0])
             self._crew.write(self.root, step, tensors, places, documents, told, spared)
             if spared is not None and spared.exists():

@@ -308,6 +308,30 @@ def test_a_rank_that_cannot_save_is_told_of_and_steps_never_mix(ranks, tmp_path)
         assert all((loaded.tensors[f"own/{rank}"] == step).all() for rank in range(2))
 
 
+def no_step(folder):
+    """One rank after the other gives a step that is none."""
+    told, rank = [], groups.rank()
+
+    def tell(step, error):
+        told.append(f"{step}: {error}")
+
+    with checkpoint.Saver(folder, together=True, on_error=tell) as saver:
+        for wrong in (0, 1):
+            try:
+                saver.save(-1 if rank == wrong else 1, {}, {}, supersede=True)
+            except FileError as error:
+                told.append(str(error))
+            saver.wait()
+    return told
+
+
+def test_a_step_that_is_none_is_told_on_every_rank(ranks, tmp_path):
+    why = "step -1: allowed is an integer from 0"
+    for rank, told in enumerate(ranks(2, no_step, tmp_path)):
+        heard = [f"{-1 if rank == wrong else 1}: rank {wrong}: {why}" for wrong in (0, 1)]
+        assert sorted(told) == sorted([why, *heard])
+
+
 def hybrid(folder):
     """Two copies, each split over two neighbours."""
     saved = {}
