@@ -12,30 +12,32 @@ makes neither a new storage nor work. Time counts the second step only.
 
 from __future__ import annotations
 
-import logging
-import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from lezero.comm.choice import Exchange
-from lezero.core.errors import ConfigError, LeZeroError
-from lezero.core.flags import flag
+from lezero.core.errors import ConfigError
 from lezero.ops.attention import FastAttention
 from lezero.ops.attention.mode import backward
+from lezero.plan.faking import as_before, built, faking, stage
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.meeting import Buckets, Meeting, Shards
 from lezero.plan.scratch import growth
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
+from lezero.profiler.untouched import untouched
 
 _SKIPPED = {"prim.device.default", "aten.detach.default"}
+_ITEM = "aten._local_scalar_dense.default"
 _SILENT = ("profiler.", "prim.")
 
 
@@ -146,9 +148,10 @@ class Trace:
 class Recorder(TorchDispatchMode):
     """Writes allocations, frees and operations into a `Trace`."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.trace = trace
+        self._to_fake = to_fake
         self.kind = BUFFER
         self.phase: str | None = None
         self._blocks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -191,6 +194,12 @@ class Recorder(TorchDispatchMode):
         name = str(func)
         if name in _SKIPPED or name.startswith(_SILENT):
             return func(*args, **kwargs)
+        if not name.startswith("aten.lift") and any(map(_real, _tensors([args, *kwargs.values()]))):
+            if name == _ITEM:
+                with _disable_current_modes():
+                    return func(*args)
+            # The fake mode would compute with real tensors, and write to them.
+            args, kwargs = tree_map(self._unreal, (args, kwargs))
         call = self._describe(func, name, args, kwargs)
         result = func(*args, **kwargs)
         new = [self.adopt(t, self.kind) for t in _tensors(result)]
@@ -206,10 +215,27 @@ class Recorder(TorchDispatchMode):
             self.trace.views[self.phase] += 1
         return result
 
+    def _unreal(self, leaf: Any) -> Any:
+        """The fake of a real tensor, in the same block."""
+        if not _real(leaf):
+            return leaf
+        self.adopt(leaf, self.kind)
+        fake = self._to_fake(leaf)
+        storage = fake.untyped_storage()
+        cdata = storage._cdata
+        if cdata not in self._known:
+            block = self._known[leaf.untyped_storage()._cdata][1]
+            self._known[cdata] = (weakref.ref(storage, lambda _: self._known.pop(cdata)), block)
+        return fake
+
     def _describe(self, func: Any, name: str, args: Any, kwargs: Any) -> Call:
         plain = tuple(_plain(a) for a in args)
         named = {key: _plain(value) for key, value in kwargs.items()}
         return Call(func, plain, named, f"{name}{_text(plain)}{_text(sorted(named.items()))}")
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -243,33 +269,25 @@ def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Tr
 
     Raises `ConfigError` when the step cannot run without real numbers, or nothing is trainable.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    if isinstance(build, nn.Module):
+        raise ConfigError(
+            f"build: got a {type(build).__name__}, allowed is a function that returns the model: "
+            "give `lambda: model`"
+        )
     trace = Trace()
-    recorder = Recorder(trace)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, _untouched_random(), _quiet_torch(), warnings.catch_warnings():
-        # a fake tensor's address is 0 everywhere, which is what is asked for
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-        try:
-            _run(build, spec, trace, recorder, fast_attention)
-        except LeZeroError:
-            raise
-        except Exception as error:
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(
-                f"no forecast: one step of this model does not run on tensors without values "
-                f"({type(error).__name__}: {first}). The model may read numbers while it runs, or "
-                "the batch may not fit it."
-            ) from error
+    with ExitStack() as stack:
+        for function in (build, spec.optimizer, spec.loss, spec.inputs):
+            stack.enter_context(untouched(function, None))
+        fake = stack.enter_context(faking())
+        model = built(build, spec.device, fake)
+        stack.enter_context(as_before(model))
+        _run(model, spec, trace, Recorder(trace, fake.from_tensor), fast_attention)
     return trace
 
 
 def _run(
-    build: Build, spec: StepSpec, trace: Trace, recorder: Recorder, fast_attention: bool
+    model: nn.Module, spec: StepSpec, trace: Trace, recorder: Recorder, fast_attention: bool
 ) -> None:
-    with torch.device(spec.device):
-        model = build()
     model.train()
     shards = Shards(model, spec, recorder) if spec.zero is not None else None
     for parameter in model.parameters():
@@ -287,14 +305,16 @@ def _run(
         BUFFER: sum(_nbytes(b) for b in model.buffers()),
     }
     meeting: Meeting = shards or (Buckets(trainable, recorder) if spec.ranks > 1 else Meeting())
-    optimizer = spec.make_optimizer(model)
-    for timed in (False, True):
+    with stage("making the optimizer"):
+        optimizer = spec.make_optimizer(model)
+    with untouched(None, optimizer):
+        for timed in (False, True):
+            trace.bounds.append(len(trace.events))
+            with FastAttention() if fast_attention else nullcontext():
+                _one_step(model, optimizer, spec, recorder, timed, meeting)
         trace.bounds.append(len(trace.events))
-        with FastAttention() if fast_attention else nullcontext():
-            _one_step(model, optimizer, spec, recorder, timed, meeting)
-    trace.bounds.append(len(trace.events))
-    meeting.finish(model)
-    states = [s for state in optimizer.state.values() for s in _tensors(list(state.values()))]
+        meeting.finish(model)
+        states = [s for state in optimizer.state.values() for s in _tensors(list(state.values()))]
     trace.state_bytes[OPTIMIZER] = sum(_nbytes(s) for s in states)
 
 
@@ -315,15 +335,17 @@ def _one_step(
         meeting.begin(last=index == micros - 1)
         with recorder:
             recorder.phase = None
-            batch = spec.make_batch()
+            with stage("making the inputs"):
+                batch = spec.make_batch()
             name = ("first", "again")[index] if timed else None
             recorder.kind, recorder.phase = ACTIVATION, name and f"{name} forward"
             cast = torch.autocast(spec.device, dtype=dtype, cache_enabled=meeting.cache)
-            with cast if dtype else nullcontext():
+            with stage("the loss"), cast if dtype else nullcontext():
                 loss = spec.mean_loss(model, batch)
                 scaled = loss * 1.0
             recorder.kind, recorder.phase = TEMPORARY, name and f"{name} backward"
-            backward(scaled)
+            with stage("the backward pass"):
+                backward(scaled)
             recorder.phase = None
             del loss, scaled, batch
         meeting.end()
@@ -338,7 +360,8 @@ def _one_step(
         if spec.clip:
             torch._foreach_mul_(gradients, 0.5)
         recorder.kind = OPTIMIZER
-        optimizer.step()
+        with stage("the optimizer's step"):
+            optimizer.step()
         recorder.phase = None
         recorder.kind = BUFFER
         del gradients
@@ -348,34 +371,3 @@ def _one_step(
 
 def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def _untouched_random() -> Iterator[None]:
-    """Drawing fake numbers must not move the generator of the run."""
-    state = torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(state)
-
-
-@contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Torch logs the traceback of what it cannot run on fake tensors; our error says it in a line.
-
-    With `--debug` the traceback stays.
-    """
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    if flag("LEZERO_DEBUG"):
-        yield
-        return
-    log.addFilter(_nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False

@@ -21,7 +21,7 @@ _TABLES = {dict, list, OrderedDict, defaultdict}  # those of other types may ref
 
 
 @contextmanager
-def untouched(function: Callable[..., Any], given: Any) -> Iterator[None]:
+def untouched(function: Callable[..., Any] | None, given: Any) -> Iterator[None]:
     """Attributes, tables and gradients of the modules and optimizers that `function` names, or is
     given, are afterwards what they were; what tensors hold is not looked at."""
     owners = dict.fromkeys(_owners(function, given))

@@ -1,0 +1,125 @@
+"""Fake tensors for a trace, and what is said of a step that does not run on them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError, LeZeroError
+from lezero.core.flags import flag
+from lezero.profiler.untouched import untouched
+
+_NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
+@contextmanager
+def faking() -> Iterator[Any]:
+    """A fake mode; what the caller set for gradients, and random numbers, do not meet the trace."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    caught = warnings.catch_warnings()
+    gradients = torch.enable_grad()
+    with torch.inference_mode(False), gradients, fake, _untouched_random(), _quiet_torch(), caught:
+        # a fake tensor's address is 0 everywhere, which is what is asked for
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield fake
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """What goes wrong inside is a `ConfigError` that names this part of the step."""
+    try:
+        yield
+    except LeZeroError:
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        first = (str(error).splitlines() or ["no message"])[0]
+        why = "It reads numbers" if kind in _NUMBERS else "Try it on real tensors: it may fail too"
+        raise ConfigError(
+            f"no forecast: {name} does not run on tensors without values ({kind}: {first}). {why}."
+        ) from error
+
+
+def built(build: Callable[[], nn.Module], device: str, fake: Any) -> nn.Module:
+    """The model that `build()` returns, on fake tensors."""
+    with stage("build()"), torch.device(device):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"build: returned a {type(model).__name__}, allowed is a module")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ConfigError(
+                f"build: parameter '{name}' is on meta; build() is on fake tensors already: leave "
+                "out device('meta')"
+            )
+    return model
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """A model that the caller holds is afterwards what it was; a fake one is nobody's."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    held = [p for p in model.parameters() if not isinstance(p, FakeTensor)]
+    if not held:
+        yield
+        return
+    kinds = [(module, type(module)) for module in model.modules()]
+    kept = [(p, vars(p).copy(), [dict(hooks or {}) for hooks in _hooks(p)]) for p in held]
+    with untouched(None, model):
+        model.zero_grad(set_to_none=True)
+        try:
+            yield
+        finally:
+            for module, kind in kinds:
+                module.__class__ = kind
+            for parameter, attributes, before in kept:
+                vars(parameter).clear()
+                vars(parameter).update(attributes)
+                for hooks, old in zip(_hooks(parameter), before, strict=True):
+                    if hooks is not None:
+                        hooks.clear()
+                        hooks.update(old)
+
+
+def _hooks(parameter: Any) -> tuple[Any, Any]:
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+
+
+@contextmanager
+def _untouched_random() -> Iterator[None]:
+    """Drawing fake numbers must not move the generator of the run."""
+    state = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Torch logs the traceback of what it cannot run on fake tensors; our error says it in a line.
+
+    With `--debug` the traceback stays.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    if flag("LEZERO_DEBUG"):
+        yield
+        return
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

@@ -1,0 +1,110 @@
+"""What the caller of a forecast holds stays as it was; what cannot be forecast is told by stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lezero.core.errors import ConfigError
+from lezero.parallel.zero import Zero
+from lezero.plan.spec import StepSpec
+from lezero.plan.trace import trace_step
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(32))
+        self.register_buffer("seen", torch.ones(8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.table(tokens))
+        self.last = hidden.detach()
+        self.mean = 0.9 * self.mean + 0.1 * self.last.mean((0, 1))
+        self.seen.mul_(0.5)
+        return self.head(hidden)
+
+
+def spec(**changes: Any) -> StepSpec:
+    return StepSpec(**{"batch": 4, "tokens": 8, **changes})
+
+
+def optimizers() -> list[Callable[[nn.Module], torch.optim.Optimizer]]:
+    kinds = [torch.optim.AdamW, torch.optim.Adagrad]
+    made = [lambda model, kind=kind: kind(model.parameters(), foreach=False) for kind in kinds]
+    return [*made, lambda model: torch.optim.AdamW(model.parameters(), fused=True)]
+
+
+@pytest.mark.parametrize("make", optimizers())
+def test_a_model_and_an_optimizer_that_are_held_stay_as_they_were(make) -> None:
+    model = Small()
+    optimizer = make(model)
+    step = spec()
+    step.mean_loss(model, step.make_batch()).backward()
+    optimizer.step()
+    del model.last
+    model.eval()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = [p.grad for p in model.parameters()]
+    held = trace_step(lambda: model, spec(optimizer=lambda _: optimizer))
+    assert not model.training
+    assert "last" not in vars(model)
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+    fresh = trace_step(Small, spec(optimizer=make))
+    assert held.state_bytes == fresh.state_bytes
+    assert held.counts["first forward"].keys() == fresh.counts["first forward"].keys()
+
+
+@pytest.mark.parametrize("zero", [None, *(Zero(stage=stage) for stage in (0, 1, 2, 3))])
+def test_a_held_model_that_several_ranks_would_train_stays_too(zero) -> None:
+    model = Small()
+    parameters = list(model.parameters())
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        trace_step(lambda: model, spec(ranks=2, zero=zero))
+    assert type(model) is Small
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    assert not any(vars(p) or p._backward_hooks for p in parameters)
+    assert not any(p._post_accumulate_grad_hooks for p in parameters)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Reads(Small):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * float(self.table(tokens).sum())
+
+
+def raises(*_: Any) -> Any:
+    raise ValueError("a reason")
+
+
+@pytest.mark.parametrize(
+    ("build", "changes", "said"),
+    [
+        (raises, {}, r"build\(\) does not run .*ValueError: a reason"),
+        (Small, {"inputs": raises}, "making the inputs does not run .*a reason"),
+        (Small, {"loss": raises}, "the loss does not run .*a reason"),
+        (Small, {"optimizer": raises}, "making the optimizer does not run .*a reason"),
+        (Reads, {}, "the loss does not run .*It reads numbers"),
+        (nn.Linear(2, 2), {}, "build: got a Linear, .*give `lambda: model`"),
+        (lambda: None, {}, "build: returned a NoneType"),
+        (lambda: Small().to("meta"), {}, r"is on meta; .*leave out device\('meta'\)"),
+    ],
+)
+def test_what_has_no_forecast_is_told_by_its_stage(build, changes, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        trace_step(build, spec(**changes))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_callers_mode_does_not_reach_the_step(mode) -> None:
+    with mode():
+        assert trace_step(Small, spec()).counts["first backward"]
