@@ -50,8 +50,14 @@ def stage(name: str) -> Iterator[None]:
 
 def built(build: Callable[[], nn.Module], device: str, fake: Any) -> nn.Module:
     """The model that `build()` returns, on fake tensors."""
-    with stage("build()"), torch.device(device):
-        model = build()
+    # The converter's weak references to new tensors would keep `Module.to` from swapping them.
+    converter = fake.fake_tensor_converter
+    converter.set_tensor_memo = lambda *_: None
+    try:
+        with stage("build()"), torch.device(device):
+            model = build()
+    finally:
+        del converter.set_tensor_memo
     if not isinstance(model, nn.Module):
         raise ConfigError(f"build: returned a {type(model).__name__}, allowed is a module")
     for name, parameter in model.named_parameters():

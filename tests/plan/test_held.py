@@ -77,6 +77,30 @@ def test_a_held_model_that_several_ranks_would_train_stays_too(zero) -> None:
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Embedding(64, 64), nn.LayerNorm(64), nn.Linear(64, 64, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+REAL = tied()
+
+
+@pytest.mark.parametrize(
+    ("build", "width"),
+    [
+        (lambda: tied().bfloat16(), 2),
+        (lambda: tied().to("cpu", torch.float16), 2),
+        (lambda: tied().float(), 4),
+        (lambda: tied().double().half(), 2),
+        (lambda: copy.deepcopy(REAL), 4),
+        (lambda: copy.deepcopy(REAL).double(), 8),
+    ],
+)
+def test_build_may_move_and_cast_its_model(build, width) -> None:
+    assert trace_step(build, spec()).state_bytes["parameters"] == width * (64 * 64 + 2 * 64)
+
+
 class Reads(Small):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return super().forward(tokens) * float(self.table(tokens).sum())
