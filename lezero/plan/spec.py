@@ -80,10 +80,15 @@ class StepSpec:
             raise ConfigError(f"precision: got '{self.precision}', allowed is {allowed}")
         if self.form not in FORMS:
             raise ConfigError(f"form: got '{self.form}', allowed is {', '.join(FORMS)}")
-
         if self.attention not in ATTENTIONS:
             allowed = ", ".join(ATTENTIONS)
             raise ConfigError(f"attention: got '{self.attention}', allowed is {allowed}")
+        if self.zero is not None and not isinstance(self.zero, Zero):
+            raise ConfigError(f"zero: got {self.zero!r}, allowed is a Zero, as Zero(stage=2)")
+        if not isinstance(self.wire, Wire):
+            raise ConfigError(f"wire: got {self.wire!r}, allowed is a Wire, as Wire()")
+        if not _is_kind(self.device):
+            raise ConfigError(f"device: got {self.device!r}, allowed is a kind, as 'cpu' or 'cuda'")
 
     @property
     def neighbours(self) -> int:
@@ -120,3 +125,10 @@ class StepSpec:
         targets = batch["targets"].flatten()
         total = cross_entropy_sum(logits_NV, targets)
         return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def _is_kind(device: Any) -> bool:
+    try:
+        return isinstance(device, str) and torch.device(device).type == device
+    except RuntimeError:
+        return False

@@ -132,3 +132,11 @@ def test_what_has_no_forecast_is_told_by_its_stage(build, changes, said) -> None
 def test_the_callers_mode_does_not_reach_the_step(mode) -> None:
     with mode():
         assert trace_step(Small, spec()).counts["first backward"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("zero", 2), ("wire", "int8"), ("device", "foo"), ("device", 0)]
+)
+def test_fields_of_another_type_are_named(field, value) -> None:
+    with pytest.raises(ConfigError, match=f"{field}: got {value!r}, allowed is a"):
+        spec(**{field: value})
