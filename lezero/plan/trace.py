@@ -31,6 +31,7 @@ from lezero.ops.attention import FastAttention
 from lezero.ops.attention.mode import backward
 from lezero.plan.faking import as_before, built, faking, stage
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
+from lezero.plan.lstm import LSTM, with_workspace
 from lezero.plan.meeting import Buckets, Meeting, Shards
 from lezero.plan.scratch import growth
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
@@ -202,6 +203,8 @@ class Recorder(TorchDispatchMode):
             args, kwargs = tree_map(self._unreal, (args, kwargs))
         call = self._describe(func, name, args, kwargs)
         result = func(*args, **kwargs)
+        if name == LSTM:
+            result = with_workspace(args, result)
         new = [self.adopt(t, self.kind) for t in _tensors(result)]
         self.trace.first.setdefault(call.key, len(self.trace.events))
         if self.phase is None:

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from lezero.plan.trace import Call, TensorFact
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
+_LSTM = ("aten.mkldnn_rnn_layer.", "aten.mkldnn_rnn_layer_backward.")
 _ATTENTION = ("aten._scaled_dot_product", "lezero.attention.", "lezero.attention_backward.")
 
 
@@ -45,7 +48,11 @@ def input_bytes(call: Call) -> int:
 
 
 def flops(call: Call) -> float:
-    """Floating-point operations of a matrix product, 2·M·N·K; 0 for other calls."""
+    """Floating-point operations of a matrix product, 2·M·N·K, or of an LSTM's; else 0."""
+    if call.key.startswith(_LSTM):
+        steps, samples, width = call.args[0].shape
+        count = 2.0 * steps * samples * call.args[1].shape[0] * (width + call.args[2].shape[1])
+        return 2 * count if _backward(call) else count
     if not call.key.startswith(_PRODUCTS):
         return 0.0
     first, second = list(tensor_facts(call.args))[-2:]
@@ -102,6 +109,12 @@ def shrink(call: Call, most: Most = HOST) -> tuple[Call, float]:
             call = _cut(call, _longest(call))
             scale *= before / flops(call)
         return call, scale
+    while call.key.startswith(_LSTM) and call.args[0].shape[0] > 1:
+        if flops(call) <= most.flops and _room(call) <= most.bytes:
+            break
+        before = flops(call)
+        call = _shorter(call)
+        scale *= before / flops(call)
     while attention_flops(call) > most.flops:
         before = attention_flops(call)
         batch, *_, length, _ = _queries(call).shape
@@ -121,6 +134,17 @@ def shrink(call: Call, most: Most = HOST) -> tuple[Call, float]:
             break
         scale *= before / _room(call)
     return call, scale
+
+
+def _shorter(call: Call) -> Call:
+    """Half the time steps of an LSTM: they come first in its sequences, and in its workspace."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, TensorFact) and (len(value.shape) == 3 or value.dtype == torch.uint8):
+            return replace(value, shape=(value.shape[0] // 2, *value.shape[1:]))
+        return value
+
+    return replace(call, args=tuple(map(cut, call.args)), outputs=tuple(map(cut, call.outputs)))
 
 
 def _is_list(value: Any) -> bool:

@@ -4,9 +4,9 @@ The function runs on fake tensors (shapes without numbers), so a model of any si
 milliseconds and nothing is allocated; parameters, gradients, buffers and random numbers stay as
 they were, and so do attributes of the modules and optimizers that the function names or is given.
 What it reaches through objects of another kind keeps the fake tensors that it assigns. Products and
-convolutions are counted by torch's own formulas (`flop_registry`); the attention of the CPU, which
-that table lacks, is added here. A multiply-add counts as two, attention as if every pair were
-computed, also under a causal mask (the usual convention).
+convolutions are counted by torch's own formulas (`flop_registry`); the attention and the LSTM of
+the CPU, which that table lacks, are added here. A multiply-add counts as two, attention as if every
+pair were computed, also under a causal mask (the usual convention).
 """
 
 from __future__ import annotations
@@ -149,6 +149,8 @@ class _Counter(TorchDispatchMode):
         kind, flops = "other", 0
         if packet in _ATTENTION:
             kind, flops = "attention", _ATTENTION[packet](*args, **kwargs)
+        elif packet in _LSTM:
+            kind, flops = "matmul", _LSTM[packet](*args, **kwargs)
         elif packet in flop_registry:
             kind = "attention" if "attention" in str(packet) else "matmul"
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
@@ -226,6 +228,21 @@ def _attention_table() -> dict[Any, Callable[..., int]]:
 
 
 _ATTENTION = _attention_table()
+
+
+def _lstm_forward(x_TNI: Any, w_GI: Any, w_GH: Any, *_: Any, **__: Any) -> int:
+    """Of each step, the input's and the hidden state's products with the weights of all gates."""
+    return 2 * x_TNI.shape[0] * x_TNI.shape[1] * (w_GI.numel() + w_GH.numel())
+
+
+def _lstm_backward(*args: Any, **_: Any) -> int:
+    return 2 * _lstm_forward(*args)
+
+
+_LSTM = {
+    torch.ops.aten.mkldnn_rnn_layer: _lstm_forward,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _lstm_backward,
+}
 
 
 @contextmanager
