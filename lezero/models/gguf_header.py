@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import CorruptError, FileError
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, open_regular
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
@@ -136,10 +136,12 @@ class Mapped:
 
     def __enter__(self) -> mmap.mmap:
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise FileError(f"{self.path}: no such file") from None
+        except FileError:
+            raise
         except ValueError:
             raise CorruptError(f"{self.path}: the file is empty") from None
         except OSError as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError, need_extra
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, open_regular
 from lezero.models.gguf_header import read_gguf_header
 from lezero.models.gguf_rules import NOT_WRITTEN, follow_llama_cpp
 from lezero.ops.build import kept
@@ -60,7 +60,7 @@ def gguf_tokenizer(path: str | os.PathLike[str], save_to: str | None = None) -> 
 
 def _digest_of_beginning(file: Path, size: int) -> str:
     digest = hashlib.sha256()
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         while size > 0 and (some := opened.read(min(size, 1 << 20))):
             digest.update(some)
             size -= len(some)

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, read_regular
 from lezero.report import units
 from lezero.report.markup import plain
 
 FORMAT = 1
 FILE = "decisions.json"
+_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def read_decisions(run: str | os.PathLike[str]) -> dict[str, Any]:
             raise FileError(f"{path}: no such run folder")
         if path.is_dir():
             path = path / FILE
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path, _LIMIT))
     except FileError:
         raise
     except FileNotFoundError:

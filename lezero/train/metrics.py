@@ -27,7 +27,7 @@ from typing import Any
 
 from lezero.core.errors import FileError, need_extra
 from lezero.core.log import logger
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, open_regular
 
 BEGIN, RESUME = "begin", "resume"
 _OF_STEPS = {"checkpoint", "skipped", "validation"}
@@ -178,7 +178,7 @@ def read_metrics(path: str | os.PathLike[str]) -> Metrics:
     """
     reader = _Reader()
     try:
-        with open(expand_home(path), "rb") as file:
+        with open_regular(expand_home(path)) as file:
             for line in iter(lambda: file.readline(_MAX_LINE), b""):
                 reader.take(line)
     except OSError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError, LeZeroError
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, read_regular
 from lezero.train.metrics import Metrics, read_metrics
 
 KNOWN = (
@@ -71,12 +71,11 @@ class RunDocuments:
     def _text(self, name: str) -> str | None:
         path = self.folder / name
         try:
-            if path.stat().st_size > _MOST_BYTES:
-                self.missing[name] = f"larger than {_MOST_BYTES >> 20} MiB"
-                return None
-            return path.read_bytes().decode("utf-8", "replace")
+            return read_regular(path, _MOST_BYTES).decode("utf-8", "replace")
         except FileNotFoundError:
             self.missing[name] = "not there"
+        except FileError as error:
+            self.missing[name] = str(error)
         except OSError as error:
             self.missing[name] = f"cannot be read ({error.strerror})"
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lezero.core.errors import FileError
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, read_regular
 
 
 def test_a_tilde_is_the_home_of_the_user_or_of_the_one_who_is_named(monkeypatch):
@@ -43,3 +43,17 @@ def test_what_is_no_path_is_refused_as_such(given):
 def test_a_path_with_nul_is_refused_before_the_system_does(path):
     with pytest.raises(FileError, match=r"a\\x00.*: a path cannot hold the character NUL"):
         expand_home(path)
+
+
+def test_what_is_read_is_a_regular_file_of_a_bounded_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("a")
+    assert read_regular(tmp_path / "link", 3) == b"abc"
+    with pytest.raises(FileError, match="a: larger than 0 MiB"):
+        read_regular(tmp_path / "a", 2)
+    with pytest.raises(FileNotFoundError):
+        read_regular(tmp_path / "nothing", 2)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(FileError, match=f"{path}: not a regular file"):
+            read_regular(path, 2)

@@ -1,4 +1,5 @@
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -223,6 +224,9 @@ def test_what_is_not_supported_is_refused(model: Transformer, tmp_path: Path) ->
     (tmp_path / "c.gguf").write_bytes(b"PK\x03\x04 not this")
     with pytest.raises(FileError, match="not a GGUF file"):
         load_gguf(tmp_path / "c.gguf")
+    os.mkfifo(tmp_path / "d.gguf")
+    with pytest.raises(FileError, match=r"d\.gguf: not a regular file"):
+        load_gguf(tmp_path / "d.gguf")
 
 
 @pytest.mark.parametrize(

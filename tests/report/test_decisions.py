@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -100,3 +101,11 @@ def test_missing_folder_and_file(tmp_path):
         read_decisions(tmp_path)
     (tmp_path / "decisions.json").write_text(json.dumps(made()))
     assert read_decisions(tmp_path) == read_decisions(tmp_path / "decisions.json") == made()
+
+
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path):
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        make(path := tmp_path / "decisions.json")
+        with pytest.raises(FileError, match=r"decisions\.json: not a regular file"):
+            read_decisions(tmp_path)
+        path.unlink()

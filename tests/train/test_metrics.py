@@ -193,6 +193,12 @@ def test_a_long_run_reads_in_columns(tmp_path):
     assert found.column("loss")[-1] == 1 / 20_000
 
 
+def test_a_pipe_is_no_file_of_metrics(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(FileError, match=r"metrics\.jsonl: not a regular file"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
 def test_tensorboard_needs_its_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"lezero\[tensorboard\]"):

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -188,6 +189,13 @@ def test_damaged_documents_cost_their_section_only(run, content):
     for name in ("decisions", "forecast", "hardware", "sample", "verify"):
         (run / f"{name}.json").write_text(content)
     assert "160 tok/s" in words(page(run))
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "decisions.json"])
+def test_a_pipe_in_place_of_a_document_is_not_waited_for(run, name):
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert f"{name}: not a regular file" in words(page(run))
 
 
 def test_a_run_without_a_finite_loss(run):
