@@ -6,6 +6,7 @@ What is beside the model is what sentence-transformers writes: `modules.json` na
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ def describe_encoder(place: str | Path) -> EncoderFolder:
     pooling, normalize, prompt = _POOLINGS[0], True, _prompt(root)
     settings = _read_if_there(root / LENGTHS)
     longest = min(config.context, _longest(root, settings))
-    if (root / STAGES).is_file():
+    if os.path.lexists(root / STAGES):
         stages = _stages(root / STAGES)
         normalize = "Normalize" in stages
         if "Pooling" in stages:

@@ -13,24 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import FileError
-from lezero.core.paths import expand_home
+from lezero.core.paths import expand_home, read_regular
 
 STAGES = "modules.json"
 LENGTHS = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
+_LIMIT = 16 << 20
 _WEIGHTS = (".json", ".safetensors")
 """Ends of names that are files of a model's folder, and so no stage's."""
 
 
 def listed_stages(path: Path) -> list[tuple[str, object]]:
     """(type, folder) of each stage that `modules.json` lists, as it says them; `FileError` for what
-    is no JSON."""
+    is no list of them."""
     try:
-        listed: Any = json.loads(path.read_text(encoding="utf-8"))
+        listed: Any = json.loads(read_regular(path, _LIMIT))
+    except FileError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise FileError(f"{path}: not readable JSON: {error}") from None
-    items = listed if isinstance(listed, list) else [None]
-    told = [item if isinstance(item, dict) else {} for item in items]
+    if not isinstance(listed, list) or not listed:
+        raise FileError(f"{path}: is no list of a model's stages; copy the model's file again")
+    told = [item if isinstance(item, dict) else {} for item in listed]
     return [(str(item.get("type")), item.get("path")) for item in told]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.core.paths import read_regular
 from lezero.data import load_tokenizer
 from lezero.data.pieces import Pieces
 from lezero.data.special import special_tokens
@@ -173,7 +175,10 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     path, own = folder / "tokenizer_config.json", folder / "chat_template.jinja"
     settings = read_json(path) if path.is_file() else {}
     try:
-        text = own.read_text(encoding="utf-8") if own.is_file() else settings.get("chat_template")
+        is_own = os.path.lexists(own)
+        text = read_regular(own, _LIMIT).decode() if is_own else settings.get("chat_template")
+    except FileError:
+        raise
     except (OSError, ValueError) as error:
         raise FileError(f"{own}: cannot be read ({error})") from None
     if isinstance(text, list):  # several by name

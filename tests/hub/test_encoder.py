@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,13 +111,26 @@ def test_a_plain_folder_is_pooled_by_the_mean_and_normalised(tmp_path: Path) -> 
     assert (found.pooling, found.normalize, found.longest) == ("mean", True, 64)
 
 
+def test_stages_are_a_file_of_a_bounded_size(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    stages = folder / "modules.json"
+    os.truncate(stages, 1 << 40)
+    with pytest.raises(FileError, match=r"modules\.json: larger than 16 MiB"):
+        describe_encoder(folder)
+    stages.unlink()
+    os.mkfifo(stages)
+    with pytest.raises(FileError, match=r"modules\.json: not a regular file"):
+        describe_encoder(folder)
+
+
 @pytest.mark.parametrize(
     ("file", "data", "message"),
     [
         ("modules.json", [{"type": "x.models.Dense", "path": "2_Dense"}], "Dense"),
         ("modules.json", [{"type": "x.models.Pooling", "path": "../../etc"}], "Pooling"),
         ("modules.json", [{"type": "x.models.Pooling", "path": ".."}], "Pooling"),
-        ("modules.json", {}, "not built"),
+        ("modules.json", {}, "no list of a model's stages"),
+        ("modules.json", [], "no list of a model's stages"),
         ("modules.json", [3], "not built"),
         ("1_Pooling/config.json", {"pooling_mode_weightedmean_tokens": True}, "weightedmean"),
         ("1_Pooling/config.json", {}, "nothing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import tokenizers
@@ -238,6 +239,19 @@ def test_a_template_of_its_own_needs_no_settings_beside_it(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert open_coder("", tmp_path).prompt(HELLO) == "hi {{ 7 * 7 }}!"
+
+
+def test_a_template_of_its_own_is_a_file_of_a_bounded_size(tmp_path):
+    bytes_tokenizer().save(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.touch()
+    os.truncate(template, 1 << 40)
+    with pytest.raises(FileError, match=r"chat_template\.jinja: larger than 1 MiB"):
+        open_coder("", tmp_path)
+    template.unlink()
+    os.mkfifo(template)
+    with pytest.raises(FileError, match=r"chat_template\.jinja: not a regular file"):
+        open_coder("", tmp_path)
 
 
 @pytest.mark.parametrize("settings", ["[]", '"text"', "[" * 10**5, "{"], ids=lambda x: x[:9])
