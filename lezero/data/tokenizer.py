@@ -19,6 +19,7 @@ from lezero.core.errors import FileError, LeZeroError, need_extra
 from lezero.core.paths import expand_home
 from lezero.data.added import OLD_LIST, with_declared
 from lezero.data.config import TokenizerConfig
+from lezero.data.panics import need_sound, without_panic
 from lezero.data.pieces import Pieces, byte_letters, splits_words
 from lezero.data.special import (
     END_ID,
@@ -243,9 +244,10 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
         raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
     library = _library("this tokenizer")
     try:
-        inner = library.Tokenizer.from_file(str(file))
+        inner = without_panic(library.Tokenizer.from_file, str(file))
     except Exception as error:  # the package raises plain Exception
         raise FileError(f"{file}: not a tokenizer file ({error})") from None
+    need_sound(inner, file)
     files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
     rows = rows_of_model(folder, settings)
     inner, more = with_declared(inner, folder, old_list=OLD_LIST in files, rows=rows)
@@ -359,6 +361,7 @@ def _converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     if found.get_vocab_size() <= len(found.get_added_tokens_decoder()):
         # for some types of models transformers makes one of special tokens where there is no file
         raise none
+    need_sound(found, folder)
     kept = special_texts(opened.special_tokens_map)
     if isinstance(opened.chat_template, str):
         kept["chat_template"] = opened.chat_template

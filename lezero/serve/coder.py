@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
 from lezero.core.paths import read_regular
 from lezero.data import load_tokenizer
+from lezero.data.panics import without_panic
 from lezero.data.pieces import Pieces
 from lezero.data.special import special_tokens
 from lezero.data.tokenizer import start_of
@@ -64,10 +65,10 @@ class Coder:
         return found
 
     def _tokens(self, text: str) -> list[int]:
-        return [int(token) for token in _without_panic(self._inner.encode, text)]
+        return [int(token) for token in without_panic(self._inner.encode, text)]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(_without_panic(self._inner.decode, list(tokens)))
+        return str(without_panic(self._inner.decode, list(tokens)))
 
     @property
     def special_tokens(self) -> Mapping[int, str]:
@@ -187,17 +188,6 @@ def _template(folder: Path) -> tuple[str | None, dict[str, str]]:
     if text is not None and (not isinstance(text, str) or len(text) > _LIMIT):
         raise FileError(f"{path}: its chat template is no text of at most {_LIMIT >> 20} MiB")
     return text, special_tokens(folder)
-
-
-def _without_panic(work: Callable[[Any], Any], given: Any) -> Any:
-    """What a tokenizer makes of something. One in Rust that panics raises what is no `Exception`,
-    and would pass by whoever ends one answer for it."""
-    try:
-        return work(given)
-    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def _with_contents(messages: Sequence[Message], contents: Mapping[int, Any]) -> list[Message]:

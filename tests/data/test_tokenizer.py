@@ -27,6 +27,17 @@ ODD = [
     "  def g(): pass",
 ]
 
+TORN = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<nowhere>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [],
+    "special_tokens": {},
+}
+"""What puts a token around texts that it does not say."""
+
 
 def trained():
     return train_tokenizer(TEXTS, 400)
@@ -272,4 +283,12 @@ def test_a_folder_of_bare_vocabularies_says_what_is_missing(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\na\nb\n")
     with pytest.raises(FileError, match=r"do not say of which kind it is; copy .*tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_panics_is_an_error_of_its_file(tmp_path):
+    trained().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "post_processor": TORN}))
+    with pytest.raises(FileError, match=r"tokenizer\.json: the tokenizer fails .*copy"):
         load_tokenizer(tmp_path)

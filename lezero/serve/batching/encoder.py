@@ -20,6 +20,7 @@ from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, FileError, need_extra
 from lezero.core.facts import cpu
 from lezero.core.first_calls import settle_first_calls
+from lezero.data.panics import need_sound, without_panic
 from lezero.hub.bert_text import bert_normalizer
 from lezero.hub.encoder import EncoderFolder, describe_encoder, open_encoder
 from lezero.models import Bert
@@ -235,7 +236,7 @@ def _tokenizer(folder: EncoderFolder) -> Any:
     if not path.is_file():
         raise FileError(f"{path}: no such file; an encoder needs its tokenizer")
     try:
-        made = Tokenizer.from_file(str(path))
+        made = without_panic(Tokenizer.from_file, str(path))
     except Exception as error:
         raise FileError(f"{path}: cannot be read ({error})") from None
     if isinstance(made.normalizer, normalizers.BertNormalizer):
@@ -247,4 +248,5 @@ def _tokenizer(folder: EncoderFolder) -> Any:
     if folder.lower:
         own = [] if made.normalizer is None else [made.normalizer]
         made.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+    need_sound(made, path)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from lezero.core.decisions import Decisions
-from lezero.core.errors import ConfigError
+from lezero.core.errors import ConfigError, FileError
 from lezero.serve.batching import encoder
 from lezero.serve.batching.encoder import LEAST_COSINE, SentenceEncoder
 from lezero.serve.batching.model import COUNTS, measured
+from tests.data.test_tokenizer import TORN
 from tests.serve.server.batch_running import tiny_encoder
 
 
@@ -33,6 +35,16 @@ def test_vectors_are_the_same_alone_and_together(folder: Path) -> None:
         torch.testing.assert_close(encoder.run([item])[0], vector, rtol=1e-4, atol=1e-5)
         assert encoder.is_sound(vector)
     assert not encoder.is_sound(torch.tensor([float("nan")]))
+
+
+def test_a_tokenizer_that_panics_is_an_error_of_its_file(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "a")
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["post_processor"] = TORN
+    path.write_text(json.dumps(data))
+    with pytest.raises(FileError, match=r"tokenizer\.json: the tokenizer fails .*copy"):
+        SentenceEncoder(folder, "fp32")
 
 
 def test_the_weights_are_a_decision_that_can_be_overridden(folder: Path) -> None:
