@@ -27,6 +27,7 @@ import numpy as np
 from pydantic import BaseModel
 
 from lezero.core.errors import ConfigError, LeZeroError
+from lezero.serve.template_budget import one_rendering
 
 _OLDEST = (3, 1, 6)
 """Known ways out of the sandbox of older ones are public."""
@@ -43,15 +44,15 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
         *(SyntaxError, MemoryError, RuntimeError),  # nested too deep, too long, without an end
     )
     try:
-        return str(
-            _compiled(template).render(
+        with one_rendering() as budget:
+            pieces = _compiled(template).generate(
                 messages=[_with_reasoning(_plain(message)) for message in messages],
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **specials,
             )
-        )
+            return budget.gathered(pieces)
     except ConfigError:
         raise
     except broken as error:
@@ -61,16 +62,16 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Any:
-    return _environment().from_string(template)
+    return _environment().compiled(template)
 
 
 @functools.cache
 def _environment() -> Any:
     from jinja2 import nodes
     from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     need_sound_sandbox()
+    from lezero.serve.template_bounds import BoundedEnvironment
 
     class Generation(Extension):
         """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training."""
@@ -85,7 +86,7 @@ def _environment() -> Any:
         def _same(self, caller: Callable[[], str]) -> str:
             return caller()
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = _json
@@ -93,6 +94,7 @@ def _environment() -> Any:
     environment.globals["namespace"] = _namespaces()
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.close_bounds()
     return environment
 
 
