@@ -181,8 +181,8 @@ class App:
         return {**described, "owned_by": "lezero", **self.face.described()}
 
     async def _health(self, exchange: Exchange) -> None:
-        """Whether the engine works: 503 once it is broken, or a step takes minutes."""
-        stalled = self.face.stalled_s() > _STALLED_S
+        """Whether the engine works: 503 once it is broken, or a step or a text takes minutes."""
+        stalled = max(self.face.stalled_s(), self.face.lane_s()) > _STALLED_S
         fine = self.face.broken is None and not stalled
         why = "ok" if fine else "stalled" if stalled else "broken"
         await exchange.reply_json(200 if fine else 503, {"status": why})

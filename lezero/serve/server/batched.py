@@ -68,6 +68,9 @@ class BatchFace(Face):
     def stalled_s(self) -> float:
         return self.runner.stalled_s()
 
+    def lane_s(self) -> float:
+        return self._lanes.stalled_s()
+
     def rehearse(self) -> None:
         """Measures steps of rising size, and looks for the first plan."""
         target_s, plan = self._config.p99_ms / 1000, self._plan

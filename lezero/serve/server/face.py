@@ -39,6 +39,10 @@ class Face(ABC):
     def stalled_s(self) -> float:
         """How long the step takes that runs now."""
 
+    @abstractmethod
+    def lane_s(self) -> float:
+        """How long a text is being read or written, off the event loop."""
+
     def alone(self) -> AbstractContextManager[None]:
         """Within it nobody else runs the model."""
         return nullcontext()

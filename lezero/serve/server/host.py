@@ -148,7 +148,9 @@ def _patience(face: Face) -> Iterator[None]:
     """Ends the process where what it is around takes too long."""
 
     def end() -> None:
-        _LOG.error("a step runs for %.0f s and does not end: left as it is", face.stalled_s())
+        step, lane = face.stalled_s(), face.lane_s()
+        what = "a step" if step >= lane else "the reading or writing of a text"
+        _LOG.error("%s runs for %.0f s and does not end: left as it is", what, max(step, lane))
         logging.shutdown()
         os._exit(1)
 

@@ -6,6 +6,7 @@ Finding the tokens of a megabyte of text takes a second, and so does writing a l
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -24,11 +25,12 @@ class Lane:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self.active = 0
         """Pieces of work that somebody waits for."""
+        self._began: float | None = None
 
     def run(self, work: Callable[[], Value]) -> asyncio.Future[Value]:
         """What `work` gives. Cancelling it before its turn gives the turn up."""
         self.active += 1
-        going = asyncio.get_running_loop().run_in_executor(self._pool, _run, work)
+        going = asyncio.get_running_loop().run_in_executor(self._pool, self._run, work)
         going.add_done_callback(self._ended)
         return going
 
@@ -38,9 +40,25 @@ class Lane:
             problem = f"too busy: {self.active} requests are being read; try again later"
             raise Problem(429, problem, code="queue_full", retry_s=1)
 
+    def stalled_s(self) -> float:
+        """How long the work takes that runs now, also where nobody waits for it any more."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
     def close(self) -> None:
         """Forgets what waits, and ends the thread after what runs."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, work: Callable[[], Value]) -> Value:
+        self._began = time.monotonic()
+        try:
+            return work()
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of tokenizers would end the event loop
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._began = None
 
     def _ended(self, going: object) -> None:
         self.active -= 1
@@ -61,15 +79,9 @@ class Lanes:
         is so short that another thread would take longer."""
         return work() if length < _BRIEF else await self.of(length).run(work)
 
+    def stalled_s(self) -> float:
+        return max(self._short.stalled_s(), self._long.stalled_s())
+
     def close(self) -> None:
         self._short.close()
         self._long.close()
-
-
-def _run(work: Callable[[], Value]) -> Value:
-    try:
-        return work()
-    except Exception:
-        raise
-    except BaseException as error:  # a panic of tokenizers, or SystemExit, would end the event loop
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -46,6 +46,9 @@ class LanguageFace(Face):
     def stalled_s(self) -> float:
         return self.worker.stalled_s()
 
+    def lane_s(self) -> float:
+        return self._lanes.stalled_s()
+
     def alone(self) -> AbstractContextManager[None]:
         return self.llm.served()
 

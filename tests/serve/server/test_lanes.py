@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lezero.serve.batching.module import InferModule
+from lezero.serve.server import app, host
 from lezero.serve.server.batched import BatchFace
 from lezero.serve.server.exchange import as_json, as_json_in_parts
 from tests.serve.server.batch_running import Net, serving_batches
@@ -71,6 +73,20 @@ def test_short_texts_pass_long_ones(path: str) -> None:
             with connection:
                 assert b" 400 " in connection.recv(4096)
         until(lambda: client.server.worker.active == 0)
+
+
+def test_a_text_that_is_read_without_end_is_told_as_stalled(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, slow = slowed()
+    with serving(llm) as client:
+        assert client.ask("/health").json == {"status": "ok"}
+        monkeypatch.setattr(app, "_STALLED_S", 0.05)
+        with begin(client, path) as connection:
+            until(lambda: client.ask("/health").json == {"status": "stalled"})
+            slow.gate.set()
+            assert connection.recv(4096)
+        until(lambda: client.ask("/health").json == {"status": "ok"})
 
 
 def test_many_empty_messages_are_long() -> None:
@@ -233,3 +249,18 @@ def test_memory_of_a_vast_text_goes_back(path: str, monkeypatch: pytest.MonkeyPa
         assert not given_back
         assert client.ask(path, {PATHS[path]: "x" * (1 << 17)}).status == 400
         assert given_back == [True]
+
+
+@pytest.mark.parametrize(("lane_s", "what"), [(0.0, "a step"), (9.0, "the reading or writing")])
+def test_the_end_names_what_hangs(
+    lane_s: float, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(host, "_LAST_STEP_S", 0.01)
+    monkeypatch.setattr(host.os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(host.logging, "shutdown", lambda: None)
+    face: Any = SimpleNamespace(stalled_s=lambda: 5.0, lane_s=lambda: lane_s)
+    with host._patience(face):
+        assert ended.wait(20)
+    assert what in caplog.text
+    assert f"runs for {max(5.0, lane_s):.0f} s" in caplog.text
