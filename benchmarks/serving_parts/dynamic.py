@@ -68,7 +68,7 @@ class _Contest:
         self._seconds = _QUICK_SECONDS if quick else _SECONDS
         self._texts = _texts(encoder, 512)
         self._mix = [encoder.work(text) for text in self._texts]
-        self._curve = measured(encoder, TARGET_S, 2.0)
+        self._curve, _ = measured(encoder, TARGET_S, 2.0)
         self.asked = 0
 
     def figures(self) -> dict[str, Any]:
