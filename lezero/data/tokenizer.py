@@ -237,8 +237,8 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
         return _Bytes()
     if not file.is_file():
         inner, settings = _converted(folder)
-        eos = named_end(inner, settings)
-        eos = end_of_model(inner, folder, settings) if eos is None else eos
+        if (eos := named_end(inner, settings)) is None:
+            eos = end_of_model(inner, folder, settings)
         return _Backed(inner, eos, _start(inner), settings=settings)
     if file.stat().st_size > _LIMIT:
         raise FileError(f"{file}: larger than {_LIMIT >> 20} MiB; that is no tokenizer")
@@ -251,9 +251,8 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
     files = {path.name: path for path in tokenizer_files(path)} | {"tokenizer.json": file}
     rows = rows_of_model(folder, settings)
     inner, more = with_declared(inner, folder, old_list=OLD_LIST in files, rows=rows)
-    eos = named_end(inner, settings)
     told: dict[str, Any] = {ROWS: rows} if more else {}  # what the files alone do not say
-    if eos is None:
+    if (eos := named_end(inner, settings)) is None:
         eos = end_of_model(inner, folder, settings)
         told |= _end(inner, eos)
     if told:
