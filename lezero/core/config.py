@@ -141,7 +141,8 @@ def _reason(cls: type[BaseModel], item: Any) -> str:
     message = _allowed(kind, str(item["msg"]))
     if kind == "value_error":  # one about a whole section names the fields that it is about
         return message if isinstance(value, Mapping) else f"{message} (got {shown})"
-    field = _model_at(cls, item["loc"][:-1]).model_fields.get(str(item["loc"][-1]))
+    path = item["loc"]  # empty for what is wrong with the whole
+    field = _model_at(cls, path[:-1]).model_fields.get(str(path[-1])) if path else None
     none = ", or null" if field and type(None) in get_args(field.annotation) else ""
     return f"got {shown}, allowed is {message}{none}"
 
