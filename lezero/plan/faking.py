@@ -13,7 +13,7 @@ from torch import nn
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.flags import flag
-from lezero.profiler.untouched import untouched
+from lezero.profiler.untouched import untouched, untouched_random
 
 _NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
@@ -26,7 +26,7 @@ def faking() -> Iterator[Any]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     caught = warnings.catch_warnings()
     gradients = torch.enable_grad()
-    with torch.inference_mode(False), gradients, fake, _untouched_random(), _quiet_torch(), caught:
+    with torch.inference_mode(False), gradients, fake, untouched_random(), _quiet_torch(), caught:
         # a fake tensor's address is 0 everywhere, which is what is asked for
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield fake
@@ -98,16 +98,6 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 def _hooks(parameter: Any) -> tuple[Any, Any]:
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-
-
-@contextmanager
-def _untouched_random() -> Iterator[None]:
-    """Drawing fake numbers must not move the generator of the run."""
-    state = torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(state)
 
 
 @contextmanager

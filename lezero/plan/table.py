@@ -28,7 +28,7 @@ _TIMES = {
 }
 
 
-def _within(error: float) -> str:
+def within(error: float) -> str:
     """An error as people read it: beyond 1 only one side of it says something."""
     return f"±{error:.0%}" if error < 1 else f"at most {1 + error:.1f} times as much"
 
@@ -44,7 +44,7 @@ def render(forecast: Forecast) -> str:
         f"{_parameters(forecast.parameters)} parameters, {forecast.precision}, {forecast.form}, "
         f"attention by {forecast.attention}, {ranks}, {forecast.tokens_per_step:,} tokens a step",
         "",
-        f"Peak memory of a rank ({_within(memory_error)})",
+        f"Peak memory of a rank ({within(memory_error)})",
     ]
     for name, count in forecast.memory_parts.items():
         lines.append(f"  {name:<14}{size(count):>11}   {_MEANING.get(name, '')}".rstrip())
@@ -53,7 +53,7 @@ def render(forecast: Forecast) -> str:
         f"  {'total':<14}{size(forecast.memory_bytes):>11}   {share:.0%} of "
         f"{size(forecast.limit_bytes)} free for a rank",
         "",
-        f"Time of a step ({_within(time_error)})",
+        f"Time of a step ({within(time_error)})",
     ]
     for name, seconds in forecast.time_parts.items():
         share = seconds / forecast.step_seconds if forecast.step_seconds else 0.0

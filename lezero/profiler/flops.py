@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from lezero.core.errors import ConfigError, LeZeroError
-from lezero.profiler.untouched import untouched
+from lezero.profiler.untouched import untouched, untouched_random
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -100,7 +100,7 @@ def count_flops(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     counter = _Counter(fake.from_tensor)
     try:
-        with untouched(function, (args, kwargs)), _untouched_random(), fake, counter:
+        with untouched(function, (args, kwargs)), untouched_random(), fake, counter:
             with nullcontext() if backward else torch.no_grad():
                 result = function(*args, **kwargs)
             if backward:
@@ -243,13 +243,3 @@ _LSTM = {
     torch.ops.aten.mkldnn_rnn_layer: _lstm_forward,
     torch.ops.aten.mkldnn_rnn_layer_backward: _lstm_backward,
 }
-
-
-@contextmanager
-def _untouched_random() -> Iterator[None]:
-    """Drawing fake numbers must not move anybody's generator."""
-    state = torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(state)

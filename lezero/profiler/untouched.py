@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.optim import Optimizer
@@ -35,6 +36,16 @@ def untouched(function: Callable[..., Any] | None, given: Any) -> Iterator[None]
             (table.update if isinstance(table, dict) else table.extend)(before)
         for parameter, grad in grads:
             parameter.grad = grad
+
+
+@contextmanager
+def untouched_random() -> Iterator[None]:
+    """Drawing fake numbers must not move anybody's generator."""
+    state = torch.random.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
 
 
 def _owners(function: Any, given: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lezero.core.errors import LeZeroError
 from lezero.core.paths import shown
+from lezero.plan.table import within
 from lezero.report import Bar, BarPlot, Level, LinePlot, Page, Section, Series, Tile, tag
 from lezero.report import decisions as recorded
 from lezero.report.decision_cards import decision_cards
@@ -147,10 +148,11 @@ def _forecast(section: Section, facts: RunFacts) -> None:
     if values:
         levels = []
         if memory.forecast is not None:
-            off = (memory.stated or 0.0) * memory.forecast
-            label = f"forecast peak, {_stated(memory)}" if off else "forecast peak"
-            span_of = max(0.0, memory.forecast - off), memory.forecast + off
-            low, high = span_of if off else (None, None)
+            label, low, high = "forecast peak", None, None
+            if memory.stated:
+                off = memory.stated * memory.forecast
+                label = f"forecast peak, {within(memory.stated)}"
+                low, high = max(0.0, memory.forecast - off), memory.forecast + off
             levels.append(Level(memory.forecast, label, low, high))
         plot = LinePlot(
             "Memory",
@@ -180,18 +182,9 @@ def _compared_row(label: str, say: Any, compared: Compared) -> tuple[object, ...
         say(compared.forecast),
         say(compared.measured),
         compared.verdict(),
-        _stated(compared),
+        "n/a" if compared.stated is None else within(compared.stated),
         tag("strong", held, class_=compared.tone or None),
     )
-
-
-def _stated(compared: Compared) -> str:
-    """Beyond 100% only one side of the error says something."""
-    if compared.stated is None:
-        return "n/a"
-    if compared.stated < 1:
-        return f"± {percent(compared.stated)}"
-    return f"at most {1 + compared.stated:.1f} times as much"
 
 
 def _parts(parts: Mapping[str, Any]) -> list[Bar]:

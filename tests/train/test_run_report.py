@@ -104,7 +104,7 @@ def test_an_error_beyond_100_percent_has_one_side(run):
     (run / "forecast.json").write_text(json.dumps(told))
     held = words(sections(page(run))["Forecast against measured"])
     assert "forecast peak, at most 2.4 times as much" in held
-    assert "± 25%" in held
+    assert "±25%" in held
     assert "140%" not in held
     assert "−" not in held, "memory is never negative"
 
@@ -137,7 +137,7 @@ def test_plots_show_loss_validation_resume_memory_and_rates(run):
     marks = [e for e in found["Loss"].iter("line") if e.get("class") == "mark"]
     assert len(marks) == 1
     forecast = words(found["Forecast against measured"])
-    for text in ("forecast peak, ± 10%", "measured", "parameters", "matrix products"):
+    for text in ("forecast peak, ±10%", "measured", "parameters", "matrix products"):
         assert text in forecast
     assert [e for e in found["Forecast against measured"].iter("rect") if e.get("class") == "band"]
     titles = [f.text for s in found.values() for f in s.iter("figcaption")]
